@@ -1,0 +1,169 @@
+"""The command line: dtlib doctor | lab | tour | pi."""
+
+import argparse
+import json
+import sys
+import time
+
+from dtlib.errors import DtlibError
+from dtlib.launch import is_rank, run_ranks, usable_cores
+
+MOST_RANKS_PER_CORE = 16
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        # One sentence; the usage is one --help away.
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments=None) -> int:
+    parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | tour | pi")
+    commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
+
+    lab = commands.add_parser("lab", help="open JupyterLab on the workshop")
+    lab.add_argument("--no-browser", action="store_true", help="only print the address")
+
+    tour = commands.add_parser("tour", help="run the core of every lesson on MPI engines and print a table")
+    tour.add_argument("--ranks", type=_ranks, default=2, help="engines to start (default: 2)")
+
+    pi = commands.add_parser("pi", help="estimate pi on MPI ranks")
+    pi.add_argument("--points", type=_points, default=10**8, help="how many points to throw (default: 1e8)")
+    pi.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
+    pi.add_argument("--kernel", choices=("loop", "numpy", "compiled", "gpu"), default="compiled", help="default: compiled")
+    pi.add_argument("--seed", type=_whole_number, default=0, help="another seed gives other points (default: 0)")
+    pi.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except DtlibError as problem:
+        print(f"dtlib {options.command}: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _doctor(options) -> int:
+    from dtlib.doctor import report
+
+    return report()
+
+
+def _lab(options) -> int:
+    from dtlib.lab.server import serve
+
+    return serve(browser=not options.no_browser)
+
+
+def _tour(options) -> int:
+    from dtlib.lab.tour import tour
+
+    return tour(options.ranks)
+
+
+def _pi(options) -> int:
+    if is_rank():
+        return _pi_on_this_rank(options)
+    ranks = options.ranks or usable_cores()
+    command = ["-m", "dtlib", "pi", "--points", str(options.points), "--kernel", options.kernel, "--seed", str(options.seed)]
+    return run_ranks(command + ["--json"] * options.json, ranks)
+
+
+def _pi_on_this_rank(options) -> int:
+    from dtlib.pi import KERNELS, Estimate, count_on_ranks
+    from dtlib.progress import RankProgress
+    from dtlib.world import init
+
+    comm = init().comm
+    kernel = KERNELS[options.kernel]
+    kernel(0, 1)  # compiling is not counting
+    alone = None
+    if not options.json:
+        comm.barrier()
+        alone = _points_per_second_alone(kernel, options.points) if comm.rank == 0 else None
+    with RankProgress(comm, options.points) as progress:
+        comm.barrier()
+        began = time.perf_counter()
+        inside = count_on_ranks(options.points, comm, kernel, options.seed, progress)
+        seconds = time.perf_counter() - began
+    if comm.rank == 0:
+        estimate = Estimate(options.points, inside)
+        if options.json:
+            print(json.dumps({
+                "points": estimate.points, "inside": estimate.inside, "pi": estimate.pi,
+                "standard_error": estimate.standard_error, "seconds": seconds, "ranks": comm.size,
+            }))  # fmt: skip
+        else:
+            print(_pi_table(estimate, seconds, alone, comm.size))
+    return 0
+
+
+def _points_per_second_alone(kernel, points: int) -> float:
+    """Speed of one rank while the others wait: up to half a second's worth of the same points."""
+    sample = min(points, 1000)
+    while True:
+        began = time.perf_counter()
+        kernel(0, sample)
+        seconds = time.perf_counter() - began
+        if seconds > 0.2 or sample == points:
+            return sample / max(seconds, 1e-9)
+        sample = min(points, 4 * sample)
+
+
+def _pi_table(estimate, seconds: float, alone: float, ranks: int) -> str:
+    from tabulate import tabulate
+
+    rate = estimate.points / seconds
+    rows = [
+        ("pi", f"{estimate.pi:.8f} ± {estimate.standard_error:.1g} (one standard error)"),
+        ("inside", f"{estimate.inside:,} of {estimate.points:,} points"),
+        ("time", f"{seconds:.3g} s on {ranks} rank{'s' * (ranks > 1)}"),
+        ("points per second", f"{rate:.3g}"),
+        ("speed-up", f"{rate / alone:.2f} against one rank"),
+        ("efficiency", f"{rate / alone / ranks:.0%}"),
+    ]
+    return tabulate(rows, tablefmt="plain")
+
+
+def _whole_number(text: str) -> int:
+    """An integer, written as 10000000, 10_000_000 or 1e7."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+        if value == int(value):
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write it as 10000000 or 1e7.")
+
+
+def _points(text: str) -> int:
+    from dtlib.pi import MOST_POINTS
+
+    points = _whole_number(text)
+    if points < 1:
+        raise argparse.ArgumentTypeError(f"{text} points give no estimate: ask for 1 or more, such as 1e7.")
+    if points > MOST_POINTS:
+        raise argparse.ArgumentTypeError(
+            f"{text} points would take weeks: ask for at most {MOST_POINTS:.0e}; each further digit of pi costs 100 times the points."
+        )
+    return points
+
+
+def _ranks(text: str) -> int:
+    ranks = _whole_number(text)
+    most = MOST_RANKS_PER_CORE * usable_cores()
+    if ranks < 1:
+        raise argparse.ArgumentTypeError(f"{text} ranks cannot count: ask for 1 or more.")
+    if ranks > most:
+        raise argparse.ArgumentTypeError(
+            f"{text} ranks are too many for the {usable_cores()} cores here: ask for at most {most}."
+        )
+    return ranks
+
+
+_COMMANDS = {"doctor": _doctor, "lab": _lab, "tour": _tour, "pi": _pi}

@@ -1,0 +1,21 @@
+"""Errors for people: one sentence that says what is wrong and what to do."""
+
+
+class DtlibError(Exception):
+    """A mistake that its maker can mend.
+
+    In a notebook only the sentence is shown, without a traceback; the command line prints it and
+    exits with status 2.
+    """
+
+    def _render_traceback_(self):
+        # IPython calls this instead of formatting the stack.
+        return [f"{type(self).__name__}: {self}"]
+
+
+class CommunicationError(DtlibError):
+    """A verb of the communicator was called with something that it cannot carry."""
+
+
+class WaitTimeout(DtlibError):
+    """A rank waited longer than the communicator's ``time_limit``."""

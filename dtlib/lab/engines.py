@@ -1,0 +1,282 @@
+"""``lab.engines(4)``: four MPI ranks behind this notebook, and ``%%px`` to talk to them.
+
+There is one set of engines a workshop folder. The first notebook that asks has a keeper start it (keeper.py);
+a later one attaches to the set that runs and takes over. workshop.py keeps the record of who uses it.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from dtlib.errors import DtlibError
+from dtlib.lab import on_ranks, workshop
+from dtlib.launch import check_mpiexec, find_mpiexec, gpu_names, usable_cores
+
+START_SECONDS = 60
+ANSWER_SECONDS = 10
+BYTES_A_RANK = 700e6  # an engine with torch imported and room for a lesson's arrays
+MOST_RANKS = 64
+
+_current = None
+
+
+class EngineSet:
+    """The ranks that this notebook uses: ``view`` and ``client`` are ipyparallel's, ``table`` lists the ranks."""
+
+    def __init__(self, record, client, profile: Path):
+        self.record = record
+        self.client = client
+        self.profile = profile
+        self.view = client.direct_view()
+        self.view.block = True
+        self.table = None
+
+    @property
+    def size(self) -> int:
+        return len(self.view)
+
+    def pids(self) -> list[int]:
+        return [row["pid"] for row in self.table.rows]
+
+    def check_held(self) -> None:
+        """Raise unless the ranks still run and still hold this notebook's names."""
+        if not self.record.keeper():
+            raise DtlibError("The ranks have ended: run lab.engines() again and the cells that define what you need.")
+        if not self.record.is_held_here():
+            holder = self.record.read("holder.json").get("notebook", "Another notebook")
+            raise DtlibError(
+                f"{holder} has taken over the ranks, and names that were defined here are gone: run lab.engines() to "
+                "take them back, then the cells that define what you need."
+            )
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.client.close()
+
+
+def engines(n: int | None = None, restart: bool = False) -> EngineSet:
+    """Start ``n`` MPI ranks for this notebook, or take over those that run, and show who they are.
+
+    Args:
+        n: how many ranks; by default the number that suits the cores, GPUs and free memory of this machine, or
+            the set that runs.
+        restart: end the ranks that run and start new ones.
+
+    Run again, it changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
+    Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
+
+    Raises:
+        DtlibError: where the ranks cannot be started; the sentence says what to do.
+    """
+    global _current
+    ranks = _checked_number(n)
+    profile = workshop.folder() / workshop.PROFILE
+    record = workshop.Record(profile)
+    with record.lock():
+        keeper = record.keeper()
+        running = record.read("set.json").get("ranks") if keeper else None
+        others = [note["notebook"] for note in record.attached() if note["pid"] != os.getpid()]
+        still_ours = _current is not None and keeper and record.is_held_here() and ranks in (None, running)
+        if still_ours and not restart and _answers(_current):
+            _current.table.show()
+            return _current
+        if _current is not None:
+            _current.close()
+            _current = None
+        previous_holder = record.read("holder.json").get("notebook", "another notebook")
+        was_held_here = record.is_held_here()
+        record.attach(_notebook_name())
+        found = None
+        if keeper and not restart and ranks in (None, running):
+            found = _connect(record, profile)
+            if found and not was_held_here:
+                print(f"These {running} ranks were running for {previous_holder}: this notebook takes them over.")
+                print("Names defined on them are gone. Both notebooks keep them alive; run lab.engines() to take turns.")
+        if found is None:
+            if keeper:
+                print(f"Restarting the ranks with {ranks or running} (there were {running}).")
+                if others:
+                    print(f"They were also in use by {', '.join(sorted(set(others)))}.")
+            _end(record)
+            _start(record, profile, ranks or running or _suitable_number())
+            found = _connect(record, profile)
+            if found is None:
+                raise DtlibError(f"The ranks started but do not answer: see the logs in {profile / 'log'}.")
+        _current = found
+    from dtlib.lab import magics
+
+    magics.install(_current)
+    _current.table.show()
+    return _current
+
+
+def _checked_number(n):
+    if n is None:
+        return None
+    if not isinstance(n, int) or not 1 <= n <= MOST_RANKS:
+        raise DtlibError(f"engines({n!r}): ask for a number of ranks from 1 to {MOST_RANKS}, such as engines(4).")
+    return n
+
+
+def _suitable_number() -> int:
+    """A rank a GPU; without GPUs a rank a core, at least two and at most four; fewer where memory is short."""
+    wanted = len(gpu_names()) or min(4, max(2, usable_cores()))
+    return max(1, min(wanted, int(psutil.virtual_memory().available / BYTES_A_RANK)))
+
+
+def _notebook_name() -> str:
+    """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
+
+
+def _start(record, profile: Path, ranks: int) -> None:
+    """Have a keeper start the engines and wait until it has told where they are."""
+    check_mpiexec(find_mpiexec())
+    log = profile / "log"
+    log.mkdir(exist_ok=True)
+    with open(log / "keeper.log", "w") as output:
+        subprocess.run(
+            [sys.executable, "-m", "dtlib.lab.keeper", str(profile), str(ranks)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True, cwd=workshop.folder(),
+        )  # fmt: skip
+    import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
+
+    deadline = time.monotonic() + START_SECONDS
+    while not record.keeper():
+        if problem := record.read("set.json").get("error"):
+            record.remove("set.json")
+            raise DtlibError(problem)
+        if time.monotonic() > deadline:
+            raise DtlibError(f"The engines did not start within {START_SECONDS} s: see the logs in {log}.")
+        time.sleep(0.05)
+
+
+def _end(record) -> None:
+    """End the engines that run, or what is left of them."""
+    if keeper := record.keeper():
+        processes = [workshop.Process(**note) for note in record.read("set.json").get("processes", [])]
+        workshop.end_processes([workshop.Process.of(keeper.pid), *processes])
+    record.end_leftovers()
+
+
+def _connect(record, profile: Path) -> EngineSet | None:
+    """A client of the engines that run, with clean ranks; None where they do not answer."""
+    import ipyparallel as ipp
+
+    note = record.read("set.json")
+    deadline = time.monotonic() + START_SECONDS
+    while not Path(note["connection"]).exists() and record.keeper() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    client = ipp.Client(note["connection"], timeout=START_SECONDS)
+    while len(client.ids) < note["ranks"]:
+        if not record.keeper() or time.monotonic() > deadline:
+            client.close()
+            raise DtlibError(
+                f"Only {len(client.ids)} of {note['ranks']} ranks came up: see the logs in {profile / 'log'}, or ask "
+                "for fewer."
+            )
+        time.sleep(0.02)
+    found = EngineSet(record, client, profile)
+    rows = _join_world(found, record, note)
+    if rows is None:
+        found.close()
+        return None
+    sizes = {row["size"] for row in rows}
+    if sizes != {note["ranks"]}:
+        found.close()
+        _end(record)
+        raise DtlibError(
+            f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks: the mpiexec that "
+            "started them belongs to another MPI than mpi4py's; run `dtlib doctor`."
+        )
+    found.table = RankTable(rows, record.state)
+    return found
+
+
+def _join_world(found: EngineSet, record, note):
+    """Who the ranks are, after they have dropped what they held; None where one of them is stuck."""
+    import ipyparallel as ipp
+
+    known = record.read("ranks.json")
+    if known.get("name") == note["name"]:
+        interrupt(known["pids"])  # whatever the last notebook left running
+    clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
+    joined = found.view.apply_async(on_ranks.join, str(record.state))
+    try:
+        clean.get(ANSWER_SECONDS)
+        rows = sorted(joined.get(START_SECONDS), key=lambda row: row["rank"])
+    except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
+        return None
+    record.write("ranks.json", {"name": note["name"], "pids": [row["pid"] for row in rows]})
+    return rows
+
+
+def _answers(found: EngineSet) -> bool:
+    import ipyparallel as ipp
+
+    try:
+        return len(found.view.apply_async(os.getpid).get(ANSWER_SECONDS)) == found.size
+    except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
+        return False
+
+
+def interrupt(pids: list[int]) -> None:
+    """Stop what these ranks are doing, as Ctrl-C would."""
+    import signal
+
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGINT)
+
+
+class RankTable:
+    """The ranks, a row each; redraws itself when torch has been imported on all of them."""
+
+    def __init__(self, rows: list[dict], state: Path):
+        self.rows = rows
+        self._state = state
+        self._handle = None
+
+    def ready(self) -> list[bool]:
+        return [(self._state / f"torch-{row['pid']}").exists() for row in self.rows]
+
+    def show(self) -> None:
+        from IPython.display import display
+
+        self._handle = display(self, display_id=True)
+        if self._handle is not None and not all(self.ready()):
+            threading.Thread(target=self._redraw_when_ready, daemon=True).start()
+
+    def _redraw_when_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not all(self.ready()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        self._handle.update(self)
+
+    def _cells(self):
+        sharing = len(self.rows)
+        for row, ready in zip(self.rows, self.ready(), strict=True):
+            cores = f"{row['cores']}, shared by {sharing}" if sharing > 1 else str(row["cores"])
+            yield row["rank"], row["host"], row["pid"], row["device"], cores, "yes" if ready else "importing"
+
+    _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")
+
+    def __repr__(self):
+        from tabulate import tabulate
+
+        return tabulate(self._cells(), self._HEADERS)
+
+    def _repr_html_(self):
+        from tabulate import tabulate
+
+        from dtlib.lab.pictures import rank_badge
+
+        cells = [(rank_badge(rank), *rest) for rank, *rest in self._cells()]
+        return str(tabulate(cells, self._HEADERS, tablefmt="unsafehtml"))

@@ -1,0 +1,201 @@
+"""``%%px``: run a cell on all ranks, and show what each of them said, in rank order.
+
+The cell runs through ipyparallel's own magic. What is ours is how it looks: every output line names its rank, a
+cell without output says where it ran, equal errors are shown once, and a NameError names its cure.
+"""
+
+import re
+import sys
+import time
+
+from IPython.display import publish_display_data
+from ipyparallel.client.magics import ParallelMagics
+from tqdm.auto import tqdm
+
+from dtlib.errors import DtlibError
+from dtlib.lab.engines import interrupt
+from dtlib.lab.pictures import rank_prefix
+
+INTERRUPT_SECONDS = 5
+_engines = None
+
+
+def install(engines) -> None:
+    """Register ``%px`` and ``%%px`` for these engines, where there is an IPython to register them in."""
+    global _engines
+    _engines = engines
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None:
+        shell.register_magics(RankMagics(shell, engines.view))
+        shell.set_custom_exc((NameError,), _explain_local_name_error)
+
+
+class RanksFailed(DtlibError):
+    """A cell raised an error on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
+
+    def __init__(self, errors: dict, cures: list[str]):
+        self.errors = errors
+        self.cures = cures
+        super().__init__("; ".join(f"{who}: {error.ename}: {error.evalue}" for who, error in self._groups()))
+
+    def _groups(self):
+        """Ranks that raised the same error, with one example of it."""
+        groups = {}
+        for rank, error in self.errors.items():
+            groups.setdefault((error.ename, error.evalue), []).append(rank)
+        for ranks in groups.values():
+            yield _ranks(ranks), self.errors[ranks[0]]
+
+    def _render_traceback_(self):
+        lines = []
+        for who, error in self._groups():
+            lines += [f"On {who}:", error.traceback or f"{error.ename}: {error.evalue}"]
+        return lines + self.cures
+
+
+class RankMagics(ParallelMagics):
+    """``%px`` and ``%%px`` with outputs in rank order."""
+
+    def parallel_execute(self, cell, block=None, save_name=None, **options):
+        _engines.check_held()
+        block = self.view.block if block is None else block
+        if not block:
+            return super().parallel_execute(cell, block=False, save_name=save_name)
+        result = self.last_result = self.view.execute(cell, silent=False, block=False)
+        if save_name:
+            self.shell.user_ns[save_name] = result
+        try:
+            _wait(result)
+        except KeyboardInterrupt:
+            interrupt(_engines.pids())
+            result.wait(INTERRUPT_SECONDS)
+            if not result.done():
+                raise DtlibError(
+                    "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
+                ) from None
+        result.wait_for_output(1)
+        _show(result, self._targets(result))
+        _raise_errors(result, self._targets(result), self.shell)
+        return None
+
+    def _targets(self, result) -> list[int]:
+        return list(result.engine_id) if isinstance(result.engine_id, list) else [result.engine_id]
+
+
+def _wait(result) -> None:
+    """Wait for a cell; where ranks report progress, draw one bar for all of them."""
+    bar = None
+    try:
+        while not result.done():
+            result.wait(0.1)
+            for data in _as_list(result.data):
+                if "progress" in (data or {}):
+                    done, total = data["progress"]
+                    bar = bar or tqdm(total=total, unit=" points", unit_scale=True, leave=False)
+                    bar.update(done - bar.n)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _show(result, ranks) -> None:
+    """Every rank's output, rank by rank."""
+    silent = True
+    outputs = zip(
+        ranks, _as_list(result.stdout), _as_list(result.stderr), _as_list(result.outputs, nested=True),
+        _as_list(result.execute_result), strict=True,
+    )  # fmt: skip
+    for rank, stdout, stderr, displayed, value in outputs:
+        _print_lines(rank, stdout, sys.stdout)
+        _print_lines(rank, stderr, sys.stderr)
+        for output in displayed:
+            print(f"{rank_prefix(rank)} shows:")
+            sys.stdout.flush()
+            publish_display_data(output["data"], output.get("metadata"))
+        if value is not None:
+            _print_lines(rank, _text_of(value), sys.stdout)
+        silent = silent and not (stdout or stderr or displayed or value)
+    if silent:
+        print(f"(ran on {_ranks(ranks)})")
+
+
+def _print_lines(rank, text, file) -> None:
+    for line in text.splitlines():
+        print(rank_prefix(rank), line, file=file)
+
+
+def _text_of(value) -> str:
+    content = getattr(value, "data", None) or value["data"]
+    return content.get("text/plain", "")
+
+
+def _as_list(value, nested=False):
+    """One entry a rank, also where ipyparallel unpacks the list of a single rank."""
+    if nested:
+        return value if value and isinstance(value[0], list) else [value]
+    return value if isinstance(value, list) else [value]
+
+
+def _raise_errors(result, ranks, shell) -> None:
+    from ipyparallel.error import RemoteError
+
+    outcomes = _as_list(result.get(return_exceptions=True))
+    errors = {rank: error for rank, error in zip(ranks, outcomes, strict=True) if isinstance(error, RemoteError)}
+    if errors:
+        raise RanksFailed(errors, _cures(errors.values(), shell)) from None
+
+
+def _cures(errors, shell) -> list[str]:
+    names = {match.group(1) for error in errors if error.ename == "NameError" and (match := _NAME.search(error.evalue))}
+    return [
+        f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "
+        f"defines `{name}` with %%px (or with %%px --local for both)."
+        if name in shell.user_ns
+        else f"`{name}` is not defined on the ranks: run the %%px cell that defines it first."
+        for name in sorted(names)
+    ]
+
+
+_NAME = re.compile(r"name '(\w+)' is not defined")
+
+
+def _explain_local_name_error(shell, kind, value, trace, tb_offset=None):
+    """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
+    lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
+    match = _NAME.search(str(value))
+    if match and _ranks_know(match.group(1)):
+        lines.append(
+            f"`{match.group(1)}` is defined on the ranks but not in the notebook: start the cell with %%px to run it "
+            "there."
+        )
+    shell._showtraceback(kind, value, lines)
+    return lines
+
+
+def _ranks_know(name: str) -> bool:
+    try:
+        _engines.check_held()
+        known = _engines.view.apply_async(_knows, name)
+        deadline = time.monotonic() + 1
+        while not known.done() and time.monotonic() < deadline:
+            known.wait(0.05)
+        return known.done() and any(_as_list(known.get()))
+    except Exception:  # an explanation must not hide the error that it explains
+        return False
+
+
+def _knows(name: str) -> bool:
+    from IPython import get_ipython
+
+    return name in get_ipython().user_ns
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 2``, ``ranks 0 to 3`` or ``ranks 0, 2``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

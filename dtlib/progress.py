@@ -1,0 +1,79 @@
+"""One progress bar for all ranks.
+
+Every rank reports what it has done; rank 0 adds up and draws. Reports are small messages that nobody waits for:
+rank 0 looks for them whenever it has something to report itself.
+"""
+
+import numpy as np
+from tqdm.auto import tqdm
+
+_TAG = 2**14 + 1  # far from the tags that callers use
+
+
+class RankProgress:
+    """Progress of a known amount of work over all ranks of ``comm``.
+
+    Use as a context manager and call it with the units done since the last call. The bar shows on rank 0 once
+    the work has taken two seconds; ``draw(done, total)`` replaces it, for a notebook that draws its own.
+    Leaving is collective: rank 0 waits there for the last reports.
+    """
+
+    def __init__(self, comm, total: int, unit: str = "points", draw=None):
+        self.comm = comm
+        self.total = total
+        self.done = 0
+        self._draw = draw
+        self._sent = []
+        self._finished_ranks = 0
+        self._bar = None
+        if comm.rank == 0 and draw is None:
+            self._bar = tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
+
+    def __enter__(self):
+        return self
+
+    def __call__(self, units: int) -> None:
+        if self.comm.rank == 0:
+            self._add(units)
+            self._collect()
+        else:
+            # The buffer of a message must live until it has left: keep it with its request.
+            self._sent = [pair for pair in self._sent if not pair[0].done()]
+            self._send(units)
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            if self.comm.rank == 0:
+                while self._finished_ranks < self.comm.size - 1:
+                    self._receive()
+            else:
+                self._send(-1)  # the last word of this rank
+                for handle, _ in self._sent:
+                    handle.wait()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _send(self, units):
+        message = np.array([units], dtype=np.int64)
+        self._sent.append((self.comm.send(message, 0, tag=_TAG, async_op=True), message))
+
+    def _collect(self):
+        while self.comm.mpi.Iprobe(tag=_TAG):
+            self._receive()
+
+    def _receive(self):
+        from mpi4py import MPI
+
+        message = np.zeros(1, dtype=np.int64)
+        self.comm.wait_for(self.comm.mpi.Irecv(message, MPI.ANY_SOURCE, _TAG), message, "progress of the other ranks")
+        if message[0] < 0:
+            self._finished_ranks += 1
+        else:
+            self._add(int(message[0]))
+
+    def _add(self, units):
+        self.done += units
+        if self._bar is not None:
+            self._bar.update(units)
+        elif self._draw is not None:
+            self._draw(self.done, self.total)

@@ -1,0 +1,123 @@
+"""Who am I: this process's rank, how many ranks there are, and how to talk to them."""
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtlib.comm import Communicator
+from dtlib.errors import DtlibError
+from dtlib.launch import gpu_names
+
+_world = None
+
+
+@dataclass
+class World:
+    """All ranks that were started together, seen from one of them.
+
+    ``rank`` counts from 0 to ``size - 1`` over all nodes; ``node`` is the index of the machine that this rank
+    runs on and ``local_rank`` counts the ranks there. ``comm`` has the verbs. Counterparts:
+    ``MPI.COMM_WORLD``; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` under torchrun.
+    """
+
+    rank: int
+    size: int
+    node: int
+    local_rank: int
+    comm: Communicator
+
+    @cached_property
+    def device(self):
+        """The ``torch.device`` of this rank: a GPU of its own if there are enough, else a shared one, else the CPU."""
+        import torch
+
+        gpus = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % gpus) if gpus else torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        """``cpu`` or ``cuda:0``, without importing torch."""
+        gpus = len(gpu_names())
+        return f"cuda:{self.local_rank % gpus}" if gpus else "cpu"
+
+
+def init() -> World:
+    """Join the world and return it; call it as often as you like.
+
+    Works inside an engine, under ``mpiexec`` or ``srun``, and in a plain process (a world of one rank). In a
+    script an error on one rank ends all of them, so that none is left waiting.
+
+    Raises:
+        DtlibError: where processes were started together but do not form one MPI world.
+    """
+    global _world
+    if _world is None:
+        _world = _join()
+    return _world
+
+
+def reset() -> World:
+    """Give all ranks a clean communicator after an interrupt or an error. Every rank must call it.
+
+    What an interrupted operation left in the old communicator stays there and can meet no new message.
+    """
+    world = init()
+    old = world.comm
+    from mpi4py import MPI
+
+    new, request = MPI.COMM_WORLD.Idup()
+    old.wait_for(request, None, "dtlib.reset()")
+    world.comm = Communicator(new, old.time_limit)
+    return world
+
+
+def _join() -> World:
+    mpi = _start_mpi()
+    everyone = mpi.COMM_WORLD
+    _refuse_split_world(everyone.Get_size())
+    # Messages of dtlib must not meet those of other users of COMM_WORLD.
+    comm = Communicator(everyone.Dup(), time_limit=30 if _in_engine() else None)
+    neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
+    first_on_node = neighbours.bcast(comm.rank)
+    node = sorted(set(everyone.allgather(first_on_node))).index(first_on_node)
+    if comm.size > 1 and not _in_engine():
+        _abort_on_error(mpi)
+    return World(comm.rank, comm.size, node, neighbours.Get_rank(), comm)
+
+
+def _start_mpi():
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+        atexit.register(MPI.Finalize)
+    return MPI
+
+
+def _refuse_split_world(size: int) -> None:
+    """Ranks of another MPI than the one that started them each find a world of their own: say so."""
+    for launcher, variable in (("dtlib", "DTLIB_RANKS"), ("torchrun", "WORLD_SIZE"), ("Slurm", "SLURM_STEP_NUM_TASKS")):
+        started = os.environ.get(variable, "")
+        if size == 1 and started.isdigit() and int(started) > 1:
+            raise DtlibError(
+                f"{launcher} started {started} processes ({variable}={started}), but each sees an MPI world of one "
+                f"rank: start them with the mpiexec of this environment, mpiexec -n {started} python ..."
+            )
+
+
+def _in_engine() -> bool:
+    """True in an ipyparallel engine, where one bad cell must not end the ranks."""
+    return "ipyparallel.engine.app" in sys.modules
+
+
+def _abort_on_error(mpi) -> None:
+    show = sys.excepthook
+
+    def show_and_abort(kind, value, trace):
+        show(kind, value, trace)
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(2 if isinstance(value, DtlibError) else 1)
+
+    sys.excepthook = show_and_abort
