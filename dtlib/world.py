@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.launch import gpu_names
+from dtlib.launch import gpu_names, in_engine
 
 _world = None
 
@@ -78,11 +78,11 @@ def _join() -> World:
     everyone = mpi.COMM_WORLD
     _refuse_split_world(everyone.Get_size())
     # Messages of dtlib must not meet those of other users of COMM_WORLD.
-    comm = Communicator(everyone.Dup(), time_limit=30 if _in_engine() else None)
+    comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
     first_on_node = neighbours.bcast(comm.rank)
     node = sorted(set(everyone.allgather(first_on_node))).index(first_on_node)
-    if comm.size > 1 and not _in_engine():
+    if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
         _abort_on_error(mpi)
     return World(comm.rank, comm.size, node, neighbours.Get_rank(), comm)
 
@@ -105,11 +105,6 @@ def _refuse_split_world(size: int) -> None:
                 f"{launcher} started {started} processes ({variable}={started}), but each sees an MPI world of one "
                 f"rank: start them with the mpiexec of this environment, mpiexec -n {started} python ..."
             )
-
-
-def _in_engine() -> bool:
-    """True in an ipyparallel engine, where one bad cell must not end the ranks."""
-    return "ipyparallel.engine.app" in sys.modules
 
 
 def _abort_on_error(mpi) -> None:

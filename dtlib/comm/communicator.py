@@ -6,7 +6,7 @@ or numpy arrays where torch is not needed) and travel through mpi4py without a c
 
 import numpy as np
 
-from dtlib.comm.types import as_array, check_reduction
+from dtlib.comm.types import as_array, check_reduction, type_for_reduction
 from dtlib.comm.waiting import Handle
 from dtlib.errors import CommunicationError
 
@@ -60,7 +60,7 @@ class Communicator:
         ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; returns ``tensor``.
         """
         check_reduction(tensor, op, "all_reduce")
-        array, finish = self._writable(tensor, "all_reduce", divide_by=self.size if op == "mean" else 1)
+        array, finish = self._reducible(tensor, op, "all_reduce")
         request = self.mpi.Iallreduce(_in_place(), array, _mpi_op(op))
         return self._run(request, array, finish, f"all_reduce({op})", async_op)
 
@@ -68,21 +68,20 @@ class Communicator:
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
         self._check_rank(root, "reduce", "root")
         check_reduction(tensor, op, "reduce")
-        description = f"reduce({op}) to rank {root}"
-        if self.rank != root:
-            array = np.ascontiguousarray(as_array(tensor, "reduce"))
-            request = self.mpi.Ireduce(array, None, _mpi_op(op), root)
-            return self._run(request, array, lambda: tensor, description, async_op)
-        array, finish = self._writable(tensor, "reduce", divide_by=self.size if op == "mean" else 1)
-        request = self.mpi.Ireduce(_in_place(), array, _mpi_op(op), root)
-        return self._run(request, array, finish, description, async_op)
+        array, finish = self._reducible(tensor, op, "reduce")
+        if self.rank == root:
+            request = self.mpi.Ireduce(_in_place(), array, _mpi_op(op), root)
+        else:
+            request, finish = self.mpi.Ireduce(array, None, _mpi_op(op), root), lambda: tensor
+        return self._run(request, array, finish, f"reduce({op}) to rank {root}", async_op)
 
     def all_gather(self, out, tensor, async_op: bool = False):
         """Put every rank's ``tensor`` one after the other, in rank order, into ``out`` on every rank.
 
         ``out`` has ``size`` times as many elements as ``tensor`` and the same dtype; returns ``out``.
         """
-        if out.dtype != tensor.dtype or as_array(out, "all_gather").size != self.size * as_array(tensor, "all_gather").size:
+        sizes = [as_array(each, "all_gather").size for each in (out, tensor)]
+        if out.dtype != tensor.dtype or sizes[0] != self.size * sizes[1]:
             raise CommunicationError(
                 f"all_gather on {self.size} ranks needs an out of {self.size} times the elements of tensor and its "
                 f"dtype: out is {tuple(out.shape)} {out.dtype}, tensor is {tuple(tensor.shape)} {tensor.dtype}."
@@ -129,18 +128,29 @@ class Communicator:
         handle = Handle(request, buffers, finish, f"Rank {self.rank}: {description}", self.time_limit)
         return handle if async_op else handle.wait()
 
-    def _writable(self, tensor, verb, divide_by=1):
+    def _writable(self, tensor, verb):
         """Contiguous memory for the result, and what brings the result back into ``tensor``."""
+        target = self._target(tensor, verb)
+        return self._staged(tensor, target, np.ascontiguousarray(target))
+
+    def _reducible(self, tensor, op, verb):
+        """The same in the type in which values are combined; a mean is a sum that is divided at the end."""
+        target = self._target(tensor, verb)
+        array = np.ascontiguousarray(target, dtype=type_for_reduction(target))
+        return self._staged(tensor, target, array, divide_by=self.size if op == "mean" else 1)
+
+    def _target(self, tensor, verb):
         target = as_array(tensor, verb)
         if not target.flags.writeable:
             raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
-        array = np.ascontiguousarray(target)
+        return target
 
+    def _staged(self, tensor, target, array, divide_by=1):
         def finish():
             if divide_by != 1:
                 np.divide(array, divide_by, out=array)
-            if array is not target and not np.shares_memory(array, target):
-                target[...] = array
+            if not np.shares_memory(array, target):
+                target[...] = array.astype(target.dtype, copy=False)
             return tensor
 
         return array, finish

@@ -37,8 +37,18 @@ def _torch_memory(tensor):
     return tensor.view(integers.get(tensor.dtype, tensor.dtype)).numpy()
 
 
+def type_for_reduction(array: np.ndarray) -> np.dtype:
+    """The type in which an array is combined: its own, but 64 bits for small integers.
+
+    Open MPI's sums of 8 and 16 bits stop at the largest value or wrap around, depending on the length of the array;
+    torch's always wrap, and so do these once they are converted back.
+    """
+    return np.dtype(np.int64) if array.dtype.kind in "iu" and array.dtype.itemsize < 4 else array.dtype
+
+
 def check_reduction(tensor, op: str, verb: str) -> None:
     """Refuse an operation that is not in the table, or an element type that MPI would add wrongly."""
+    as_array(tensor, verb)
     if op not in OPERATIONS:
         raise CommunicationError(f"{verb} has no op {op!r}: choose one of {', '.join(OPERATIONS)}.")
     name = str(tensor.dtype).removeprefix("torch.")

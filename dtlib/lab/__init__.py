@@ -3,20 +3,21 @@
 from importlib import import_module
 
 _LAZY = {
-    "engines": "dtlib.lab.engines",
-    "check": "dtlib.lab.check",
-    "predict": "dtlib.lab.check",
-    "pictures": None,
+    "engines": "dtlib.lab.engine_set",
+    "check": "dtlib.lab.checks",
+    "predict": "dtlib.lab.checks",
+    "push": "dtlib.lab.checks",
+    "values": "dtlib.lab.checks",
 }
 
 
 def __getattr__(name):
-    if name not in _LAZY:
-        raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}")
-    value = import_module(f"dtlib.lab.{name}") if _LAZY[name] is None else getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value  # importing dtlib.lab.engines has put the module under the function's name
-    return value
+    if name == "pictures":
+        return import_module("dtlib.lab.pictures")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, "pictures"])

@@ -14,7 +14,6 @@ but its process id: a kernel that is killed is noticed like one that ends. Life 
 import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,7 +27,8 @@ def main() -> None:
     profile, ranks = Path(sys.argv[1]), int(sys.argv[2])
 
     from dtlib.errors import DtlibError
-    from dtlib.lab.workshop import Process, Record
+    from dtlib.lab.workshop import Record
+    from dtlib.processes import Process
 
     record = Record(profile)
     me = asdict(Process.of(os.getpid()))
@@ -59,9 +59,7 @@ def _start(profile: Path, ranks: int, name: str):
 
 def _watch(record, cluster, name) -> None:
     """Wait until nobody is attached or the engines are gone, then end everything that was started."""
-    import psutil
-
-    from dtlib.lab.workshop import Process, end_processes
+    from dtlib.processes import Process, end_processes, with_descendants
 
     launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
     started = set(launchers)
@@ -72,9 +70,7 @@ def _watch(record, cluster, name) -> None:
 
     while True:
         # The children of a process that dies move to another parent: note them while they can be found.
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                started.add(Process(child.pid, child.create_time()))
+        started.update(with_descendants(Process.of(os.getpid()))[1:])
         processes = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
         if processes != note.get("processes"):
             note["processes"] = processes
@@ -86,11 +82,9 @@ def _watch(record, cluster, name) -> None:
                     end_processes(list(started))
                     break
         time.sleep(POLL_SECONDS)
-    for folder in ("security", "log", "pid"):
-        for path in (record.profile / folder).glob(f"*{name}*"):
+    for pattern in (f"security/*{name}*", f"log/*{name}*", f"pid/*{name}*", "state/torch-*"):
+        for path in record.profile.glob(pattern):
             path.unlink(missing_ok=True)
-    for path in record.state.glob("torch-*"):
-        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

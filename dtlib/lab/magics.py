@@ -8,22 +8,19 @@ import re
 import sys
 import time
 
-from IPython.display import publish_display_data
 from ipyparallel.client.magics import ParallelMagics
+from IPython.display import publish_display_data
 from tqdm.auto import tqdm
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import interrupt
+from dtlib.lab.engine_set import current, interrupt
 from dtlib.lab.pictures import rank_prefix
 
 INTERRUPT_SECONDS = 5
-_engines = None
 
 
 def install(engines) -> None:
     """Register ``%px`` and ``%%px`` for these engines, where there is an IPython to register them in."""
-    global _engines
-    _engines = engines
     from IPython import get_ipython
 
     shell = get_ipython()
@@ -51,7 +48,10 @@ class RanksFailed(DtlibError):
     def _render_traceback_(self):
         lines = []
         for who, error in self._groups():
-            lines += [f"On {who}:", error.traceback or f"{error.ename}: {error.evalue}"]
+            if error.ename == "KeyboardInterrupt":
+                lines.append(f"Interrupted on {who}. If they waited for one another, run %px dtlib.reset() to go on.")
+            else:
+                lines += [f"On {who}:", error.traceback or f"{error.ename}: {error.evalue}"]
         return lines + self.cures
 
 
@@ -59,7 +59,7 @@ class RankMagics(ParallelMagics):
     """``%px`` and ``%%px`` with outputs in rank order."""
 
     def parallel_execute(self, cell, block=None, save_name=None, **options):
-        _engines.check_held()
+        ranks = current()
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
@@ -67,42 +67,43 @@ class RankMagics(ParallelMagics):
         if save_name:
             self.shell.user_ns[save_name] = result
         try:
-            _wait(result)
+            _wait(result, ranks)
         except KeyboardInterrupt:
-            interrupt(_engines.pids())
+            interrupt(ranks.pids())
             result.wait(INTERRUPT_SECONDS)
             if not result.done():
                 raise DtlibError(
                     "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
                 ) from None
         result.wait_for_output(1)
-        _show(result, self._targets(result))
-        _raise_errors(result, self._targets(result), self.shell)
+        targets = result.engine_id if isinstance(result.engine_id, list) else [result.engine_id]
+        said_something = _show(result, targets)
+        _raise_errors(result, targets, self.shell)
+        if not said_something:
+            print(f"(ran on {_ranks(targets)})")
         return None
 
-    def _targets(self, result) -> list[int]:
-        return list(result.engine_id) if isinstance(result.engine_id, list) else [result.engine_id]
 
-
-def _wait(result) -> None:
+def _wait(result, ranks) -> None:
     """Wait for a cell; where ranks report progress, draw one bar for all of them."""
     bar = None
     try:
         while not result.done():
             result.wait(0.1)
+            ranks.check_held()  # ranks that have ended will not answer
             for data in _as_list(result.data):
                 if "progress" in (data or {}):
-                    done, total = data["progress"]
-                    bar = bar or tqdm(total=total, unit=" points", unit_scale=True, leave=False)
+                    done, total, unit = data["progress"]
+                    bar = bar or tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
                     bar.update(done - bar.n)
     finally:
         if bar is not None:
             bar.close()
 
 
-def _show(result, ranks) -> None:
-    """Every rank's output, rank by rank."""
-    silent = True
+def _show(result, ranks) -> bool:
+    """Every rank's output, rank by rank; False where there is none."""
+    said_something = False
     outputs = zip(
         ranks, _as_list(result.stdout), _as_list(result.stderr), _as_list(result.outputs, nested=True),
         _as_list(result.execute_result), strict=True,
@@ -116,9 +117,8 @@ def _show(result, ranks) -> None:
             publish_display_data(output["data"], output.get("metadata"))
         if value is not None:
             _print_lines(rank, _text_of(value), sys.stdout)
-        silent = silent and not (stdout or stderr or displayed or value)
-    if silent:
-        print(f"(ran on {_ranks(ranks)})")
+        said_something = said_something or bool(stdout or stderr or displayed or value)
+    return said_something
 
 
 def _print_lines(rank, text, file) -> None:
@@ -176,8 +176,7 @@ def _explain_local_name_error(shell, kind, value, trace, tb_offset=None):
 
 def _ranks_know(name: str) -> bool:
     try:
-        _engines.check_held()
-        known = _engines.view.apply_async(_knows, name)
+        known = current().view.apply_async(_knows, name)
         deadline = time.monotonic() + 1
         while not known.done() and time.monotonic() < deadline:
             known.wait(0.05)

@@ -3,14 +3,17 @@
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 
-def join(ready_folder: str) -> dict:
+def join(ready_folder: str, notebook_folder: str) -> dict:
     """Join the world, start importing torch in the background, and say who this rank is."""
     from dtlib.launch import usable_cores
     from dtlib.world import init, reset
 
+    with suppress(OSError):  # on another machine the folder may not be there
+        os.chdir(notebook_folder)
     first_time = not hasattr(join, "importing_torch")
     world = init() if first_time else reset()
     if first_time:

@@ -2,17 +2,18 @@
 
 import json
 import os
-import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 from filelock import FileLock, Timeout
 
 from dtlib.errors import DtlibError
+from dtlib.processes import Process, end_processes
 
 PROFILE = Path("cluster_profiles") / "profile_local_mpi"
+LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
 
 
 def folder() -> Path:
@@ -24,26 +25,6 @@ def folder() -> Path:
         f"No workshop at or above {Path.cwd()}: start from a clone of the repository, the folder that holds "
         f"{PROFILE.parts[0]}/ and notebooks/."
     )
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process that cannot be confused with a later one of the same id."""
-
-    pid: int
-    created: float
-
-    @classmethod
-    def of(cls, pid: int) -> "Process":
-        return cls(pid, psutil.Process(pid).create_time())
-
-    def find(self) -> psutil.Process | None:
-        """The process if it lives; None once it has ended, even if nobody has collected its status."""
-        with suppress(psutil.Error):
-            process = psutil.Process(self.pid)
-            if process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        return None
 
 
 class Record:
@@ -119,15 +100,3 @@ class Record:
         """End what a keeper left behind that was itself killed."""
         end_processes([Process(**note) for note in self.read("set.json").get("processes", [])])
         self.remove("set.json")
-
-
-def end_processes(processes: list[Process], patience: float = 3.0) -> None:
-    """End these processes: politely first, then for certain."""
-    for polite in (True, False):
-        living = [found for process in processes if (found := process.find())]
-        for process in living:
-            with suppress(psutil.Error):
-                process.terminate() if polite else process.kill()
-        deadline = time.monotonic() + patience
-        while any(process.find() for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.02)

@@ -17,6 +17,7 @@ import psutil
 from dtlib.errors import DtlibError
 from dtlib.lab import on_ranks, workshop
 from dtlib.launch import check_mpiexec, find_mpiexec, gpu_names, usable_cores
+from dtlib.processes import Process, end_processes
 
 START_SECONDS = 60
 ANSWER_SECONDS = 10
@@ -37,6 +38,9 @@ class EngineSet:
         self.view.block = True
         self.table = None
 
+    def _ipython_display_(self):
+        """Nothing: ``engines()`` has shown the table already."""
+
     @property
     def size(self) -> int:
         return len(self.view)
@@ -56,17 +60,25 @@ class EngineSet:
             )
 
     def close(self) -> None:
+        """Let go of the ranks; they run on for as long as a notebook is attached."""
         with suppress(Exception):
             self.client.close()
 
+    def end(self) -> None:
+        """End the ranks now."""
+        self.close()
+        with self.record.lock():
+            _end(self.record)
 
-def engines(n: int | None = None, restart: bool = False) -> EngineSet:
+
+def engines(n: int | None = None, restart: bool = False, profile=None) -> EngineSet:
     """Start ``n`` MPI ranks for this notebook, or take over those that run, and show who they are.
 
     Args:
         n: how many ranks; by default the number that suits the cores, GPUs and free memory of this machine, or
             the set that runs.
         restart: end the ranks that run and start new ones.
+        profile: folder of an ipyparallel profile; by default the workshop's for this machine.
 
     Run again, it changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
     Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
@@ -76,7 +88,7 @@ def engines(n: int | None = None, restart: bool = False) -> EngineSet:
     """
     global _current
     ranks = _checked_number(n)
-    profile = workshop.folder() / workshop.PROFILE
+    profile = Path(profile or workshop.folder() / workshop.PROFILE)
     record = workshop.Record(profile)
     with record.lock():
         keeper = record.keeper()
@@ -97,7 +109,7 @@ def engines(n: int | None = None, restart: bool = False) -> EngineSet:
             found = _connect(record, profile)
             if found and not was_held_here:
                 print(f"These {running} ranks were running for {previous_holder}: this notebook takes them over.")
-                print("Names defined on them are gone. Both notebooks keep them alive; run lab.engines() to take turns.")
+                print("Names defined on them are gone. To take turns, run lab.engines() in the other notebook.")
         if found is None:
             if keeper:
                 print(f"Restarting the ranks with {ranks or running} (there were {running}).")
@@ -113,6 +125,18 @@ def engines(n: int | None = None, restart: bool = False) -> EngineSet:
 
     magics.install(_current)
     _current.table.show()
+    return _current
+
+
+def current() -> EngineSet:
+    """The ranks of this notebook.
+
+    Raises:
+        DtlibError: where there are none, or where another notebook has taken them over.
+    """
+    if _current is None:
+        raise DtlibError("This notebook has no ranks yet: run lab.engines(4) first.")
+    _current.check_held()
     return _current
 
 
@@ -144,7 +168,7 @@ def _start(record, profile: Path, ranks: int) -> None:
     with open(log / "keeper.log", "w") as output:
         subprocess.run(
             [sys.executable, "-m", "dtlib.lab.keeper", str(profile), str(ranks)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True, cwd=workshop.folder(),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True,
         )  # fmt: skip
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
 
@@ -161,8 +185,7 @@ def _start(record, profile: Path, ranks: int) -> None:
 def _end(record) -> None:
     """End the engines that run, or what is left of them."""
     if keeper := record.keeper():
-        processes = [workshop.Process(**note) for note in record.read("set.json").get("processes", [])]
-        workshop.end_processes([workshop.Process.of(keeper.pid), *processes])
+        end_processes([Process.of(keeper.pid)])
     record.end_leftovers()
 
 
@@ -208,7 +231,7 @@ def _join_world(found: EngineSet, record, note):
     if known.get("name") == note["name"]:
         interrupt(known["pids"])  # whatever the last notebook left running
     clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
-    joined = found.view.apply_async(on_ranks.join, str(record.state))
+    joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
     try:
         clean.get(ANSWER_SECONDS)
         rows = sorted(joined.get(START_SECONDS), key=lambda row: row["rank"])

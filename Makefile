@@ -1,0 +1,58 @@
+# make lab | test | test-all | tour | notebooks | lint | clean
+#   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
+#   TORCH="torch==..."   what pip is given for torch, instead of the choice below
+#   ARGS="..."           arguments for dtlib lab
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: lab test test-slow test-all tour notebooks lint clean
+
+lab: .venv/ready
+	$(BIN)/dtlib lab $(ARGS)
+
+test: .venv/ready
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow
+
+tour: .venv/ready
+	$(BIN)/dtlib tour
+
+notebooks: .venv/ready
+	$(BIN)/python -m dtlib.lab.build
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv
+
+# Set-up happens once; .venv/ready is newer than the pins once it has succeeded.
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "dtlib needs Python 3.11 or newer, and $(PYTHON) is older or missing: make PYTHON=python3.12 lab"; exit 2; }
+	$(PYTHON) -m venv .venv
+	@set -e; \
+	if [ -n "$(TORCH)" ]; then \
+	  choice="$(TORCH)"; echo "torch: $(TORCH), as TORCH= asks"; \
+	elif nvidia-smi -L >/dev/null 2>&1; then \
+	  choice="$(TORCH_PIN)"; echo "torch: the default build, as there is an NVIDIA driver"; \
+	elif $(BIN)/python -c 'import signal, sys, urllib.request; signal.alarm(3); urllib.request.urlopen(sys.argv[1])' \
+	    "$(CPU_INDEX)/torch/" >/dev/null 2>&1; then \
+	  choice="$(TORCH_PIN) --index-url $(CPU_INDEX)"; echo "torch: the CPU build from $(CPU_INDEX), as there is no NVIDIA driver"; \
+	else \
+	  choice="$(TORCH_PIN)"; \
+	  echo "torch: no NVIDIA driver, but $(CPU_INDEX) does not answer within 3 s: taking the default index's build"; \
+	fi; \
+	echo "Installing the pinned packages into .venv; the first time this takes minutes."; \
+	$(BIN)/python -m pip install --disable-pip-version-check $$choice
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
+	@touch .venv/ready

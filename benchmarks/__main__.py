@@ -1,0 +1,53 @@
+"""``python -m benchmarks NAME [--json FILE]``: start the ranks that the benchmark needs and print its table."""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from dataclasses import asdict
+
+import benchmarks
+from benchmarks.compare import REPEATS
+from dtlib.errors import DtlibError
+from dtlib.launch import is_rank, run_ranks
+
+NAMES = [
+    module.name.replace("_", "-")
+    for module in pkgutil.iter_modules(benchmarks.__path__)
+    if module.name not in ("__main__", "compare")
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"default: {REPEATS}")
+    options = parser.parse_args()
+    module = importlib.import_module(f"benchmarks.{options.name.replace('-', '_')}")
+    if is_rank():
+        return _on_this_rank(module, options)
+    try:
+        return run_ranks(["-m", "benchmarks", *sys.argv[1:]], module.RANKS)
+    except DtlibError as problem:
+        parser.exit(2, f"benchmarks: {problem}\n")
+
+
+def _on_this_rank(module, options) -> int:
+    from dtlib.world import init
+
+    world = init()
+    rows = [asdict(row) for row in module.rows(world, options.repeats)]
+    if world.rank == 0:
+        from tabulate import tabulate
+
+        print(tabulate([{**row, "ratio": f"{row['ratio']:.3g}"} for row in rows], headers="keys", floatfmt=".3g"))
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump(rows, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Two ways to do the same thing, timed in turns on the same ranks.
+
+Machines are shared and noisy, so absolute times mean little. A ratio of two times taken one right after the other
+means more, and the median of thirty such ratios means something:
+
+    repeat 1   ours peer        ratio 1
+    repeat 2   peer ours        ratio 2      the order alternates: neither is always first
+    ...
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+REPEATS = 30
+
+
+@dataclass
+class Row:
+    """One comparison: ``ratio`` is our time over the peer's, its quartiles beside it; seconds are medians."""
+
+    case: str
+    peer: str
+    ratio: float
+    low: float
+    high: float
+    ours_seconds: float
+    peer_seconds: float
+
+
+def compare(comm, case: str, peer: str, ours, theirs, repeats: int = REPEATS) -> Row:
+    """Time ``ours()`` and ``theirs()`` in turns; all ranks of ``comm`` call this, and both functions, together."""
+    timed = {ours: [], theirs: []}
+    for function in timed:
+        function()  # warm up: caches, compilers, connections
+    for repeat in range(repeats):
+        for function in (ours, theirs) if repeat % 2 else (theirs, ours):
+            timed[function].append(seconds_of(comm, function))
+    ours_seconds, peer_seconds = np.array(timed[ours]), np.array(timed[theirs])
+    low, ratio, high = np.percentile(ours_seconds / peer_seconds, (25, 50, 75))
+    return Row(case, peer, ratio, low, high, float(np.median(ours_seconds)), float(np.median(peer_seconds)))
+
+
+def seconds_of(comm, function) -> float:
+    """Time from the moment when all ranks start until the last one has finished."""
+    comm.barrier()
+    began = time.perf_counter()
+    function()
+    took = np.array([time.perf_counter() - began])
+    return float(comm.all_reduce(took, op="max")[0])

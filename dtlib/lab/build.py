@@ -1,0 +1,97 @@
+"""Notebooks from their sources: ``python -m dtlib.lab.build``, which is ``make notebooks``.
+
+A source in ``notebooks/source`` becomes two notebooks. The learner's has stubs where the source has solutions, and no
+outputs; the other has the solutions, is executed, and keeps its outputs for nbval to compare.
+
+    source/02_pi.py            -> lectures/02_pi.ipynb               solutions/02_pi.ipynb
+    source/02_pi_exercises.py  -> exercises/02_pi_exercises.ipynb    solutions/02_pi_exercises.ipynb
+
+Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
+``two-hours`` and ``half-day`` name the tracks that a cell belongs to (without one: the two-day course).
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+from dtlib.lab import workshop
+
+TRACKS = ("two-hours", "half-day")
+TAGS = {"solution", "stub", "nbval-ignore-output", *TRACKS}
+LEFT_OUT = {"learner": "solution", "solved": "stub"}
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted((root / "notebooks" / "source").glob("*.py"))
+
+
+def target(source: Path, version: str) -> Path:
+    """Where the learner's or the solved version of a source stands."""
+    kind = "exercises" if source.stem.endswith("_exercises") else "lectures"
+    return source.parents[1] / ("solutions" if version == "solved" else kind) / f"{source.stem}.ipynb"
+
+
+def notebook(source: Path, version: str):
+    """The learner's or the solved version of a source, not executed. The same source gives the same bytes."""
+    book = jupytext.read(source)
+    book.cells = [cell for cell in book.cells if LEFT_OUT[version] not in cell.metadata.get("tags", [])]
+    for number, cell in enumerate(book.cells):
+        unknown = set(cell.metadata.get("tags", [])) - TAGS
+        if unknown:
+            raise ValueError(f"{source.name}, cell {number}: unknown tags {sorted(unknown)}; known are {sorted(TAGS)}.")
+        cell.id = f"{source.stem}-{number:02d}"
+    book.metadata = {
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return book
+
+
+def execute(book, folder: Path) -> None:
+    """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only."""
+    from nbclient import NotebookClient
+
+    NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            _clean(output)
+
+
+def _clean(output) -> None:
+    root = str(workshop.folder())
+
+    def cleaned(text):
+        if isinstance(text, str):
+            return text.replace(root, "dtlib").replace(f">{socket.gethostname()}<", ">localhost<")
+        return text
+
+    if "text" in output:
+        output["text"] = cleaned(output["text"])
+    output.get("metadata", {}).clear()
+    for kind, content in output.get("data", {}).items():
+        output["data"][kind] = cleaned(content)
+
+
+def main() -> None:
+    """Write all notebooks, or those of the sources named on the command line."""
+    os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
+    wanted = set(sys.argv[1:])
+    for source in sources(workshop.folder()):
+        if wanted and source.stem not in wanted:
+            continue
+        for version in ("learner", "solved"):
+            book, path = notebook(source, version), target(source, version)
+            path.parent.mkdir(exist_ok=True)
+            if version == "solved":
+                execute(book, path.parent)
+            nbformat.write(book, path)
+            print(path.relative_to(workshop.folder()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Predictions and checks: what turns a cell into an exercise.
+
+An exercise judges what the learner defined on the ranks, in two steps. First every rank observes what the answer
+does there; then all ranks look at all observations and come to the same verdict, without further messages:
+
+    rank 0   observe(answer, comm) -> what it returned     \
+    rank 1   observe(answer, comm) -> an error              } all_gather -> judge([...]) -> the verdict, on every rank
+    rank 2   observe(answer, comm) -> waited for rank 1    /
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from dtlib.errors import DtlibError, WaitTimeout
+from dtlib.launch import in_engine
+
+WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
+_attempts = {}
+
+
+class Wrong(Exception):
+    """An answer that is not right: on which rank, what was expected, what came, and hints from vague to plain.
+
+    ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own.
+    """
+
+    def __init__(self, mistake: str, rank: int, expected: str, came: str, *hints: str):
+        super().__init__(mistake)
+        self.mistake, self.rank, self.expected, self.came, self.hints = mistake, rank, expected, came, hints
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
+    pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``."""
+
+    name: str
+    observe: Callable
+    judge: Callable
+
+
+@dataclass
+class Verdict:
+    """What all ranks agree on: ``rank`` is the lowest on which something was wrong, None if all is well."""
+
+    exercise: str
+    judged: str
+    rank: int | None = None
+    mistake: str = ""
+    expected: str = ""
+    came: str = ""
+    hints: tuple = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.rank is None
+
+    def text(self, attempt: int = 0) -> str:
+        """What the learner reads; later attempts get plainer hints."""
+        judged = f"Judged on all ranks: {self.judged}"
+        if self.passed:
+            return f"{judged}\nPassed: {self.exercise}."
+        lines = [judged, f"Not yet: {self.exercise}, on rank {self.rank}."]
+        lines += [f"  expected: {self.expected}", f"  came:     {self.came}"]
+        if self.hints:
+            lines.append(f"  hint:     {self.hints[min(attempt, len(self.hints) - 1)]}")
+        return "\n".join(lines)
+
+
+def check(name: str) -> None:
+    """Judge exercise ``name`` on all ranks and print the verdict.
+
+    Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: mend it and check again; the second
+    check gives the next hint.
+
+    Raises:
+        DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
+    """
+    from dtlib.lab.exercises import EXERCISES
+
+    if name not in EXERCISES:
+        raise DtlibError(f"There is no exercise {name!r}: choose one of {', '.join(sorted(EXERCISES))}.")
+    if in_engine():
+        from dtlib.world import init
+
+        verdict = judge_on_this_rank(name)
+        if init().rank == 0:
+            _tell(verdict)
+    else:
+        _tell(_judge_from_notebook(name))
+
+
+def _tell(verdict: Verdict) -> None:
+    key = (verdict.exercise, verdict.mistake)
+    print(verdict.text(_attempts.get(key, 0)))
+    _attempts[key] = _attempts.get(key, 0) + 1
+
+
+def _judge_from_notebook(name: str) -> Verdict:
+    from IPython import get_ipython
+
+    from dtlib.lab.engine_set import current
+    from dtlib.lab.exercises import EXERCISES
+
+    answers = current().view.apply_async(_judge_for_notebook, name)
+    while not answers.done():
+        answers.wait(0.1)  # so that Stop gets through
+    verdict = Verdict(**answers.get()[0])
+    shell = get_ipython()
+    wanted = EXERCISES[name].name
+    if verdict.mistake == "missing" and shell is not None and wanted in shell.user_ns:
+        verdict.hints = (f"`{wanted}` is defined in the notebook: start its cell with %%px and run it again.",)
+    return verdict
+
+
+def _judge_for_notebook(name: str) -> dict:
+    return asdict(judge_on_this_rank(name))
+
+
+def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
+    """One rank's part in a verdict; all ranks call it, and all return the same.
+
+    ``namespace`` is where the answer is looked up: IPython's, unless told otherwise.
+    """
+    from mpi4py import MPI
+
+    from dtlib.comm import Communicator
+    from dtlib.lab.exercises import EXERCISES
+    from dtlib.world import init
+
+    world = init()
+    if namespace is None:
+        from IPython import get_ipython
+
+        namespace = get_ipython().user_ns
+    exercise = EXERCISES[name]
+    # Fresh communicators: what an earlier answer left behind must meet neither this one nor the verdict.
+    for_answer = Communicator(MPI.COMM_WORLD.Dup(), time_limit=WAIT_SECONDS)
+    for_verdict = Communicator(MPI.COMM_WORLD.Dup(), time_limit=10 * WAIT_SECONDS)
+    observations = for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer))
+    judged = for_verdict.broadcast_object(_first_line(exercise.name, namespace))
+    problems = [seen for seen in observations if isinstance(seen, Problem)]
+    try:
+        if problems:
+            # A rank that waited in vain is a consequence; what another rank did wrong is the cause.
+            first = min(problems, key=lambda problem: problem.mistake == "waited")
+            raise Wrong(*asdict(first).values())
+        exercise.judge(observations)
+    except Wrong as wrong:
+        return Verdict(name, judged, wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints))
+    return Verdict(name, judged)
+
+
+@dataclass
+class Problem:
+    """Why there is nothing to observe on a rank; the fields are the arguments of ``Wrong``."""
+
+    mistake: str
+    rank: int
+    expected: str
+    came: str
+    hint: str
+
+
+def _observe(exercise: Exercise, namespace: dict, rank: int, comm):
+    from mpi4py import MPI
+
+    if exercise.name not in namespace:
+        hint = f"Define `{exercise.name}` in a %%px cell, on all ranks."
+        return Problem("missing", rank, f"`{exercise.name}` on this rank", "no such name", hint)
+    try:
+        return exercise.observe(namespace[exercise.name], comm)
+    except (WaitTimeout, MPI.Exception) as error:
+        hint = "Every rank must call the same verbs in the same order: is one of yours inside an if?"
+        return Problem("waited", rank, "ranks that call the same verbs", str(error), hint)
+    except Exception as error:
+        came = f"{type(error).__name__}: {error}"
+        return Problem("raised", rank, "no error", came, "Call it in a %%px cell of its own.")
+
+
+def _first_line(name: str, namespace: dict) -> str:
+    thing = namespace.get(name)
+    if callable(thing):
+        try:
+            return inspect.getsource(thing).strip().splitlines()[0]
+        except (OSError, TypeError):
+            return f"{name} (a {type(thing).__name__})"
+    return f"{name} = {thing!r:.60}" if name in namespace else f"{name} (not defined)"
+
+
+def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
+    """Compare a prediction with what came.
+
+    Args:
+        guess: the prediction, a number or any value; None if it has not been made.
+        came: what the run gave.
+        tolerance: how far off a numeric guess may be to count as right, as a share of ``came``.
+        hint: what to think about if it was wrong.
+    """
+    shown = f"{came:.4g}" if isinstance(came, float) else f"{came}"
+    if guess is None:
+        print("Predict first: replace None by your guess, run that cell, then this one.")
+    elif guess == came or (tolerance and abs(guess - came) <= tolerance * abs(came)):
+        print(f"You predicted {guess}, and it came out as {shown}: right.")
+    else:
+        print(f"You predicted {guess}, and it came out as {shown}. {hint}".rstrip())
+
+
+def values(name: str) -> list:
+    """What ``name`` is on each rank, in rank order."""
+    from dtlib.lab.engine_set import current
+
+    return current().view.pull(name, block=True)
+
+
+def push(**named) -> None:
+    """Give values to all ranks: ``lab.push(file="points.bin")`` makes the name ``file`` known there."""
+    from dtlib.lab.engine_set import current
+
+    current().view.push(named, block=True)

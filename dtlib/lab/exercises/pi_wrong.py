@@ -1,0 +1,88 @@
+"""Plausible wrong answers to lesson 02, and the mistake that the check must recognise in each."""
+
+import numpy as np
+
+from dtlib import pi
+
+# mend: count_my_points(points, comm)
+
+
+def same_points(points, comm):
+    return pi.count_compiled(0, points // comm.size)
+
+
+def another_seed_a_rank(points, comm):
+    start, stop = pi.part(points, comm.rank, comm.size)
+    return pi.count_compiled(start, stop, seed=comm.rank)
+
+
+def forgets_the_remainder(points, comm):
+    share = points // comm.size
+    return pi.count_compiled(comm.rank * share, (comm.rank + 1) * share)
+
+
+def first_point_counted_twice(points, comm):
+    start, stop = pi.part(points, comm.rank, comm.size)
+    return pi.count_compiled(max(0, start - 1), stop)
+
+
+# build: estimate_pi(points, comm)
+
+
+def everybody_does_everything(points, comm):
+    return 4 * pi.count_compiled(0, points) / points
+
+
+def only_the_root_knows(points, comm):
+    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    comm.reduce(inside, root=0)
+    return float(4 * inside[0] / points)
+
+
+def sums_the_estimates(points, comm):
+    start, stop = pi.part(points, comm.rank, comm.size)
+    mine = np.array([4 * pi.count_compiled(start, stop) / max(1, stop - start)])
+    return float(comm.all_reduce(mine)[0])
+
+
+def averages_the_estimates(points, comm):
+    start, stop = pi.part(points, comm.rank, comm.size)
+    mine = np.array([4 * pi.count_compiled(start, stop) / max(1, stop - start)])
+    return float(comm.all_reduce(mine, op="mean")[0])
+
+
+def rounds_the_parts(points, comm):
+    share = round(points / comm.size)
+    inside = np.array([pi.count_compiled(comm.rank * share, (comm.rank + 1) * share)])
+    return float(4 * comm.all_reduce(inside)[0] / points)
+
+
+def draws_the_same_points(points, comm):
+    inside = np.array([pi.count_compiled(0, points // comm.size)])
+    return float(4 * comm.all_reduce(inside)[0] / points)
+
+
+def root_only_reduces(points, comm):
+    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    if comm.rank == 0:
+        comm.all_reduce(inside)
+    return float(4 * inside[0] / points)
+
+
+WRONG = {
+    "pi-streams": {
+        same_points: "same-points",
+        another_seed_a_rank: "other-count",
+        forgets_the_remainder: "remainder",
+        first_point_counted_twice: "overlap",
+    },
+    "pi-on-ranks": {
+        everybody_does_everything: "all-on-every-rank",
+        only_the_root_knows: "only-root",
+        sums_the_estimates: "summed-estimates",
+        averages_the_estimates: "other-estimate",
+        rounds_the_parts: "remainder",
+        draws_the_same_points: "same-points",
+        root_only_reduces: "waited",
+    },
+}

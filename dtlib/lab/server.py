@@ -1,0 +1,31 @@
+"""``dtlib lab``: JupyterLab, opened on the workshop."""
+
+import os
+import sys
+from pathlib import Path
+
+from dtlib.lab import workshop
+
+FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
+
+
+def command(browser: bool, extra: list[str]) -> list[str]:
+    """The command line of JupyterLab on this workshop, with this Python's kernels."""
+    line = [
+        sys.executable, "-m", "jupyterlab",
+        f"--ServerApp.root_dir={workshop.folder()}",
+        f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}",
+        # No question about news and updates in front of the first lesson.
+        f"--LabApp.app_settings_dir={Path(__file__).with_name('settings')}",
+    ]  # fmt: skip
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        line.append("--allow-root")
+    if not browser:
+        line.append("--no-browser")
+    return line + extra
+
+
+def serve(browser: bool, extra: list[str]) -> int:
+    """Become JupyterLab; does not return."""
+    line = command(browser, extra)
+    os.execv(line[0], line)

@@ -1,0 +1,174 @@
+# %% [markdown] tags=["two-hours", "half-day"]
+# # 00 Start here
+#
+# Ten minutes. You start four processes, run a line of Python on all of them, let them add a number together, and
+# throw darts at a circle with them.
+#
+# **Questions.** What is a rank? Where does a cell run? How do ranks work together?
+#
+# Run a cell with Shift+Enter. The cells build on each other: go from top to bottom.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Start the ranks
+#
+# The next cell starts four processes on this computer. Together they form one *world*; each is a *rank* and has a
+# number. They are real MPI processes, as on a cluster. It takes a few seconds.
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    raise ImportError("This kernel has no dtlib: choose Kernel > Change Kernel > Python 3 in the JupyterLab of `make lab`.") from None
+lab.engines(4)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# A row is a rank. All have process ids of their own: they share no memory. The last column says when torch has
+# been imported; you can go on meanwhile.
+#
+# This notebook is one more process. So there are five Pythons: one here, four there.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Here and there
+#
+# A cell runs here, in the notebook. A cell that starts with `%%px` runs on every rank, and not here. Its output
+# carries the number of the rank that said it.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** Each rank will print its own number. Which numbers will you see: 1 to 4, or others? Decide, then run.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+import dtlib
+
+world = dtlib.init()
+print("I am rank", world.rank, "of", world.size)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# `dtlib.init()` answers the question *who am I?* Ranks count from 0, as Python does.
+#
+# All four ran the same line. What differs is `world.rank`, and everything that is computed from it. One program,
+# many ranks, different data: this style is called SPMD, and all of this course is written in it.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## One name, five values
+#
+# The name `x` can live in the notebook and on every rank, with different values.
+
+# %% tags=["two-hours", "half-day"]
+x = "I live in the notebook"
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+x = 10 * world.rank
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** What does the next cell print? And the one after it?
+
+# %% tags=["two-hours", "half-day"]
+print(x)
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+print(x)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# `lab.values` brings a name's values from the ranks to the notebook, in rank order.
+
+# %% tags=["two-hours", "half-day"]
+lab.values("x")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# If a name is missing on one side, the error tells you on which side it is. Try it later: print `world` without
+# `%%px`.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Add together
+#
+# Each rank holds a number, its own rank. `all_reduce` adds the numbers of all ranks and gives *every* rank the sum.
+# It is the verb that deep learning on many GPUs uses most: there, the numbers are gradients.
+#
+#     rank 0   0 \                  / 6   rank 0
+#     rank 1   1  \                /  6   rank 1
+#                   all_reduce (+)
+#     rank 2   2  /                \  6   rank 2
+#     rank 3   3 /                  \ 6   rank 3
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** The drawing has told you the sum for four ranks. What would it be for eight? Replace `None`.
+
+# %% tags=["two-hours", "half-day", "stub"]
+sum_for_eight = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+sum_for_eight = 28
+
+# %% tags=["two-hours", "half-day"]
+lab.predict(sum_for_eight, came=sum(range(8)), hint="The ranks of eight are 0 to 7.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Your turn.** Let the ranks do it for four: after `total` is made, call `world.comm.all_reduce(total)`. Then run
+# the check.
+
+# %% tags=["two-hours", "half-day", "stub"]
+# %%px
+import torch
+
+total = torch.tensor(world.rank)
+# your line here
+print(total)
+
+# %% tags=["two-hours", "half-day", "solution"]
+# %%px
+import torch
+
+total = torch.tensor(world.rank)
+world.comm.all_reduce(total)
+print(total)
+
+# %% tags=["two-hours", "half-day"]
+lab.check("first-sum")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# The check looked at `total` on all ranks. If it said *not yet*, it also said on which rank, what it expected and
+# what came. Mend the cell and check again.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Darts
+#
+# Throw darts at a square. The share that lands in the quarter circle is pi/4. Four ranks throw four times as many
+# in the same time. Each takes its own part of the darts, so that no dart is thrown twice.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib import pi
+
+start, stop = pi.part(600, world.rank, world.size)
+darts = pi.points_numpy(start, stop)
+print("darts", start, "to", stop - 1)
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+lab.pictures.darts(lab.values("darts"))
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Four estimates of pi, none of them good: 150 darts are few. Now ten million, each rank counts its part, and one
+# `all_reduce` adds the counts.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+inside = pi.count_on_ranks(10**7, world.comm)
+estimate = pi.Estimate(10**7, inside)
+if world.rank == 0:
+    print(f"pi = {estimate.pi:.5f}, give or take {estimate.standard_error:.5f}")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Summary
+#
+# - A *rank* is a process with a number; a *world* is all of them.
+# - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Names are separate.
+# - Ranks share no memory. They work together through verbs such as `all_reduce`.
+# - The ranks end by themselves when you close the last notebook that uses them (Kernel > Shut Down).
+#
+# **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
+# `lab.engines(restart=True)`.
+#
+# Next: [02 MPI and pi](02_pi.ipynb), where the darts become a lesson on speed.

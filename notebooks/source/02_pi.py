@@ -1,0 +1,392 @@
+# %% [markdown] tags=["two-hours", "half-day"]
+# # 02 MPI and pi
+#
+# Forty minutes; fifteen in the two-hour workshop. One small program climbs a ladder: a loop in Python, numpy, a
+# compiled loop, MPI ranks, a file shared by ranks, a GPU. At every rung it gives the same answer, to the last point.
+#
+# **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
+# faster are they, and what sets the limit? Can we believe a published speed-up?
+#
+# **You need** [00 Start here](00_start_here.ipynb).
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    raise ImportError("This kernel has no dtlib: choose Kernel > Change Kernel > Python 3 in the JupyterLab of `make lab`.") from None
+lab.engines(4)
+
+# %% tags=["two-hours", "half-day"]
+import inspect
+import math
+import time
+
+import numpy as np
+
+from dtlib import pi
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## The idea
+#
+# A point with random x and y between 0 and 1 lies inside the quarter circle if x² + y² < 1. The quarter circle
+# covers pi/4 of the square. So pi is about four times the share of points inside.
+#
+# No rank needs another rank to throw its points. Such work is called *embarrassingly parallel*; it is where one
+# starts, because only the sum at the end is communication.
+
+# %% [markdown]
+# ## Points that everybody can compute
+#
+# A usual random generator is a chain: each number needs the one before. Ranks that share a chain must wait for one
+# another; ranks that each start their own chain must take care that the chains do not overlap.
+#
+# We use a *counter-based* generator: point number `i` is a function of `i` and nothing else. Any rank can compute
+# any point at any time. Here it is, in plain Python.
+
+# %%
+print(inspect.getsource(pi.point))
+
+# %% [markdown]
+# Three multiplications and some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by
+# Steele, Lea and Flood, 2014). The result has 64 bits: the upper 31 are x, the lower 31 are y. Both stay integers.
+# So does the comparison, and nothing is ever rounded.
+
+# %%
+for i in range(3):
+    x, y = pi.point(i)
+    print(i, x, y, "inside" if x * x + y * y < 2**62 else "outside")
+
+# %% [markdown]
+# ## Rung 1: a loop
+
+# %%
+print(inspect.getsource(pi.count_loop))
+
+# %% tags=["nbval-ignore-output"]
+def seconds_of(kernel, points, repeats=3):
+    """The best of a few runs: others use this computer too."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        kernel(0, points)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+rungs = {"Python loop": 10**5 / seconds_of(pi.count_loop, 10**5)}
+print(f"{rungs['Python loop']:.2g} points per second")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## How good is the estimate?
+#
+# Each point is a coin that shows *inside* with probability pi/4. The share of n such coins scatters around its mean
+# by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard error*: two out of three
+# estimates are closer to pi than this, nineteen out of twenty closer than twice this.
+
+# %% tags=["two-hours", "half-day"]
+estimate = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
+print(f"pi = {estimate.pi:.4f} ± {estimate.standard_error:.4f} from {estimate.points:,} points")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** With 100 times more points, how many times smaller is the standard error?
+
+# %% tags=["two-hours", "half-day", "stub"]
+times_smaller = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+times_smaller = 10
+
+# %% tags=["two-hours", "half-day"]
+more = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
+print(f"pi = {more.pi:.4f} ± {more.standard_error:.4f} from {more.points:,} points")
+came = estimate.standard_error / more.standard_error
+lab.predict(times_smaller, came, tolerance=0.02, hint="Look at n under the square root.")
+
+# %% [markdown] tags=["half-day"]
+# One digit more costs 100 times the points. The picture shows it: each dot is the error of one experiment with
+# points of its own, the line is the standard error.
+
+# %% tags=["half-day"]
+sizes = [10**k for k in range(2, 7)]
+distances, standard = [], []
+for n in sizes:
+    runs = [pi.Estimate(n, pi.count_compiled(0, n, seed)) for seed in range(30)]
+    distances.append([abs(run.pi - math.pi) for run in runs])
+    standard.append(pi.Estimate(n, round(n * math.pi / 4)).standard_error)
+
+# %% tags=["half-day", "nbval-ignore-output"]
+lab.pictures.errors(sizes, distances, standard)
+slope = np.polyfit(np.log(sizes), np.log(np.sqrt(np.mean(np.square(distances), axis=1))), 1)[0]
+print(f"The error falls as the number of points to the power {slope:.2f}; theory says -0.50.")
+assert -0.6 < slope < -0.4
+
+# %% [markdown]
+# ## Rung 2: numpy, block by block
+#
+# numpy does the same arithmetic on whole arrays. All points at once would need 16 bytes each, 1.6 GB for 10⁸ points,
+# and every step would walk through all of that memory. Blocks that fit the cache of a core avoid it.
+
+# %%
+print(inspect.getsource(pi.count_numpy))
+
+# %% tags=["nbval-ignore-output"]
+rungs["numpy, by blocks"] = 10**7 / seconds_of(pi.count_numpy, 10**7)
+print(f"{rungs['numpy, by blocks']:.2g} points per second")
+
+# %% [markdown]
+# ## Rung 3: the loop again, compiled
+#
+# numba compiles the loop of rung 1. A point now lives in two registers of the processor: it is made, tested and
+# forgotten, and memory is not touched at all.
+
+# %% tags=["nbval-ignore-output"]
+pi.count_compiled(0, 1)  # compile first
+rungs["compiled loop"] = 10**7 / seconds_of(pi.count_compiled, 10**7)
+print(f"{rungs['compiled loop']:.2g} points per second")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** The loop, numpy and the compiled loop count the same 100,000 points. By how many points do their
+# counts differ?
+
+# %% tags=["two-hours", "half-day", "stub"]
+points_apart = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+points_apart = 0
+
+# %% tags=["two-hours", "half-day"]
+counts = [kernel(0, 10**5) for kernel in (pi.count_loop, pi.count_numpy, pi.count_compiled)]
+print(counts)
+lab.predict(points_apart, came=max(counts) - min(counts), hint="Integers are not rounded.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Rung 4: ranks that reduce
+#
+# Rank r of N takes part r of the points. The parts must meet: no point left out, none counted twice, whatever the
+# number of points.
+
+# %% tags=["two-hours", "half-day"]
+print(inspect.getsource(pi.part))
+print([pi.part(10, rank, 3) for rank in range(3)])
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+import dtlib
+import numpy as np
+from dtlib import pi
+
+world = dtlib.init()
+start, stop = pi.part(10**7, world.rank, world.size)
+inside = np.array([pi.count_compiled(start, stop)])
+print("points", start, "to", stop - 1, "inside:", inside[0])
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Four counts, four processes. One `all_reduce` makes them one count on every rank. That is all the communication of
+# this program: eight bytes a rank, however many points there are.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+world.comm.all_reduce(inside)
+print("all ranks together:", inside[0])
+
+# %% tags=["two-hours", "half-day"]
+alone = pi.count_compiled(0, 10**7)
+print("this notebook alone:", alone)
+assert lab.values("inside")[0][0] == alone
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and
+# easy to test, so we keep to that wherever arithmetic allows.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## How much faster?
+#
+# Let 1, 2, 3 and 4 ranks count the same 2·10⁸ points; the others wait in the `all_reduce`. *Speed-up* is the time of
+# one rank over the time of N; *efficiency* is speed-up over N.
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %%px
+import time
+
+
+def seconds_with(active, points=2 * 10**8):
+    start, stop = pi.part(points, world.rank, active) if world.rank < active else (0, 0)
+    world.comm.barrier()
+    began = time.perf_counter()
+    world.comm.all_reduce(np.array([pi.count_compiled(start, stop)]))
+    return time.perf_counter() - began
+
+
+seconds = {active: min(seconds_with(active) for _ in range(3)) for active in range(1, world.size + 1)}
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** How many times faster are four ranks than one, on this computer? (The table at the top says how many
+# cores it has.)
+
+# %% tags=["two-hours", "half-day", "stub"]
+speed_up_of_four = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+speed_up_of_four = 2
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+from dtlib.launch import usable_cores
+
+seconds = lab.values("seconds")[0]
+lab.predict(speed_up_of_four, seconds[1] / seconds[4], tolerance=0.25, hint="How many cores are there to run on?")
+lab.pictures.speed_up(seconds, usable_cores())
+assert seconds[2] < seconds[1] or usable_cores() == 1
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Up to the number of cores the curve follows the dashed line: these ranks need nothing from one another. Beyond it,
+# more ranks share the same cores and take turns. **Four ranks on two cores do not run four times as fast**: there are
+# only two cores to run on. They are slower if anything, because the slowest rank decides and turns are not fair.
+#
+# With more cores the curve would go on until something else is shared: memory bandwidth (not here, as points live in
+# registers), the network, the part of the program that is not parallel (Amdahl's law), or the power budget of the
+# chip, which lowers the clock when all cores are busy.
+
+# %% [markdown] tags=["half-day"]
+# ## Rung 5: a file of points
+#
+# Many parallel programs do not make their data but read it. Here the points are written to a file beforehand, 8 bytes
+# each. Every rank opens the file, goes to its own part, and reads nothing else: the same `part`, now of bytes.
+
+# %% tags=["half-day"]
+import tempfile
+from pathlib import Path
+
+folder = tempfile.TemporaryDirectory()
+file = pi.write_points(Path(folder.name) / "points.bin", 10**6)
+print(f"{file.stat().st_size:,} bytes")
+lab.push(file=str(file))  # so that the ranks know its name
+
+# %% tags=["half-day"]
+# %%px
+estimate = pi.count_file(file, world.comm)
+print(estimate.inside, "of", estimate.points)
+
+# %% tags=["half-day"]
+assert lab.values("estimate")[0].inside == pi.count_numpy(0, 10**6)
+folder.cleanup()
+
+# %% [markdown] tags=["half-day"]
+# mpi4py's own example for pi, `cpi.py`, hands out its work in the same way: a rank's number says which part is its.
+
+# %% [markdown] tags=["half-day"]
+# ## Rung 6: a GPU
+#
+# A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi_gpu.py`, thirty lines of Triton)
+# keeps the points in registers too, and counts the same points. Without a GPU the next cell says so and goes on.
+
+# %% tags=["half-day", "nbval-ignore-output"]
+from dtlib.launch import gpu_names
+
+if gpu_names():
+    pi.count_gpu(0, 1)  # compile first
+    assert pi.count_gpu(0, 10**7) == pi.count_compiled(0, 10**7)
+    rungs["one GPU"] = 10**10 / seconds_of(pi.count_gpu, 10**10)
+    print(f"{gpu_names()[0]}: {rungs['one GPU']:.2g} points per second")
+else:
+    print("There is no GPU here.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## The ladder
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+for active in (2, 4):
+    rungs[f"{active} ranks"] = 2 * 10**8 / seconds[active]
+lab.pictures.ladder(rungs)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Where did the speed come from? Most of it from one core used well; ranks multiply what one core does. This order is
+# a habit worth having: first make one process fast, then add processes. Many processes of a slow program are an
+# expensive way to be slow.
+
+# %% [markdown] tags=["half-day"]
+# ## An article's claims on trial
+#
+# An article of 2022 on OpenMPI and DeepSpeed reports this very program, with 10⁸ points. Its claims stand in
+# `data/claims.csv`:
+
+# %% tags=["half-day"]
+import csv
+
+from tabulate import tabulate
+
+from dtlib.lab.workshop import folder as workshop_folder
+
+with open(workshop_folder() / "data" / "claims.csv") as table:
+    claims = [row for row in csv.DictReader(table) if "OpenMPI" in row["source"] and row["figure"]]
+print(tabulate([(row["claim"], row["remark"].split(";")[0]) for row in claims], ("claim", "in its words")))
+
+# %% [markdown] tags=["half-day"]
+# Three figures, and any two of them give the third. **Predict** before you run: do they agree?
+
+# %% tags=["half-day"]
+one, six, gain = (float(row["figure"]) for row in claims)
+print(f"{one:.0f} s on one and under {six:.0f} s on six:  a speed-up of more than {one / six:.0f}, not almost {gain:.0f}")
+print(f"{one:.0f} s on one and almost {gain:.0f} times faster: more than {one / gain:.0f} s on six, not under {six:.0f}")
+print(f"under {six:.0f} s on six and almost {gain:.0f} times faster: less than {six * gain:.0f} s on one: 'about a minute'?")
+
+# %% [markdown] tags=["half-day"]
+# The two measured times do not go with the speed-up. Only the last pair leaves some room: ten seconds and a factor of
+# five go together if *about a minute* was less than 50 seconds. So two of the three can be right, and which two the
+# article does not let us find out. It does not say which program ran, in which language, or how often it was timed.
+#
+# And a second question: is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
+
+# %% tags=["half-day", "nbval-ignore-output"]
+ours = [(f"{ranks} rank{'s' * (ranks > 1)} here, measured", f"{seconds[ranks] / 2:.3f}") for ranks in (1, 2)]
+theirs = [(f"{row['claim']}, claimed", row["figure"]) for row in claims if row["unit"] == "s"]
+print(tabulate(theirs + ours, ("10^8 points", "seconds")))
+assert seconds[1] / 2 < one
+
+# %% [markdown] tags=["half-day"]
+# One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up says little when
+# the program that it speeds up is slow. Ask for the baseline first.
+
+# %% [markdown]
+# ## The same in R
+#
+# MPI is not a Python thing. This is the same program in R, with the package Rmpi (`notebooks/pi.R`):
+
+# %%
+print((workshop_folder() / "notebooks" / "pi.R").read_text())
+
+# %% [markdown]
+# To run it on Debian or Ubuntu (tried on Debian 12):
+#
+#     sudo apt-get install r-base-core r-cran-rmpi
+#     sudo apt-get install --no-install-recommends libopenmpi-dev
+#     /usr/bin/mpiexec --oversubscribe -n 4 Rscript notebooks/pi.R 1e7
+#
+# Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop is another Open MPI: an MPI
+# program must be started by the MPI that it was built with.
+#
+# The same: each rank takes its part of the points (`start` is our `part`), draws random numbers of its own, counts in
+# blocks, and one `allreduce` adds the counts. What differs is where the random numbers come from. R's generator
+# (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers, so that no
+# two ranks ever meet. But now the points depend on who draws them: 1, 2 and 4 ranks throw different points. Each result
+# is right within its standard error, and none can be checked against another to the last point.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Summary
+#
+# - The error of a Monte Carlo estimate falls with the square root of the number of points.
+# - A counter-based generator lets every rank compute its own points; `part` divides them without gap or overlap.
+# - Parallel and serial counts are equal to the last point. That is a test, not luck.
+# - Speed-up ends where cores end; efficiency says how well they are used.
+# - First one fast process, then many. And ask what a speed-up is compared with.
+#
+# Now the [exercises](../exercises/02_pi_exercises.ipynb): mend a program whose ranks all throw the same darts, and
+# build pi on ranks yourself.
+#
+# ## References
+#
+# - G. L. Steele, D. Lea, C. H. Flood: Fast splittable pseudorandom number generators. OOPSLA 2014.
+# - J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw: Parallel random numbers: as easy as 1, 2, 3. SC 2011.
+# - L. Dalcín, Y.-L. L. Fang: mpi4py: status update after 12 years of development. Computing in Science and
+#   Engineering 23(4), 2021.
+# - P. L'Ecuyer: Good parameters and implementations for combined multiple recursive random number generators.
+#   Operations Research 47(1), 1999.

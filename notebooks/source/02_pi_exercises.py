@@ -1,0 +1,126 @@
+# %% [markdown] tags=["half-day"]
+# # 02 MPI and pi: exercises
+#
+# Three exercises: *predict* (one minute), *mend* (five minutes), *build* (twenty minutes). A check looks at your answer
+# on all ranks and says what is wrong; check again for the next hint.
+#
+# **You need** the lecture [02 MPI and pi](../lectures/02_pi.ipynb). Answers: [solutions](../solutions/02_pi_exercises.ipynb).
+
+# %% tags=["half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    raise ImportError("This kernel has no dtlib: choose Kernel > Change Kernel > Python 3 in the JupyterLab of `make lab`.") from None
+lab.engines(3)
+
+# %% [markdown] tags=["half-day"]
+# Three ranks this time: a number that is no power of two and divides few things evenly shows more mistakes.
+
+# %% tags=["half-day"]
+# %%px
+import dtlib
+import torch
+from dtlib import pi
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict
+#
+# With 10,000 points the estimate of pi is off by about 0.016. By about how much is it off with 100 times more points?
+# Replace `None`; 10 % off counts as right.
+
+# %% tags=["half-day", "stub"]
+my_error = None
+
+# %% tags=["half-day", "solution"]
+my_error = 0.0016
+
+# %% tags=["half-day"]
+from dtlib import pi
+
+few = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
+many = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
+print(f"standard error with {few.points:,} points: {few.standard_error:.4f}")
+lab.predict(my_error, many.standard_error, tolerance=0.1, hint="The number of points stands under a square root.")
+
+# %% [markdown] tags=["half-day"]
+# ## Mend: all ranks draw the same points
+#
+# Somebody wrote this function. Each rank counts its share, the counts are added, and the estimate looks fine. But its
+# error does not shrink when ranks are added, because every rank throws the same darts.
+#
+# Mend it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
+# count of its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
+#
+# You may use `comm.rank` and `comm.size`, and `pi.count_compiled(start, stop)`, which counts the points from `start` to
+# `stop - 1`.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def count_my_points(points, comm):
+    share = points // comm.size
+    return pi.count_compiled(0, share)
+
+# %% tags=["half-day", "solution"]
+# %%px
+def count_my_points(points, comm):
+    start = points * comm.rank // comm.size
+    stop = points * (comm.rank + 1) // comm.size
+    return pi.count_compiled(start, stop)
+
+# %% tags=["half-day"]
+lab.check("pi-streams")
+
+# %% [markdown] tags=["half-day"]
+# The bug is a classic: ranks that are started together seed their generators alike, and nobody notices, because every
+# single estimate is right. Only the error tells. Here is the proof for three ranks: with the same darts on all of them,
+# the error is that of one rank.
+
+# %% tags=["half-day"]
+import math
+
+n = 10**5
+same = [pi.Estimate(n, pi.count_compiled(0, n, seed)).pi - math.pi for seed in range(200)]
+own = [pi.Estimate(3 * n, pi.count_compiled(0, 3 * n, seed)).pi - math.pi for seed in range(200)]
+scatter = [math.sqrt(sum(error**2 for error in errors) / len(errors)) for errors in (same, own)]
+print(f"the same {n:,} darts on 3 ranks: error {scatter[0]:.4f}")
+print(f"own darts on each of 3 ranks:     error {scatter[1]:.4f}, {scatter[0] / scatter[1]:.1f} times less (√3 is 1.7)")
+
+# %% [markdown] tags=["half-day"]
+# ## Build: pi on ranks
+#
+# Write `estimate_pi(points, comm)`:
+#
+# 1. find this rank's part of the points,
+# 2. count those inside, with one of the kernels of `pi`,
+# 3. add the counts of all ranks,
+# 4. return the estimate of pi, a number, **on every rank**.
+#
+# It must be right for any number of points, also when they do not divide evenly, and when there are fewer points than
+# ranks. The check compares your estimate with the serial one, exactly, and looks at who counted which points.
+#
+# You may use `world.comm.all_reduce(tensor)`; in the function it is called `comm.all_reduce(tensor)`.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def estimate_pi(points, comm):
+    ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+def estimate_pi(points, comm):
+    start, stop = pi.part(points, comm.rank, comm.size)
+    inside = torch.tensor([pi.count_compiled(start, stop)])
+    comm.all_reduce(inside)
+    return 4 * inside.item() / points
+
+# %% tags=["half-day"]
+lab.check("pi-on-ranks")
+
+# %% [markdown] tags=["half-day"]
+# ## If you have time
+#
+# - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop, and bring the ranks
+#   back with `%px dtlib.reset()`.
+# - In a terminal: `dtlib pi --points 1e10 --ranks 2`. How long would 10¹² points take? What would you gain?

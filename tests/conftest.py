@@ -1,0 +1,39 @@
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dtlib.launch import gpu_names
+from tests.ranks import end_worlds
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_collection_modifyitems(items):
+    if not gpu_names():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and there is none here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_over():
+    """No process that a test started outlives the session."""
+    yield
+    end_worlds()
+    children = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    names = [" ".join(child.cmdline()) for child in alive]
+    for child in alive:
+        child.kill()
+    assert not names, f"tests left processes behind: {names}"
+
+
+@pytest.fixture
+def workshop_folder(tmp_path):
+    """A workshop of its own, so that a test cannot meet the engines of whoever works in this one."""
+    ignore = shutil.ignore_patterns("log", "pid", "security", "startup", "state")
+    shutil.copytree(ROOT / "cluster_profiles", tmp_path / "cluster_profiles", ignore=ignore)
+    (tmp_path / "notebooks").mkdir()
+    return tmp_path

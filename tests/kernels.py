@@ -1,0 +1,53 @@
+"""Notebooks without a browser: a Jupyter kernel, and what its cells print."""
+
+import os
+import re
+import signal
+
+from jupyter_client import KernelManager
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Notebook:
+    """A kernel that works in ``folder`` and believes that it belongs to the notebook ``name``."""
+
+    def __init__(self, folder, name="lesson.ipynb"):
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.start_kernel(cwd=str(folder), env={**os.environ, "JPY_SESSION_NAME": name})
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+
+    def run(self, code: str, timeout: float = 60) -> str:
+        """Run a cell and return all that it shows as plain text, errors included."""
+        shown = []
+
+        def keep(message):
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                shown.append(content["text"])
+            elif message["msg_type"] in ("display_data", "execute_result"):
+                shown.append(content["data"].get("text/plain", "") + "\n")
+            elif message["msg_type"] == "error":
+                shown.append("\n".join(content["traceback"]) + "\n")
+
+        self._client.execute_interactive(code, output_hook=keep, timeout=timeout)
+        return _COLOUR.sub("", "".join(shown))
+
+    @property
+    def pid(self) -> int:
+        return self._manager.provisioner.pid
+
+    def stop_button(self) -> None:
+        """What JupyterLab's Stop button does."""
+        self._manager.interrupt_kernel()
+
+    def kill(self) -> None:
+        """End the kernel as `kill -9` does."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)

@@ -1,0 +1,147 @@
+"""Run a test on real ranks: ``@on_ranks(1, 2, 3, 4)`` above a test that takes ``world``.
+
+The test's body runs on every rank of an MPI world of each of these sizes. Worlds live as long as the test session, so
+that a test costs milliseconds; one that fails or hangs takes its world with it, and the next test gets a new one.
+
+    pytest                                     rank r of n
+    connect to each rank  <----------------->  python -m tests.ranks
+    (module, test, arguments) -------------->  run the body
+    collect n answers     <------------------  None, or a traceback
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import secrets
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Client, Listener, wait
+
+import pytest
+
+from dtlib.launch import start_ranks
+from dtlib.processes import Process, end_processes, with_descendants
+
+TIME_LIMIT = 60
+GRACE_SECONDS = 2  # for the other ranks, once one has failed
+_worlds = {}
+
+
+def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT):
+    """Run a test on worlds of these sizes. Its first argument is ``world``; others may be fixtures that pickle."""
+
+    def decorate(body):
+        signature = inspect.signature(body)
+        _, *others = signature.parameters.values()
+
+        @pytest.mark.parametrize("ranks", sizes, ids=[f"{size} rank{'s' * (size > 1)}" for size in sizes])
+        @functools.wraps(body)
+        def test(ranks, **arguments):
+            if ranks not in _worlds:
+                _worlds[ranks] = RankWorld(ranks)
+            try:
+                _worlds[ranks].run(body.__module__, body.__name__, arguments, time_limit)
+            except BaseException:
+                _worlds.pop(ranks).end()
+                raise
+
+        place = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = signature.replace(
+            parameters=[*[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others], place]
+        )
+        test.body = body
+        return test
+
+    return decorate
+
+
+def end_worlds() -> None:
+    """End every world of this session."""
+    while _worlds:
+        _worlds.popitem()[1].end()
+
+
+class RankWorld:
+    """``size`` ranks that wait for tests to run."""
+
+    def __init__(self, size: int):
+        self._folder = tempfile.TemporaryDirectory()
+        key = secrets.token_hex(16)
+        address = os.path.join(self._folder.name, "socket")
+        with Listener(address, "AF_UNIX", authkey=key.encode()) as listener:
+            self._mpiexec = start_ranks(["-m", "tests.ranks", address], size, env={"DTLIB_TEST_KEY": key})
+            connections = dict(_accept(listener) for _ in range(size))
+        self._connections = [connections[rank] for rank in range(size)]
+        self._processes = with_descendants(Process.of(self._mpiexec.pid))
+
+    def run(self, module: str, name: str, arguments: dict, time_limit: float) -> None:
+        for connection in self._connections:
+            connection.send((module, name, arguments))
+        deadline = time.monotonic() + time_limit
+        missing = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        failures = {}
+        while missing and time.monotonic() < deadline:
+            for connection in wait(list(missing), timeout=max(0, deadline - time.monotonic())):
+                rank = missing.pop(connection)
+                try:
+                    failure = connection.recv()
+                except EOFError:
+                    failure = "the process ended"
+                if failure:
+                    failures[rank] = failure
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures or missing:
+            report = [f"rank {rank}: {failure}" for rank, failure in sorted(failures.items())]
+            report += [f"rank {rank}: did not finish" for rank in sorted(missing.values())]
+            pytest.fail("\n".join(report), pytrace=False)
+
+    def end(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        end_processes(self._processes)
+        self._mpiexec.wait()
+        self._folder.cleanup()
+
+
+def _accept(listener):
+    connection = listener.accept()
+    return connection.recv(), connection
+
+
+def _serve(address: str) -> None:
+    """What each rank does: run the tests that it is told, until the other side closes the connection."""
+    import dtlib
+
+    _explain_assertions()
+    world = dtlib.init()
+    with Client(address, "AF_UNIX", authkey=os.environ["DTLIB_TEST_KEY"].encode()) as connection:
+        connection.send(world.rank)
+        while True:
+            try:
+                module, name, arguments = connection.recv()
+            except EOFError:
+                os._exit(0)  # after a failed test the other ranks may never come to MPI_Finalize
+            try:
+                getattr(importlib.import_module(module), name).body(world, **arguments)
+                connection.send(None)
+            except BaseException:
+                connection.send(traceback.format_exc())
+
+
+def _explain_assertions() -> None:
+    """Have ``assert a == b`` tell a and b in these processes too, as it does under pytest."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    config = get_config()
+    config.parse(["--import-mode=prepend", "-p", "no:cacheprovider"])
+    install_importhook(config).mark_rewrite("tests")
+
+
+if __name__ == "__main__":
+    from tests.ranks import _serve  # under its own name, so that tests find the same module
+
+    _serve(sys.argv[1])

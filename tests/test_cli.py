@@ -1,0 +1,148 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtlib import launch
+
+SENTENCES = {
+    "--points=0": "0 points give no estimate",
+    "--points=-3": "-3 points give no estimate",
+    "--points=1e40": "1e40 points would take weeks",
+    "--points=abc": "'abc' is no whole number",
+    "--points=1.5": "'1.5' is no whole number",
+    "--points=nan": "'nan' is no whole number",
+    "--points=inf": "'inf' is no whole number",
+    "--ranks=0": "0 ranks cannot count",
+    "--ranks=-1": "-1 ranks cannot count",
+    "--ranks=1e9": "too many for the",
+    "--ranks=two": "'two' is no whole number",
+    "--kernel=abacus": "invalid choice: 'abacus'",
+    "--colour=red": "unrecognized arguments",
+}
+
+
+def run(*arguments, **environment):
+    command = [sys.executable, "-m", "dtlib", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment})
+
+
+def assert_one_sentence(ran, *words):
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert ran.stderr.count("\n") == 1, ran.stderr
+    for word in words:
+        assert word in ran.stderr
+
+
+@pytest.mark.parametrize("argument", SENTENCES)
+def test_a_mistake_gets_one_sentence_and_status_2(argument):
+    assert_one_sentence(run("pi", argument), SENTENCES[argument])
+
+
+def test_without_a_command():
+    assert_one_sentence(run(), "doctor | lab | tour | pi")
+
+
+def test_no_mpiexec(tmp_path):
+    # DTLIB_MPIEXEC names one that is not there; without it the one beside this Python would be found.
+    assert_one_sentence(run("pi", DTLIB_MPIEXEC=str(tmp_path / "mpiexec")), "is not a program", "unset it")
+
+
+def fake_mpiexec(folder: Path, says: str) -> str:
+    path = folder / "mpiexec"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("says,name", [
+    ("mpiexec (OpenRTE) 4.1.4", "Open MPI 4.1.4"),
+    ("mpirun (Open MPI) 4.1.4", "Open MPI 4.1.4"),
+    ("an abacus", "an unknown MPI (an abacus)"),
+    ("HYDRA build details:\n    Version:      4.0.2", "MPICH 4.0.2"),
+    ("", "an unknown MPI (it says nothing)"),
+])  # fmt: skip
+def test_an_mpiexec_of_another_mpi(tmp_path, says, name):
+    ran = run("pi", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, says))
+    assert_one_sentence(ran, f"starts {name}", f"mpi4py is using {launch.library_version()}")
+
+
+def test_gpu_kernel_without_a_gpu():
+    if launch.gpu_names():
+        pytest.skip("there is a GPU")
+    assert_one_sentence(run("pi", "--kernel=gpu"), "no NVIDIA GPU")
+
+
+def test_nothing_beside_this_python_or_on_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(launch.DtlibError, match="No mpiexec beside"):
+        launch.find_mpiexec()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_pi_as_json_is_the_same_on_any_number_of_ranks(ranks):
+    ran = run("pi", "--points=1e7", f"--ranks={ranks}", "--json")
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout)
+    assert set(result) == {"points", "inside", "pi", "standard_error", "seconds", "ranks"}
+    assert (result["points"], result["inside"], result["ranks"]) == (10**7, 7_853_104, ranks)
+    assert result["pi"] == 4 * 7_853_104 / 10**7
+
+
+def test_pi_as_a_table():
+    ran = run("pi", "--points=1e6", "--ranks=2")
+    assert ran.returncode == 0, ran.stderr
+    for word in ("pi ", "standard error", "inside", "time", "points per second", "speed-up", "efficiency"):
+        assert word in ran.stdout
+
+
+def test_doctor_finds_nothing_wrong_here():
+    ran = run("doctor")
+    assert ran.returncode == 0, ran.stdout
+    assert "two ranks start and see each other" in ran.stdout
+
+
+def test_doctor_says_what_would_go_wrong(tmp_path):
+    ran = run("doctor", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
+    assert ran.returncode == 1
+    assert "put the mpiexec of Open MPI" in ran.stdout and "Would go wrong: 2" in ran.stdout
+
+
+def test_tour_prints_a_table_from_two_engines(workshop_folder):
+    ran = subprocess.run(
+        [sys.executable, "-m", "dtlib", "tour"], capture_output=True, text=True, timeout=100, cwd=workshop_folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "on 2 MPI engines" in ran.stdout and "7853104" in ran.stdout and "NO" not in ran.stdout
+
+
+SCRIPT = """
+import dtlib
+world = dtlib.init()
+if world.rank == 1:
+    raise RuntimeError("rank one has had enough")
+world.comm.barrier()
+"""
+
+
+def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = launch.start_ranks([str(script)], 3, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "RuntimeError: rank one has had enough" in errors
+
+
+def test_ranks_that_do_not_see_each_other_are_told_so():
+    ran = subprocess.run(
+        [sys.executable, "-c", "import dtlib; dtlib.init()"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "WORLD_SIZE": "2"},
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert "torchrun started 2 processes" in ran.stderr and "mpiexec -n 2" in ran.stderr

@@ -1,0 +1,180 @@
+import threading
+import time
+
+import psutil
+import pytest
+
+from dtlib.lab import workshop
+from tests.kernels import Notebook
+
+ENGINES = "from dtlib import lab; lab.engines({})"
+
+
+@pytest.fixture
+def notebooks(workshop_folder):
+    """A function that opens notebooks in one workshop; at the end they are closed, and nothing may be left."""
+    opened = []
+
+    def open_notebook(name="lesson.ipynb"):
+        opened.append(Notebook(workshop_folder / "notebooks", name))
+        return opened[-1]
+
+    yield open_notebook
+    for notebook in opened:
+        notebook.close()
+    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
+
+
+def processes_of(folder) -> list[str]:
+    """Command lines of the living processes that belong to the engines of a workshop: they name its profile."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if str(folder) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
+
+
+def wait_until(condition, seconds=10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def engine_pids(folder) -> list[int]:
+    return workshop.Record(folder / workshop.PROFILE).read("ranks.json")["pids"]
+
+
+def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
+    notebook = notebooks()
+    table = notebook.run(ENGINES.format(3))
+    assert "process id" in table and "torch ready" in table
+    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["0", "1", "2"]
+
+    # Output comes in rank order and carries its rank; a silent cell says where it ran.
+    assert notebook.run("%%px\nimport dtlib, time; world = dtlib.init(); time.sleep(0.1 * (2 - world.rank))\nprint('a\\nb')") == (
+        "rank 0 | a\nrank 0 | b\nrank 1 | a\nrank 1 | b\nrank 2 | a\nrank 2 | b\n"
+    )
+    assert notebook.run("%%px\nx = 10 * world.rank") == "(ran on ranks 0 to 2)\n"
+    assert notebook.run("%px x") == "rank 0 | 0\nrank 1 | 10\nrank 2 | 20\n"
+    assert notebook.run("%%px --targets 1\nx") == "rank 1 | 10\n"
+    assert notebook.run("lab.values('x')") == "[0, 10, 20]\n"
+
+    # The cell may be run again: names stay. The ranks' folder is the notebook's.
+    notebook.run(ENGINES.format(3))
+    assert notebook.run("%px x").startswith("rank 0 | 0\n")
+    assert notebook.run("%px import os; print(os.getcwd())").count(str(workshop_folder / "notebooks")) == 3
+
+    # A NameError on either side names its cure.
+    assert "`x` is defined on the ranks but not in the notebook: start the cell with %%px" in notebook.run("x")
+    notebook.run("y = 1")
+    assert "`y` is defined in the notebook but not on the ranks: drop %%px" in notebook.run("%px y")
+    assert "`z` is not defined on the ranks: run the %%px cell that defines it first" in notebook.run("%px z")
+
+    # An error is shown once, with the ranks that raised it, beside what the others printed.
+    shown = notebook.run("%%px\nif world.rank: raise ValueError(f'no')\nprint('fine')")
+    assert shown.count("ValueError: no") == 1 and "On ranks 1 to 2:" in shown and "rank 0 | fine" in shown
+    refused = notebook.run("%px import torch; world.comm.all_reduce(torch.ones(1), op='median')")
+    assert "all_reduce has no op 'median'" in refused and "Traceback" not in refused
+
+    # The check finds the answer on the ranks, from a plain cell and from a %%px cell.
+    assert "hint:     `total` is defined in the notebook" in notebook.run("total = 3; lab.check('first-sum')")
+    notebook.run("%px total = world.comm.all_reduce(torch.tensor(world.rank))")
+    assert notebook.run("lab.check('first-sum')").endswith("Passed: first-sum.\n")
+    said = notebook.run("%px from dtlib import lab; lab.check('first-sum')")
+    assert said.startswith("rank 0 |") and said.count("Passed") == 1
+    assert "choose one of first-sum" in notebook.run("lab.check('sum')")
+
+
+def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(notebooks):
+    notebook = notebooks()
+    notebook.run(ENGINES.format(2))
+    notebook.run("%px import dtlib; world = dtlib.init()")
+    for cell in ("%px import time; time.sleep(60)", "%%px\nif world.rank: world.comm.barrier()"):
+        threading.Timer(1, notebook.stop_button).start()
+        began = time.monotonic()
+        assert "Interrupted on rank" in notebook.run(cell)
+        assert time.monotonic() - began < 10
+    assert notebook.run("%px dtlib.reset(); print(world.comm.all_gather_object(world.rank))").count("[0, 1]") == 2
+
+
+def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder):
+    first, second = notebooks("first.ipynb"), notebooks("second.ipynb")
+    first.run(ENGINES.format(2))
+    first.run("%px x = 1")
+    pids = engine_pids(workshop_folder)
+    shown = second.run(ENGINES.format(""))
+    assert "These 2 ranks were running for first.ipynb: this notebook takes them over." in shown
+    assert engine_pids(workshop_folder) == pids
+    assert "NameError" in second.run("%px x")
+    second.run("%px x = 2")
+    assert "second.ipynb has taken over the ranks" in first.run("%px x")
+    assert "second.ipynb" in first.run(ENGINES.format(""))
+
+    # Engines end with the last notebook, however that ends.
+    first.kill()
+    time.sleep(2)
+    assert "NameError" not in second.run(ENGINES.format("") + "\n%px print(1)")
+    assert engine_pids(workshop_folder) == pids
+    second.kill()
+    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
+    notebook = notebooks()
+    notebook.run(ENGINES.format(2))
+    psutil.Process(engine_pids(workshop_folder)[0]).kill()
+    assert wait_until(lambda: "The ranks have ended: run lab.engines() again" in notebook.run("%px 1"))
+    old = engine_pids(workshop_folder)
+    notebook.run(ENGINES.format(2))
+    assert set(engine_pids(workshop_folder)).isdisjoint(old)
+    assert "Restarting the ranks with 3 (there were 2)" in notebook.run(ENGINES.format(3))
+    assert notebook.run("%px 1").count("rank") == 3
+
+    # A keeper that was itself killed leaves a record: the next start ends what it left.
+    record = workshop.Record(workshop_folder / workshop.PROFILE)
+    leftovers = engine_pids(workshop_folder)
+    record.keeper().kill()
+    notebook.run(ENGINES.format(2))
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in leftovers))
+
+
+@pytest.mark.parametrize("n", [0, -1, 1000, "four", 2.5])
+def test_a_number_of_ranks_that_makes_no_sense(n):
+    from dtlib import lab
+    from dtlib.errors import DtlibError
+
+    with pytest.raises(DtlibError, match="ask for a number of ranks from 1 to 64"):
+        lab.engines(n)
+
+
+def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
+    from dtlib import lab
+    from dtlib.errors import DtlibError
+
+    monkeypatch.chdir(workshop_folder)
+    # A file where a folder must go stops root too, which a missing permission does not.
+    (workshop_folder / workshop.PROFILE / "state").write_text("")
+    with pytest.raises(DtlibError, match="cannot be written .*chmod"):
+        lab.engines(2)
+
+
+def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypatch, tmp_path):
+    from dtlib import lab
+    from dtlib.errors import DtlibError
+    from tests.test_cli import fake_mpiexec
+
+    monkeypatch.chdir(workshop_folder)
+    monkeypatch.setenv("DTLIB_MPIEXEC", fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
+    with pytest.raises(DtlibError, match=r"starts Open MPI 4.1.4, but mpi4py is using Open MPI"):
+        lab.engines(2)
+    assert not processes_of(workshop_folder)
+
+
+def test_outside_a_workshop_the_package_s_own_is_used(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert (workshop.folder() / "notebooks" / "source").is_dir()

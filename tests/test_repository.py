@@ -1,0 +1,171 @@
+"""What must agree across files: pins, checksums, versions, the floors of the house, and nothing from one machine."""
+
+import ast
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dtlib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PIN = re.compile(r"([\w.-]+)==(\d[\w.+!]*)")
+
+# Where conda-forge has another name for what PyPI calls so.
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+
+# The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
+FLOORS = (
+    ("errors", "processes"),
+    ("launch",),
+    ("comm",),
+    ("world",),
+    ("progress",),
+    ("pi", "pi_gpu"),
+    ("lab", "doctor"),
+    ("cli", "__main__"),
+)
+
+
+def dotted_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py"))}
+
+
+def pins(requirements):
+    matches = [PIN.fullmatch(requirement) for requirement in requirements]
+    return {match[1].lower(): match[2] for match in matches if match}
+
+
+def test_every_dependency_is_pinned():
+    groups = {"dependencies": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    loose = [f"{group}: {line}" for group, lines in groups.items() for line in lines if not PIN.fullmatch(line)]
+    assert not loose, f"pyproject.toml pins with name==version; these lines do not: {loose}"
+
+
+def test_conda_environment_has_the_pins_of_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python = f"python {PROJECT['requires-python']}"
+    packages = [line for line in environment["dependencies"] if line not in (python, "pip")]
+    wanted = pins(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
+
+    assert environment["channels"] == ["conda-forge"]
+    assert python in environment["dependencies"]
+    assert all(isinstance(line, str) for line in packages), "a pip: section would install a second Open MPI"
+    assert all(PIN.fullmatch(line) for line in packages), packages
+    assert pins(packages) == {CONDA_NAMES.get(name, name): version for name, version in wanted.items()}
+
+
+def test_table_of_data_has_every_file_and_its_checksum():
+    folder = ROOT / "data"
+    rows = [line.strip("| \n").split("|") for line in (folder / "README.md").open() if line.startswith("| `")]
+    listed = {row[0].strip(" `"): row[-1].strip(" `") for row in rows}
+    files = [path for path in folder.rglob("*") if path.is_file() and path != folder / "README.md"]
+    present = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    assert listed == present
+    assert len(rows) == len(listed), "a file is listed twice"
+
+
+def test_citation_has_the_version_of_the_package():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == dtlib.__version__
+
+
+def inside(package, module):
+    return f"{module}.".startswith(f"{package}.")
+
+
+def floor_of(module):
+    for floor, names in enumerate(FLOORS):
+        if any(inside(f"dtlib.{name}", module) for name in names):
+            return floor
+    pytest.fail(f"{module} has no floor: add it to FLOORS in tests/test_repository.py, above all that it imports.")
+
+
+def module_of(name):
+    """Where a dotted name is at home: dtlib.comm.types.as_array in dtlib.comm.types, dtlib.init in dtlib.world."""
+    if name in MODULES:
+        return name
+    parent, _, attribute = name.rpartition(".")
+    return dtlib._LAZY.get(attribute, parent) if parent == "dtlib" else module_of(parent)
+
+
+def imports_of(module):
+    """The modules of dtlib that a module imports anywhere, inside functions too."""
+    path = MODULES[module]
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import():
+                names.update(alias.name for alias in node.names)
+            case ast.ImportFrom():
+                origin = resolve_name("." * node.level + (node.module or ""), package)
+                names.update([origin, *(f"{origin}.{alias.name}" for alias in node.names)])
+            case ast.Attribute(value=ast.Name(id="dtlib")):
+                names.add(f"dtlib.{node.attr}")
+    return {module_of(name) for name in names if name.startswith("dtlib.")} - {"dtlib", module}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "dtlib"])
+def test_imports_go_downward_only(module):
+    imports = imports_of(module)
+    upward = [other for other in imports if floor_of(other) > floor_of(module)]
+    assert not upward, f"{module} imports what stands above it: {upward}"
+
+    if inside("dtlib.parallel", module) and module != "dtlib.parallel":
+        strategy = ".".join(module.split(".")[:3])  # dtlib.parallel.pipeline for all that is in it
+        others = [other for other in imports if inside("dtlib.parallel", other) and not inside(strategy, other)]
+        assert not others, f"{module} imports {others}: what strategies share belongs on the floor below"
+
+
+def test_import_of_dtlib_loads_neither_torch_nor_mpi():
+    program = "import dtlib, sys; print(*{'torch', 'mpi4py'} & set(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert not loaded.strip(), f"import dtlib has to be lazy, but it loads {loaded}"
+
+
+def tracked_texts():
+    """Path and text of every file that git tracks here, without those that hold no text."""
+    try:
+        listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        listing = ""
+    if not listing:
+        pytest.skip("not in a git checkout")
+    for name in listing.split("\0"):
+        path = ROOT / name
+        if path.is_file() and b"\0" not in path.read_bytes():
+            yield name, path.read_text(encoding="utf-8", errors="replace")
+
+
+def test_no_file_names_a_path_of_one_machine():
+    somewhere = re.compile(
+        r"""(?:^|[\s"'`=:,(\[<>]|file://)(/(?:root|work)/|/(?:home|Users)/\w+/|/tmp/\w)\S*""", re.MULTILINE
+    )
+    found = []
+    for name, text in tracked_texts():
+        text = re.sub(r"\\n|\\u001b\[[\d;]*m", " ", text)  # line ends and colours as notebooks store them
+        found += [f"{name}: {match[0].strip()}" for match in somewhere.finditer(text)]
+    assert not found, f"paths that exist on one machine only: {found}"
+
+
+def test_no_notebook_shows_a_warning():
+    found = []
+    for name, text in tracked_texts():
+        for number, cell in enumerate(json.loads(text)["cells"] if name.endswith(".ipynb") else [], start=1):
+            for output in cell.get("outputs", []):
+                if output.get("name") == "stderr" or "Warning" in json.dumps(output):
+                    found.append(f"{name}, cell {number}: {json.dumps(output)[:200]}")
+    assert not found, f"outputs on stderr or with a warning: {found}"
