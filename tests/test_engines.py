@@ -55,9 +55,9 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert [line.split()[0] for line in table.splitlines()[2:5]] == ["0", "1", "2"]
 
     # Output comes in rank order and carries its rank; a silent cell says where it ran.
-    assert notebook.run("%%px\nimport dtlib, time; world = dtlib.init(); time.sleep(0.1 * (2 - world.rank))\nprint('a\\nb')") == (
-        "rank 0 | a\nrank 0 | b\nrank 1 | a\nrank 1 | b\nrank 2 | a\nrank 2 | b\n"
-    )
+    assert notebook.run(
+        "%%px\nimport dtlib, time; world = dtlib.init(); time.sleep(0.1 * (2 - world.rank))\nprint('a\\nb')"
+    ) == ("rank 0 | a\nrank 0 | b\nrank 1 | a\nrank 1 | b\nrank 2 | a\nrank 2 | b\n")
     assert notebook.run("%%px\nx = 10 * world.rank") == "(ran on ranks 0 to 2)\n"
     assert notebook.run("%px x") == "rank 0 | 0\nrank 1 | 10\nrank 2 | 20\n"
     assert notebook.run("%%px --targets 1\nx") == "rank 1 | 10\n"
@@ -159,7 +159,7 @@ def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
     monkeypatch.chdir(workshop_folder)
     # A file where a folder must go stops root too, which a missing permission does not.
     (workshop_folder / workshop.PROFILE / "state").write_text("")
-    with pytest.raises(DtlibError, match="cannot be written .*chmod"):
+    with pytest.raises(DtlibError, match=r"cannot be written .*chmod"):
         lab.engines(2)
 
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -29,7 +30,11 @@ def test_every_kernel_counts_the_same_points(start, stop, seed):
 
 def test_far_along_the_counter():
     start = 2**62 - 3
-    assert pi.count_numpy(start, start + 1000) == pi.count_loop(start, start + 1000) == pi.count_compiled(start, start + 1000)
+    assert (
+        pi.count_numpy(start, start + 1000)
+        == pi.count_loop(start, start + 1000)
+        == pi.count_compiled(start, start + 1000)
+    )
 
 
 @pytest.mark.parametrize("kernel", [pi.count_numpy, pi.count_compiled])
@@ -45,7 +50,7 @@ def test_ten_million_points_are_the_same_on_any_number_of_parts(kernel):
 def test_parts_meet_and_differ_by_one_at_most(points, size):
     parts = [pi.part(points, rank, size) for rank in range(size)]
     assert parts[0][0] == 0 and parts[-1][1] == points
-    assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
     lengths = [stop - start for start, stop in parts]
     assert max(lengths) - min(lengths) <= 1
 

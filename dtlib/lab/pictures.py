@@ -18,7 +18,7 @@ def rank_badge(rank: int) -> str:
 def rank_prefix(rank: int) -> str:
     """``rank 0 |`` in the rank's colour, for a terminal or a notebook's output."""
     red, green, blue = (int(rank_colour(rank)[i : i + 2], 16) for i in (1, 3, 5))
-    return f"\x1b[38;2;{red};{green};{blue}mrank {rank} |\x1b[0m"
+    return f"\x1b[1;38;2;{red};{green};{blue}mrank {rank} |\x1b[0m"
 
 
 # Marks differ by shape as well as by colour.
@@ -33,7 +33,7 @@ def darts(parts) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    _, axes = plt.subplots(figsize=(5, 5))
+    _, axes = plt.subplots(figsize=(6, 4.6))
     rows = []
     for rank, (x, y) in enumerate(parts):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
@@ -45,7 +45,7 @@ def darts(parts) -> None:
     arc = np.linspace(0, np.pi / 2, 200)
     axes.plot(np.cos(arc), np.sin(arc), color="black")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
-    axes.legend(loc="lower left", framealpha=1)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     plt.show()
     _print_table(rows, ("rank", "points", "inside", "its estimate"))
 

@@ -18,7 +18,8 @@
 try:
     from dtlib import lab
 except ImportError:
-    raise ImportError("This kernel has no dtlib: choose Kernel > Change Kernel > Python 3 in the JupyterLab of `make lab`.") from None
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
 lab.engines(4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -135,8 +136,8 @@ lab.check("first-sum")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square. The share that lands in the quarter circle is pi/4. Four ranks throw four times as many
-# in the same time. Each takes its own part of the darts, so that no dart is thrown twice.
+# Throw darts at a square: the share that lands in the quarter circle is pi/4. Four ranks share 600 darts. Each takes
+# a part of its own, so that no dart is thrown twice.
 
 # %% tags=["two-hours", "half-day"]
 # %%px

@@ -13,7 +13,8 @@
 try:
     from dtlib import lab
 except ImportError:
-    raise ImportError("This kernel has no dtlib: choose Kernel > Change Kernel > Python 3 in the JupyterLab of `make lab`.") from None
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
 lab.engines(4)
 
 # %% tags=["two-hours", "half-day"]
@@ -56,13 +57,13 @@ for i in range(3):
     x, y = pi.point(i)
     print(i, x, y, "inside" if x * x + y * y < 2**62 else "outside")
 
-# %% [markdown]
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## Rung 1: a loop
 
-# %%
+# %% tags=["two-hours", "half-day"]
 print(inspect.getsource(pi.count_loop))
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 def seconds_of(kernel, points, repeats=3):
     """The best of a few runs: others use this computer too."""
     times = []
@@ -120,7 +121,7 @@ slope = np.polyfit(np.log(sizes), np.log(np.sqrt(np.mean(np.square(distances), a
 print(f"The error falls as the number of points to the power {slope:.2f}; theory says -0.50.")
 assert -0.6 < slope < -0.4
 
-# %% [markdown]
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## Rung 2: numpy, block by block
 #
 # numpy does the same arithmetic on whole arrays. All points at once would need 16 bytes each, 1.6 GB for 10⁸ points,
@@ -129,17 +130,17 @@ assert -0.6 < slope < -0.4
 # %%
 print(inspect.getsource(pi.count_numpy))
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 rungs["numpy, by blocks"] = 10**7 / seconds_of(pi.count_numpy, 10**7)
 print(f"{rungs['numpy, by blocks']:.2g} points per second")
 
-# %% [markdown]
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## Rung 3: the loop again, compiled
 #
 # numba compiles the loop of rung 1. A point now lives in two registers of the processor: it is made, tested and
 # forgotten, and memory is not touched at all.
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 pi.count_compiled(0, 1)  # compile first
 rungs["compiled loop"] = 10**7 / seconds_of(pi.count_compiled, 10**7)
 print(f"{rungs['compiled loop']:.2g} points per second")
@@ -217,7 +218,9 @@ def seconds_with(active, points=2 * 10**8):
     return time.perf_counter() - began
 
 
-seconds = {active: min(seconds_with(active) for _ in range(3)) for active in range(1, world.size + 1)}
+seconds = {}
+for active in range(1, world.size + 1):
+    seconds[active] = min(seconds_with(active) for _ in range(5))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** How many times faster are four ranks than one, on this computer? (The table at the top says how many
@@ -233,14 +236,16 @@ speed_up_of_four = 2
 from dtlib.launch import usable_cores
 
 seconds = lab.values("seconds")[0]
-lab.predict(speed_up_of_four, seconds[1] / seconds[4], tolerance=0.25, hint="How many cores are there to run on?")
+came = seconds[1] / seconds[4]
+lab.predict(speed_up_of_four, came, tolerance=0.25, hint="How many cores are there to run on?")
 lab.pictures.speed_up(seconds, usable_cores())
 assert seconds[2] < seconds[1] or usable_cores() == 1
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Up to the number of cores the curve follows the dashed line: these ranks need nothing from one another. Beyond it,
-# more ranks share the same cores and take turns. **Four ranks on two cores do not run four times as fast**: there are
-# only two cores to run on. They are slower if anything, because the slowest rank decides and turns are not fair.
+# Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. Where it
+# stays below, something else used a core meanwhile, and the slowest rank decides. Beyond the number of cores ranks take
+# turns, and the curve goes flat. **Four ranks on two cores do not run four times as fast**: there are only two cores
+# to run on, and taking turns makes none of them faster.
 #
 # With more cores the curve would go on until something else is shared: memory bandwidth (not here, as points live in
 # registers), the network, the part of the program that is not parallel (Amdahl's law), or the power budget of the
@@ -317,29 +322,33 @@ from tabulate import tabulate
 from dtlib.lab.workshop import folder as workshop_folder
 
 with open(workshop_folder() / "data" / "claims.csv") as table:
-    claims = [row for row in csv.DictReader(table) if "OpenMPI" in row["source"] and row["figure"]]
-print(tabulate([(row["claim"], row["remark"].split(";")[0]) for row in claims], ("claim", "in its words")))
+    rows = [row for row in csv.DictReader(table) if "OpenMPI" in row["source"]]
+claims = [row for row in rows if row["figure"]]
+words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
+print(tabulate(words, ("claim", "in its words")))
 
 # %% [markdown] tags=["half-day"]
 # Three figures, and any two of them give the third. **Predict** before you run: do they agree?
 
 # %% tags=["half-day"]
 one, six, gain = (float(row["figure"]) for row in claims)
-print(f"{one:.0f} s on one and under {six:.0f} s on six:  a speed-up of more than {one / six:.0f}, not almost {gain:.0f}")
-print(f"{one:.0f} s on one and almost {gain:.0f} times faster: more than {one / gain:.0f} s on six, not under {six:.0f}")
-print(f"under {six:.0f} s on six and almost {gain:.0f} times faster: less than {six * gain:.0f} s on one: 'about a minute'?")
+print(f"{one:g} s and under {six:g} s: a speed-up of more than {one / six:g}, not almost {gain:g}")
+print(f"{one:g} s and almost {gain:g} times: more than {one / gain:g} s on six, not under {six:g}")
+print(f"under {six:g} s and almost {gain:g} times: less than {six * gain:g} s on one, not {one:g}")
 
 # %% [markdown] tags=["half-day"]
-# The two measured times do not go with the speed-up. Only the last pair leaves some room: ten seconds and a factor of
-# five go together if *about a minute* was less than 50 seconds. So two of the three can be right, and which two the
-# article does not let us find out. It does not say which program ran, in which language, or how often it was timed.
+# Each pair contradicts the third. The two times do not go with the speed-up. The last pair comes closest: under ten
+# seconds and a factor of almost five go together if *about a minute* was less than 50 seconds. So at most two of the
+# three are right as they stand, and the figures alone do not tell which two. The table's remark adds a doubt: the type
+# of computer that the article names has one GPU in its maker's list, not six.
 #
 # And a second question: is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
 
 # %% tags=["half-day", "nbval-ignore-output"]
-ours = [(f"{ranks} rank{'s' * (ranks > 1)} here, measured", f"{seconds[ranks] / 2:.3f}") for ranks in (1, 2)]
-theirs = [(f"{row['claim']}, claimed", row["figure"]) for row in claims if row["unit"] == "s"]
-print(tabulate(theirs + ours, ("10^8 points", "seconds")))
+table = [(f"{row['claim']}, claimed", row["figure"]) for row in claims if row["unit"] == "s"]
+for ranks in (1, 2):  # half of the time for 2·10⁸ points
+    table.append((f"{ranks} rank{'s' * (ranks > 1)} here, measured", f"{seconds[ranks] / 2:.3f}"))
+print(tabulate(table, ("10^8 points", "seconds")))
 assert seconds[1] / 2 < one
 
 # %% [markdown] tags=["half-day"]

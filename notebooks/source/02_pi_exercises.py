@@ -10,7 +10,8 @@
 try:
     from dtlib import lab
 except ImportError:
-    raise ImportError("This kernel has no dtlib: choose Kernel > Change Kernel > Python 3 in the JupyterLab of `make lab`.") from None
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
 lab.engines(3)
 
 # %% [markdown] tags=["half-day"]
@@ -42,7 +43,8 @@ from dtlib import pi
 few = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
 many = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
 print(f"standard error with {few.points:,} points: {few.standard_error:.4f}")
-lab.predict(my_error, many.standard_error, tolerance=0.1, hint="The number of points stands under a square root.")
+hint = "The number of points stands under a square root."
+lab.predict(my_error, many.standard_error, tolerance=0.1, hint=hint)
 
 # %% [markdown] tags=["half-day"]
 # ## Mend: all ranks draw the same points
@@ -84,8 +86,9 @@ n = 10**5
 same = [pi.Estimate(n, pi.count_compiled(0, n, seed)).pi - math.pi for seed in range(200)]
 own = [pi.Estimate(3 * n, pi.count_compiled(0, 3 * n, seed)).pi - math.pi for seed in range(200)]
 scatter = [math.sqrt(sum(error**2 for error in errors) / len(errors)) for errors in (same, own)]
-print(f"the same {n:,} darts on 3 ranks: error {scatter[0]:.4f}")
-print(f"own darts on each of 3 ranks:     error {scatter[1]:.4f}, {scatter[0] / scatter[1]:.1f} times less (√3 is 1.7)")
+print(f"the same darts on 3 ranks:    error {scatter[0]:.4f}")
+less = scatter[0] / scatter[1]
+print(f"own darts on each of 3 ranks: error {scatter[1]:.4f}, {less:.1f} times less (√3 is 1.7)")
 
 # %% [markdown] tags=["half-day"]
 # ## Build: pi on ranks
