@@ -28,6 +28,9 @@ def main(arguments=None) -> int:
 
     tour = commands.add_parser("tour", help="run the core of every lesson on MPI engines and print a table")
     tour.add_argument("--ranks", type=_ranks, default=2, help="engines to start (default: 2)")
+    tour.add_argument(
+        "--profile", help="folder of an ipyparallel profile (default: a copy of the one for this machine)"
+    )
 
     pi = commands.add_parser("pi", help="estimate pi on MPI ranks")
     pi.add_argument("--points", type=_points, default=10**8, help="how many points to throw (default: 1e8)")
@@ -60,7 +63,7 @@ def _lab(options) -> int:
 def _tour(options) -> int:
     from dtlib.lab.tour import tour
 
-    return tour(options.ranks)
+    return tour(options.ranks, options.profile)
 
 
 def _pi(options) -> int:

@@ -6,6 +6,7 @@ Everything that starts ranks goes through here: ``dtlib pi``, the engines, the t
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +34,17 @@ def gpu_names() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     names = found.stdout.strip().splitlines() if found.returncode == 0 else []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names if visible is None else names[: len([d for d in visible.split(",") if d.strip()])]
+    return names[: len(_chosen_gpus())] if "CUDA_VISIBLE_DEVICES" in os.environ else names
+
+
+def visible_gpus() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` may name, one entry a GPU: those that it names now, else all."""
+    count = len(gpu_names())
+    return _chosen_gpus()[:count] or [str(index) for index in range(count)]
+
+
+def _chosen_gpus() -> list[str]:
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
 def library_version() -> str:
@@ -140,8 +150,18 @@ def start_ranks(command: list[str], ranks: int, **popen) -> subprocess.Popen:
         [*mpiexec_command(ranks), sys.executable, *command],
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
+        preexec_fn=_end_with_parent,
         **popen,
     )
+
+
+def _end_with_parent() -> None:
+    """Have Linux end this process when the one that started it ends, even by `kill -9`."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_ranks(command: list[str], ranks: int, **popen) -> int:

@@ -40,10 +40,14 @@ def _count_kernel(
     tl.atomic_add(total, tl.sum(inside.to(tl.int64), axis=0))
 
 
-def count(start: int, stop: int, seed: int, device="cuda") -> int:
-    """How many of the points ``start`` to ``stop - 1`` lie inside; the same count as every other kernel."""
+def count(start: int, stop: int, seed: int, device=None) -> int:
+    """How many of the points ``start`` to ``stop - 1`` lie inside, counted on this rank's GPU or on ``device``."""
     if stop <= start:
         return 0
+    if device is None:
+        from dtlib.world import init
+
+        device = init().device
     total = torch.zeros(1, dtype=torch.int64, device=device)
     signed_seed = seed - 2**64 if seed >= 2**63 else seed  # the same 64 bits, in a type that every launcher takes
     _count_kernel[(triton.cdiv(stop - start, BLOCK * SLICES),)](

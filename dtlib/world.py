@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.launch import gpu_names, in_engine
+from dtlib.launch import in_engine
 
 _world = None
 
@@ -30,17 +30,18 @@ class World:
 
     @cached_property
     def device(self):
-        """The ``torch.device`` of this rank: a GPU of its own if there are enough, else a shared one, else the CPU."""
+        """The ``torch.device`` of this rank: a GPU of its own if there are enough, else a shared one, else the CPU.
+
+        A GPU becomes torch's current device, so that ``"cuda"`` means this one.
+        """
         import torch
 
         gpus = torch.cuda.device_count()
-        return torch.device("cuda", self.local_rank % gpus) if gpus else torch.device("cpu")
-
-    @property
-    def device_name(self) -> str:
-        """``cpu`` or ``cuda:0``, without importing torch."""
-        gpus = len(gpu_names())
-        return f"cuda:{self.local_rank % gpus}" if gpus else "cpu"
+        if not gpus:
+            return torch.device("cpu")
+        device = torch.device("cuda", self.local_rank % gpus)
+        torch.cuda.set_device(device)
+        return device
 
 
 def init() -> World:

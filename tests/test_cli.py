@@ -121,6 +121,12 @@ def test_tour_prints_a_table_from_two_engines(workshop_folder):
     assert "on 2 MPI engines" in ran.stdout and "7853104" in ran.stdout and "NO" not in ran.stdout
 
 
+def test_tour_on_a_profile_that_cannot_be_written(tmp_path):
+    # A file where a folder must go stops root too, which a missing permission does not.
+    (tmp_path / "state").write_text("")
+    assert_one_sentence(run("tour", f"--profile={tmp_path}"), "cannot be written", "chmod")
+
+
 SCRIPT = """
 import dtlib
 world = dtlib.init()

@@ -30,11 +30,10 @@ _current = None
 class EngineSet:
     """The ranks that this notebook uses: ``view`` and ``client`` are ipyparallel's, ``table`` lists the ranks."""
 
-    def __init__(self, record, client, profile: Path):
+    def __init__(self, record, client):
         self.record = record
         self.client = client
-        self.profile = profile
-        self.view = client.direct_view()
+        self.view = client[:]
         self.view.block = True
         self.table = None
 
@@ -43,7 +42,7 @@ class EngineSet:
 
     @property
     def size(self) -> int:
-        return len(self.view)
+        return len(self.view.targets)
 
     def pids(self) -> list[int]:
         return [row["pid"] for row in self.table.rows]
@@ -91,41 +90,44 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
     profile = Path(profile or workshop.folder() / workshop.PROFILE)
     record = workshop.Record(profile)
     with record.lock():
-        keeper = record.keeper()
-        running = record.read("set.json").get("ranks") if keeper else None
-        others = [note["notebook"] for note in record.attached() if note["pid"] != os.getpid()]
-        still_ours = _current is not None and keeper and record.is_held_here() and ranks in (None, running)
-        if still_ours and not restart and _answers(_current):
-            _current.table.show()
-            return _current
-        if _current is not None:
-            _current.close()
-            _current = None
-        previous_holder = record.read("holder.json").get("notebook", "another notebook")
-        was_held_here = record.is_held_here()
-        record.attach(_notebook_name())
-        found = None
-        if keeper and not restart and ranks in (None, running):
-            found = _connect(record, profile)
-            if found and not was_held_here:
-                print(f"These {running} ranks were running for {previous_holder}: this notebook takes them over.")
-                print("Names defined on them are gone. To take turns, run lab.engines() in the other notebook.")
-        if found is None:
-            if keeper:
-                print(f"Restarting the ranks with {ranks or running} (there were {running}).")
-                if others:
-                    print(f"They were also in use by {', '.join(sorted(set(others)))}.")
-            _end(record)
-            _start(record, profile, ranks or running or _suitable_number())
-            found = _connect(record, profile)
-            if found is None:
-                raise DtlibError(f"The ranks started but do not answer: see the logs in {profile / 'log'}.")
-        _current = found
+        suits = record.keeper() and not restart and ranks in (None, record.read("set.json").get("ranks"))
+        if not (suits and _current and record.is_held_here() and _answers(_current)):
+            if _current:
+                _current.close()
+            _current = (_take_over(record) if suits else None) or _start(record, ranks)
     from dtlib.lab import magics
 
     magics.install(_current)
     _current.table.show()
     return _current
+
+
+def _take_over(record) -> EngineSet | None:
+    """The ranks that run, cleaned, now this notebook's; None where they do not answer."""
+    holder = None if record.is_held_here() else record.read("holder.json").get("notebook")
+    record.attach(_notebook_name())
+    found = _connect(record)
+    if found and holder:
+        print(f"These {found.size} ranks were running for {holder}: this notebook takes them over.")
+        print("Names defined on them are gone. To take turns, run lab.engines() in the other notebook.")
+    return found
+
+
+def _start(record, ranks: int | None) -> EngineSet:
+    """New ranks, in place of those that run, if any."""
+    if record.keeper():
+        old = record.read("set.json")["ranks"]
+        ranks = ranks or old
+        print(f"Restarting the ranks with {ranks} (there were {old}).")
+        if others := sorted({note["notebook"] for note in record.attached() if note["pid"] != os.getpid()}):
+            print(f"They were also in use by {', '.join(others)}.")
+    _end(record)
+    record.attach(_notebook_name())
+    _start_keeper(record, ranks or _suitable_number())
+    found = _connect(record)
+    if found is None:
+        raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
+    return found
 
 
 def current() -> EngineSet:
@@ -160,14 +162,14 @@ def _notebook_name() -> str:
     return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
 
 
-def _start(record, profile: Path, ranks: int) -> None:
+def _start_keeper(record, ranks: int) -> None:
     """Have a keeper start the engines and wait until it has told where they are."""
     check_mpiexec(find_mpiexec())
-    log = profile / "log"
+    log = record.profile / "log"
     log.mkdir(exist_ok=True)
     with open(log / "keeper.log", "w") as output:
         subprocess.run(
-            [sys.executable, "-m", "dtlib.lab.keeper", str(profile), str(ranks)],
+            [sys.executable, "-m", "dtlib.lab.keeper", str(record.profile), str(ranks)],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True,
         )  # fmt: skip
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
@@ -189,7 +191,7 @@ def _end(record) -> None:
     record.end_leftovers()
 
 
-def _connect(record, profile: Path) -> EngineSet | None:
+def _connect(record) -> EngineSet | None:
     """A client of the engines that run, with clean ranks; None where they do not answer."""
     import ipyparallel as ipp
 
@@ -202,11 +204,11 @@ def _connect(record, profile: Path) -> EngineSet | None:
         if not record.keeper() or time.monotonic() > deadline:
             client.close()
             raise DtlibError(
-                f"Only {len(client.ids)} of {note['ranks']} ranks came up: see the logs in {profile / 'log'}, or ask "
-                "for fewer."
+                f"Only {len(client.ids)} of {note['ranks']} ranks came up: ask for fewer, or see the logs in "
+                f"{record.profile / 'log'}."
             )
         time.sleep(0.02)
-    found = EngineSet(record, client, profile)
+    found = EngineSet(record, client)
     rows = _join_world(found, record, note)
     if rows is None:
         found.close()

@@ -14,6 +14,7 @@ but its process id: a kernel that is killed is noticed like one that ends. Life 
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def _start(profile: Path, ranks: int, name: str):
 
 def _watch(record, cluster, name) -> None:
     """Wait until nobody is attached or the engines are gone, then end everything that was started."""
+    from dtlib.errors import DtlibError
     from dtlib.processes import Process, end_processes, with_descendants
 
     launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
@@ -68,23 +70,26 @@ def _watch(record, cluster, name) -> None:
     def needed():
         return record.attached() and all(launcher.find() for launcher in launchers)
 
-    while True:
-        # The children of a process that dies move to another parent: note them while they can be found.
-        started.update(with_descendants(Process.of(os.getpid()))[1:])
-        processes = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
-        if processes != note.get("processes"):
-            note["processes"] = processes
-            record.write("set.json", note)
-        if not needed():
-            with record.lock():
-                if not needed():  # a notebook may have attached between the look and the lock
-                    record.remove("set.json")
-                    end_processes(list(started))
-                    break
-        time.sleep(POLL_SECONDS)
-    for pattern in (f"security/*{name}*", f"log/*{name}*", f"pid/*{name}*", "state/torch-*"):
-        for path in record.profile.glob(pattern):
-            path.unlink(missing_ok=True)
+    try:
+        while True:
+            # The children of a process that dies move to another parent: note them while they can be found.
+            started.update(with_descendants(Process.of(os.getpid()))[1:])
+            processes = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
+            if processes != note.get("processes"):
+                note["processes"] = processes
+                record.write("set.json", note)
+            if not needed():
+                with suppress(DtlibError), record.lock():
+                    if not needed():  # a notebook may have attached between the look and the lock
+                        record.remove("set.json")
+                        end_processes(list(started))
+                        return
+            time.sleep(POLL_SECONDS)
+    finally:
+        end_processes(list(started))
+        for pattern in (f"security/*{name}*", f"log/*{name}*", f"pid/*{name}*", "state/torch-*"):
+            for path in record.profile.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The cell runs through ipyparallel's own magic. What is ours is how it looks: eve
 cell without output says where it ran, equal errors are shown once, and a NameError names its cure.
 """
 
+import functools
 import re
 import sys
 import time
@@ -57,6 +58,14 @@ class RanksFailed(DtlibError):
 
 class RankMagics(ParallelMagics):
     """``%px`` and ``%%px`` with outputs in rank order."""
+
+    @functools.wraps(ParallelMagics.cell_px)  # its parser of arguments too
+    def cell_px(self, line="", cell=None):
+        words = line.split()
+        if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
+            words.remove("--local")
+            self.shell.run_cell(cell)
+        return super().cell_px(" ".join(words), cell)
 
     def parallel_execute(self, cell, block=None, save_name=None, **options):
         ranks = current()

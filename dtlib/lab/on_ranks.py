@@ -17,22 +17,33 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     first_time = not hasattr(join, "importing_torch")
     world = init() if first_time else reset()
     if first_time:
-        join.importing_torch = threading.Thread(target=_import_torch, args=(ready_folder, world), daemon=True)
+        join.device = _take_gpu(world.local_rank)
+        join.importing_torch = threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True)
         join.importing_torch.start()
     return {
         "rank": world.rank,
         "size": world.size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "device": world.device_name,
+        "device": join.device,
         "cores": usable_cores(),
     }
 
 
-def _import_torch(ready_folder: str, world) -> None:
+def _take_gpu(local_rank: int) -> str:
+    """Give this rank a GPU of its own, or a share of one, before torch looks: there it is ``cuda:0``, the only one."""
+    from dtlib.launch import visible_gpus
+
+    gpus = visible_gpus()
+    if not gpus:
+        return "cpu"
+    mine = gpus[local_rank % len(gpus)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = mine
+    return f"GPU {mine}"
+
+
+def _import_torch(ready_folder: str) -> None:
     import torch
 
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     (Path(ready_folder) / f"torch-{os.getpid()}").touch()

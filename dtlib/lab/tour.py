@@ -11,15 +11,18 @@ from dtlib.lab import engine_set, workshop
 POINTS = 10**7
 
 
-def tour(ranks: int) -> int:
-    """Run every stop on ``ranks`` engines and print a table of results; returns 0 if all are as expected, else 1."""
+def tour(ranks: int, profile=None) -> int:
+    """Run every stop on ``ranks`` engines and print a table of results; returns 0 if all are as expected, else 1.
+
+    Without a ``profile`` it works on a copy of the workshop's: the engines of open notebooks are left alone.
+    """
     from tabulate import tabulate
 
     with tempfile.TemporaryDirectory() as folder:
-        # Engines of its own: those of open notebooks are left alone.
-        profile = Path(folder) / workshop.PROFILE.name
-        left_behind = shutil.ignore_patterns(*workshop.LEFT_BEHIND)
-        shutil.copytree(workshop.folder() / workshop.PROFILE, profile, ignore=left_behind)
+        if profile is None:
+            profile = Path(folder) / workshop.PROFILE.name
+            left_behind = shutil.ignore_patterns(*workshop.LEFT_BEHIND)
+            shutil.copytree(workshop.folder() / workshop.PROFILE, profile, ignore=left_behind)
         engines = engine_set.engines(ranks, profile=profile)
         try:
             rows = [_row(engines, *stop) for stop in _stops(Path(folder), ranks)]

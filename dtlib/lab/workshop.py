@@ -94,7 +94,8 @@ class Record:
         return living
 
     def is_held_here(self) -> bool:
-        return self.read("holder.json").get("pid") == os.getpid()
+        holder = self.read("holder.json")
+        return bool(holder) and Process(holder["pid"], holder["created"]) == Process.of(os.getpid())
 
     def end_leftovers(self) -> None:
         """End what a keeper left behind that was itself killed."""
