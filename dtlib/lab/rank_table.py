@@ -1,0 +1,53 @@
+"""The table of ranks that ``lab.engines()`` shows."""
+
+import threading
+import time
+from pathlib import Path
+
+IMPORT_SECONDS = 60  # after which the table no longer waits for torch
+
+
+class RankTable:
+    """The ranks, a row each; redraws itself when torch has been imported on all of them."""
+
+    def __init__(self, rows: list[dict], state: Path):
+        self.rows = rows
+        self._state = state
+        self._handle = None
+
+    def ready(self) -> list[bool]:
+        return [(self._state / f"torch-{row['pid']}").exists() for row in self.rows]
+
+    def show(self) -> None:
+        from IPython.display import display
+
+        self._handle = display(self, display_id=True)
+        if self._handle is not None and not all(self.ready()):
+            threading.Thread(target=self._redraw_when_ready, daemon=True).start()
+
+    def _redraw_when_ready(self) -> None:
+        deadline = time.monotonic() + IMPORT_SECONDS
+        while not all(self.ready()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        self._handle.update(self)
+
+    def _cells(self):
+        sharing = len(self.rows)
+        for row, ready in zip(self.rows, self.ready(), strict=True):
+            cores = f"{row['cores']}, shared by {sharing}" if sharing > 1 else str(row["cores"])
+            yield row["rank"], row["host"], row["pid"], row["device"], cores, "yes" if ready else "importing"
+
+    _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")
+
+    def __repr__(self):
+        from tabulate import tabulate
+
+        return tabulate(self._cells(), self._HEADERS)
+
+    def _repr_html_(self):
+        from tabulate import tabulate
+
+        from dtlib.lab.pictures import rank_badge
+
+        cells = [(rank_badge(rank), *rest) for rank, *rest in self._cells()]
+        return str(tabulate(cells, self._HEADERS, tablefmt="unsafehtml"))
