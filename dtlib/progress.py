@@ -7,9 +7,10 @@ rank 0 looks for them whenever it has something to report itself.
 import numpy as np
 from tqdm.auto import tqdm
 
+from dtlib.comm.link import CALLER_TAGS
 from dtlib.launch import in_engine
 
-_TAG = 2**14 + 1  # far from the tags that callers use
+_TAG = CALLER_TAGS - 1  # the last of those that callers have
 
 
 class RankProgress:

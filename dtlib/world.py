@@ -64,13 +64,13 @@ def reset() -> World:
 
     What an interrupted operation left in the old communicator stays there and can meet no new message.
     """
-    world = init()
-    old = world.comm
     from mpi4py import MPI
 
+    world = init()
+    time_limit = world.comm.time_limit
     new, request = MPI.COMM_WORLD.Idup()
-    old.wait_for(request, None, "dtlib.reset()")
-    world.comm = Communicator(new, old.time_limit)
+    Communicator(MPI.COMM_WORLD, time_limit).wait_for(request, None, "dtlib.reset()")
+    world.comm = Communicator(new, time_limit)
     return world
 
 

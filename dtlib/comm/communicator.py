@@ -1,13 +1,17 @@
 """The verbs: what a rank says to others.
 
-Every rank of the communicator calls the same verb in the same order. Tensors live on the CPU (torch tensors,
-or numpy arrays where torch is not needed) and travel through mpi4py without a copy if they are contiguous.
+Every rank of the communicator calls the same collective in the same order. Tensors live on the CPU (torch tensors, or
+numpy arrays where torch is not needed) and travel through mpi4py without a copy if they are contiguous.
 """
+
+import pickle
 
 import numpy as np
 
-from dtlib.comm.types import as_array, check_reduction, type_for_reduction
-from dtlib.comm.waiting import Handle
+from dtlib.comm import algorithms, types
+from dtlib.comm.link import CALLER_TAGS, Link, SlowLink, Wire
+from dtlib.comm.selection import choose
+from dtlib.comm.waiting import Handle, Queue, Task
 from dtlib.errors import CommunicationError
 
 
@@ -19,7 +23,8 @@ class Communicator:
         time_limit: seconds that a wait may take before it ends as ``WaitTimeout``; None waits for ever.
 
     Every verb on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
-    Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
+    ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which
+    cannot be interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
     """
 
     def __init__(self, mpi, time_limit: float | None = None):
@@ -27,6 +32,10 @@ class Communicator:
         self.time_limit = time_limit
         self.rank = mpi.Get_rank()
         self.size = mpi.Get_size()
+        self.wire = None  # an emulated slow network
+        self._queue = Queue()
+        self._buffers = {}
+        self._count = 0
 
     def __repr__(self):
         return f"Communicator(rank={self.rank}, size={self.size})"
@@ -36,124 +45,244 @@ class Communicator:
     def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
-        array = np.ascontiguousarray(as_array(tensor, "send"))
-        return self._run(self.mpi.Isend(array, dest, tag), array, lambda: tensor, f"send to rank {dest}", async_op)
+        content = types.payload(tensor, "send", writes=False)
+        link = self._link(tag)
+        steps = iter([[link.send(content.flat, dest)]])
+        return self._start(steps, link, lambda: tensor, f"send to rank {dest}", async_op, content, in_order=False)
 
     def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
-        array, finish = self._writable(tensor, "recv")
-        request = self.mpi.Irecv(array, source, tag)
-        return self._run(request, array, finish, f"recv from rank {source}", async_op)
+        content = types.payload(tensor, "recv", writes=True)
+        link = self._link(tag)
+        steps = iter([[link.recv(content.flat, source)]])
+        return self._start(steps, link, content.store, f"recv from rank {source}", async_op, content, in_order=False)
 
-    # Collectives
+    # One to all, all to one
 
-    def broadcast(self, tensor, root: int = 0, async_op: bool = False):
+    def broadcast(self, tensor, root: int = 0, async_op: bool = False, algorithm: str | None = None):
         """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
         self._check_rank(root, "broadcast", "root")
-        array, finish = self._writable(tensor, "broadcast")
-        return self._run(self.mpi.Ibcast(array, root), array, finish, f"broadcast from rank {root}", async_op)
+        content = types.payload(tensor, "broadcast", writes=self.rank != root)
+        link = self._link()
+        steps = {
+            "tree": lambda: algorithms.tree_broadcast(link, content.flat, root),
+            "mpi": lambda: _at_once(lambda: self.mpi.Bcast(content.flat, root)),
+        }
+        detail = f"from rank {root}"
+        return self._collective("broadcast", detail, steps, algorithm, content.flat, link, content.store, async_op)
 
-    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False):
-        """Combine ``tensor`` over all ranks, element by element, in place; every rank gets the result.
-
-        ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; returns ``tensor``.
-        """
-        check_reduction(tensor, op, "all_reduce")
-        array, finish = self._reducible(tensor, op, "all_reduce")
-        request = self.mpi.Iallreduce(_in_place(), array, _mpi_op(op))
-        return self._run(request, array, finish, f"all_reduce({op})", async_op)
-
-    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False):
+    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
         self._check_rank(root, "reduce", "root")
-        check_reduction(tensor, op, "reduce")
-        array, finish = self._reducible(tensor, op, "reduce")
-        if self.rank == root:
-            request = self.mpi.Ireduce(_in_place(), array, _mpi_op(op), root)
-        else:
-            request, finish = self.mpi.Ireduce(array, None, _mpi_op(op), root), lambda: tensor
-        return self._run(request, array, finish, f"reduce({op}) to rank {root}", async_op)
+        content = types.payload(tensor, "reduce", writes=self.rank == root)
+        combine = types.combiner(tensor, op, "reduce")
+        link = self._link()
+        # Partial results must not show in the caller's tensor.
+        flat = content.flat if self.rank == root else content.flat.copy()
+        steps = {"tree": lambda: algorithms.tree_reduce(link, flat, root, combine)}
 
-    def all_gather(self, out, tensor, async_op: bool = False):
+        def finish():
+            return self._finish_mean(content, op) if self.rank == root else tensor
+
+        return self._collective("reduce", f"{op} to rank {root}", steps, algorithm, flat, link, finish, async_op)
+
+    def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
+        """Give rank r part r of the ``tensor`` of rank ``root``, which has ``size`` equal parts; returns ``out``."""
+        self._check_rank(root, "scatter", "root")
+        mine = types.payload(out, "scatter", writes=True)
+        parts = self._parts(out, tensor, "scatter") if self.rank == root else None
+        link = self._link()
+        steps = {"direct": lambda: algorithms.direct_scatter(link, mine.flat, parts, root)}
+        detail = f"from rank {root}"
+        return self._collective("scatter", detail, steps, None, mine.flat, link, mine.store, async_op, parts)
+
+    def gather(self, out, tensor, root: int = 0, async_op: bool = False):
+        """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
+        self._check_rank(root, "gather", "root")
+        mine = types.payload(tensor, "gather", writes=False)
+        link = self._link()
+        whole = parts = None
+        if self.rank == root:
+            whole, parts = self._whole(out, tensor, "gather")
+        steps = {"direct": lambda: algorithms.direct_gather(link, parts, mine.flat, root)}
+        finish = whole.store if whole else lambda: out
+        return self._collective("gather", f"to rank {root}", steps, None, mine.flat, link, finish, async_op)
+
+    # All to all
+
+    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+        """Combine ``tensor`` over all ranks, element by element, in place; every rank gets the same result.
+
+        ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; ``algorithm`` is ``ring``, ``recursive_doubling``,
+        ``tree``, ``naive`` or ``mpi``. Returns ``tensor``.
+        """
+        content = types.payload(tensor, "all_reduce", writes=True)
+        combine = types.combiner(tensor, op, "all_reduce")
+        link, flat = self._link(), content.flat
+        steps = {
+            "ring": lambda: algorithms.ring_all_reduce(link, flat, combine),
+            "recursive_doubling": lambda: algorithms.recursive_doubling_all_reduce(link, flat, combine),
+            "tree": lambda: algorithms.tree_all_reduce(link, flat, combine),
+            "naive": lambda: algorithms.naive_all_reduce(link, flat, combine),
+            "mpi": lambda: _at_once(lambda: self.mpi.Allreduce(_in_place(), flat, _mpi_operation(tensor, op))),
+        }
+
+        def finish():
+            return self._finish_mean(content, op)
+
+        return self._collective("all_reduce", op, steps, algorithm, flat, link, finish, async_op)
+
+    def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+        """Combine ``tensor`` over all ranks; rank r gets part r of the result in ``out``.
+
+        ``tensor`` has ``size`` equal parts and keeps its values; returns ``out``.
+        """
+        mine = types.payload(out, "reduce_scatter", writes=True)
+        combine = types.combiner(out, op, "reduce_scatter")
+        parts = self._parts(out, tensor, "reduce_scatter")
+        link = self._link()
+        steps = {"ring": lambda: algorithms.ring_reduce_scatter(link, mine.flat, parts, combine)}
+
+        def finish():
+            return self._finish_mean(mine, op)
+
+        return self._collective("reduce_scatter", op, steps, algorithm, mine.flat, link, finish, async_op, parts)
+
+    def all_gather(self, out, tensor, async_op: bool = False, algorithm: str | None = None):
         """Put every rank's ``tensor`` one after the other, in rank order, into ``out`` on every rank.
 
         ``out`` has ``size`` times as many elements as ``tensor`` and the same dtype; returns ``out``.
         """
-        sizes = [as_array(each, "all_gather").size for each in (out, tensor)]
-        if out.dtype != tensor.dtype or sizes[0] != self.size * sizes[1]:
+        mine = types.payload(tensor, "all_gather", writes=False)
+        whole, parts = self._whole(out, tensor, "all_gather")
+        if not np.shares_memory(parts[self.rank], mine.flat):
+            parts[self.rank][...] = mine.flat
+        link = self._link()
+        steps = {"ring": lambda: algorithms.ring_all_gather(link, parts)}
+        return self._collective("all_gather", "", steps, algorithm, whole.flat, link, whole.store, async_op)
+
+    def all_to_all(self, out, tensor, async_op: bool = False):
+        """Send part r of ``tensor`` to rank r; part r of ``out`` comes from there. Both have ``size`` equal parts."""
+        whole = types.payload(out, "all_to_all", writes=True)
+        content = types.payload(tensor, "all_to_all", writes=False)
+        sizes = {whole.flat.size, content.flat.size}
+        if types.type_name(out) != types.type_name(tensor) or len(sizes) > 1 or whole.flat.size % self.size:
             raise CommunicationError(
-                f"all_gather on {self.size} ranks needs an out of {self.size} times the elements of tensor and its "
-                f"dtype: out is {tuple(out.shape)} {out.dtype}, tensor is {tuple(tensor.shape)} {tensor.dtype}."
+                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal parts: out is "
+                f"{_shape(out)}, tensor is {_shape(tensor)}."
             )
-        array, finish = self._writable(out, "all_gather")
-        part = np.ascontiguousarray(as_array(tensor, "all_gather"))
-        return self._run(self.mpi.Iallgather(part, array), (array, part), finish, "all_gather", async_op)
+        link = self._link()
+        out_parts, parts = (algorithms.parts_of(flat, self.size) for flat in (whole.flat, content.flat))
+        steps = {"pairwise": lambda: algorithms.pairwise_all_to_all(link, out_parts, parts)}
+        return self._collective("all_to_all", "", steps, None, whole.flat, link, whole.store, async_op, parts)
 
     def barrier(self, async_op: bool = False):
         """Wait until every rank has come here."""
-        return self._run(self.mpi.Ibarrier(), None, lambda: None, "barrier", async_op)
+        link = self._link()
+        steps = {"dissemination": lambda: algorithms.dissemination_barrier(link)}
+        return self._collective("barrier", "", steps, None, None, link, lambda: None, async_op)
 
     # Small Python things
 
     def all_gather_object(self, thing) -> list:
         """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
-        from mpi4py import MPI
-
-        mine = np.frombuffer(MPI.pickle.dumps(thing), dtype=np.uint8)
-        sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size], dtype=np.int64))
+        mine = np.frombuffer(pickle.dumps(thing), dtype=np.uint8)
+        sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
         # Every part is padded to the longest, so that one all_gather of equal parts carries them all.
         padded = np.zeros(sizes.max(), dtype=np.uint8)
         padded[: mine.size] = mine
         parts = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
-        return [MPI.pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_object(self, thing, root: int = 0):
         """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
+        self._check_rank(root, "broadcast_object", "root")
+        mine = np.frombuffer(pickle.dumps(thing) if self.rank == root else b"", dtype=np.uint8)
+        size = self.broadcast(np.array([mine.size]), root)
+        data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
+        return pickle.loads(self.broadcast(data, root).tobytes())
+
+    # Other communicators
+
+    def split(self, color: int | None, key: int = 0) -> "Communicator | None":
+        """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
+
+        All ranks call it; who passes None gets None.
+        """
         from mpi4py import MPI
 
-        self._check_rank(root, "broadcast_object", "root")
-        mine = np.frombuffer(MPI.pickle.dumps(thing) if self.rank == root else b"", dtype=np.uint8)
-        size = self.broadcast(np.array([mine.size], dtype=np.int64), root)
-        data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
-        return MPI.pickle.loads(self.broadcast(data, root).tobytes())
+        self.barrier()  # the split itself cannot be interrupted: let everybody be here first
+        mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else Communicator(mpi, self.time_limit)
+
+    def emulate_network(self, latency: float, bandwidth: float) -> "Communicator":
+        """A communicator of the same ranks whose messages take longer: ``latency`` seconds each, ``bandwidth`` bytes a
+        second. EMULATED: for lessons, never for claims. All ranks call it."""
+        slow = self.split(0)
+        slow.wire = Wire(latency, bandwidth)
+        return slow
 
     # What the verbs share
 
     def wait_for(self, request, buffers, description: str):
         """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
-        self._run(request, buffers, lambda: None, description, async_op=False)
+        steps = iter([[request]])
+        self._start(steps, Link(self.mpi, 0, {}), lambda: None, description, False, buffers, in_order=False)
 
-    def _run(self, request, buffers, finish, description, async_op):
-        handle = Handle(request, buffers, finish, f"Rank {self.rank}: {description}", self.time_limit)
+    def _link(self, tag: int | None = None) -> Link:
+        """The messages of one verb. Collectives get a tag of their own, so that two under way cannot mix."""
+        if tag is None:
+            self._count += 1
+            tag = CALLER_TAGS + self._count % (CALLER_TAGS - 1)
+        elif not 0 <= tag < CALLER_TAGS:
+            raise CommunicationError(f"tag={tag!r}: tags are whole numbers from 0 to {CALLER_TAGS - 1}.")
+        return SlowLink(self.mpi, tag, self._buffers, self.wire) if self.wire else Link(self.mpi, tag, self._buffers)
+
+    def _collective(self, verb, detail, steps, algorithm, flat, link, finish, async_op, keep=None):
+        """Start the chosen algorithm of a collective. ``steps`` maps the names of algorithms to their generators."""
+        name = algorithm or choose(verb, 0 if flat is None else flat.nbytes, self.size, steps)
+        if name not in steps:
+            raise CommunicationError(f"{verb} has no algorithm {name!r}: choose one of {', '.join(steps)}.")
+        description = f"{verb}({detail})" if detail else verb
+        return self._start(steps[name](), link, finish, description, async_op, (flat, keep), in_order=True)
+
+    def _start(self, steps, link, finish, description, async_op, keep, in_order):
+        if self._queue.broken:
+            raise CommunicationError(
+                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
+            )
+        task = Task(steps, link, finish, f"Rank {self.rank}: {description}", in_order, keep)
+        if in_order:
+            self._queue.append(task)
+        else:
+            task.advance()  # posted at once
+        handle = Handle(task, self._queue, self.time_limit)
         return handle if async_op else handle.wait()
 
-    def _writable(self, tensor, verb):
-        """Contiguous memory for the result, and what brings the result back into ``tensor``."""
-        target = self._target(tensor, verb)
-        return self._staged(tensor, target, np.ascontiguousarray(target))
+    def _finish_mean(self, content, op):
+        if op == "mean":
+            types.divide(content.tensor, content.flat, self.size)
+        return content.store()
 
-    def _reducible(self, tensor, op, verb):
-        """The same in the type in which values are combined; a mean is a sum that is divided at the end."""
-        target = self._target(tensor, verb)
-        array = np.ascontiguousarray(target, dtype=type_for_reduction(target))
-        return self._staged(tensor, target, array, divide_by=self.size if op == "mean" else 1)
+    def _parts(self, out, tensor, verb):
+        """``tensor`` as ``size`` parts, each like ``out``."""
+        content = types.payload(tensor, verb, writes=False)
+        self._check_whole(tensor, content.flat.size, out, types.payload(out, verb, writes=False).flat.size, verb)
+        return algorithms.parts_of(content.flat, self.size)
 
-    def _target(self, tensor, verb):
-        target = as_array(tensor, verb)
-        if not target.flags.writeable:
-            raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
-        return target
+    def _whole(self, out, tensor, verb):
+        """``out`` as a payload and as ``size`` parts, each like ``tensor``."""
+        whole = types.payload(out, verb, writes=True)
+        self._check_whole(out, whole.flat.size, tensor, types.payload(tensor, verb, writes=False).flat.size, verb)
+        return whole, algorithms.parts_of(whole.flat, self.size)
 
-    def _staged(self, tensor, target, array, divide_by=1):
-        def finish():
-            if divide_by != 1:
-                np.divide(array, divide_by, out=array)
-            if not np.shares_memory(array, target):
-                target[...] = array.astype(target.dtype, copy=False)
-            return tensor
-
-        return array, finish
+    def _check_whole(self, whole, count, part, part_count, verb):
+        if types.type_name(whole) != types.type_name(part) or count != self.size * part_count:
+            raise CommunicationError(
+                f"{verb} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and of "
+                f"its dtype: they are {_shape(whole)} and {_shape(part)}."
+            )
 
     def _check_rank(self, rank, verb, name):
         if not isinstance(rank, int) or not 0 <= rank < self.size:
@@ -162,13 +291,25 @@ class Communicator:
             )
 
 
+def _shape(tensor) -> str:
+    return f"{tuple(tensor.shape)} {types.type_name(tensor)}"
+
+
+def _at_once(call):
+    """A blocking MPI call as a generator that waits for nothing."""
+    call()
+    yield []
+
+
 def _in_place():
     from mpi4py import MPI
 
     return MPI.IN_PLACE
 
 
-def _mpi_op(op):
+def _mpi_operation(tensor, op):
     from mpi4py import MPI
 
+    if types.type_name(tensor) in ("float16", "bfloat16"):
+        raise CommunicationError(f"MPI's own all_reduce adds {types.type_name(tensor)} wrongly: leave algorithm= out.")
     return {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}[op]

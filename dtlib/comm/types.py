@@ -1,63 +1,124 @@
-"""Which values travel, and how: one table of element types and reductions."""
+"""Which values travel, and how they are combined: one table.
+
+| type | moved | sum, prod | mean | max, min |
+|---|---|---|---|---|
+| float64, float32 | yes | yes | yes | yes |
+| float16, bfloat16 | as 16 bits | in float32 at each hop, then rounded | likewise | yes |
+| integers of 8 to 64 bits | yes | yes; wraps around, as torch does | refused: it would round | yes |
+| bool | as bytes | refused | refused | any, all |
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from dtlib.errors import CommunicationError
 
-OPERATIONS = ("sum", "mean", "max", "min", "prod")
-ADDABLE = {"float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+OPERATIONS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
+ALLOWED = {
+    **dict.fromkeys(FLOATS, ("sum", "mean", "prod", "max", "min")),
+    **dict.fromkeys(INTEGERS, ("sum", "prod", "max", "min")),
+    "bool": ("max", "min"),
+}
 
 
-def as_array(tensor, verb: str) -> np.ndarray:
-    """The memory of a CPU tensor (or numpy array) as a numpy array, without a copy.
+def type_name(tensor) -> str:
+    """``float32`` for a torch tensor and for a numpy array of that type."""
+    return str(tensor.dtype).removeprefix("torch.")
 
-    bfloat16, float16 and bool have no counterpart in MPI: they come back as integers of their size, which
-    is enough to move them but not to add them (``check_reduction`` refuses that).
+
+@dataclass
+class Payload:
+    """A tensor as MPI sees it: one flat contiguous array. ``store()`` brings it back where it is a copy."""
+
+    tensor: object
+    memory: np.ndarray  # the tensor's own memory, in its own shape
+    flat: np.ndarray
+
+    def store(self):
+        if not np.shares_memory(self.flat, self.memory):
+            self.memory[...] = self.flat.reshape(self.memory.shape)
+        return self.tensor
+
+
+def payload(tensor, verb: str, writes: bool) -> Payload:
+    """The memory of a CPU tensor or numpy array, without a copy where it is contiguous.
+
+    Raises:
+        CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
+            the verb writes.
     """
     if isinstance(tensor, np.ndarray):
-        array = tensor
+        memory = tensor
     elif hasattr(tensor, "detach"):
         if tensor.device.type != "cpu":
             raise CommunicationError(
                 f"{verb} carries tensors on the CPU and this one is on {tensor.device}: pass tensor.cpu()."
             )
-        array = _torch_memory(tensor.detach())
+        memory = _torch_memory(tensor.detach())
     else:
         raise CommunicationError(
             f"{verb} carries a torch tensor or a numpy array and got {type(tensor).__name__} {tensor!r:.40}: "
             f"wrap it with torch.tensor(...), or use {verb}_object where there is one."
         )
-    return array
+    if type_name(tensor) not in ALLOWED:
+        raise CommunicationError(f"{verb} does not carry {type_name(tensor)}: it carries {', '.join(ALLOWED)}.")
+    if writes and not memory.flags.writeable:
+        raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
+    return Payload(tensor, memory, np.ascontiguousarray(memory).reshape(-1))
 
 
 def _torch_memory(tensor):
-    import torch
+    """The memory as numpy knows it: what numpy lacks travels as integers of its size."""
+    name = type_name(tensor)
+    if name in ("float16", "bfloat16", "bool"):
+        import torch
 
-    integers = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
-    return tensor.view(integers.get(tensor.dtype, tensor.dtype)).numpy()
+        tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)
+    return tensor.numpy()
 
 
-def type_for_reduction(array: np.ndarray) -> np.dtype:
-    """The type in which an array is combined: its own, but 64 bits for small integers.
+def combiner(tensor, op: str, verb: str):
+    """The function ``combine(a, b, out)`` that adds (or ...) two arrays of this tensor's payload.
 
-    Open MPI's sums of 8 and 16 bits stop at the largest value or wrap around, depending on the length of the array;
-    torch's always wrap, and so do these once they are converted back.
+    Raises:
+        CommunicationError: for an operation that the table refuses for this type.
     """
-    return np.dtype(np.int64) if array.dtype.kind in "iu" and array.dtype.itemsize < 4 else array.dtype
-
-
-def check_reduction(tensor, op: str, verb: str) -> None:
-    """Refuse an operation that is not in the table, or an element type that MPI would add wrongly."""
-    as_array(tensor, verb)
     if op not in OPERATIONS:
         raise CommunicationError(f"{verb} has no op {op!r}: choose one of {', '.join(OPERATIONS)}.")
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in ADDABLE:
-        raise CommunicationError(
-            f"{verb} reduces float32, float64 and integers, and this tensor is {name}: convert it first, "
-            "for example with tensor.float()."
-        )
-    if op == "mean" and not name.startswith("float"):
-        raise CommunicationError(
-            f"{verb}(op='mean') of {name} would round: use op='sum' and divide, or convert with tensor.float()."
-        )
+    name = type_name(tensor)
+    if op not in ALLOWED.get(name, ()):
+        if op == "mean" and name in INTEGERS:
+            cure = "it would round: use op='sum' and divide, or convert with tensor.float()"
+        else:
+            cure = f"types that it takes are {', '.join(known for known in ALLOWED if op in ALLOWED[known])}"
+        raise CommunicationError(f"{verb}(op={op!r}) does not take {name}; {cure}.")
+    if name in ("float16", "bfloat16"):
+        return _half_combiner(name, op)
+    return OPERATIONS[op]
+
+
+def _half_combiner(name: str, op: str):
+    import torch
+
+    dtype = getattr(torch, name)
+    operate = {"sum": torch.add, "mean": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[op]
+
+    def combine(a, b, out):
+        # torch adds 16-bit floats in float32 and rounds once.
+        a, b, out = (torch.from_numpy(array.view(np.int16)).view(dtype) for array in (a, b, out))
+        operate(a, b, out=out)
+
+    return combine
+
+
+def divide(tensor, flat: np.ndarray, by: int) -> None:
+    """Divide a payload of floats in place."""
+    if type_name(tensor) in ("float16", "bfloat16"):
+        import torch
+
+        torch.from_numpy(flat.view(np.int16)).view(tensor.dtype).div_(by)
+    else:
+        np.divide(flat, by, out=flat)

@@ -1,61 +1,124 @@
 """The one place where a rank waits for others.
 
-A blocking MPI call cannot be interrupted: it does not see Ctrl-C, and it spins on a core until its peers
-come. So every verb starts a non-blocking operation and waits for it here, by asking again and again.
+A blocking MPI call cannot be interrupted: it does not see Ctrl-C, and it spins on a core until its peers come. So every
+verb is a task made of non-blocking sends and receives, and waiting means asking again and again whether they are done:
+first quickly, then with naps that leave the core to others.
+
+Collectives of one communicator run one after the other, in the order in which they were started. Whoever waits, for
+whatever, drives all of them: a task that nobody waits for yet goes on meanwhile.
 """
 
 import time
+from collections import deque
 
 from dtlib.errors import WaitTimeout
 
-SPIN_SECONDS = 0.0005  # most collectives finish within this; after it the rank yields its core
+SPIN_SECONDS = 0.0005  # most collectives finish within this
 LONGEST_NAP = 0.002
 
-# An operation that was interrupted is abandoned, not cancelled: MPI may still write into its buffers, so
-# they must outlive it.
+# Of a task that was interrupted, MPI may still write into the buffers: they must outlive it.
 _abandoned = []
+_active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
+
+
+class Task:
+    """A verb under way: ``steps`` yields lists of requests; ``finish()`` brings the result home and returns it."""
+
+    def __init__(self, steps, link, finish, description: str, in_order: bool, keep=None):
+        self.description = description
+        self.in_order = in_order
+        self.done = False
+        self.value = None
+        self._steps = steps
+        self._link = link
+        self._finish = finish
+        self._requests = []
+        self._keep = keep  # buffers that MPI reads or writes meanwhile
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; True once all is done."""
+        while not self.done:
+            if self._requests and not self._link.all_done(self._requests):
+                return False
+            try:
+                self._requests = next(self._steps)
+            except StopIteration:
+                self.value = self._finish()
+                self.done = True
+                self._keep = None
+        return True
+
+
+class Queue:
+    """The collectives of one communicator that are under way."""
+
+    def __init__(self):
+        self._tasks = deque()
+        self.broken = None  # why this communicator cannot be used any more
+
+    def append(self, task: Task) -> None:
+        self._tasks.append(task)
+        _active[self] = None
+
+    def advance(self) -> None:
+        while self._tasks and self._tasks[0].advance():
+            self._tasks.popleft()
+        if not self._tasks:
+            _active.pop(self, None)
+
+    def abandon(self, why: str) -> None:
+        """Give up all tasks: this rank is out of step with the others, and what they send must meet nothing new."""
+        _abandoned.extend(self._tasks)
+        self._tasks.clear()
+        _active.pop(self, None)
+        self.broken = self.broken or why
+
+
+def advance_all() -> None:
+    """Let everything that is under way make progress."""
+    for queue in list(_active):
+        queue.advance()
 
 
 class Handle:
-    """An operation under way: what a verb returns with ``async_op=True``."""
+    """A verb that was started with ``async_op=True``."""
 
-    def __init__(self, request, buffers, finish, description, time_limit):
-        self._request = request
-        self._buffers = buffers
-        self._finish = finish
-        self._description = description
+    def __init__(self, task: Task, queue: Queue, time_limit: float | None):
+        self._task = task
+        self._queue = queue
         self._time_limit = time_limit
-        self._completed = False
-        self._value = None
 
     def done(self) -> bool:
-        """True once the operation is complete on this rank. Does not wait."""
-        if not self._completed and self._request.Test():
-            self._value = self._finish()
-            self._completed = True
-            self._buffers = None
-        return self._completed
+        """True once the verb is complete on this rank. Does not wait."""
+        return self._look()
 
     def wait(self):
         """Wait for the end and return what the verb returns.
 
-        Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once.
+        Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either
+        the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.
         """
         started = time.monotonic()
         nap = 0.0
         try:
-            while not self.done():
+            while not self._look():
                 waited = time.monotonic() - started
                 if waited < SPIN_SECONDS:
                     continue
                 if self._time_limit is not None and waited > self._time_limit:
                     raise WaitTimeout(
-                        f"{self._description} waited {self._time_limit:g} s for the other ranks: one of them "
+                        f"{self._task.description} waited {self._time_limit:g} s for the other ranks: one of them "
                         "did not call it, or raised an error. Call dtlib.reset() on all ranks to go on."
                     )
                 nap = min(LONGEST_NAP, nap + 0.0001)
                 time.sleep(nap)
         except BaseException:
-            _abandoned.append((self._request, self._buffers))
+            _abandoned.append(self._task)
+            self._queue.abandon(f"was interrupted in {self._task.description}")
             raise
-        return self._value
+        return self._task.value
+
+    def _look(self) -> bool:
+        advance_all()
+        # A collective advances in its turn; a send or a receive waits for no turn.
+        return self._task.done or (not self._task.in_order and self._task.advance())

@@ -1,0 +1,216 @@
+"""Collectives from sends and receives: what is taught is what runs.
+
+Each algorithm is a generator. It starts non-blocking sends and receives, yields the requests that it must wait for,
+and goes on when they are complete; who waits, and how, is somebody else's business (waiting.py). ``link`` sends and
+receives (link.py); ``combine(a, b, out)`` is the reduction, element by element. ``parts`` are ``size`` pieces of one
+flat array, of equal length or one element apart, so that a remainder needs no padding.
+
+The algorithms and their costs are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
+communication operations in MPICH", IJHPCA 19(1), 2005.
+"""
+
+import numpy as np
+
+
+def parts_of(array: np.ndarray, size: int) -> list[np.ndarray]:
+    """``size`` consecutive pieces of a flat array, as views."""
+    count = len(array)
+    return [array[count * i // size : count * (i + 1) // size] for i in range(size)]
+
+
+# One to all, all to one
+
+
+def tree_broadcast(link, array, root):
+    """A binomial tree: in every round, who has the values gives them to one who has not.
+
+    Ranks are counted from the root. Eight ranks, three rounds:
+
+        0 -> 4        0 -> 2, 4 -> 6        0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
+    """
+    me = (link.rank - root) % link.size
+    bit = 1
+    while bit < link.size:  # my lowest bit says in which round I receive, and from whom
+        if me & bit:
+            yield [link.recv(array, (me - bit + root) % link.size)]
+            break
+        bit *= 2
+    sends = []
+    while bit > 1:
+        bit //= 2
+        if me + bit < link.size:
+            sends.append(link.send(array, (me + bit + root) % link.size))
+    yield sends
+
+
+def tree_reduce(link, array, root, combine):
+    """The broadcast's tree backwards: in every round half of those that still have a part give it to the other half.
+
+        1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6        2 -> 0, 6 -> 4        4 -> 0
+
+    ``array`` holds the result on ``root`` and partial results elsewhere.
+    """
+    me = (link.rank - root) % link.size
+    received = link.scratch(array)
+    bit = 1
+    while bit < link.size:
+        if me & bit:
+            yield [link.send(array, (me - bit + root) % link.size)]
+            return
+        if me + bit < link.size:
+            yield [link.recv(received, (me + bit + root) % link.size)]
+            combine(array, received, array)
+        bit *= 2
+
+
+# All to all: small arrays, where the number of messages counts
+
+
+def naive_all_reduce(link, array, combine):
+    """Everybody sends to rank 0, which adds and sends the sum back: rank 0 carries 2 (N-1) n bytes alone."""
+    if link.rank > 0:
+        yield [link.send(array, 0)]
+        yield [link.recv(array, 0)]
+        return
+    received = link.scratch(array)
+    for other in range(1, link.size):
+        yield [link.recv(received, other)]
+        combine(array, received, array)
+    yield [link.send(array, other) for other in range(1, link.size)]
+
+
+def tree_all_reduce(link, array, combine):
+    """Up the tree to rank 0 and down again: 2 log2 N rounds of n bytes."""
+    yield from tree_reduce(link, array, 0, combine)
+    yield from tree_broadcast(link, array, 0)
+
+
+def recursive_doubling_all_reduce(link, array, combine):
+    """Exchange with the rank whose number differs in one bit, then in the next bit: log2 N rounds of n bytes.
+
+        0 <-> 1, 2 <-> 3        0 <-> 2, 1 <-> 3
+
+    Where N is no power of two the ranks beyond it first give their values to a partner and get the result at the end.
+    """
+    received = link.scratch(array)
+    whole = 1 << (link.size.bit_length() - 1)  # the largest power of two
+    extra = link.rank + whole if link.rank + whole < link.size else None
+    if link.rank >= whole:
+        yield [link.send(array, link.rank - whole)]
+        yield [link.recv(array, link.rank - whole)]
+        return
+    if extra is not None:
+        yield [link.recv(received, extra)]
+        combine(array, received, array)
+    bit = 1
+    while bit < whole:
+        partner = link.rank ^ bit
+        yield [link.send(array, partner), link.recv(received, partner)]
+        # The same order on both sides, so that both round alike.
+        first, second = (array, received) if link.rank < partner else (received, array)
+        combine(first, second, array)
+        bit *= 2
+    if extra is not None:
+        yield [link.send(array, extra)]
+
+
+# All to all: large arrays, where the number of bytes counts
+
+
+def ring_reduce_scatter_in_place(link, parts, combine):
+    """Partial sums travel round the ring; after N-1 steps rank r holds the sum of part r, in place.
+
+    Four ranks; what rank 1 does (send to 2, receive from 0):
+
+        step 0   send part 0, receive part 3, add it        part p starts at rank p+1,
+        step 1   send part 3, receive part 2, add it        collects at every stop,
+        step 2   send part 2, receive part 1, add it        and ends at rank p
+
+    Every rank sends (N-1)/N of the array, whatever N is.
+    """
+    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    for step in range(link.size - 1):
+        outgoing, incoming = parts[(link.rank - step - 1) % link.size], parts[(link.rank - step - 2) % link.size]
+        received = link.scratch(incoming)
+        yield [link.send(outgoing, right), link.recv(received, left)]
+        combine(incoming, received, incoming)
+
+
+def ring_all_gather(link, parts):
+    """Finished parts travel round the ring: rank r starts with part r, and after N-1 steps everybody has all.
+
+    step 0   send part r, receive part r-1
+    step 1   send part r-1, receive part r-2 ...
+    """
+    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    for step in range(link.size - 1):
+        outgoing, incoming = parts[(link.rank - step) % link.size], parts[(link.rank - step - 1) % link.size]
+        yield [link.send(outgoing, right), link.recv(incoming, left)]
+
+
+def ring_all_reduce(link, array, combine):
+    """Reduce-scatter, then all-gather: 2 (N-1) steps, in which every rank sends 2 (N-1)/N of the array.
+
+    P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+    """
+    parts = parts_of(array, link.size)
+    yield from ring_reduce_scatter_in_place(link, parts, combine)
+    yield from ring_all_gather(link, parts)
+
+
+def ring_reduce_scatter(link, out, parts, combine):
+    """The ring that leaves its input alone: what travels is added to in two buffers, and ends in ``out``."""
+    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    if link.size == 1:
+        out[...] = parts[0]
+        return
+    outgoing = parts[(link.rank - 1) % link.size]
+    buffers = [link.scratch(out, number) for number in range(2)]
+    for step in range(link.size - 1):
+        last = step == link.size - 2
+        incoming = out if last else buffers[step % 2]
+        yield [link.send(outgoing, right), link.recv(incoming, left)]
+        combine(parts[(link.rank - step - 2) % link.size], incoming, incoming)
+        outgoing = incoming
+
+
+# Different data for everybody
+
+
+def direct_scatter(link, out, parts, root):
+    """The root sends each rank its part."""
+    if link.rank != root:
+        yield [link.recv(out, root)]
+        return
+    out[...] = parts[root]
+    yield [link.send(parts[other], other) for other in range(link.size) if other != root]
+
+
+def direct_gather(link, parts, array, root):
+    """Each rank sends its array to the root."""
+    if link.rank != root:
+        yield [link.send(array, root)]
+        return
+    parts[root][...] = array
+    yield [link.recv(parts[other], other) for other in range(link.size) if other != root]
+
+
+def pairwise_all_to_all(link, out_parts, parts):
+    """In step s every rank sends to the rank s places on and receives from the one s places back."""
+    out_parts[link.rank][...] = parts[link.rank]
+    for step in range(1, link.size):
+        to, source = (link.rank + step) % link.size, (link.rank - step) % link.size
+        yield [link.send(parts[to], to), link.recv(out_parts[source], source)]
+
+
+def dissemination_barrier(link):
+    """In round k every rank tells the rank 2^k places on that it has come: after log2 N rounds all know of all.
+
+    D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+    """
+    nothing = np.zeros(0, dtype=np.uint8)
+    distance = 1
+    while distance < link.size:
+        to, source = (link.rank + distance) % link.size, (link.rank - distance) % link.size
+        yield [link.send(nothing, to), link.recv(nothing, source)]
+        distance *= 2

@@ -1,0 +1,100 @@
+"""What an algorithm sends and receives with: the messages of one collective on one communicator."""
+
+import time
+
+import numpy as np
+
+# Of the tags that MPI guarantees, callers have the lower half and collectives the upper, so that they never meet.
+CALLER_TAGS = 2**14
+
+
+class Link:
+    """Messages under one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
+
+    def __init__(self, mpi, tag: int, buffers: dict):
+        self.mpi = mpi
+        self.rank = mpi.Get_rank()
+        self.size = mpi.Get_size()
+        self.messages = 0
+        self.bytes = 0
+        self._tag = tag
+        self._buffers = buffers
+
+    def send(self, array: np.ndarray, dest: int):
+        """Start to send a contiguous array; returns a request."""
+        self.messages += 1
+        self.bytes += array.nbytes
+        return self.mpi.Isend(array, dest, self._tag)
+
+    def recv(self, array: np.ndarray, source: int):
+        """Start to receive into a contiguous array; returns a request."""
+        return self.mpi.Irecv(array, source, self._tag)
+
+    def all_done(self, requests: list) -> bool:
+        """True once all these requests are complete. Does not wait."""
+        return self.mpi_request.Testall(requests)
+
+    @property
+    def mpi_request(self):
+        from mpi4py import MPI
+
+        return MPI.Request
+
+    def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
+        """Room for an array like this one. It is kept from call to call: fresh memory costs a page fault a page."""
+        key = (like.dtype, number)
+        room = self._buffers.get(key)
+        if room is None or room.size < like.size:
+            room = self._buffers[key] = np.empty(like.size, dtype=like.dtype)
+        return room[: like.size]
+
+
+class SlowLink(Link):
+    """A network that is slower than this one: EMULATED, by holding messages back before they leave.
+
+    A message occupies the sender's wire for ``bytes / bandwidth`` seconds, one after the other, and then travels for
+    ``latency`` seconds. ``wire`` is shared by all links of a communicator.
+    """
+
+    def __init__(self, mpi, tag, buffers, wire: "Wire"):
+        super().__init__(mpi, tag, buffers)
+        self._wire = wire
+
+    def send(self, array, dest):
+        leaves = self._wire.occupy(array.nbytes)
+        self.messages += 1
+        self.bytes += array.nbytes
+        return _HeldBack(leaves, lambda: self.mpi.Isend(array, dest, self._tag))
+
+    def all_done(self, requests):
+        return all([request.Test() for request in requests])  # all of them are asked: each may have to leave now
+
+
+class Wire:
+    """An emulated network card: seconds a message, bytes a second, and when it is free again."""
+
+    def __init__(self, latency: float, bandwidth: float):
+        self.latency = latency
+        self.bandwidth = bandwidth
+        self._free_at = 0.0
+
+    def occupy(self, count: int) -> float:
+        """The moment at which a message of ``count`` bytes that is sent now has arrived."""
+        self._free_at = max(self._free_at, time.monotonic()) + count / self.bandwidth
+        return self._free_at + self.latency
+
+
+class _HeldBack:
+    """A send that starts when its time has come."""
+
+    def __init__(self, at: float, start):
+        self._at = at
+        self._start = start
+        self._request = None
+
+    def Test(self) -> bool:
+        if self._request is None:
+            if time.monotonic() < self._at:
+                return False
+            self._request = self._start()
+        return self._request.Test()
