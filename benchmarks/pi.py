@@ -5,7 +5,7 @@ import csv
 from benchmarks.compare import Row, compare
 from dtlib import pi
 from dtlib.lab.workshop import folder
-from dtlib.launch import gpu_names
+from dtlib.machine import gpu_names
 
 RANKS = 2
 POINTS = 2 * 10**8

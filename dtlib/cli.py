@@ -6,7 +6,9 @@ import sys
 import time
 
 from dtlib.errors import DtlibError
-from dtlib.launch import gpu_names, is_rank, run_ranks, usable_cores
+from dtlib.lab.workshop import current_folder
+from dtlib.launch import is_rank, run_ranks
+from dtlib.machine import gpu_names, usable_cores
 
 MOST_RANKS_PER_CORE = 16
 
@@ -40,6 +42,7 @@ def main(arguments=None) -> int:
     pi.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     try:
+        current_folder()  # mpiexec and JupyterLab need one
         return _COMMANDS[options.command](options)
     except DtlibError as problem:
         print(f"dtlib {options.command}: {problem}", file=sys.stderr)
@@ -73,7 +76,10 @@ def _pi(options) -> int:
         raise DtlibError("--kernel gpu finds no NVIDIA GPU here: leave it out, or use --kernel compiled.")
     ranks = options.ranks or usable_cores()
     command = f"-m dtlib pi --points={options.points} --kernel={options.kernel} --seed={options.seed}".split()
-    return run_ranks(command + ["--json"] * options.json, ranks)
+    status = run_ranks(command + ["--json"] * options.json, ranks)
+    if status not in (0, 2):
+        raise DtlibError(f"mpiexec ended with status {status} and the words above: `dtlib doctor` looks for the cause.")
+    return status
 
 
 def _pi_on_this_rank(options) -> int:
@@ -121,13 +127,14 @@ def _pi_table(estimate, seconds: float, alone: float, ranks: int) -> str:
     from tabulate import tabulate
 
     rate = estimate.points / seconds
+    long_enough = seconds > 0.01  # below, starting together takes longer than counting
     rows = [
         ("pi", f"{estimate.pi:.8f} ± {estimate.standard_error:.1g} (one standard error)"),
         ("inside", f"{estimate.inside:,} of {estimate.points:,} points"),
         ("time", f"{seconds:.3g} s on {ranks} rank{'s' * (ranks > 1)}"),
         ("points per second", f"{rate:.3g}"),
-        ("speed-up", f"{rate / alone:.2f} against one rank"),
-        ("efficiency", f"{rate / alone / ranks:.0%}"),
+        ("speed-up", f"{rate / alone:.2f} against one rank" if long_enough else "too few points to tell"),
+        ("efficiency", f"{rate / alone / ranks:.0%}" if long_enough else "too few points to tell"),
     ]
     return tabulate(rows, tablefmt="plain")
 

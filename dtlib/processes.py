@@ -1,30 +1,43 @@
 """Processes: told apart for certain, and ended without a remainder."""
 
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that cannot be confused with a later one of the same id."""
+    """A process that cannot be confused with a later one of the same id: ``created`` says when it started."""
 
     pid: int
     created: float
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid, _created(pid))
 
     def find(self) -> psutil.Process | None:
         """The process if it lives; None once it has ended, even if nobody has collected its status."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            if process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE:
+            if _created(self.pid) == self.created and process.status() != psutil.STATUS_ZOMBIE:
                 return process
         return None
+
+
+def _created(pid: int) -> float:
+    """When a process started: on Linux in ticks since the machine did, as the time of day may be set meanwhile."""
+    if sys.platform != "linux":
+        return psutil.Process(pid).create_time()
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    return float(after_name.split()[19])  # field 22 of the line, of which the first two are cut off
 
 
 def with_descendants(process: Process) -> list[Process]:
@@ -36,7 +49,7 @@ def with_descendants(process: Process) -> list[Process]:
     with suppress(psutil.Error):
         for child in found.children(recursive=True):
             with suppress(psutil.Error):
-                family.append(Process(child.pid, child.create_time()))
+                family.append(Process.of(child.pid))
     return family
 
 

@@ -11,6 +11,7 @@ from dtlib.errors import DtlibError
 from dtlib.launch import in_engine
 
 _world = None
+_begun = None  # a communicator that is being made, with its request
 
 
 @dataclass
@@ -64,14 +65,24 @@ def reset() -> World:
 
     What an interrupted operation left in the old communicator stays there and can meet no new message.
     """
+    world = init()
+    world.comm = fresh_communicator(world.comm.time_limit, "dtlib.reset()")
+    return world
+
+
+def fresh_communicator(time_limit: float | None, description: str) -> Communicator:
+    """A new communicator of all ranks; all of them call this.
+
+    A call that was interrupted has begun to make one: the next call finishes it, so that ranks get back into step.
+    """
+    global _begun
     from mpi4py import MPI
 
-    world = init()
-    time_limit = world.comm.time_limit
-    new, request = MPI.COMM_WORLD.Idup()
-    Communicator(MPI.COMM_WORLD, time_limit).wait_for(request, None, "dtlib.reset()")
-    world.comm = Communicator(new, time_limit)
-    return world
+    _begun = _begun or MPI.COMM_WORLD.Idup()
+    new, request = _begun
+    Communicator(MPI.COMM_WORLD, time_limit).wait_for(request, new, description)
+    _begun = None
+    return Communicator(new, time_limit)
 
 
 def _join() -> World:

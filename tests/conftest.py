@@ -4,7 +4,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtlib.launch import gpu_names
+from dtlib.lab.workshop import LEFT_BEHIND
+from dtlib.machine import gpu_names
 from tests.ranks import end_worlds
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def nothing_left_over():
 @pytest.fixture
 def workshop_folder(tmp_path):
     """A workshop of its own, so that a test cannot meet the engines of whoever works in this one."""
-    ignore = shutil.ignore_patterns("log", "pid", "security", "startup", "state")
+    ignore = shutil.ignore_patterns(*LEFT_BEHIND)
     shutil.copytree(ROOT / "cluster_profiles", tmp_path / "cluster_profiles", ignore=ignore)
     (tmp_path / "notebooks").mkdir()
     return tmp_path

@@ -67,19 +67,24 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
         return estimate_right(points, comm)
 
     verdict = judge_on_this_rank("pi-on-ranks", {"estimate_pi": raises_on_rank_1})
-    assert (verdict.mistake, verdict.rank, verdict.came) == ("raised", 1, "ValueError: no points for me")
+    assert (verdict.mistake, verdict.rank, verdict.came) == (
+        "raised",
+        1,
+        "ValueError: no points for me, in raises_on_rank_1(2000, comm) on 2 ranks",
+    )
     only_on_rank_0 = {"estimate_pi": estimate_right} if world.rank == 0 else {}
     verdict = judge_on_this_rank("pi-on-ranks", only_on_rank_0)
     assert (verdict.mistake, verdict.rank) == ("missing", 1)
 
 
 def test_later_attempts_get_plainer_hints():
-    verdict = Verdict("pi-streams", "def f():", 1, "gap", "all", "some", ("think", "do this"))
+    verdict = Verdict("pi-streams", "def f():", 3, 1, "gap", "all", "some", ("think", "do this"))
     assert [verdict.text(attempt).splitlines()[-1].split()[1] for attempt in (0, 1, 2)] == ["think", "do", "do"]
 
 
 @pytest.mark.parametrize("guess,came,words", [
-    (None, 6, "Predict first"), (6, 6, "right"), (10, 6, "came out as 6. Ranks start at 0."), (9.5, 10.0, "right"),
+    (None, 6, "Predict first"), (6, 6, "right"), (10, 6, "came out as 6. Ranks start at 0."),
+    (9.5, 10.0, "right"), ("10", 10.0, "without quotes"), ("yes", "yes", "right"),
 ])  # fmt: skip
 def test_predictions(capsys, guess, came, words):
     predict(guess, came, tolerance=0.1, hint="Ranks start at 0.")

@@ -1,12 +1,17 @@
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dtlib import launch
+from dtlib.machine import gpu_names
 
 SENTENCES = {
     "--points=0": "0 points give no estimate",
@@ -72,7 +77,7 @@ def test_an_mpiexec_of_another_mpi(tmp_path, says, name):
 
 
 def test_gpu_kernel_without_a_gpu():
-    if launch.gpu_names():
+    if gpu_names():
         pytest.skip("there is a GPU")
     assert_one_sentence(run("pi", "--kernel=gpu"), "no NVIDIA GPU")
 
@@ -124,7 +129,32 @@ def test_tour_prints_a_table_from_two_engines(workshop_folder):
 def test_tour_on_a_profile_that_cannot_be_written(tmp_path):
     # A file where a folder must go stops root too, which a missing permission does not.
     (tmp_path / "state").write_text("")
+    (tmp_path / "ipcluster_config.py").write_text("")
     assert_one_sentence(run("tour", f"--profile={tmp_path}"), "cannot be written", "chmod")
+
+
+def test_a_folder_that_has_been_deleted(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m dtlib pi"
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert_one_sentence(ran, "has been deleted")
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
+def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
+    tour = subprocess.Popen([sys.executable, "-m", "dtlib", "tour"], cwd=workshop_folder, start_new_session=True)
+    time.sleep(seconds)
+    started = [p for p in psutil.process_iter(["cmdline"]) if _is_engine_of_tour(p)]
+    os.killpg(tour.pid, signal.SIGINT)
+    assert tour.wait(20) == 130
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _is_engine_of_tour(process) -> bool:
+    line = " ".join(process.info["cmdline"] or ())
+    return "profile_local_mpi" in line and tempfile.gettempdir() in line and "pytest" not in line
 
 
 SCRIPT = """

@@ -146,6 +146,43 @@ def test_large_messages_in_both_directions_do_not_deadlock(world):
     assert (receiving.wait() == other).all() and sending.wait() is outgoing
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("sent,received", [(2, 4), (4, 2)])
+def test_a_message_of_another_length_is_refused(world, sent, received):
+    import dtlib
+
+    if world.rank == 0:
+        world.comm.send(torch.ones(sent), 1)
+    else:
+        with pytest.raises(CommunicationError, match=r"recv from rank 0: .* bytes .* same shape and dtype"):
+            world.comm.recv(torch.zeros(received), 0)
+    dtlib.reset()
+
+
+@on_ranks(2)
+def test_an_interrupted_reset_is_finished_by_the_next(world):
+    import dtlib
+
+    if world.rank == 0:
+        world.comm.time_limit = 0.2
+        with pytest.raises(WaitTimeout, match=r"dtlib.reset\(\) waited"):
+            dtlib.reset()
+        world.comm.time_limit = None
+    dtlib.reset()
+    assert world.comm.all_gather_object(world.rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_a_handle_that_is_thrown_away_does_no_harm(world):
+    other = 1 - world.rank
+    for i in range(20):
+        world.comm.send(torch.full((1000,), float(i)), other, async_op=True)
+        world.comm.all_reduce(torch.ones(1000), async_op=True)
+    for i in range(20):
+        assert (world.comm.recv(torch.zeros(1000), other) == i).all()
+    world.comm.barrier()
+
+
 @on_ranks(3, 4)
 def test_split_makes_communicators_of_their_own(world):
     comm = world.comm

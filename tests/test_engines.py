@@ -68,6 +68,17 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert notebook.run("%px x").startswith("rank 0 | 0\n")
     assert notebook.run("%px import os; print(os.getcwd())").count(str(workshop_folder / "notebooks")) == 3
 
+    # What belongs in the notebook says so on the ranks.
+    assert "drop %%px from this one" in notebook.run("%px from dtlib import lab; lab.engines(3)")
+    assert "give the answer to the ranks with lab.push" in notebook.run("%px input()")
+    assert "there is no such rank; there are ranks 0 to 2" in notebook.run("%%px --targets 7\n1")
+    assert "cannot be brought here" in notebook.run("lab.values('nowhere')")
+    notebook.run("lab.push(pushed=5)")
+    assert notebook.run("%%px --local\nprint(pushed if 'pushed' in globals() else 'here')").startswith(
+        "here\nrank 0 | 5\n"
+    )
+    assert "9,001 lines are left out" in notebook.run("%px print('long\\n' * 10_000)")
+
     # A NameError on either side names its cure.
     assert "`x` is defined on the ranks but not in the notebook: start the cell with %%px" in notebook.run("x")
     notebook.run("y = 1")
@@ -135,15 +146,62 @@ def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
     assert "Restarting the ranks with 3 (there were 2)" in notebook.run(ENGINES.format(3))
     assert notebook.run("%px 1").count("rank") == 3
 
-    # A keeper that was itself killed leaves a record: the next start ends what it left.
-    record = workshop.Record(workshop_folder / workshop.PROFILE)
-    leftovers = engine_pids(workshop_folder)
-    record.keeper().kill()
+    # A keeper that is itself killed takes its engines along.
+    old = engine_pids(workshop_folder)
+    workshop.Record(workshop_folder / workshop.PROFILE).keeper().kill()
+    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
     notebook.run(ENGINES.format(2))
-    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in leftovers))
+    assert set(engine_pids(workshop_folder)).isdisjoint(old)
+    assert notebook.run("%px 1").count("rank") == 2
+
+    # So do processes that ranks have started, however soon.
+    notebook.run("%px import subprocess; subprocess.Popen(['sleep', '987'], start_new_session=True)")
+    notebook.run("lab.engines(restart=True)")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
 
 
-@pytest.mark.parametrize("n", [0, -1, 1000, "four", 2.5])
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5, 2.5])
+def test_stop_while_engines_start_leaves_one_set_or_none(notebooks, workshop_folder, seconds):
+    notebook = notebooks()
+    notebook.run("from dtlib import lab")
+    threading.Timer(seconds, notebook.stop_button).start()
+    assert "KeyboardInterrupt" in notebook.run("lab.engines(2); import time; time.sleep(9)")
+    notebook.run(ENGINES.format(2))
+    assert sum("ipyparallel.controller" in line for line in processes_of(workshop_folder)) <= 1 + 12  # and its threads
+    assert len([line for line in processes_of(workshop_folder) if "dtlib.lab.keeper" in line]) == 1
+    assert notebook.run("%px 1").count("rank") == 2
+
+
+def test_a_kernel_that_is_killed_while_engines_start_leaves_nothing(notebooks, workshop_folder):
+    notebook = notebooks()
+    threading.Timer(0.8, lambda: psutil.Process(notebook.pid).kill()).start()
+    with pytest.raises(Exception):  # noqa: B017  (the kernel's client, in its own words)
+        notebook.run(ENGINES.format(2), timeout=8)
+    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
+
+
+def test_an_mpiexec_that_fails_leaves_nothing(workshop_folder, monkeypatch):
+    from dtlib import lab
+    from dtlib.errors import DtlibError
+
+    monkeypatch.chdir(workshop_folder)
+    config = workshop_folder / workshop.PROFILE / "ipcluster_config.py"
+    config.write_text(config.read_text() + "\nc.MPILauncher.mpi_cmd = ['/bin/false']\n")
+    with pytest.raises(DtlibError, match=r"ranks came up|did not start"):
+        lab.engines(2)
+    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
+
+
+def test_a_profile_that_is_none(tmp_path):
+    from dtlib import lab
+    from dtlib.errors import DtlibError
+
+    with pytest.raises(DtlibError, match="is no ipyparallel profile"):
+        lab.engines(2, profile=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("n", [0, -1, 1000, "four", 2.5, True])
 def test_a_number_of_ranks_that_makes_no_sense(n):
     from dtlib import lab
     from dtlib.errors import DtlibError

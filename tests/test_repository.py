@@ -24,7 +24,7 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
-    ("errors", "processes"),
+    ("errors", "machine", "processes"),
     ("launch",),
     ("comm",),
     ("world",),

@@ -2,7 +2,8 @@
 
 import sys
 
-from dtlib.launch import mpiexec_command, rank_environment, usable_cores
+from dtlib.launch import mpiexec_command, rank_environment
+from dtlib.machine import usable_cores
 
 c = get_config()  # noqa: F821
 

@@ -9,9 +9,9 @@ import pickle
 import numpy as np
 
 from dtlib.comm import algorithms, types
-from dtlib.comm.link import CALLER_TAGS, Link, SlowLink, Wire
+from dtlib.comm.link import CALLER_TAGS, Link, Message, SlowLink, Wire
 from dtlib.comm.selection import choose
-from dtlib.comm.waiting import Handle, Queue, Task
+from dtlib.comm.waiting import Handle, Queue, Task, post
 from dtlib.errors import CommunicationError
 
 
@@ -54,9 +54,14 @@ class Communicator:
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = types.payload(tensor, "recv", writes=True)
-        link = self._link(tag)
-        steps = iter([[link.recv(content.flat, source)]])
-        return self._start(steps, link, content.store, f"recv from rank {source}", async_op, content, in_order=False)
+        request = self._link(tag).recv(content.flat, source)
+        message = Message(content.flat.nbytes, f"recv from rank {source}")
+
+        def finish():
+            message.check_length()
+            return content.store()
+
+        return self._start(iter([[request]]), message, finish, message.description, async_op, content, in_order=False)
 
     # One to all, all to one
 
@@ -252,11 +257,8 @@ class Communicator:
             raise CommunicationError(
                 f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
             )
-        task = Task(steps, link, finish, f"Rank {self.rank}: {description}", in_order, keep)
-        if in_order:
-            self._queue.append(task)
-        else:
-            task.advance()  # posted at once
+        task = Task(steps, link, finish, f"Rank {self.rank}: {description}", keep)
+        self._queue.append(task) if in_order else post(task)
         handle = Handle(task, self._queue, self.time_limit)
         return handle if async_op else handle.wait()
 
@@ -285,7 +287,7 @@ class Communicator:
             )
 
     def _check_rank(self, rank, verb, name):
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
+        if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:
             raise CommunicationError(
                 f"{verb}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
             )

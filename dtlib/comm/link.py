@@ -4,6 +4,8 @@ import time
 
 import numpy as np
 
+from dtlib.errors import CommunicationError
+
 # Of the tags that MPI guarantees, callers have the lower half and collectives the upper, so that they never meet.
 CALLER_TAGS = 2**14
 
@@ -47,6 +49,40 @@ class Link:
         if room is None or room.size < like.size:
             room = self._buffers[key] = np.empty(like.size, dtype=like.dtype)
         return room[: like.size]
+
+
+class Message:
+    """One message that comes in, which must have the length that its receiver expects."""
+
+    def __init__(self, expected_bytes: int, description: str):
+        from mpi4py import MPI
+
+        self.description = description
+        self._expected = expected_bytes
+        self._status = MPI.Status()
+
+    def all_done(self, requests: list) -> bool:
+        from mpi4py import MPI
+
+        try:
+            return requests[0].Test(self._status)
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            raise CommunicationError(
+                f"{self.description}: the message is longer than the {self._expected} bytes of this tensor; send and "
+                "recv need the same shape and dtype."
+            ) from None
+
+    def check_length(self) -> None:
+        from mpi4py import MPI
+
+        came = self._status.Get_count(MPI.BYTE)
+        if came != self._expected:
+            raise CommunicationError(
+                f"{self.description}: {came} bytes came and this tensor has {self._expected}; send and recv need the "
+                "same shape and dtype."
+            )
 
 
 class SlowLink(Link):

@@ -50,34 +50,37 @@ def payload(tensor, verb: str, writes: bool) -> Payload:
         CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
             the verb writes.
     """
-    if isinstance(tensor, np.ndarray):
-        memory = tensor
-    elif hasattr(tensor, "detach"):
-        if tensor.device.type != "cpu":
-            raise CommunicationError(
-                f"{verb} carries tensors on the CPU and this one is on {tensor.device}: pass tensor.cpu()."
-            )
-        memory = _torch_memory(tensor.detach())
-    else:
+    if not (isinstance(tensor, np.ndarray) or hasattr(tensor, "detach")):
+        cure = f", or use {verb}_object" if verb in ("broadcast", "all_gather") else ""
         raise CommunicationError(
             f"{verb} carries a torch tensor or a numpy array and got {type(tensor).__name__} {tensor!r:.40}: "
-            f"wrap it with torch.tensor(...), or use {verb}_object where there is one."
+            f"wrap it with torch.tensor(...){cure}."
         )
     if type_name(tensor) not in ALLOWED:
         raise CommunicationError(f"{verb} does not carry {type_name(tensor)}: it carries {', '.join(ALLOWED)}.")
+    memory = tensor if isinstance(tensor, np.ndarray) else _torch_memory(tensor.detach(), verb)
     if writes and not memory.flags.writeable:
         raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
     return Payload(tensor, memory, np.ascontiguousarray(memory).reshape(-1))
 
 
-def _torch_memory(tensor):
+def _torch_memory(tensor, verb):
     """The memory as numpy knows it: what numpy lacks travels as integers of its size."""
+    if tensor.device.type != "cpu":
+        raise CommunicationError(
+            f"{verb} carries tensors on the CPU and this one is on {tensor.device}: pass tensor.cpu()."
+        )
     name = type_name(tensor)
     if name in ("float16", "bfloat16", "bool"):
         import torch
 
         tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except (RuntimeError, TypeError) as error:  # sparse, or a lazy negation
+        raise CommunicationError(
+            f"{verb} needs a plain dense tensor ({error}): pass tensor.to_dense().clone()."
+        ) from None
 
 
 def combiner(tensor, op: str, verb: str):

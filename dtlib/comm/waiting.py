@@ -13,20 +13,21 @@ from collections import deque
 
 from dtlib.errors import WaitTimeout
 
-SPIN_SECONDS = 0.0005  # most collectives finish within this
-LONGEST_NAP = 0.002
+SPIN_SECONDS = 0.0002  # small collectives finish within this
+YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
+LONGEST_NAP = 0.005
 
 # Of a task that was interrupted, MPI may still write into the buffers: they must outlive it.
 _abandoned = []
 _active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
+_posted: dict["Task", None] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 
 
 class Task:
     """A verb under way: ``steps`` yields lists of requests; ``finish()`` brings the result home and returns it."""
 
-    def __init__(self, steps, link, finish, description: str, in_order: bool, keep=None):
+    def __init__(self, steps, link, finish, description: str, keep=None):
         self.description = description
-        self.in_order = in_order
         self.done = False
         self.value = None
         self._steps = steps
@@ -74,10 +75,19 @@ class Queue:
         self.broken = self.broken or why
 
 
+def post(task: Task) -> None:
+    """Start a task that waits for no turn: a send or a receive."""
+    _posted[task] = None
+    task.advance()
+
+
 def advance_all() -> None:
     """Let everything that is under way make progress."""
     for queue in list(_active):
         queue.advance()
+    for task in list(_posted):
+        if task.advance():
+            _posted.pop(task, None)
 
 
 class Handle:
@@ -110,15 +120,16 @@ class Handle:
                         f"{self._task.description} waited {self._time_limit:g} s for the other ranks: one of them "
                         "did not call it, or raised an error. Call dtlib.reset() on all ranks to go on."
                     )
-                nap = min(LONGEST_NAP, nap + 0.0001)
-                time.sleep(nap)
+                if waited > YIELD_SECONDS:
+                    nap = min(LONGEST_NAP, nap + 0.0002)
+                time.sleep(nap)  # of no length: let another rank on this core go first
         except BaseException:
             _abandoned.append(self._task)
+            _posted.pop(self._task, None)
             self._queue.abandon(f"was interrupted in {self._task.description}")
             raise
         return self._task.value
 
     def _look(self) -> bool:
         advance_all()
-        # A collective advances in its turn; a send or a receive waits for no turn.
-        return self._task.done or (not self._task.in_order and self._task.advance())
+        return self._task.done

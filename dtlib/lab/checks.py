@@ -11,6 +11,7 @@ does there; then all ranks look at all observations and come to the same verdict
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from numbers import Number
 
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.launch import in_engine
@@ -46,6 +47,7 @@ class Verdict:
 
     exercise: str
     judged: str
+    ranks: int
     rank: int | None = None
     mistake: str = ""
     expected: str = ""
@@ -58,7 +60,9 @@ class Verdict:
 
     def text(self, attempt: int = 0) -> str:
         """What the learner reads; later attempts get plainer hints."""
-        judged = f"Judged on all ranks: {self.judged}"
+        judged = f"Judged on {self.ranks} ranks: {self.judged}"
+        if self.passed and self.ranks < 3:
+            return f"{judged}\nPassed: {self.exercise}. So few ranks hide mistakes: check it with lab.engines(3) too."
         if self.passed:
             return f"{judged}\nPassed: {self.exercise}."
         lines = [judged, f"Not yet: {self.exercise}, on rank {self.rank}."]
@@ -123,11 +127,8 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
 
     ``namespace`` is where the answer is looked up: IPython's, unless told otherwise.
     """
-    from mpi4py import MPI
-
-    from dtlib.comm import Communicator
     from dtlib.lab.exercises import EXERCISES
-    from dtlib.world import init
+    from dtlib.world import fresh_communicator, init
 
     world = init()
     if namespace is None:
@@ -136,8 +137,8 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
         namespace = get_ipython().user_ns
     exercise = EXERCISES[name]
     # Fresh communicators: what an earlier answer left behind must meet neither this one nor the verdict.
-    for_answer = Communicator(MPI.COMM_WORLD.Dup(), time_limit=WAIT_SECONDS)
-    for_verdict = Communicator(MPI.COMM_WORLD.Dup(), time_limit=10 * WAIT_SECONDS)
+    for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})")
+    for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})")
     observations = for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer))
     judged = for_verdict.broadcast_object(_first_line(exercise.name, namespace))
     problems = [seen for seen in observations if isinstance(seen, Problem)]
@@ -148,8 +149,9 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
             raise Wrong(*asdict(first).values())
         exercise.judge(observations)
     except Wrong as wrong:
-        return Verdict(name, judged, wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints))
-    return Verdict(name, judged)
+        because = wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints)
+        return Verdict(name, judged, world.size, *because)
+    return Verdict(name, judged, world.size)
 
 
 @dataclass
@@ -175,7 +177,7 @@ def _observe(exercise: Exercise, namespace: dict, rank: int, comm):
         hint = "Every rank must call the same verbs in the same order: is one of yours inside an if?"
         return Problem("waited", rank, "ranks that call the same verbs", str(error), hint)
     except Exception as error:
-        came = f"{type(error).__name__}: {error}"
+        came = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         return Problem("raised", rank, "no error", came, "Call it in a %%px cell of its own.")
 
 
@@ -186,7 +188,7 @@ def _first_line(name: str, namespace: dict) -> str:
             return inspect.getsource(thing).strip().splitlines()[0]
         except (OSError, TypeError):
             return f"{name} (a {type(thing).__name__})"
-    return f"{name} = {thing!r:.60}" if name in namespace else f"{name} (not defined)"
+    return f"{name} = {thing!r:.60} on rank 0" if name in namespace else f"{name} (not defined)"
 
 
 def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
@@ -201,6 +203,8 @@ def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
     shown = f"{came:.4g}" if isinstance(came, float) else f"{came}"
     if guess is None:
         print("Predict first: replace None by your guess, run that cell, then this one.")
+    elif isinstance(came, Number) and not isinstance(guess, Number):
+        print(f"Predict a number, without quotes: you wrote {guess!r}.")
     elif guess == came or (tolerance and abs(guess - came) <= tolerance * abs(came)):
         print(f"You predicted {guess}, and it came out as {shown}: right.")
     else:
@@ -209,9 +213,15 @@ def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
 
 def values(name: str) -> list:
     """What ``name`` is on each rank, in rank order."""
+    from ipyparallel.error import CompositeError, RemoteError
+
     from dtlib.lab.engine_set import current
 
-    return current().view.pull(name, block=True)
+    try:
+        return current().view.pull(name, block=True)
+    except (CompositeError, RemoteError) as error:
+        reason = error.elist[0][1] if isinstance(error, CompositeError) else f"{error.ename}: {error.evalue}"
+        raise DtlibError(f"{name} cannot be brought here from the ranks ({str(reason).splitlines()[0]}).") from None
 
 
 def push(**named) -> None:

@@ -16,8 +16,9 @@ import psutil
 from dtlib.errors import DtlibError
 from dtlib.lab import on_ranks, workshop
 from dtlib.lab.rank_table import RankTable
-from dtlib.launch import check_mpiexec, find_mpiexec, gpu_names, usable_cores
-from dtlib.processes import Process, end_processes
+from dtlib.launch import check_mpiexec, find_mpiexec, in_engine
+from dtlib.machine import gpu_names, usable_cores
+from dtlib.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
 ANSWER_SECONDS = 10
@@ -67,7 +68,7 @@ class EngineSet:
         """End the ranks now."""
         self.close()
         with self.record.lock():
-            _end(self.record)
+            end(self.record)
 
 
 def engines(n: int | None = None, restart: bool = False, profile=None) -> EngineSet:
@@ -86,8 +87,12 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
         DtlibError: where the ranks cannot be started; the sentence says what to do.
     """
     global _current
+    if in_engine():
+        raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
     ranks = _checked_number(n)
     profile = Path(profile or workshop.folder() / workshop.PROFILE)
+    if not (profile / "ipcluster_config.py").is_file():
+        raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
     record = workshop.Record(profile)
     with record.lock():
         suits = record.keeper() and not restart and ranks in (None, record.read("set.json").get("ranks"))
@@ -121,12 +126,16 @@ def _start(record, ranks: int | None) -> EngineSet:
         print(f"Restarting the ranks with {ranks} (there were {old}).")
         if others := sorted({note["notebook"] for note in record.attached() if note["pid"] != os.getpid()}):
             print(f"They were also in use by {', '.join(others)}.")
-    _end(record)
+    end(record)
     record.attach(_notebook_name())
-    _start_keeper(record, ranks or _suitable_number())
-    found = _connect(record)
-    if found is None:
-        raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
+    try:
+        _start_keeper(record, ranks or _suitable_number())
+        found = _connect(record)
+        if found is None:
+            raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
+    except BaseException:  # Stop, too
+        end(record)
+        raise
     return found
 
 
@@ -145,7 +154,7 @@ def current() -> EngineSet:
 def _checked_number(n):
     if n is None:
         return None
-    if not isinstance(n, int) or not 1 <= n <= MOST_RANKS:
+    if type(n) is not int or not 1 <= n <= MOST_RANKS:
         raise DtlibError(f"engines({n!r}): ask for a number of ranks from 1 to {MOST_RANKS}, such as engines(4).")
     return n
 
@@ -175,20 +184,24 @@ def _start_keeper(record, ranks: int) -> None:
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
 
     deadline = time.monotonic() + START_SECONDS
-    while not record.keeper():
+    while not record.read("set.json").get("connection"):
         if problem := record.read("set.json").get("error"):
             record.remove("set.json")
             raise DtlibError(problem)
-        if time.monotonic() > deadline:
-            raise DtlibError(f"The engines did not start within {START_SECONDS} s: see the logs in {log}.")
-        time.sleep(0.05)
+        if not record.keeper() or time.monotonic() > deadline:
+            raise DtlibError(f"The engines did not start: {log / 'keeper.log'} says why.")
+        time.sleep(0.02)
 
 
-def _end(record) -> None:
-    """End the engines that run, or what is left of them."""
-    if keeper := record.keeper():
-        end_processes([Process.of(keeper.pid)])
-    record.end_leftovers()
+def end(record) -> None:
+    """End the engines that run, or what is left of them, with all that they have started."""
+    note = record.read("set.json")
+    known = [Process(**process) for process in [note.get("keeper"), *note.get("processes", [])] if process]
+    family = dict.fromkeys(member for process in known for member in with_descendants(process))
+    if record.keeper():
+        end_processes([known[0]])  # which ends what it started
+    end_processes(list(family))
+    record.remove("set.json")
 
 
 def _connect(record) -> EngineSet | None:
@@ -216,7 +229,6 @@ def _connect(record) -> EngineSet | None:
     sizes = {row["size"] for row in rows}
     if sizes != {note["ranks"]}:
         found.close()
-        _end(record)
         raise DtlibError(
             f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks: the mpiexec that "
             "started them belongs to another MPI than mpi4py's; run `dtlib doctor`."

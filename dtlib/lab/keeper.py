@@ -11,85 +11,91 @@ but its process id: a kernel that is killed is noticed like one that ends. Life 
     (ends, however that ends)    nobody: remove set.json, end ---> gone
 """
 
+import functools
 import os
+import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from dtlib.errors import DtlibError
+from dtlib.lab.workshop import Record
+from dtlib.launch import end_with_parent, rank_environment
+from dtlib.processes import Process, end_processes, with_descendants
+
 POLL_SECONDS = 0.5
 
 
 def main() -> None:
-    if os.fork():
-        os._exit(0)  # the notebook's child ends here, so that the keeper is nobody's zombie
+    """``python -m dtlib.lab.keeper PROFILE RANKS``: put a keeper on record and return; it goes on in the background."""
+    record, ranks = Record(Path(sys.argv[1])), int(sys.argv[2])
+    child = os.fork()
+    if child:
+        # On record before anything runs: whoever comes now finds it. The notebook's child ends here, so that the
+        # keeper is nobody's zombie.
+        keeper = asdict(Process.of(child))
+        record.write("set.json", {"keeper": keeper, "ranks": ranks, "name": f"dtlib-{child}", "connection": None})
+        os._exit(0)
     os.setsid()
-    profile, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `finally` is reached
+    while record.read("set.json").get("keeper", {}).get("pid") != os.getpid():
+        time.sleep(0.01)
+    _keep(record, ranks, f"dtlib-{os.getpid()}")
 
-    from dtlib.errors import DtlibError
-    from dtlib.lab.workshop import Record
-    from dtlib.processes import Process
 
-    record = Record(profile)
-    me = asdict(Process.of(os.getpid()))
-    name = f"dtlib-{os.getpid()}"
+def _keep(record: Record, ranks: int, name: str) -> None:
+    me, started = Process.of(os.getpid()), set()
     try:
-        cluster, connection = _start(profile, ranks, name)
+        cluster = _start(record.profile, ranks, name)
+        launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
+        note = record.read("set.json")
+        note["connection"] = str(record.profile / "security" / f"ipcontroller-{name}-client.json")
+        _watch(record, note, launchers, started)
     except DtlibError as problem:
         record.write("set.json", {"error": str(problem)})
-        return
     except Exception as problem:
         record.write("set.json", {"error": f"The engines did not start ({type(problem).__name__}: {problem})."})
-        return
-    record.write("set.json", {"keeper": me, "ranks": ranks, "connection": connection, "name": name})
-    _watch(record, cluster, name)
+    finally:
+        end_processes([*started, *with_descendants(me)[1:]])
+        for pattern in (f"security/*{name}*", f"log/*{name}*", f"pid/*{name}*", "state/torch-*"):
+            for path in record.profile.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def _start(profile: Path, ranks: int, name: str):
     import ipyparallel as ipp
+    from ipyparallel.cluster import launcher
     from traitlets.config import Config
 
-    from dtlib.launch import rank_environment
-
+    # A keeper that is itself killed takes controller and engines along, where the system can do that.
+    launcher.Popen = functools.partial(subprocess.Popen, preexec_fn=end_with_parent)
     overrides = Config({"EngineLauncher": {"environment": rank_environment(ranks)}})
     cluster = ipp.Cluster(n=ranks, profile_dir=str(profile), cluster_id=name, config=overrides, shutdown_atexit=False)
     cluster.start_cluster_sync()
-    return cluster, str(profile / "security" / f"ipcontroller-{name}-client.json")
+    return cluster
 
 
-def _watch(record, cluster, name) -> None:
-    """Wait until nobody is attached or the engines are gone, then end everything that was started."""
-    from dtlib.errors import DtlibError
-    from dtlib.processes import Process, end_processes, with_descendants
-
-    launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
-    started = set(launchers)
-    note = record.read("set.json")
+def _watch(record: Record, note: dict, launchers: list[Process], started: set) -> None:
+    """Return once nobody is attached or the engines are gone; ``started`` collects what will have to be ended."""
 
     def needed():
         return record.attached() and all(launcher.find() for launcher in launchers)
 
-    try:
-        while True:
-            # The children of a process that dies move to another parent: note them while they can be found.
-            started.update(with_descendants(Process.of(os.getpid()))[1:])
-            processes = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
-            if processes != note.get("processes"):
-                note["processes"] = processes
-                record.write("set.json", note)
-            if not needed():
-                with suppress(DtlibError), record.lock():
-                    if not needed():  # a notebook may have attached between the look and the lock
-                        record.remove("set.json")
-                        end_processes(list(started))
-                        return
-            time.sleep(POLL_SECONDS)
-    finally:
-        end_processes(list(started))
-        for pattern in (f"security/*{name}*", f"log/*{name}*", f"pid/*{name}*", "state/torch-*"):
-            for path in record.profile.glob(pattern):
-                path.unlink(missing_ok=True)
+    while True:
+        # The children of a process that dies move to another parent: note them while they can be found.
+        started.update(with_descendants(Process.of(os.getpid()))[1:])
+        note["processes"] = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
+        if note != record.read("set.json"):
+            record.write("set.json", note)
+        if not needed():
+            with suppress(DtlibError), record.lock():
+                if not needed():  # a notebook may have attached between the look and the lock
+                    record.remove("set.json")
+                    return
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dtlib.lab.engine_set import current, interrupt
 from dtlib.lab.pictures import rank_prefix
 
 INTERRUPT_SECONDS = 5
+MOST_LINES = 1000  # of one rank in one cell
 
 
 def install(engines) -> None:
@@ -65,7 +66,11 @@ class RankMagics(ParallelMagics):
         if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
             words.remove("--local")
             self.shell.run_cell(cell)
-        return super().cell_px(" ".join(words), cell)
+        try:
+            return super().cell_px(" ".join(words), cell)
+        except IndexError:
+            known = _ranks(list(range(current().size)))
+            raise DtlibError(f"%%px {line}: there is no such rank; there are {known}.") from None
 
     def parallel_execute(self, cell, block=None, save_name=None, **options):
         ranks = current()
@@ -114,7 +119,8 @@ def _show(result, ranks) -> bool:
     """Every rank's output, rank by rank; False where there is none."""
     said_something = False
     outputs = zip(
-        ranks, _as_list(result.stdout), _as_list(result.stderr), _as_list(result.outputs, nested=True),
+        ranks, _as_list(result.stdout), _as_list(result.stderr),
+        result.outputs if len(ranks) > 1 else [result.outputs],  # each is a list itself
         _as_list(result.execute_result), strict=True,
     )  # fmt: skip
     for rank, stdout, stderr, displayed, value in outputs:
@@ -131,8 +137,12 @@ def _show(result, ranks) -> bool:
 
 
 def _print_lines(rank, text, file) -> None:
-    for line in text.splitlines():
-        print(rank_prefix(rank), line, file=file)
+    lines = text.removesuffix("\n").split("\n") if text else []
+    if len(lines) > MOST_LINES:
+        left_out = f"... {len(lines) - MOST_LINES:,} lines are left out here ..."
+        lines = [*lines[: MOST_LINES // 2], left_out, *lines[-MOST_LINES // 2 :]]
+    if lines:
+        print("\n".join(f"{rank_prefix(rank)} {line}" for line in lines), file=file)
 
 
 def _text_of(value) -> str:
@@ -140,10 +150,8 @@ def _text_of(value) -> str:
     return content.get("text/plain", "")
 
 
-def _as_list(value, nested=False):
+def _as_list(value):
     """One entry a rank, also where ipyparallel unpacks the list of a single rank."""
-    if nested:
-        return value if value and isinstance(value[0], list) else [value]
     return value if isinstance(value, list) else [value]
 
 
@@ -157,6 +165,8 @@ def _raise_errors(result, ranks, shell) -> None:
 
 
 def _cures(errors, shell) -> list[str]:
+    if any(error.ename == "StdinNotImplementedError" for error in errors):
+        return ["Ranks cannot ask: use input() in a plain cell, and give the answer to the ranks with lab.push."]
     names = {match.group(1) for error in errors if error.ename == "NameError" and (match := _NAME.search(error.evalue))}
     return [
         f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "

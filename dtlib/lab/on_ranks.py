@@ -9,7 +9,7 @@ from pathlib import Path
 
 def join(ready_folder: str, notebook_folder: str) -> dict:
     """Join the world, start importing torch in the background, and say who this rank is."""
-    from dtlib.launch import usable_cores
+    from dtlib.machine import usable_cores
     from dtlib.world import init, reset
 
     with suppress(OSError):  # on another machine the folder may not be there
@@ -32,7 +32,7 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
 
 def _take_gpu(local_rank: int) -> str:
     """Give this rank a GPU of its own, or a share of one, before torch looks: there it is ``cuda:0``, the only one."""
-    from dtlib.launch import visible_gpus
+    from dtlib.machine import visible_gpus
 
     gpus = visible_gpus()
     if not gpus:

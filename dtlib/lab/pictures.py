@@ -41,13 +41,14 @@ def darts(parts) -> None:
         style = {"marker": _MARKERS[rank % len(_MARKERS)], "edgecolors": rank_colour(rank), "s": 22}
         axes.scatter(x[inside], y[inside], c=rank_colour(rank), label=f"rank {rank}", **style)
         axes.scatter(x[~inside], y[~inside], facecolors="none", **style)
-        rows.append((rank, len(x), int(inside.sum()), round(4 * inside.mean(), 3)))
+        rows.append((rank, len(x), int(inside.sum())))
     arc = np.linspace(0, np.pi / 2, 200)
     axes.plot(np.cos(arc), np.sin(arc), color="black")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     plt.show()
-    _print_table(rows, ("rank", "points", "inside", "its estimate"))
+    rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
+    _print_table([(*row, f"{4 * row[2] / row[1]:.3f}") for row in rows], ("rank", "points", "inside", "estimate of pi"))
 
 
 def errors(points, absolute_errors, standard_errors) -> None:
@@ -96,7 +97,8 @@ def speed_up(seconds: dict, cores: int) -> None:
     _, axes = plt.subplots(figsize=(6, 4))
     axes.plot(ranks, ranks, color="grey", linestyle="--", label="as many times as ranks")
     axes.plot(ranks, gains, color=RANK_COLOURS[0], marker="o", label="measured")
-    axes.axvline(cores, color=RANK_COLOURS[1], linestyle=":", label=f"{cores} cores")
+    if cores <= max(ranks):
+        axes.axvline(cores, color=RANK_COLOURS[1], linestyle=":", label=f"{cores} cores")
     axes.set(xlabel="ranks", ylabel="speed-up", xticks=ranks, ylim=(0, max(ranks) + 0.5))
     axes.legend()
     plt.show()
@@ -111,4 +113,4 @@ def _print_table(rows, headers) -> None:
     """The same as text, for whoever does not see the picture."""
     from tabulate import tabulate
 
-    print(tabulate(rows, headers))
+    print(tabulate(rows, headers, disable_numparse=True, stralign="right"))

@@ -28,4 +28,6 @@ def command(browser: bool, extra: list[str]) -> list[str]:
 def serve(browser: bool, extra: list[str]) -> int:
     """Become JupyterLab; does not return."""
     line = command(browser, extra)
+    # So that `dtlib` is known in JupyterLab's terminals.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execv(line[0], line)

@@ -23,11 +23,11 @@ def tour(ranks: int, profile=None) -> int:
             profile = Path(folder) / workshop.PROFILE.name
             left_behind = shutil.ignore_patterns(*workshop.LEFT_BEHIND)
             shutil.copytree(workshop.folder() / workshop.PROFILE, profile, ignore=left_behind)
-        engines = engine_set.engines(ranks, profile=profile)
         try:
+            engines = engine_set.engines(ranks, profile=profile)
             rows = [_row(engines, *stop) for stop in _stops(Path(folder), ranks)]
         finally:
-            engines.end()
+            engine_set.end(workshop.Record(Path(profile)))
     print()
     print(tabulate(rows, ("lesson", f"on {ranks} MPI engines", "result", "expected", "as expected", "seconds")))
     return 0 if all(row[4] == "yes" for row in rows) else 1

@@ -10,19 +10,28 @@ import psutil
 from filelock import FileLock, Timeout
 
 from dtlib.errors import DtlibError
-from dtlib.processes import Process, end_processes
+from dtlib.processes import Process
 
 PROFILE = Path("cluster_profiles") / "profile_local_mpi"
 LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
 
 
+def current_folder() -> Path:
+    """The folder that this process works in, if it is still there."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise DtlibError("The folder that you are in has been deleted: change to one that exists.") from None
+
+
 def folder() -> Path:
     """The workshop folder: the nearest one above this notebook, else the one that holds this package."""
-    for candidate in [Path.cwd(), *Path.cwd().parents, Path(__file__).resolve().parents[2]]:
+    here = current_folder()
+    for candidate in [here, *here.parents, Path(__file__).resolve().parents[2]]:
         if (candidate / PROFILE / "ipcluster_config.py").is_file():
             return candidate
     raise DtlibError(
-        f"No workshop at or above {Path.cwd()}: start from a clone of the repository, the folder that holds "
+        f"No workshop at or above {here}: start from a clone of the repository, the folder that holds "
         f"{PROFILE.parts[0]}/ and notebooks/."
     )
 
@@ -96,8 +105,3 @@ class Record:
     def is_held_here(self) -> bool:
         holder = self.read("holder.json")
         return bool(holder) and Process(holder["pid"], holder["created"]) == Process.of(os.getpid())
-
-    def end_leftovers(self) -> None:
-        """End what a keeper left behind that was itself killed."""
-        end_processes([Process(**note) for note in self.read("set.json").get("processes", [])])
-        self.remove("set.json")

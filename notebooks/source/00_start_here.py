@@ -12,7 +12,8 @@
 # ## Start the ranks
 #
 # The next cell starts four processes on this computer. Together they form one *world*; each is a *rank* and has a
-# number. They are real MPI processes, as on a cluster. It takes a few seconds.
+# number. They are real MPI processes: MPI, the Message Passing Interface, is how programs on clusters exchange
+# messages. It takes a few seconds.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 try:
@@ -23,8 +24,8 @@ except ImportError:
 lab.engines(4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# A row is a rank. All have process ids of their own: they share no memory. The last column says when torch has
-# been imported; you can go on meanwhile.
+# A row is a rank. All have process ids of their own: they share no memory. The last column says when torch (PyTorch,
+# the library for deep learning that this course uses) has been imported; you can go on meanwhile.
 #
 # This notebook is one more process. So there are five Pythons: one here, four there.
 
@@ -48,7 +49,8 @@ print("I am rank", world.rank, "of", world.size)
 # `dtlib.init()` answers the question *who am I?* Ranks count from 0, as Python does.
 #
 # All four ran the same line. What differs is `world.rank`, and everything that is computed from it. One program,
-# many ranks, different data: this style is called SPMD, and all of this course is written in it.
+# many ranks, different data: this style is called SPMD (single program, multiple data), and all of this course is
+# written in it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## One name, five values
@@ -84,6 +86,8 @@ lab.values("x")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
+#
+# `world.comm` is a rank's line to the others. What it can do we call *verbs*. One of them is `all_reduce`.
 #
 # Each rank holds a number, its own rank. `all_reduce` adds the numbers of all ranks and gives *every* rank the sum.
 # It is the verb that deep learning on many GPUs uses most: there, the numbers are gradients.
@@ -136,7 +140,7 @@ lab.check("first-sum")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square: the share that lands in the quarter circle is pi/4. Four ranks share 600 darts. Each takes
+# Throw darts at a square: the share that lands in the quarter circle is about pi/4. Four ranks share 600 darts. Each takes
 # a part of its own, so that no dart is thrown twice.
 
 # %% tags=["two-hours", "half-day"]
@@ -144,15 +148,15 @@ lab.check("first-sum")
 from dtlib import pi
 
 start, stop = pi.part(600, world.rank, world.size)
-darts = pi.points_numpy(start, stop)
+darts = pi.points_numpy(start, stop, seed=2)
 print("darts", start, "to", stop - 1)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 lab.pictures.darts(lab.values("darts"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Four estimates of pi, none of them good: 150 darts are few. Now ten million, each rank counts its part, and one
-# `all_reduce` adds the counts.
+# Each rank's 150 darts give a poor estimate of pi, all 600 a better one. Now ten million: each rank counts its part, and
+# one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -167,9 +171,10 @@ if world.rank == 0:
 # - A *rank* is a process with a number; a *world* is all of them.
 # - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Names are separate.
 # - Ranks share no memory. They work together through verbs such as `all_reduce`.
-# - The ranks end by themselves when you close the last notebook that uses them (Kernel > Shut Down).
+# - The ranks end by themselves when you shut down the last notebook that uses them (Kernel > Shut Down Kernel);
+#   closing its tab is not enough.
 #
 # **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
-# `lab.engines(restart=True)`.
+# `lab.engines(restart=True)`, then the cells from the top, as names on the ranks are gone.
 #
 # Next: [02 MPI and pi](02_pi.ipynb), where the darts become a lesson on speed.

@@ -28,14 +28,17 @@ world = dtlib.init()
 # %% [markdown] tags=["half-day"]
 # ## Predict
 #
-# With 10,000 points the estimate of pi is off by about 0.016. By about how much is it off with 100 times more points?
-# Replace `None`; 10 % off counts as right.
+# With 10,000 points the standard error of the estimate is about 0.016. By how much is the estimate typically off with
+# 100 times more points? And how many points would it take to be off by 0.004? Replace both `None`; 10 % off counts as
+# right.
 
 # %% tags=["half-day", "stub"]
-my_error = None
+my_error = None  # with 1,000,000 points
+my_points = None  # for an error of 0.004
 
 # %% tags=["half-day", "solution"]
-my_error = 0.0016
+my_error = 0.0016  # with 1,000,000 points
+my_points = 160_000  # for an error of 0.004
 
 # %% tags=["half-day"]
 from dtlib import pi
@@ -45,12 +48,13 @@ many = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
 print(f"standard error with {few.points:,} points: {few.standard_error:.4f}")
 hint = "The number of points stands under a square root."
 lab.predict(my_error, many.standard_error, tolerance=0.1, hint=hint)
+lab.predict(my_points, few.points * (few.standard_error / 0.004) ** 2, tolerance=0.1, hint=hint)
 
 # %% [markdown] tags=["half-day"]
 # ## Mend: all ranks draw the same points
 #
-# Somebody wrote this function. Each rank counts its share, the counts are added, and the estimate looks fine. But its
-# error does not shrink when ranks are added, because every rank throws the same darts.
+# Somebody wrote this function. Each rank counts its share, the counts are added, and the estimate looks fine. But it is
+# worse than it should be: on three ranks the first third of the points is counted three times, and the rest never.
 #
 # Mend it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
 # count of its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
@@ -76,7 +80,7 @@ lab.check("pi-streams")
 
 # %% [markdown] tags=["half-day"]
 # The bug is a classic: ranks that are started together seed their generators alike, and nobody notices, because every
-# single estimate is right. Only the error tells. Here is the proof for three ranks: with the same darts on all of them,
+# single estimate looks right. Only the error tells. Here is the proof for three ranks: with the same darts on all of them,
 # the error is that of one rank.
 
 # %% tags=["half-day"]
@@ -101,9 +105,9 @@ print(f"own darts on each of 3 ranks: error {scatter[1]:.4f}, {less:.1f} times l
 # 4. return the estimate of pi, a number, **on every rank**.
 #
 # It must be right for any number of points, also when they do not divide evenly, and when there are fewer points than
-# ranks. The check compares your estimate with the serial one, exactly, and looks at who counted which points.
+# ranks. The check compares your estimate with the serial one, to six digits, and looks at who counted which points.
 #
-# You may use `world.comm.all_reduce(tensor)`; in the function it is called `comm.all_reduce(tensor)`.
+# The ranks add with `comm.all_reduce(tensor)`: `comm` is what you know as `world.comm`.
 
 # %% tags=["half-day", "stub"]
 # %%px
@@ -124,6 +128,6 @@ lab.check("pi-on-ranks")
 # %% [markdown] tags=["half-day"]
 # ## If you have time
 #
-# - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop, and bring the ranks
-#   back with `%px dtlib.reset()`.
+# - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop or wait
+#   half a minute, and bring the ranks back with `%px dtlib.reset()`.
 # - In a terminal: `dtlib pi --points 1e10 --ranks 2`. How long would 10¹² points take? What would you gain?

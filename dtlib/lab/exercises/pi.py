@@ -26,6 +26,7 @@ def judge_count(observations) -> None:
             start, stop = pi.part(points, 0, len(counts))
             raise Wrong(
                 "other-count", 0, f"{expected} of {points} points inside, over all ranks", f"{sum(counts)}",
+                "Return this rank's own count: the check adds them.",
                 "Count with pi.count_compiled(start, stop), without another seed, and return what it returns.",
                 f"Of {points} points rank 0 counts those from {start} to {stop - 1}.",
             )  # fmt: skip
@@ -43,7 +44,13 @@ def judge_estimate(observations) -> None:
         size = len(estimates)
         expected = pi.Estimate(points, pi.count_numpy(0, points)).pi
         expected_text = f"{expected:.8f} from {points} points, on every rank"
-        wrong = [rank for rank, came in enumerate(estimates) if came != expected]
+        for rank, came in enumerate(estimates):
+            if not isinstance(came, (int, float)):
+                raise Wrong(
+                    "type", rank, "a number: " + expected_text, f"{came}",
+                    "Return the estimate itself, on every rank." if came == "None" else "Return the number alone.",
+                )  # fmt: skip
+        wrong = [rank for rank, came in enumerate(estimates) if abs(came - expected) > 1e-6]
         if wrong and 0 not in wrong:
             raise Wrong(
                 "only-root", wrong[0], expected_text, f"{estimates[wrong[0]]}",
@@ -57,18 +64,29 @@ def judge_estimate(observations) -> None:
         if isinstance(came, float) and size > 1 and abs(came - size * expected) < 0.1:
             raise Wrong(
                 "summed-estimates", wrong[0], expected_text, f"{came:.8f}, about {size} times too much",
+                "all_reduce works in place: is it called twice, or are estimates added?",
                 "Sum the counts, then compute pi once.",
             )  # fmt: skip
+        inside = pi.count_numpy(0, points)
+        mine = pi.count_numpy(*pi.part(points, wrong[0], size))
+        hint = {
+            inside / points: "This is the share of points inside: pi is four times as much.",
+            inside: "This is the count: pi is four times its share of the points.",
+            4 * mine / points: "This is the part of this rank alone: who adds the counts?",
+        }.get(came, "Reduce the counts, not the estimates: unequal parts must not have equal weight.")
         raise Wrong(
-            "other-estimate", wrong[0], expected_text, f"{came}",
-            "Reduce the counts, not the estimates: parts of different length must not have equal weight.",
-            "inside = torch.tensor([pi.count_compiled(start, stop)]), then all_reduce, then 4 * inside / points.",
+            "other-estimate", wrong[0], expected_text, f"{came}", hint,
+            "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, return 4 * inside.item() / points.",
         )  # fmt: skip
 
 
 def _observed(function, points, comm):
-    with recorded_ranges() as ranges:
-        came = function(points, comm)
+    with recorded_ranges(getattr(function, "__globals__", {})) as ranges:
+        try:
+            came = function(points, comm)
+        except Exception as error:
+            error.add_note(f"in {function.__name__}({points}, comm) on {comm.size} ranks")
+            raise
     if isinstance(came, (int, float)):
         return points, ranges, came
     try:
@@ -85,34 +103,49 @@ def _cases(observations):
 
 
 @contextmanager
-def recorded_ranges():
-    """The ranges of points that this rank counts meanwhile, whichever kernel it calls."""
+def recorded_ranges(names: dict):
+    """The ranges of points that this rank counts meanwhile, whichever kernel it calls.
+
+    ``names`` is where the answer looks names up: there a kernel may have been imported on its own.
+    """
     ranges = []
-    originals = {name: getattr(pi, name) for name in ("count_loop", "count_numpy", "count_compiled", "count_gpu")}
+    originals = {pi.count_loop, pi.count_numpy, pi.count_compiled, pi.count_gpu}
 
     def recording(kernel):
-        def count(start, stop, *arguments, **named):
-            ranges.append((start, stop))
-            return kernel(start, stop, *arguments, **named)
+        def count(start, stop, seed=0, **named):
+            ranges.append((start, stop, seed))
+            return kernel(start, stop, seed, **named)
 
         return count
 
+    places = [
+        (space, name, thing)
+        for space in (vars(pi), pi.KERNELS, names)
+        for name, thing in space.items()
+        if callable(thing) and any(thing is kernel for kernel in originals)
+    ]
     try:
-        for name, kernel in originals.items():
-            setattr(pi, name, recording(kernel))
+        for space, name, kernel in places:
+            space[name] = recording(kernel)
         yield ranges
     finally:
-        for name, kernel in originals.items():
-            setattr(pi, name, kernel)
+        for space, name, kernel in places:
+            space[name] = kernel
 
 
 def _check_ranges(ranges_by_rank, points: int) -> None:
-    """Every point once. Says nothing where the answer counts without the kernels of dtlib.pi."""
+    """Every point once. It sees the kernels of dtlib.pi; of what counts by other means only the value is judged."""
     ranges = [tuple(ranges) for ranges in ranges_by_rank]
     if not any(ranges):
         return
     size = len(ranges)
-    counted = sum(stop - start for mine in ranges for start, stop in mine)
+    for rank, mine in enumerate(ranges):
+        if seeds := {seed for _, _, seed in mine if seed != 0}:
+            raise Wrong(
+                "seed", rank, "the points of seed 0", f"points of seed {min(seeds)}",
+                "Another seed is another set of points: leave it out, and give each rank its own range.", SHARE_HINT,
+            )  # fmt: skip
+    counted = sum(stop - start for mine in ranges for start, stop, _ in mine)
     expected = f"the points 0 to {points - 1}, each counted by one rank"
     if size > 1 and len(set(ranges)) == 1 and counted == size * points:
         raise Wrong(
@@ -125,7 +158,7 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
             "All ranks draw the same points: what differs between them?", SHARE_HINT,
         )  # fmt: skip
     position = 0
-    pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop in mine if start < stop)
+    pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop, _ in mine if start < stop)
     for start, stop, rank in pieces:
         if start != position:
             twice = start < position
@@ -135,12 +168,34 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
                 "Where one rank stops the next must start.", SHARE_HINT,
             )  # fmt: skip
         position = stop
+    idle = [rank for rank, mine in enumerate(ranges) if not any(start < stop for start, stop, _ in mine)]
+    if idle and points >= size and len(idle) < size:
+        raise Wrong(
+            "idle", idle[0], "a part of the points for every rank", "no point",
+            "This rank counts nothing while others work: divide the points over all ranks.", SHARE_HINT,
+        )  # fmt: skip
+    if not pieces:
+        raise Wrong(
+            "nothing", 0, expected, "no rank counted a point",
+            "count_compiled(start, stop) counts from start to stop - 1: is start the smaller?", SHARE_HINT,
+        )  # fmt: skip
+    last = pieces[-1][2]
+    if position > points:
+        raise Wrong(
+            "remainder", last, expected, f"rank {last} went on to point {position - 1}",
+            f"There are {points} points: where must the last rank stop?", SHARE_HINT,
+        )  # fmt: skip
+    if points - position >= size:
+        raise Wrong(
+            "gap", last, expected, f"{position} to {points - 1} by nobody",
+            "Which first and which last point has each rank? Both arguments are places, not lengths.", SHARE_HINT,
+        )  # fmt: skip
     if position != points:
         raise Wrong(
-            "remainder", pieces[-1][2], expected, f"the last rank stopped at point {position - 1}",
+            "remainder", last, expected, f"the last rank stopped at point {position - 1}",
             f"{points} points do not divide evenly by {size} ranks: who counts the rest?", SHARE_HINT,
         )  # fmt: skip
 
 
 def _text(ranges) -> str:
-    return ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
+    return ", ".join(f"{start} to {stop - 1}" for start, stop, _ in ranges)

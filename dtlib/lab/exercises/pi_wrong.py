@@ -72,7 +72,7 @@ def root_only_reduces(points, comm):
 WRONG = {
     "pi-streams": {
         same_points: "same-points",
-        another_seed_a_rank: "other-count",
+        another_seed_a_rank: "seed",
         forgets_the_remainder: "remainder",
         first_point_counted_twice: "overlap",
     },

@@ -6,9 +6,12 @@ from dtlib.lab.checks import Wrong
 def observe_total(total, comm):
     """``total`` as an integer, or as text where it is none."""
     try:
-        return int(total)
-    except (TypeError, ValueError):
-        return f"{total!r:.80}"
+        value = total.item() if hasattr(total, "item") else total
+        if not isinstance(value, str) and int(value) == value:
+            return int(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    return f"{total!r:.80}"
 
 
 def judge_total(totals) -> None:
@@ -18,7 +21,8 @@ def judge_total(totals) -> None:
         if came == expected:
             continue
         if isinstance(came, str):
-            raise Wrong("type", rank, f"a number, or a tensor of one element: {expected}", came)
+            hint = "Begin with total = torch.tensor(world.rank)."
+            raise Wrong("type", rank, f"a whole number, or a tensor of one: {expected}", came, hint)
         if came == rank:
             raise Wrong(
                 "not-reduced", rank, f"{expected} on every rank", f"{came}",
@@ -27,5 +31,7 @@ def judge_total(totals) -> None:
             )  # fmt: skip
         raise Wrong(
             "other-sum", rank, f"{expected}, the sum of the ranks 0 to {len(totals) - 1}", f"{came}",
-            "Run the whole cell again: all_reduce works in place, and adding sums once more gives too much.",
+            "Run the whole cell again: all_reduce works in place, and adding sums once more gives too much."
+            if came > expected
+            else "Is it the sum of world.rank? all_reduce adds unless op= says otherwise.",
         )  # fmt: skip
