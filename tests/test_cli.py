@@ -143,7 +143,10 @@ def test_a_folder_that_has_been_deleted(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
 def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
-    tour = subprocess.Popen([sys.executable, "-m", "dtlib", "tour"], cwd=workshop_folder, start_new_session=True)
+    tour = subprocess.Popen(
+        [sys.executable, "-m", "dtlib", "tour"], cwd=workshop_folder, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+    )  # fmt: skip
     time.sleep(seconds)
     started = [p for p in psutil.process_iter(["cmdline"]) if _is_engine_of_tour(p)]
     os.killpg(tour.pid, signal.SIGINT)

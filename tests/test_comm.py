@@ -161,6 +161,8 @@ def test_a_message_of_another_length_is_refused(world, sent, received):
 
 @on_ranks(2)
 def test_an_interrupted_reset_is_finished_by_the_next(world):
+    import time
+
     import dtlib
 
     if world.rank == 0:
@@ -168,6 +170,8 @@ def test_an_interrupted_reset_is_finished_by_the_next(world):
         with pytest.raises(WaitTimeout, match=r"dtlib.reset\(\) waited"):
             dtlib.reset()
         world.comm.time_limit = None
+    else:
+        time.sleep(1)  # does not come while rank 0 waits
     dtlib.reset()
     assert world.comm.all_gather_object(world.rank) == [0, 1]
 

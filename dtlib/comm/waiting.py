@@ -29,6 +29,7 @@ class Task:
     def __init__(self, steps, link, finish, description: str, keep=None):
         self.description = description
         self.done = False
+        self.error = None
         self.value = None
         self._steps = steps
         self._link = link
@@ -37,16 +38,19 @@ class Task:
         self._keep = keep  # buffers that MPI reads or writes meanwhile
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; True once all is done."""
-        while not self.done:
-            if self._requests and not self._link.all_done(self._requests):
-                return False
-            try:
-                self._requests = next(self._steps)
-            except StopIteration:
-                self.value = self._finish()
-                self.done = True
-                self._keep = None
+        """Do what can be done without waiting; True once all is done, or has failed."""
+        try:
+            while not self.done:
+                if self._requests and not self._link.all_done(self._requests):
+                    return False
+                self._requests = next(self._steps, None)
+                if self._requests is None:
+                    self.value = self._finish()
+                    self.done = True
+                    self._keep = None
+        except Exception as error:  # whoever waits for this task is told, and not who happens to drive it
+            self.error = error
+            self.done = True
         return True
 
 
@@ -122,7 +126,9 @@ class Handle:
                     )
                 if waited > YIELD_SECONDS:
                     nap = min(LONGEST_NAP, nap + 0.0002)
-                time.sleep(nap)  # of no length: let another rank on this core go first
+                time.sleep(nap)  # of no length at first: let another rank on this core go before
+            if self._task.error:
+                raise self._task.error
         except BaseException:
             _abandoned.append(self._task)
             _posted.pop(self._task, None)

@@ -5,7 +5,8 @@ but its process id: a kernel that is killed is noticed like one that ends. Life 
 
     notebook                     keeper                            engines
     write attached/PID.json
-    start the keeper ----------> start controller, mpiexec ------> register
+    start the keeper ----------> set.json: here I am
+                                 start controller, mpiexec ------> register
                                  set.json: connection file
     connect, use ...             is anyone attached alive? ...
     (ends, however that ends)    nobody: remove set.json, end ---> gone

@@ -331,9 +331,9 @@ print(tabulate(words, ("claim", "in its words")))
 
 # %% tags=["half-day"]
 one, six, gain = (float(row["figure"]) for row in claims)
-print(f"{one:g} s, under {six:g} s: more than {one / six:g} times faster, not almost {gain:g}")
-print(f"{one:g} s, almost {gain:g} times faster: more than {one / gain:g} s on six, not under {six:g}")
-print(f"under {six:g} s, almost {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
+print(f"{one:g} s, under {six:g} s: more than {one / six:g} times faster, not {gain:g}")
+print(f"{one:g} s, {gain:g} times faster: more than {one / gain:g} s on six, not under {six:g}")
+print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
 
 # %% [markdown] tags=["half-day"]
 # It is one contradiction, a factor of at least 1.2, seen from three sides. About a minute and under ten seconds would
