@@ -95,7 +95,9 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
         raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
     record = workshop.Record(profile)
     with record.lock():
-        suits = record.keeper() and not restart and ranks in (None, record.read("set.json").get("ranks"))
+        note = record.read("set.json")
+        runs = record.keeper() and note.get("connection")  # without one, whoever started it did not get that far
+        suits = runs and not restart and ranks in (None, note["ranks"])
         if not (suits and _current and record.is_held_here() and _answers(_current)):
             if _current:
                 _current.close()
@@ -217,8 +219,8 @@ def _connect(record) -> EngineSet | None:
         if not record.keeper() or time.monotonic() > deadline:
             client.close()
             raise DtlibError(
-                f"Only {len(client.ids)} of {note['ranks']} ranks came up: ask for fewer, or see the logs in "
-                f"{record.profile / 'log'}."
+                f"Only {len(client.ids)} of {note['ranks']} ranks came up; {record.profile / 'log'} says why. "
+                "Where memory is short, ask for fewer."
             )
         time.sleep(0.02)
     found = EngineSet(record, client)

@@ -61,9 +61,13 @@ def _keep(record: Record, ranks: int, name: str) -> None:
         record.write("set.json", {"error": f"The engines did not start ({type(problem).__name__}: {problem})."})
     finally:
         end_processes([*started, *with_descendants(me)[1:]])
-        for pattern in (f"security/*{name}*", f"log/*{name}*", f"pid/*{name}*", "state/torch-*"):
-            for path in record.profile.glob(pattern):
-                path.unlink(missing_ok=True)
+        _clean(record.profile, f"security/*{name}*", f"pid/*{name}*", "state/torch-*")
+
+
+def _clean(profile: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in profile.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def _start(profile: Path, ranks: int, name: str):
@@ -71,6 +75,7 @@ def _start(profile: Path, ranks: int, name: str):
     from ipyparallel.cluster import launcher
     from traitlets.config import Config
 
+    _clean(profile, "log/*dtlib-*")  # those of the last set, which were kept in case they were needed
     # A keeper that is itself killed takes controller and engines along, where the system can do that.
     launcher.Popen = functools.partial(subprocess.Popen, preexec_fn=end_with_parent)
     overrides = Config({"EngineLauncher": {"environment": rank_environment(ranks)}})
