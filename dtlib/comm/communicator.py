@@ -233,7 +233,8 @@ class Communicator:
     def wait_for(self, request, buffers, description: str):
         """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
         steps = iter([[request]])
-        self._start(steps, Link(self.mpi, 0, {}), lambda: None, description, False, buffers, in_order=False)
+        link = Link(self.mpi, self.rank, self.size, 0, {})
+        self._start(steps, link, lambda: None, description, False, buffers, in_order=False)
 
     def _link(self, tag: int | None = None) -> Link:
         """The messages of one verb. Collectives get a tag of their own, so that two under way cannot mix."""
@@ -242,7 +243,8 @@ class Communicator:
             tag = CALLER_TAGS + self._count % (CALLER_TAGS - 1)
         elif not 0 <= tag < CALLER_TAGS:
             raise CommunicationError(f"tag={tag!r}: tags are whole numbers from 0 to {CALLER_TAGS - 1}.")
-        return SlowLink(self.mpi, tag, self._buffers, self.wire) if self.wire else Link(self.mpi, tag, self._buffers)
+        arguments = self.mpi, self.rank, self.size, tag, self._buffers
+        return SlowLink(*arguments, self.wire) if self.wire else Link(*arguments)
 
     def _collective(self, verb, detail, steps, algorithm, flat, link, finish, async_op, keep=None):
         """Start the chosen algorithm of a collective. ``steps`` maps the names of algorithms to their generators."""

@@ -13,10 +13,10 @@ CALLER_TAGS = 2**14
 class Link:
     """Messages under one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
 
-    def __init__(self, mpi, tag: int, buffers: dict):
+    def __init__(self, mpi, rank: int, size: int, tag: int, buffers: dict):
         self.mpi = mpi
-        self.rank = mpi.Get_rank()
-        self.size = mpi.Get_size()
+        self.rank = rank
+        self.size = size
         self.messages = 0
         self.bytes = 0
         self._tag = tag
@@ -34,13 +34,7 @@ class Link:
 
     def all_done(self, requests: list) -> bool:
         """True once all these requests are complete. Does not wait."""
-        return self.mpi_request.Testall(requests)
-
-    @property
-    def mpi_request(self):
-        from mpi4py import MPI
-
-        return MPI.Request
+        return type(requests[0]).Testall(requests)  # of the class, MPI.Request
 
     def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
         """Room for an array like this one. It is kept from call to call: fresh memory costs a page fault a page."""
@@ -92,8 +86,8 @@ class SlowLink(Link):
     ``latency`` seconds. ``wire`` is shared by all links of a communicator.
     """
 
-    def __init__(self, mpi, tag, buffers, wire: "Wire"):
-        super().__init__(mpi, tag, buffers)
+    def __init__(self, mpi, rank, size, tag, buffers, wire: "Wire"):
+        super().__init__(mpi, rank, size, tag, buffers)
         self._wire = wire
 
     def send(self, array, dest):

@@ -9,6 +9,7 @@
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -26,7 +27,12 @@ ALLOWED = {
 
 def type_name(tensor) -> str:
     """``float32`` for a torch tensor and for a numpy array of that type."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@cache
+def _name_of(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -38,7 +44,7 @@ class Payload:
     flat: np.ndarray
 
     def store(self):
-        if not np.shares_memory(self.flat, self.memory):
+        if not np.may_share_memory(self.flat, self.memory):  # compares bounds, which is enough here
             self.memory[...] = self.flat.reshape(self.memory.shape)
         return self.tensor
 

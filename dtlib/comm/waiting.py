@@ -8,12 +8,13 @@ Collectives of one communicator run one after the other, in the order in which t
 whatever, drives all of them: a task that nobody waits for yet goes on meanwhile.
 """
 
+import os
 import time
 from collections import deque
 
 from dtlib.errors import WaitTimeout
 
-SPIN_SECONDS = 0.0002  # small collectives finish within this
+SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
 LONGEST_NAP = 0.005
 
@@ -124,9 +125,11 @@ class Handle:
                         f"{self._task.description} waited {self._time_limit:g} s for the other ranks: one of them "
                         "did not call it, or raised an error. Call dtlib.reset() on all ranks to go on."
                     )
-                if waited > YIELD_SECONDS:
-                    nap = min(LONGEST_NAP, nap + 0.0002)
-                time.sleep(nap)  # of no length at first: let another rank on this core go before
+                if waited < YIELD_SECONDS:
+                    os.sched_yield()
+                    continue
+                nap = min(LONGEST_NAP, nap + 0.0002)
+                time.sleep(nap)
             if self._task.error:
                 raise self._task.error
         except BaseException:
