@@ -1,12 +1,11 @@
 """Which algorithm for which size: measured, and overridden by ``algorithm=``.
 
 Small arrays are dominated by the number of messages, large ones by the number of bytes. Where the two curves cross was
-measured with ``python -m benchmarks collectives`` inside one machine (shared memory); on a network it lies elsewhere,
-but the order of magnitude holds.
+measured inside one machine with two cores; on a network it lies elsewhere, but the order of magnitude holds.
 """
 
 # For all_reduce: up to this many bytes recursive doubling, above it the ring. By ranks; the next larger entry counts.
-DOUBLING_UP_TO = {2: 2**19, 4: 2**16}
+DOUBLING_UP_TO = {2: 2**18, 4: 2**19}
 
 
 def choose(verb: str, count: int, size: int, known) -> str:
