@@ -161,7 +161,7 @@ def part(points: int, rank: int, size: int) -> tuple[int, int]:
 def count_on_ranks(points: int, comm, kernel=count_compiled, seed: int = 0, progress=None) -> int:
     """Count on all ranks of ``comm``; every rank returns the total.
 
-    ``progress(done)`` is called after each slice of about a second with the points that this rank just counted.
+    ``progress(done)`` is called after each slice of about half a second with the points that this rank just counted.
     """
     start, stop = part(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)

@@ -26,7 +26,6 @@ class RankProgress:
         self.total = total
         self.unit = unit
         self.done = 0
-        self._sent = []
         self._finished_ranks = 0
         self._bar = None
         if comm.rank == 0 and not in_engine():
@@ -40,8 +39,6 @@ class RankProgress:
             self._add(units)
             self._collect()
         else:
-            # The buffer of a message must live until it has left: keep it with its request.
-            self._sent = [pair for pair in self._sent if not pair[0].done()]
             self._send(units)
 
     def __exit__(self, kind, value, trace):
@@ -50,15 +47,12 @@ class RankProgress:
                 while self._finished_ranks < self.comm.size - 1:
                     self._receive()
             else:
-                self._send(-1)  # the last word of this rank
-                for handle, _ in self._sent:
-                    handle.wait()
+                self._send(-1).wait()  # the last word of this rank; messages do not overtake one another
         if self._bar is not None:
             self._bar.close()
 
     def _send(self, units):
-        message = np.array([units], dtype=np.int64)
-        self._sent.append((self.comm.send(message, 0, tag=_TAG, async_op=True), message))
+        return self.comm.send(np.array([units], dtype=np.int64), 0, tag=_TAG, async_op=True)
 
     def _collect(self):
         while self.comm.mpi.Iprobe(tag=_TAG):

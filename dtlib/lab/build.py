@@ -10,7 +10,6 @@ Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``n
 ``two-hours`` and ``half-day`` name the tracks that a cell belongs to (without one: the two-day course).
 """
 
-import os
 import socket
 import sys
 from pathlib import Path
@@ -79,7 +78,6 @@ def _clean(output) -> None:
 
 def main() -> None:
     """Write all notebooks, or those of the sources named on the command line."""
-    os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     wanted = set(sys.argv[1:])
     for source in sources(workshop.folder()):
         if wanted and source.stem not in wanted:
