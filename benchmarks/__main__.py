@@ -15,7 +15,7 @@ from dtlib.launch import is_rank, run_ranks
 NAMES = [
     module.name.replace("_", "-")
     for module in pkgutil.iter_modules(benchmarks.__path__)
-    if module.name not in ("__main__", "compare")
+    if module.name not in ("__main__", "compare", "peers")
 ]
 
 
@@ -24,12 +24,13 @@ def main() -> int:
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"default: {REPEATS}")
+    parser.add_argument("--ranks", type=int, help="default: as many as the question needs")
     options = parser.parse_args()
     module = importlib.import_module(f"benchmarks.{options.name.replace('-', '_')}")
     if is_rank():
         return _on_this_rank(module, options)
     try:
-        return run_ranks(["-m", "benchmarks", *sys.argv[1:]], module.RANKS)
+        return run_ranks(["-m", "benchmarks", *sys.argv[1:]], options.ranks or module.RANKS)
     except DtlibError as problem:
         parser.exit(2, f"benchmarks: {problem}\n")
 

@@ -31,15 +31,25 @@ class Row:
 
 def compare(comm, case: str, peer: str, ours, theirs, repeats: int = REPEATS) -> Row:
     """Time ``ours()`` and ``theirs()`` in turns; all ranks of ``comm`` call this, and both functions, together."""
-    timed = {ours: [], theirs: []}
-    for function in timed:
+    seconds = in_turns(comm, {"ours": ours, "theirs": theirs}, repeats)
+    return row(case, peer, seconds["ours"], seconds["theirs"])
+
+
+def in_turns(comm, functions: dict, repeats: int = REPEATS) -> dict:
+    """Seconds of each function, an array of ``repeats``; every other time they run in the reverse order."""
+    timed = {name: [] for name in functions}
+    for function in functions.values():
         function()  # warm up: caches, compilers, connections
     for repeat in range(repeats):
-        for function in (ours, theirs) if repeat % 2 else (theirs, ours):
-            timed[function].append(seconds_of(comm, function))
-    ours_seconds, peer_seconds = np.array(timed[ours]), np.array(timed[theirs])
-    low, ratio, high = np.percentile(ours_seconds / peer_seconds, (25, 50, 75))
-    return Row(case, peer, ratio, low, high, float(np.median(ours_seconds)), float(np.median(peer_seconds)))
+        for name in list(functions)[:: 1 if repeat % 2 else -1]:
+            timed[name].append(seconds_of(comm, functions[name]))
+    return {name: np.array(seconds) for name, seconds in timed.items()}
+
+
+def row(case: str, peer: str, ours, theirs) -> Row:
+    """The ratio of two arrays of seconds, paired."""
+    low, ratio, high = np.percentile(ours / theirs, (25, 50, 75))
+    return Row(case, peer, ratio, low, high, float(np.median(ours)), float(np.median(theirs)))
 
 
 def seconds_of(comm, function) -> float:

@@ -13,6 +13,10 @@ _LAZY = {
     "reset": "dtlib.world",
     "World": "dtlib.world",
     "Communicator": "dtlib.comm",
+    "trace": "dtlib.timeline",
+    "phase": "dtlib.timeline",
+    "Timeline": "dtlib.timeline",
+    "initialize": "dtlib.training",
     "DtlibError": "dtlib.errors",
 }
 

@@ -1,5 +1,7 @@
 """Errors for people: one sentence that says what is wrong and what to do."""
 
+RESET = "Call dtlib.reset() on all ranks to go on."
+
 
 class DtlibError(Exception):
     """A mistake that its maker can mend.

@@ -6,12 +6,15 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 
-from dtlib.comm import Communicator
+from dtlib.comm import Communicator, board, torchrun, waiting
 from dtlib.errors import DtlibError
-from dtlib.launch import in_engine
+from dtlib.launch import in_engine, is_rank
+from dtlib.machine import usable_cores
+from dtlib.mesh import Mesh
 
 _world = None
 _begun = None  # a communicator that is being made, with its request
+_made = 0  # communicators of all ranks
 
 
 @dataclass
@@ -19,7 +22,7 @@ class World:
     """All ranks that were started together, seen from one of them.
 
     ``rank`` counts from 0 to ``size - 1`` over all nodes; ``node`` is the index of the machine that this rank
-    runs on and ``local_rank`` counts the ranks there. ``comm`` has the verbs. Counterparts:
+    runs on, of ``nodes``, and ``local_rank`` counts the ranks there. ``comm`` has the verbs. Counterparts:
     ``MPI.COMM_WORLD``; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` under torchrun.
     """
 
@@ -27,7 +30,8 @@ class World:
     size: int
     node: int
     local_rank: int
-    comm: Communicator
+    comm: Communicator  # under torchrun a ProcessGroupCommunicator, which has the same verbs
+    nodes: int = 1
 
     @cached_property
     def device(self):
@@ -44,12 +48,17 @@ class World:
         torch.cuda.set_device(device)
         return device
 
+    def mesh(self, **axes: int) -> Mesh:
+        """All ranks on a grid: ``mesh(data=2, tensor=-1)["data"]`` is the communicator along that axis (mesh.py)."""
+        return Mesh(self.comm, axes)
+
 
 def init() -> World:
     """Join the world and return it; call it as often as you like.
 
-    Works inside an engine, under ``mpiexec`` or ``srun``, and in a plain process (a world of one rank). In a
-    script an error on one rank ends all of them, so that none is left waiting.
+    Works inside an engine, under ``mpiexec``, ``srun`` or ``torchrun``, and in a plain process (a world of one rank).
+    In a script an exception on one rank ends all of them, so that none is left waiting (``sys.exit`` does not). Under
+    torchrun ``comm`` runs on ``torch.distributed``: on the default group, which is made if the program has not done it.
 
     Raises:
         DtlibError: where processes were started together but do not form one MPI world.
@@ -66,37 +75,68 @@ def reset() -> World:
     What an interrupted operation left in the old communicator stays there and can meet no new message.
     """
     world = init()
-    world.comm = fresh_communicator(world.comm.time_limit, "dtlib.reset()")
+    if isinstance(world.comm, Communicator):
+        world.comm = fresh_communicator(world.comm.time_limit, "dtlib.reset()")
+    else:
+        world.comm = torchrun.fresh_communicator(world.comm)
+    if board.current is not None:
+        board.current.clear("has called no verb since dtlib.reset()")
     return world
 
 
-def fresh_communicator(time_limit: float | None, description: str) -> Communicator:
-    """A new communicator of all ranks; all of them call this.
+def fresh_communicator(time_limit: float | None, description: str, on_board: bool = True) -> Communicator:
+    """A new communicator of all ranks; all of them call this. ``on_board=False``: others do not see what it does.
 
     A call that was interrupted has begun to make one: the next call finishes it, so that ranks get back into step.
     """
-    global _begun
+    global _begun, _made
     from mpi4py import MPI
 
     _begun = _begun or MPI.COMM_WORLD.Idup()
     new, request = _begun
-    Communicator(MPI.COMM_WORLD, time_limit).wait_for(request, new, description)
+    everyone = Communicator(MPI.COMM_WORLD, time_limit)
+    everyone.on_board = on_board
+    everyone.wait_for(request, new, description)
     _begun = None
-    return Communicator(new, time_limit)
+    _made += 1
+    made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
+    made.on_board = on_board
+    return made
 
 
 def _join() -> World:
+    if torchrun.started_this() and (not is_rank() or _start_mpi().COMM_WORLD.Get_size() == 1):
+        return World(**torchrun.join())
     mpi = _start_mpi()
     everyone = mpi.COMM_WORLD
     _refuse_split_world(everyone.Get_size())
     # Messages of dtlib must not meet those of other users of COMM_WORLD.
-    comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None)
+    comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
+    waiting.crowded = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
-    node = sorted(set(everyone.allgather(first_on_node))).index(first_on_node)
+    nodes = sorted(set(everyone.allgather(first_on_node)))
+    if comm.size > 1:
+        _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
     if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
         _abort_on_error(mpi)
-    return World(comm.rank, comm.size, node, neighbours.Get_rank(), comm)
+    return World(comm.rank, comm.size, nodes.index(first_on_node), neighbours.Get_rank(), comm, len(nodes))
+
+
+def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
+    """Where ranks can see what the others do while these are stuck."""
+    members = neighbours.allgather(comm.rank)
+    file = neighbours.bcast(board.Board.make_file(len(members)) if neighbours.Get_rank() == 0 else None)
+    if nodes == 1:
+        board.current = board.Board(file, comm.rank, members)
+    else:
+        from dtlib.comm.gpu import shared_store
+
+        store = shared_store(comm, same_host=False)
+        board.current = board.ClusterBoard(file, comm.rank, members, node, nodes, store)
+    neighbours.Barrier()
+    if neighbours.Get_rank() == 0:
+        os.unlink(file)  # all have it open
 
 
 def _start_mpi():

@@ -1,5 +1,39 @@
 """Communication between ranks: the verbs and where they wait."""
 
-from dtlib.comm.communicator import Communicator
+import sys
 
-__all__ = ["Communicator"]
+from dtlib.comm.communicator import Communicator
+from dtlib.comm.solo import solo
+from dtlib.comm.waiting import progress_thread
+from dtlib.errors import CommunicationError
+
+__all__ = ["Communicator", "as_communicator", "progress_thread", "solo"]
+
+
+def as_communicator(comm):
+    """A communicator with dtlib's verbs, from whatever a program has for that; all of its ranks call this.
+
+    Args:
+        comm: a dtlib communicator, which is returned as it is; an mpi4py communicator, which is duplicated, so that
+            dtlib's messages cannot meet the program's own; or a torch ``ProcessGroup``.
+
+    Raises:
+        CommunicationError: for anything else.
+    """
+    if isinstance(comm, Communicator):
+        return comm
+    # Whoever passes one of the others has loaded its library.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
+        return Communicator(comm.Dup())
+    if torch_distributed := sys.modules.get("torch.distributed"):
+        from dtlib.comm.process_group import ProcessGroupCommunicator
+
+        if isinstance(comm, ProcessGroupCommunicator):
+            return comm
+        if torch_distributed.is_available() and isinstance(comm, torch_distributed.ProcessGroup):
+            return ProcessGroupCommunicator(comm)
+    raise CommunicationError(
+        f"comm={comm!r:.60} is no communicator: pass dtlib.init().comm, an mpi4py communicator such as MPI.COMM_WORLD, "
+        "or a torch ProcessGroup."
+    )

@@ -11,6 +11,8 @@ communication operations in MPICH", IJHPCA 19(1), 2005.
 
 import numpy as np
 
+from dtlib.errors import CommunicationError
+
 
 def parts_of(array: np.ndarray, size: int) -> list[np.ndarray]:
     """``size`` consecutive pieces of a flat array, as views."""
@@ -203,6 +205,22 @@ def pairwise_all_to_all(link, out_parts, parts):
         yield [link.send(parts[to], to), link.recv(out_parts[source], source)]
 
 
+def dissemination_all_gather(link, rows):
+    """Small parts: in round k every rank passes on all that it has, and so has twice as much: log2 N rounds.
+
+    ``rows[0]`` is this rank's part; at the end ``rows[i]`` is that of the rank i places on.
+
+    J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems",
+    IEEE TPDS 8(11), 1997.
+    """
+    have = 1
+    while have < link.size:
+        count = min(have, link.size - have)
+        to, source = (link.rank - have) % link.size, (link.rank + have) % link.size
+        yield [link.send(rows[:count], to), link.recv(rows[have : have + count], source)]
+        have += count
+
+
 def dissemination_barrier(link):
     """In round k every rank tells the rank 2^k places on that it has come: after log2 N rounds all know of all.
 
@@ -214,3 +232,27 @@ def dissemination_barrier(link):
         to, source = (link.rank + distance) % link.size, (link.rank - distance) % link.size
         yield [link.send(nothing, to), link.recv(nothing, source)]
         distance *= 2
+
+
+# MPI's own, for comparison: they cannot be interrupted
+
+
+def mpi_all_reduce(link, array, combine):
+    from mpi4py import MPI
+
+    link.mpi.Allreduce(MPI.IN_PLACE, array, _mpi_operation(combine))
+    yield from ()
+
+
+def mpi_broadcast(link, array, root):
+    link.mpi.Bcast(array, root)
+    yield from ()
+
+
+def _mpi_operation(combine):
+    from mpi4py import MPI
+
+    known = {np.add: MPI.SUM, np.multiply: MPI.PROD, np.maximum: MPI.MAX, np.minimum: MPI.MIN}
+    if combine not in known:
+        raise CommunicationError("MPI's own collectives add 16-bit floats wrongly: leave algorithm= out.")
+    return known[combine]

@@ -1,16 +1,48 @@
-"""Which algorithm for which size: measured, and overridden by ``algorithm=``.
+"""Which algorithm for which verb and size: measured, and overridden by ``algorithm=``.
 
 Small arrays are dominated by the number of messages, large ones by the number of bytes. Where the two curves cross was
 measured inside one machine with two cores; on a network it lies elsewhere, but the order of magnitude holds.
 """
 
+from dtlib.comm import algorithms
+from dtlib.errors import CommunicationError
+
+# The first is taken unless something else is asked for; all_reduce is chosen by size.
+KNOWN = {
+    "broadcast": {"tree": algorithms.tree_broadcast, "mpi": algorithms.mpi_broadcast},
+    "reduce": {"tree": algorithms.tree_reduce},
+    "scatter": {"direct": algorithms.direct_scatter},
+    "gather": {"direct": algorithms.direct_gather},
+    "all_reduce": {
+        "ring": algorithms.ring_all_reduce,
+        "recursive_doubling": algorithms.recursive_doubling_all_reduce,
+        "tree": algorithms.tree_all_reduce,
+        "naive": algorithms.naive_all_reduce,
+        "mpi": algorithms.mpi_all_reduce,
+    },
+    "reduce_scatter": {"ring": algorithms.ring_reduce_scatter},
+    "all_gather": {"ring": algorithms.ring_all_gather},
+    "all_to_all": {"pairwise": algorithms.pairwise_all_to_all},
+    "barrier": {"dissemination": algorithms.dissemination_barrier},
+}
+
 # For all_reduce: up to this many bytes recursive doubling, above it the ring. By ranks; the next larger entry counts.
 DOUBLING_UP_TO = {2: 2**18, 4: 2**19}
+_ON_MANY_RANKS = min(DOUBLING_UP_TO.values())
 
 
-def choose(verb: str, count: int, size: int, known) -> str:
-    """The name of the algorithm for ``count`` bytes on ``size`` ranks, one of ``known``."""
+def choose(verb: str, count: int, size: int, wanted: str | None = None):
+    """The algorithm of a verb for ``count`` bytes on ``size`` ranks, or the ``wanted`` one: a generator function.
+
+    Raises:
+        CommunicationError: where the verb has none of that name.
+    """
+    known = KNOWN[verb]
+    if wanted is not None:
+        if wanted not in known:
+            raise CommunicationError(f"{verb} has no algorithm {wanted!r}: choose one of {', '.join(known)}.")
+        return known[wanted]
     if verb != "all_reduce":
-        return next(iter(known))
-    limit = next((limit for ranks, limit in DOUBLING_UP_TO.items() if size <= ranks), min(DOUBLING_UP_TO.values()))
-    return "recursive_doubling" if count <= limit else "ring"
+        return next(iter(known.values()))
+    limit = next((limit for ranks, limit in DOUBLING_UP_TO.items() if size <= ranks), _ON_MANY_RANKS)
+    return known["recursive_doubling" if count <= limit else "ring"]

@@ -8,7 +8,6 @@
 | bool | as bytes | refused | refused | any, all |
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -24,6 +23,9 @@ ALLOWED = {
     "bool": ("max", "min"),
 }
 
+# What numpy or MPI lacks.
+VIEWED = ("float16", "bfloat16", "bool")
+
 
 def type_name(tensor) -> str:
     """``float32`` for a torch tensor and for a numpy array of that type."""
@@ -35,49 +37,61 @@ def _name_of(dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass
 class Payload:
-    """A tensor as MPI sees it: one flat contiguous array. ``store()`` brings it back where it is a copy."""
+    """A tensor as MPI sees it: ``flat`` is one contiguous array. ``store()`` brings it back where it is a copy."""
 
-    tensor: object
-    memory: np.ndarray  # the tensor's own memory, in its own shape
-    flat: np.ndarray
+    __slots__ = ("flat", "memory", "tensor")
+
+    def __init__(self, tensor, memory: np.ndarray):
+        self.tensor = tensor
+        self.memory = memory  # the tensor's own memory, in its own shape
+        contiguous = memory if memory.flags.c_contiguous else np.ascontiguousarray(memory)
+        self.flat = contiguous.reshape(-1)
 
     def store(self):
-        if not np.may_share_memory(self.flat, self.memory):  # compares bounds, which is enough here
+        if not self.memory.flags.c_contiguous:
             self.memory[...] = self.flat.reshape(self.memory.shape)
         return self.tensor
 
 
 def payload(tensor, verb: str, writes: bool) -> Payload:
-    """The memory of a CPU tensor or numpy array, without a copy where it is contiguous.
+    """The memory of a CPU tensor or numpy array, without a copy where it is contiguous; a copy of a CUDA tensor's.
 
     Raises:
         CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
             the verb writes.
     """
-    if not (isinstance(tensor, np.ndarray) or hasattr(tensor, "detach")):
+    is_array = isinstance(tensor, np.ndarray)
+    if not is_array and not hasattr(tensor, "detach"):
         cure = f", or use {verb}_object" if verb in ("broadcast", "all_gather") else ""
         raise CommunicationError(
             f"{verb} carries a torch tensor or a numpy array and got {type(tensor).__name__} {tensor!r:.40}: "
             f"wrap it with torch.tensor(...){cure}."
         )
-    if type_name(tensor) not in ALLOWED:
-        raise CommunicationError(f"{verb} does not carry {type_name(tensor)}: it carries {', '.join(ALLOWED)}.")
-    memory = tensor if isinstance(tensor, np.ndarray) else _torch_memory(tensor.detach(), verb)
+    name = _name_of(tensor.dtype)
+    if name not in ALLOWED:
+        check_name(name, verb)
+    if not is_array and not tensor.is_cpu:
+        from dtlib.comm.gpu import staged
+
+        return staged(tensor, name, verb)
+    memory = tensor if is_array else host_memory(tensor, name, verb)
     if writes and not memory.flags.writeable:
         raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
-    return Payload(tensor, memory, np.ascontiguousarray(memory).reshape(-1))
+    return Payload(tensor, memory)
 
 
-def _torch_memory(tensor, verb):
-    """The memory as numpy knows it: what numpy lacks travels as integers of its size."""
-    if tensor.device.type != "cpu":
-        raise CommunicationError(
-            f"{verb} carries tensors on the CPU and this one is on {tensor.device}: pass tensor.cpu()."
-        )
-    name = type_name(tensor)
-    if name in ("float16", "bfloat16", "bool"):
+def check_name(name: str, verb: str) -> None:
+    """Refuse a type that is not in the table."""
+    if name not in ALLOWED:
+        raise CommunicationError(f"{verb} does not carry {name}: it carries {', '.join(ALLOWED)}.")
+
+
+def host_memory(tensor, name: str, verb: str) -> np.ndarray:
+    """The memory of a CPU tensor as numpy knows it: what numpy lacks travels as integers of its size."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if name in VIEWED:
         import torch
 
         tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)

@@ -9,34 +9,51 @@ whatever, drives all of them: a task that nobody waits for yet goes on meanwhile
 """
 
 import os
+import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 
-from dtlib.errors import WaitTimeout
+from dtlib.comm import blame, board, recorder
+from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
-LONGEST_NAP = 0.005
+NAP_SHARE = 0.02  # from then on naps: this share of what has been waited so far, which is all that they can cost,
+LONGEST_NAP = 0.02  # and never more than this
+NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
+
+crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
+notice = None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
 
 # Of a task that was interrupted, MPI may still write into the buffers: they must outlive it.
 _abandoned = []
 _active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
 _posted: dict["Task", None] = {}  # sends and receives under way; here, because a handle may be thrown away unused
+_lock = threading.RLock()  # for the progress thread; without one nobody contends for it
 
 
 class Task:
     """A verb under way: ``steps`` yields lists of requests; ``finish()`` brings the result home and returns it."""
 
-    def __init__(self, steps, link, finish, description: str, keep=None):
-        self.description = description
+    def __init__(self, steps, link, finish, call, keep=None):
+        self.call = call
         self.done = False
         self.error = None
         self.value = None
+        self.event = None  # what the recorder keeps of it
+        self.rounds = 0  # how often what it waited for has come
         self._steps = steps
         self._link = link
         self._finish = finish
         self._requests = []
         self._keep = keep  # buffers that MPI reads or writes meanwhile
+
+    def fail(self, error: Exception) -> None:
+        """End without a result; whoever waits for this task gets the error."""
+        self.error = error
+        self.done = True
+        _abandoned.append(self)
 
     def advance(self) -> bool:
         """Do what can be done without waiting; True once all is done, or has failed."""
@@ -44,14 +61,20 @@ class Task:
             while not self.done:
                 if self._requests and not self._link.all_done(self._requests):
                     return False
+                self.rounds += 1
                 self._requests = next(self._steps, None)
                 if self._requests is None:
                     self.value = self._finish()
                     self.done = True
                     self._keep = None
-        except Exception as error:  # whoever waits for this task is told, and not who happens to drive it
-            self.error = error
-            self.done = True
+        except BaseException as error:  # whoever waits for this task is told, and not who happens to drive it
+            stopped = not isinstance(error, Exception)  # a generator that was interrupted would look finished
+            self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}") if stopped else error)
+            if stopped:
+                raise
+        if self.event is not None:
+            self.event.end = time.monotonic()
+            self.event.messages, self.event.bytes = self._link.messages, self._link.bytes
         return True
 
 
@@ -63,49 +86,104 @@ class Queue:
         self.broken = None  # why this communicator cannot be used any more
 
     def append(self, task: Task) -> None:
-        self._tasks.append(task)
-        _active[self] = None
+        with _lock:
+            self._tasks.append(task)
+            _active[self] = None
 
     def advance(self) -> None:
         while self._tasks and self._tasks[0].advance():
-            self._tasks.popleft()
+            ended = self._tasks.popleft()
+            if ended.error:
+                self.abandon(f"failed in {ended.call}")
         if not self._tasks:
             _active.pop(self, None)
 
     def abandon(self, why: str) -> None:
         """Give up all tasks: this rank is out of step with the others, and what they send must meet nothing new."""
-        _abandoned.extend(self._tasks)
-        self._tasks.clear()
-        _active.pop(self, None)
-        self.broken = self.broken or why
+        with _lock:
+            for task in self._tasks:
+                if not task.done:
+                    task.fail(CommunicationError(f"{task.call} was given up, as this communicator {why}. {RESET}"))
+            self._tasks.clear()
+            _active.pop(self, None)
+            self.broken = self.broken or why
 
 
 def post(task: Task) -> None:
     """Start a task that waits for no turn: a send or a receive."""
-    _posted[task] = None
-    task.advance()
+    with _lock:
+        _posted[task] = None
+        task.advance()
 
 
 def advance_all() -> None:
     """Let everything that is under way make progress."""
-    for queue in list(_active):
-        queue.advance()
-    for task in list(_posted):
-        if task.advance():
-            _posted.pop(task, None)
+    with _lock:
+        for queue in list(_active):
+            queue.advance()
+        for task in list(_posted):
+            if task.advance():
+                _posted.pop(task, None)
+
+
+def idle() -> bool:
+    """True if nothing is under way."""
+    return not (_active or _posted)
+
+
+@contextmanager
+def progress_thread(every: float = 0.0002):
+    """Let asynchronous verbs go on by themselves, in a thread that looks after them ``every`` so many seconds.
+
+    It pays where this rank's core is idle meanwhile (an accelerator computes, or the network is slow). Where the core
+    computes, the thread takes away as much as it gives: there, waiting in between is enough.
+    """
+    ended = threading.Event()
+
+    def work():
+        while not ended.wait(every):
+            if _active or _posted:
+                advance_all()
+
+    thread = threading.Thread(target=work, name="dtlib progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Handle:
     """A verb that was started with ``async_op=True``."""
 
-    def __init__(self, task: Task, queue: Queue, time_limit: float | None):
+    def __init__(self, task: Task, queue: Queue, time_limit: float | None, blocking: bool = False):
         self._task = task
         self._queue = queue
         self._time_limit = time_limit
+        self._blocking = blocking
 
     def done(self) -> bool:
         """True once the verb is complete on this rank. Does not wait."""
-        return self._look()
+        advance_all()
+        return self._task.done
+
+    def finish_soon(self) -> bool:
+        """Drive a task that is the only one, for as long as a small message takes; True if it is done.
+
+        It saves what such a task has no use for: a turn in the queue, and a look at what else is under way.
+        """
+        deadline = time.monotonic() + SPIN_SECONDS
+        try:
+            while not self._task.advance():
+                if time.monotonic() > deadline:
+                    return False
+                if crowded:
+                    os.sched_yield()
+        except BaseException:
+            self._give_up("was interrupted")
+            raise
+        return True
 
     def wait(self):
         """Wait for the end and return what the verb returns.
@@ -113,32 +191,70 @@ class Handle:
         Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either
         the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.
         """
-        started = time.monotonic()
-        nap = 0.0
+        task = self._task
+        if not task.done:
+            self._publish("waits")
+        waits = recorder.event_of(task.call, "wait") if recorder.active() and not self._blocking else None
+        if not task.done:
+            self._wait()
+        if task.error:
+            self._publish(f"raised {type(task.error).__name__}")
+            self._queue.abandon(f"failed in {task.call}")
+            raise task.error
+        self._publish("finished")
+        if waits is not None:
+            waits.end = time.monotonic()
+        return task.value
+
+    def _wait(self) -> None:
+        task, limit = self._task, self._time_limit
+        started = last_came = told = time.monotonic()
+        rounds = task.rounds
         try:
-            while not self._look():
-                waited = time.monotonic() - started
-                if waited < SPIN_SECONDS:
+            while True:
+                advance_all()
+                if task.done:
+                    return
+                now = time.monotonic()
+                if limit is not None and now - started > limit:
+                    raise WaitTimeout(_in_vain(task.call, limit))
+                if task.rounds != rounds:
+                    rounds, last_came = task.rounds, now
+                waited = now - last_came
+                if waited < SPIN_SECONDS and not crowded:
                     continue
-                if self._time_limit is not None and waited > self._time_limit:
-                    raise WaitTimeout(
-                        f"{self._task.description} waited {self._time_limit:g} s for the other ranks: one of them "
-                        "did not call it, or raised an error. Call dtlib.reset() on all ranks to go on."
-                    )
                 if waited < YIELD_SECONDS:
                     os.sched_yield()
                     continue
-                nap = min(LONGEST_NAP, nap + 0.0002)
-                time.sleep(nap)
-            if self._task.error:
-                raise self._task.error
-        except BaseException:
-            _abandoned.append(self._task)
-            _posted.pop(self._task, None)
-            self._queue.abandon(f"was interrupted in {self._task.description}")
+                if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
+                    told = now
+                    notice(f"{now - started:.0f} s in {task.call}: {_whom()}")
+                time.sleep(min(LONGEST_NAP, NAP_SHARE * waited))
+        except BaseException as error:
+            self._give_up("waited in vain" if isinstance(error, WaitTimeout) else "was interrupted")
             raise
-        return self._task.value
+        finally:
+            if told > started:
+                notice(None)
 
-    def _look(self) -> bool:
-        advance_all()
-        return self._task.done
+    def _publish(self, state: str) -> None:
+        if self._task.call.watched:
+            board.publish(state, self._task.call)
+
+    def _give_up(self, how: str) -> None:
+        self._publish(how)
+        if not self._task.done:
+            self._task.fail(CommunicationError(f"{self._task.call} was interrupted. {RESET}"))
+        _posted.pop(self._task, None)
+        self._queue.abandon(f"was interrupted in {self._task.call}")
+
+
+def _in_vain(call, limit: float) -> str:
+    place = f" (`{call.where}`)" if call.where else ""
+    return f"Waited {limit:g} s in {call}{place}: {_whom()}. {RESET}"
+
+
+def _whom() -> str:
+    if board.current is None:
+        return "another rank has not called it, or raised an error"
+    return blame.whom(board.current.rank, board.current.seen())

@@ -1,0 +1,122 @@
+"""Where each rank was last seen, outside MPI: MPI cannot ask a rank that is stuck.
+
+The ranks of a node share one small file, a slot a rank. Its name is removed as soon as all have opened it, so that
+nothing is left over, however the ranks end. Across nodes a thread on one rank of each carries the slots to a store.
+
+    rank 0   waits in all_reduce ...   |   rank 1   waits in all_reduce ...   |   rank 2   finished barrier ...
+"""
+
+import json
+import mmap
+import os
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+SLOT = 512  # bytes; what does not fit is cut from the line's text
+CARRY_SECONDS = 0.5
+
+current = None  # the board of this process, once the world has put one up
+
+
+@dataclass
+class Sighting:
+    """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, or a sentence's
+    end such as ``raised ValueError: ...``; the rest is that of the verb (call.py)."""
+
+    state: str
+    verb: str = ""
+    what: str = ""
+    where: str = ""
+    group: str = ""
+    number: int = 0
+    peers: tuple = ()
+
+
+class Board:
+    """One slot a rank in a file that all ``members`` of a node have open. Ranks count here as they do in the world."""
+
+    def __init__(self, file: str, rank: int, members):
+        self.rank = rank
+        self.members = list(members)
+        self._mine = self.members.index(rank)
+        self._last = Sighting("started")
+        with open(file, "r+b") as opened:
+            self._memory = mmap.mmap(opened.fileno(), SLOT * len(self.members))
+
+    @staticmethod
+    def make_file(size: int) -> str:
+        """A file for the slots of ``size`` ranks, in memory where the system can do that."""
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        handle, name = tempfile.mkstemp(prefix="dtlib-board-", dir=folder)
+        os.truncate(handle, SLOT * size)
+        os.close(handle)
+        return name
+
+    def publish(self, state: str, call=None) -> None:
+        """Say what this rank does; without a call it is about the last one."""
+        if call is not None:
+            self._last = Sighting(state, call.verb, str(call), call.where, call.group, call.number, tuple(call.peers))
+        self._last.state = state
+        text = json.dumps(asdict(self._last)).encode()
+        if len(text) > SLOT:
+            # A long line, or more peers than there is room for; who waits then waits for all.
+            short = {**asdict(self._last), "where": self._last.where[:40], "peers": (), "state": state[:120]}
+            text = json.dumps({**short, "what": self._last.what[:80]}).encode()[:SLOT]
+        self._memory[SLOT * self._mine : SLOT * (self._mine + 1)] = text.ljust(SLOT)
+
+    def clear(self, state: str) -> None:
+        """Forget the last call: what was before concerns nobody any more."""
+        self._last = Sighting(state)
+        self.publish(state)
+
+    def seen(self) -> dict[int, Sighting]:
+        """What each rank did last; a rank is missing if it has not said anything yet, or is writing just now."""
+        found = {}
+        for slot, rank in enumerate(self.members):
+            with suppress(ValueError):
+                found[rank] = _read(self._memory[SLOT * slot : SLOT * (slot + 1)])
+        return found
+
+
+class ClusterBoard(Board):
+    """The boards of several nodes: each node's first rank carries its own to ``store`` (torch's), again and again.
+
+    ``node`` is this node's index and ``nodes`` says how many there are. What is seen of other nodes is half a second
+    old.
+    """
+
+    def __init__(self, file: str, rank: int, members, node: int, nodes: int, store):
+        super().__init__(file, rank, members)
+        self._node, self._nodes, self._store = node, nodes, store
+        if self._mine == 0:
+            threading.Thread(target=self._carry, name="dtlib board", daemon=True).start()
+
+    def _carry(self) -> None:
+        with suppress(RuntimeError):  # the store has ended: so has the job
+            while True:
+                seen = {rank: asdict(sighting) for rank, sighting in super().seen().items()}
+                self._store.set(f"node {self._node}", json.dumps(seen))
+                time.sleep(CARRY_SECONDS)
+
+    def seen(self) -> dict[int, Sighting]:
+        found = super().seen()
+        for node in range(self._nodes):
+            key = f"node {node}"
+            if node != self._node and self._store.check([key]):
+                others = json.loads(self._store.get(key))
+                found.update({int(rank): _read(json.dumps(content)) for rank, content in others.items()})
+        return found
+
+
+def _read(text) -> Sighting:
+    content = json.loads(text)
+    return Sighting(**{**content, "peers": tuple(content["peers"])})
+
+
+def publish(state: str, call=None) -> None:
+    """Say on the board, if there is one, what this rank does."""
+    if current is not None:
+        current.publish(state, call)

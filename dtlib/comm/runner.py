@@ -1,0 +1,151 @@
+"""What all verbs share: from the arguments of a call to a task under way."""
+
+from dtlib.comm import board, recorder, types
+from dtlib.comm.call import Call, callers_line, shape_and_type
+from dtlib.comm.link import (
+    CALLER_TAGS,
+    COLLECTIVE_TAGS,
+    FIRST_COLLECTIVE_TAG,
+    NOTES_OF_COLLECTIVES,
+    IncomingLink,
+    Link,
+    SlowLink,
+)
+from dtlib.comm.selection import choose
+from dtlib.comm.verify import verified
+from dtlib.comm.waiting import Handle, Queue, Task, idle, post
+from dtlib.errors import CommunicationError
+
+
+class Runner:
+    """The state of a communicator, and how its verbs are started."""
+
+    simulated = False  # True where the other ranks do not exist
+
+    def __init__(self, mpi, time_limit: float | None = None, verify: bool = False, name: str = "world"):
+        self.mpi = mpi
+        self._prepare(mpi.Get_rank(), mpi.Get_size(), world_ranks(mpi), time_limit, verify, name)
+
+    def _prepare(self, rank, size, members, time_limit=None, verify=False, name="world"):
+        self.time_limit = time_limit
+        self.verify = verify
+        self.on_board = True  # whether others may see its verbs as the last that this rank called
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.wire = None  # an emulated slow network
+        self._members = members  # as the world counts them
+        self._nccl = None  # not decided yet; False where CUDA tensors go through host memory
+        self._queue = Queue()
+        self._buffers = {}
+        self._count = 0  # of collectives so far
+        self._splits = 0
+
+    def __repr__(self):
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def wait_for(self, request, buffers, description: str):
+        """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
+        call = self._call(description, peers=self._members)
+        self._start(call, iter([[request]]), self._side_link(0), lambda: None, buffers, False, post)
+
+    def _call(self, verb, detail="", tensor=None, peers=(), number=0) -> Call:
+        return Call(verb, detail, tensor, self._members[self.rank], peers, self.name, number)
+
+    def _link(self, tag: int) -> Link:
+        """The messages of one verb."""
+        arguments = self.mpi, self.rank, self.size, tag, self._buffers
+        return SlowLink(*arguments, self.wire) if self.wire else Link(*arguments)
+
+    def _incoming(self, tag: int) -> IncomingLink:
+        """The receiving end of one message."""
+        return IncomingLink(self._link(tag))
+
+    def _side_link(self, tag: int) -> Link:
+        """Messages that are not the caller's: neither slowed down nor counted."""
+        return Link(self.mpi, self.rank, self.size, tag, self._buffers)
+
+    def _notes(self, tag: int) -> Link | None:
+        """Where the notes about messages with this tag travel, if there are any."""
+        if not isinstance(tag, int) or not 0 <= tag < CALLER_TAGS:
+            raise CommunicationError(f"tag={tag!r}: tags are whole numbers from 0 to {CALLER_TAGS - 1}.")
+        return self._side_link(tag + CALLER_TAGS) if self.verify else None
+
+    def _point_to_point(self, call, steps, link, finish, async_op, keep):
+        return self._start(call, steps, link, finish, keep, async_op, post)
+
+    def _collective(self, verb, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
+        """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
+
+        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the verb returns.
+        """
+        steps = choose(verb, 0 if flat is None else flat.nbytes, self.size, algorithm)
+        if algorithm:
+            detail = f"{detail}, {algorithm}".removeprefix(", ")
+        self._count += 1
+        # A tag of its own, so that two collectives under way cannot mix.
+        link = self._link(FIRST_COLLECTIVE_TAG + self._count % COLLECTIVE_TAGS)
+        call = self._call(verb, detail, tensor, self._members, self._count)
+        return self._start(call, steps(link, *arguments), link, finish, (flat, keep), async_op, self._queue.append)
+
+    def _on_gpus(self, tensor, algorithm=None):
+        """Who carries out a collective on this CUDA tensor: NCCL, or None where it goes through host memory."""
+        if algorithm is not None or self.wire or self.simulated or self._queue.broken:
+            return None
+        if self._nccl is None:
+            from dtlib.comm.gpu import nccl_communicator
+
+            self._nccl = nccl_communicator(self, tensor.device) or False
+        return self._nccl or None
+
+    def _start(self, call, steps, link, finish, keep, async_op, enqueue):
+        """Start a verb, and wait for it unless it is asynchronous; ``enqueue`` says what comes before it."""
+        if self._queue.broken:
+            raise CommunicationError(
+                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
+            )
+        watched, recorded = self.on_board and self.time_limit is not None, recorder.active()
+        if watched or recorded or self.verify:
+            call.where = callers_line()
+        if call.number and self.verify and self.size > 1:
+            steps = verified(self._side_link(NOTES_OF_COLLECTIVES), call, steps)
+        task = Task(steps, link, finish, call, keep)
+        if recorded:
+            task.event = recorder.event_of(call, lane="background" if async_op else "main")
+            task.event.emulated, task.event.simulated = self.wire is not None, self.simulated
+        call.watched = watched
+        if watched:
+            board.publish("started", call)
+        handle = Handle(task, self._queue, self.time_limit, not async_op)
+        if async_op:
+            enqueue(task)
+            return handle
+        if not idle() or not handle.finish_soon():
+            enqueue(task)
+        return handle.wait()
+
+    def _finish_mean(self, content, op):
+        if op == "mean":
+            types.divide(content.tensor, content.flat, self.size)
+        return content.store()
+
+    def _check_whole(self, whole, count, part, part_count, verb):
+        if types.type_name(whole) != types.type_name(part) or count != self.size * part_count:
+            raise CommunicationError(
+                f"{verb} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and of "
+                f"its dtype: they are {shape_and_type(whole)} and {shape_and_type(part)}."
+            )
+
+    def _check_rank(self, rank, verb, name):
+        if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:
+            raise CommunicationError(
+                f"{verb}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
+            )
+
+
+def world_ranks(mpi) -> tuple[int, ...]:
+    """The members of a communicator as the world counts them."""
+    from mpi4py import MPI
+
+    group, everyone = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+    return tuple(MPI.Group.Translate_ranks(group, list(range(group.size)), everyone))

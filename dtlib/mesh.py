@@ -1,0 +1,87 @@
+"""Ranks on a grid with named axes, and a communicator along each."""
+
+import math
+
+from dtlib.errors import DtlibError
+
+
+class Mesh:
+    """All ranks of ``comm`` on a grid; every rank makes it, with the same axes.
+
+    Args:
+        comm: a communicator with ``split``.
+        axes: how many ranks each axis has; one of them may be -1 for what is left.
+
+    The last axis varies fastest over ranks, so that its neighbours are adjacent ranks, which mostly share a machine:
+
+        data=2, tensor=3        tensor   0  1  2
+                          data=0         0  1  2       rank 4 is data=1, tensor=1;
+                          data=1         3  4  5       mesh["data"] there joins 1 and 4, mesh["tensor"] 3, 4 and 5
+
+    ``shape`` and ``coordinates`` (this rank's) are dictionaries by axis; ``mesh["data"]`` is the communicator of the
+    ranks that differ in that axis alone, in the order of their coordinate. After ``dtlib.reset()`` make a new mesh.
+    Counterpart: ``torch.distributed.device_mesh.init_device_mesh``.
+
+    Raises:
+        DtlibError: where the axes do not multiply to the number of ranks; on every rank, before anything is sent.
+    """
+
+    def __init__(self, comm, axes: dict[str, int]):
+        self.shape = shape_of(axes, comm.size)
+        self.coordinates = coordinates_of(comm.rank, self.shape)
+        # A split needs all ranks, so all of them are made here: whoever asks for one later may be alone.
+        self._communicators = {}
+        for axis, here in self.coordinates.items():
+            line = rank_of({**self.coordinates, axis: 0}, self.shape)  # the first rank on this line names it
+            self._communicators[axis] = comm.split(line, key=here)
+
+    def __getitem__(self, axis: str):
+        if axis not in self._communicators:
+            raise DtlibError(f"This mesh has no axis {axis!r}: choose one of {', '.join(self.shape)}.")
+        return self._communicators[axis]
+
+    def __repr__(self):
+        shape = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
+        here = ", ".join(f"{axis}={place}" for axis, place in self.coordinates.items())
+        return f"Mesh({shape}; this rank is {here})"
+
+
+def shape_of(axes: dict[str, int], ranks: int) -> dict[str, int]:
+    """The axes with -1 worked out; raises DtlibError where they do not fit the number of ranks."""
+    asked = f"mesh({', '.join(f'{axis}={size!r}' for axis, size in axes.items())})"
+    if not axes:
+        raise DtlibError(f"mesh() has no axes: name them with their sizes, as in mesh(data={ranks}).")
+    for axis, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise DtlibError(f"{asked}: {axis} has to be a whole number from 1 on, or -1 for what is left.")
+    if list(axes.values()).count(-1) > 1:
+        raise DtlibError(f"{asked}: only one axis can be -1, as what is left cannot be divided between two.")
+    known = math.prod(size for size in axes.values() if size != -1)
+    left, rest = divmod(ranks, known)
+    if -1 in axes.values() and (rest or not left):
+        raise DtlibError(
+            f"{asked}: {ranks} ranks cannot be divided by {known}, the product of the other axes: choose axes whose "
+            f"product divides {ranks}."
+        )
+    if -1 not in axes.values() and known != ranks:
+        raise DtlibError(
+            f"{asked} has {known} places and there are {ranks} ranks: choose axes whose product is {ranks}, or give "
+            "one of them as -1."
+        )
+    return {axis: left if size == -1 else size for axis, size in axes.items()}
+
+
+def coordinates_of(rank: int, shape: dict[str, int]) -> dict[str, int]:
+    """Where a rank stands; the last axis varies fastest."""
+    places = {}
+    for axis, size in reversed(shape.items()):
+        rank, places[axis] = divmod(rank, size)
+    return {axis: places[axis] for axis in shape}
+
+
+def rank_of(coordinates: dict[str, int], shape: dict[str, int]) -> int:
+    """The rank that stands there: the reverse of ``coordinates_of``."""
+    rank = 0
+    for axis, size in shape.items():
+        rank = rank * size + coordinates[axis]
+    return rank

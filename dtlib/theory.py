@@ -1,0 +1,178 @@
+"""The closed formulas of the lectures: what a collective sends, in how many rounds, and what it costs (pure Python).
+
+The machine of the model: a message of n bytes takes ``latency + n / bandwidth`` seconds, whoever sends it to whom, and
+a rank sends one message and receives one at a time. Written with the field's letters, alpha is the latency, beta =
+1 / bandwidth the seconds a byte, and gamma the seconds to combine a byte with another. ceil(log2 N) is ``lg`` here.
+
+    verb, algorithm                  messages of all ranks   rounds       seconds
+    broadcast tree                   N - 1                   lg           lg (alpha + n beta)
+    reduce tree                      N - 1                   lg           lg (alpha + n beta + n gamma)
+    all_reduce naive                 2 (N - 1)               2 (N - 1)    2 (N-1) (alpha + n beta) + (N-1) n gamma
+    all_reduce tree                  2 (N - 1)               2 lg         2 lg (alpha + n beta) + lg n gamma
+    all_reduce recursive_doubling    N log2 N                log2 N       log2 N (alpha + n beta + n gamma)
+      N no power of two: W is the    W log2 W + 2 (N - W)    log2 W + 2   and 2 (alpha + n beta) + n gamma more
+      largest below it
+    all_reduce ring                  2 N (N - 1)             2 (N - 1)    2 (N-1) (alpha + n/N beta) + (N-1) n/N gamma
+    reduce_scatter ring              N (N - 1)               N - 1        (N-1) (alpha + n/N beta + n/N gamma)
+    all_gather ring                  N (N - 1)               N - 1        (N-1) (alpha + n/N beta)
+    scatter, gather direct           N - 1                   N - 1        (N-1) (alpha + n/N beta)
+    all_to_all pairwise              N (N - 1)               N - 1        (N-1) (alpha + n/N beta)
+    barrier dissemination            N lg                    lg           lg alpha
+
+The model and most of the formulas: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication
+operations in MPICH", IJHPCA 19(1), 2005, sections 3 (cost model) and 4; the ring: P. Patarasuk and X. Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+
+``count`` is always the whole: the tensor of broadcast, reduce and all_reduce, and the one of ``size`` equal parts of
+the others. ``ranks`` may be any number from 1, no power of two in particular.
+"""
+
+ALGORITHMS = {
+    "broadcast": ("tree",),
+    "reduce": ("tree",),
+    "all_reduce": ("ring", "recursive_doubling", "tree", "naive"),
+    "reduce_scatter": ("ring",),
+    "all_gather": ("ring",),
+    "scatter": ("direct",),
+    "gather": ("direct",),
+    "all_to_all": ("pairwise",),
+    "barrier": ("dissemination",),
+}
+
+
+def messages(verb: str, algorithm: str, ranks: int) -> int:
+    """Messages that all ranks together send."""
+    n, lg = ranks, log2_up(ranks)
+    whole, extra = _whole_and_extra(ranks)
+    return {
+        ("broadcast", "tree"): n - 1,
+        ("reduce", "tree"): n - 1,
+        ("all_reduce", "naive"): 2 * (n - 1),
+        ("all_reduce", "tree"): 2 * (n - 1),
+        ("all_reduce", "recursive_doubling"): whole * log2_up(whole) + 2 * extra,
+        ("all_reduce", "ring"): 2 * n * (n - 1),
+        ("reduce_scatter", "ring"): n * (n - 1),
+        ("all_gather", "ring"): n * (n - 1),
+        ("scatter", "direct"): n - 1,
+        ("gather", "direct"): n - 1,
+        ("all_to_all", "pairwise"): n * (n - 1),
+        ("barrier", "dissemination"): n * lg,
+    }[_known(verb, algorithm)]
+
+
+def messages_of_rank(verb: str, algorithm: str, ranks: int, rank: int, root: int = 0) -> int:
+    """Messages that one rank sends; ``root`` matters to broadcast, reduce, scatter and gather alone."""
+    n, at_root = ranks, rank == root
+    whole, extra = _whole_and_extra(ranks)
+    return {
+        ("broadcast", "tree"): _children((rank - root) % n, n),
+        ("reduce", "tree"): 1 - at_root,
+        ("all_reduce", "naive"): n - 1 if rank == 0 else 1,
+        ("all_reduce", "tree"): _children(rank, n) + (rank > 0),
+        ("all_reduce", "recursive_doubling"): 1 if rank >= whole else log2_up(whole) + (rank < extra),
+        ("all_reduce", "ring"): 2 * (n - 1),
+        ("reduce_scatter", "ring"): n - 1,
+        ("all_gather", "ring"): n - 1,
+        ("scatter", "direct"): (n - 1) * at_root,
+        ("gather", "direct"): 1 - at_root,
+        ("all_to_all", "pairwise"): n - 1,
+        ("barrier", "dissemination"): log2_up(n),
+    }[_known(verb, algorithm)]
+
+
+def elements_sent(verb: str, algorithm: str, ranks: int, rank: int, count: int, root: int = 0) -> int:
+    """Elements that one rank sends, exactly; times the bytes of an element they are the payload bytes.
+
+    The ring of all_reduce divides ``count`` elements into parts that differ by one element at most. A rank sends every
+    part twice, but for its own and its right neighbour's, which it sends once.
+    """
+    sent = messages_of_rank(verb, algorithm, ranks, rank, root)
+    if (verb, algorithm) == ("all_reduce", "ring"):
+        return 2 * count - _part(rank, ranks, count) - _part((rank + 1) % ranks, ranks, count)
+    if verb == "barrier":
+        return 0
+    whole_arrays = verb in ("broadcast", "reduce", "all_reduce")
+    return sent * count if whole_arrays else sent * count // ranks
+
+
+def elements_sent_by_the_busiest(verb: str, algorithm: str, ranks: int, count: int, root: int = 0) -> int:
+    """Elements sent by the rank that sends most."""
+    return max(elements_sent(verb, algorithm, ranks, rank, count, root) for rank in range(ranks))
+
+
+def rounds(verb: str, algorithm: str, ranks: int) -> int:
+    """Messages one after the other: how often ``latency`` is paid."""
+    n, lg = ranks, log2_up(ranks)
+    whole, extra = _whole_and_extra(ranks)
+    return {
+        ("broadcast", "tree"): lg,
+        ("reduce", "tree"): lg,
+        ("all_reduce", "naive"): 2 * (n - 1),
+        ("all_reduce", "tree"): 2 * lg,
+        ("all_reduce", "recursive_doubling"): log2_up(whole) + 2 * (extra > 0),
+        ("all_reduce", "ring"): 2 * (n - 1),
+        ("reduce_scatter", "ring"): n - 1,
+        ("all_gather", "ring"): n - 1,
+        ("scatter", "direct"): n - 1,
+        ("gather", "direct"): n - 1,
+        ("all_to_all", "pairwise"): n - 1,
+        ("barrier", "dissemination"): lg,
+    }[_known(verb, algorithm)]
+
+
+def cost(
+    verb: str, algorithm: str, ranks: int, count: float, latency: float, bandwidth: float, combine: float = 0.0
+) -> float:
+    """Seconds by the model.
+
+    Args:
+        count: bytes of the whole.
+        latency: seconds a message (alpha).
+        bandwidth: bytes a second (1 / beta).
+        combine: seconds to combine a byte with another (gamma).
+    """
+    steps = rounds(verb, algorithm, ranks)
+    if verb == "barrier":
+        return steps * latency
+    in_parts = algorithm in ("ring", "direct", "pairwise")
+    size = count / ranks if in_parts else count
+    return steps * (latency + size / bandwidth) + _combined(verb, algorithm, ranks) * size * combine
+
+
+def _combined(verb, algorithm, ranks) -> int:
+    """In how many of the rounds the busiest rank combines what it received."""
+    _, extra = _whole_and_extra(ranks)
+    if algorithm == "recursive_doubling":
+        return rounds(verb, algorithm, ranks) - (extra > 0)
+    if verb == "all_reduce":
+        return rounds(verb, algorithm, ranks) // 2
+    return rounds(verb, algorithm, ranks) if verb in ("reduce", "reduce_scatter") else 0
+
+
+def log2_up(number: int) -> int:
+    """The whole number not below log2 of ``number``."""
+    return (number - 1).bit_length()
+
+
+def _known(verb, algorithm):
+    if algorithm not in ALGORITHMS.get(verb, ()):
+        known = ", ".join(f"{verb} {name}" for verb, names in ALGORITHMS.items() for name in names)
+        raise ValueError(f"There is no formula for {verb} {algorithm}; there is one for {known}.")
+    return verb, algorithm
+
+
+def _whole_and_extra(ranks: int) -> tuple[int, int]:
+    """The largest power of two that is no larger than ``ranks``, and how many ranks are beyond it."""
+    whole = 1 << (ranks.bit_length() - 1)
+    return whole, ranks - whole
+
+
+def _children(me: int, ranks: int) -> int:
+    """To how many ranks rank ``me`` of a binomial tree sends: the bits below its lowest, as far as there are ranks."""
+    lowest = me & -me or 1 << log2_up(ranks)
+    return sum(me + (1 << bit) < ranks for bit in range(log2_up(lowest)))
+
+
+def _part(rank: int, ranks: int, count: int) -> int:
+    """Elements in part ``rank``."""
+    return count * (rank + 1) // ranks - count * rank // ranks

@@ -1,0 +1,82 @@
+import os
+import time
+
+import pytest
+
+from dtlib.comm.blame import whom
+from dtlib.comm.board import Board, ClusterBoard, Sighting
+from dtlib.comm.call import Call
+from dtlib.comm.gpu import shared_store
+from tests.ranks import on_ranks
+
+ALL = (0, 1, 2)
+
+
+def collective(number, state="waits", verb="barrier", group="world"):
+    return Sighting(state, verb, verb, f"line {number}", group, number, ALL)
+
+
+def message(verb, rank, state="waits"):
+    return Sighting(state, verb, f"{verb} rank {rank}", "line 9", "world", 0, (rank,))
+
+
+@pytest.mark.parametrize("seen,said", [
+    # Ranks 0 and 1 have come to the second collective, rank 2 has left the first.
+    ([collective(2), collective(2), collective(1, "finished")],
+     "rank 2 has not come; it last finished barrier (`line 1`)"),
+    # Rank 0 waits for 1, and 1 for 2: 2 is to blame.
+    ([message("recv", 1), message("recv", 2), collective(1, "finished")],
+     "rank 2 has not come; it last finished barrier (`line 1`)"),
+    ([collective(1), collective(1), None], "rank 2 has called no verb yet"),
+    ([collective(1), None, collective(0, "raised ValueError: no")],
+     "rank 1 has called no verb yet; rank 2 raised ValueError: no; its last verb was barrier (`line 0`)"),
+    # A rank that started the verb and computes is named as such only where a message needs it.
+    ([collective(2), collective(2, "started"), collective(1, "finished")],
+     "rank 2 has not come; it last finished barrier (`line 1`)"),
+    # Two ranks that face each other, one more that waits for them.
+    ([message("recv", 1), message("recv", 0), collective(1)],
+     "they wait for one another: rank 0 in recv rank 1 (`line 9`), rank 1 in recv rank 0 (`line 9`)"),
+    # The same number of calls, but not the same verb.
+    ([collective(1), collective(1), collective(1, verb="broadcast")],
+     "they wait for one another: rank 0 in barrier (`line 1`), rank 1 in barrier (`line 1`), "
+     "rank 2 in broadcast (`line 1`)"),
+    ([collective(3), collective(3), collective(4)], "all ranks have come, and the messages are under way"),
+    # A sub-group waits for a rank that is elsewhere.
+    ([collective(1, group="half"), collective(1, group="half"), collective(7, "finished")],
+     "rank 2 has not come; it last finished barrier (`line 7`)"),
+])  # fmt: skip
+def test_whom_rank_0_waits_for(seen, said):
+    assert whom(0, {rank: sighting for rank, sighting in enumerate(seen) if sighting}) == said
+
+
+def test_a_board_shows_what_others_published():
+    file = Board.make_file(2)
+    first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
+    assert second.seen() == {}
+    call = Call("barrier", "", None, 0, (0, 1), "world", 3)
+    call.where = "line 1: " + "x" * 1000
+    first.publish("waits", call)
+    sighting = second.seen()[0]
+    assert (sighting.state, sighting.what, sighting.number) == ("waits", "barrier", 3)
+    assert sighting.where.startswith("line 1: xxx")
+    first.publish("finished")
+    assert second.seen()[0].state == "finished"
+    os.unlink(file)
+
+
+@on_ranks(4)
+def test_a_board_of_several_nodes_shows_all_ranks(world):
+    """Two nodes, as it were: ranks 0 and 1, and ranks 2 and 3."""
+    node = world.rank // 2
+    members = [2 * node, 2 * node + 1]
+    files = world.comm.all_gather_object(Board.make_file(2) if world.rank % 2 == 0 else None)
+    store = shared_store(world.comm, same_host=True)
+    mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
+    mine.publish("waits", Call("barrier", "", None, world.rank, range(4), "world", 1 + world.rank))
+    deadline = time.monotonic() + 20
+    while len(mine.seen()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {rank: sighting.number for rank, sighting in mine.seen().items()} == {rank: 1 + rank for rank in range(4)}
+    world.comm.barrier()
+    if world.rank % 2 == 0:
+        os.unlink(files[world.rank])

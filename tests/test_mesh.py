@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from dtlib.comm import solo
+from dtlib.errors import DtlibError
+from dtlib.mesh import coordinates_of, rank_of, shape_of
+from tests.ranks import on_ranks
+
+
+@on_ranks(1, 2, 3, 4)
+def test_a_mesh_has_a_communicator_along_each_axis(world):
+    mesh = world.mesh(data=-1, tensor=2 if world.size % 2 == 0 else 1)
+    tensor = mesh.shape["tensor"]
+    assert mesh.shape == {"data": world.size // tensor, "tensor": tensor}
+    # The last axis varies fastest: its neighbours are adjacent ranks.
+    assert mesh.coordinates == {"data": world.rank // tensor, "tensor": world.rank % tensor}
+    for axis, comm in ((axis, mesh[axis]) for axis in mesh.shape):
+        assert (comm.rank, comm.size) == (mesh.coordinates[axis], mesh.shape[axis])
+    row = [world.rank - world.rank % tensor + place for place in range(tensor)]
+    assert mesh["tensor"].all_gather_object(world.rank) == row
+    assert mesh["data"].all_gather_object(world.rank) == list(range(world.rank % tensor, world.size, tensor))
+    assert mesh["tensor"].all_reduce(torch.tensor(world.rank)).item() == sum(row)
+
+
+@on_ranks(4)
+def test_three_axes(world):
+    mesh = world.mesh(data=2, pipe=2, tensor=1)
+    assert list(mesh.shape) == ["data", "pipe", "tensor"] and mesh["tensor"].size == 1
+    assert mesh["pipe"].all_gather_object(world.rank) == [[0, 1], [2, 3]][world.rank // 2]
+    assert mesh["data"].all_gather_object(world.rank) == [[0, 2], [1, 3]][world.rank % 2]
+    assert repr(mesh) == (
+        f"Mesh(data=2, pipe=2, tensor=1; this rank is data={world.rank // 2}, pipe={world.rank % 2}, tensor=0)"
+    )
+    with pytest.raises(DtlibError, match="no axis 'model': choose one of data, pipe, tensor"):
+        mesh["model"]
+
+
+@on_ranks(1, 2, 3, 4)
+def test_axes_that_do_not_fit_are_refused_on_every_rank(world):
+    with pytest.raises(DtlibError, match=rf"data=5.* has 5 places and there are {world.size} ranks"):
+        world.mesh(data=5)
+    with pytest.raises(DtlibError, match=rf"{world.size} ranks cannot be divided by 7"):
+        world.mesh(data=-1, tensor=7)
+    with pytest.raises(DtlibError, match=r"mesh\(\) has no axes"):
+        world.mesh()
+    for wrong in (0, -2, 1.0, "2", True, None):
+        with pytest.raises(DtlibError, match="data has to be a whole number"):
+            world.mesh(data=wrong)
+    with pytest.raises(DtlibError, match="only one axis can be -1"):
+        world.mesh(data=-1, tensor=-1)
+    world.comm.barrier()  # nobody is left behind
+
+
+def test_the_grid_is_that_of_torch():
+    shape = shape_of({"data": 2, "pipe": -1, "tensor": 4}, 24)
+    assert shape == {"data": 2, "pipe": 3, "tensor": 4}
+    grid = torch.arange(24).reshape(2, 3, 4)  # as init_device_mesh lays them out
+    for rank in range(24):
+        place = coordinates_of(rank, shape)
+        assert grid[place["data"], place["pipe"], place["tensor"]] == rank == rank_of(place, shape)
+
+
+def test_solo_cannot_make_a_mesh():
+    from dtlib.mesh import Mesh
+
+    with pytest.raises(DtlibError, match="solo has none"):
+        Mesh(solo(0, 4), {"data": 4})

@@ -1,0 +1,27 @@
+import pytest
+
+from dtlib.lab import ring
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_the_ring_that_is_drawn_is_the_ring_that_runs(ranks):
+    steps = ring.steps(ranks)
+    everybody = tuple(range(ranks))
+    assert len(steps) == 2 * (ranks - 1) + 1
+    assert all(members == (rank,) for rank, parts in enumerate(steps[0].held) for members in parts)
+    assert all(members == everybody for parts in steps[-1].held for members in parts)
+    # After the reduce-scatter rank r has part r complete, and nothing else.
+    for rank, parts in enumerate(steps[ranks - 1].held):
+        assert [part for part, members in enumerate(parts) if members == everybody] == [rank]
+    for step in steps[:-1]:
+        assert [step.sends[rank] for rank in range(ranks)] == [(step.sends[0] + rank) % ranks for rank in range(ranks)]
+
+
+def test_the_picture_has_its_text(capsys, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "show", plt.close)
+    ring.show_all(3)
+    text = capsys.readouterr().out
+    assert text.splitlines()[3].split() == ["step", "0:", "reduce-scatter", "0", "0", "0", "[0]"]
+    assert text.splitlines()[-1].split() == ["2", *["0+1+2"] * 3]

@@ -1,0 +1,205 @@
+"""What goes wrong in a classroom ends in a sentence: never in a hang, never in nonsense."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+import dtlib
+from dtlib.errors import CommunicationError, WaitTimeout
+from dtlib.launch import start_ranks
+from dtlib.processes import Process, with_descendants
+from tests.ranks import on_ranks
+
+
+def verifying(world):
+    """The world's communicator as a notebook has it: fresh, with arguments compared and a short limit."""
+    dtlib.reset()
+    world.comm.barrier()
+    world.comm.verify, world.comm.time_limit = True, 1
+    return world.comm
+
+
+def back_to_work(world):
+    """What a learner does next."""
+    world.comm.time_limit = None  # others may still be waiting in vain
+    dtlib.reset()
+    world.comm.verify = False
+    assert world.comm.all_reduce(torch.ones(1)).item() == world.size
+
+
+DISAGREEMENTS = {
+    "operation": lambda comm, odd: comm.all_reduce(torch.ones(4), "max" if odd else "sum"),
+    "shape": lambda comm, odd: comm.all_reduce(torch.ones(5 if odd else 4)),
+    "dtype": lambda comm, odd: comm.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
+    "root": lambda comm, odd: comm.broadcast(torch.ones(4), root=1 if odd else 0),
+    "verb": lambda comm, odd: comm.barrier() if odd else comm.all_reduce(torch.ones(4)),
+    "algorithm": lambda comm, odd: comm.all_reduce(torch.ones(4), algorithm="tree" if odd else "ring"),
+    "async": lambda comm, odd: comm.all_reduce(torch.ones(4 + odd), async_op=True).wait(),
+}
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_are_told_both_sides_and_their_lines(world, what):
+    comm = verifying(world)
+    comm.barrier()
+    odd = world.rank == world.size - 1
+    with pytest.raises(CommunicationError, match=r"The ranks do not call the same: .*; rank \d calls") as raised:
+        DISAGREEMENTS[what](comm, odd)
+    assert "test_safety.py:" in str(raised.value)
+    said = str(raised.value)
+    with pytest.raises(CommunicationError, match=r"call dtlib.reset\(\) on all ranks"):
+        comm.barrier()
+    back_to_work(world)
+    assert len(set(world.comm.all_gather_object(said))) == 1
+
+
+@on_ranks(3)
+def test_an_order_that_differs_is_found_at_the_first_call(world):
+    comm = verifying(world)
+    first, second = (comm.barrier, lambda: comm.broadcast(torch.ones(2)))
+    with pytest.raises(CommunicationError, match=r"barrier.*broadcast|broadcast.*barrier"):
+        for verb in (second, first) if world.rank == 2 else (first, second):
+            verb()
+    back_to_work(world)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("sent,received", [((4,), (2, 2)), ((2,), (4,)), ((4,), (2,))])
+def test_a_message_that_its_receiver_did_not_expect_is_refused_with_both_lines(world, sent, received):
+    comm = verifying(world)
+    if world.rank == 0:
+        comm.send(torch.ones(sent), 1)
+    if world.rank == 1:
+        with pytest.raises(
+            CommunicationError, match=r"Rank 0 sends \(.*test_safety.py.* rank 1 receives \(.*test_safe"
+        ):
+            comm.recv(torch.ones(received), 0)
+    back_to_work(world)
+
+
+@on_ranks(2)
+def test_bytes_of_another_type_are_refused_where_arguments_are_compared(world):
+    comm = verifying(world)
+    if world.rank == 0:
+        comm.send(torch.ones(4), 1)
+    else:
+        with pytest.raises(CommunicationError, match=r"sends \(4,\) float32.*receives \(4,\) int32"):
+            comm.recv(torch.ones(4, dtype=torch.int32), 0)
+    back_to_work(world)
+
+
+@on_ranks(3, 4)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
+    comm = verifying(world)
+    comm.verify = verify
+    comm.barrier()
+    if world.rank == 1:
+        time.sleep(1.5)
+    else:
+        with pytest.raises(
+            WaitTimeout, match=r"Waited 1 s in all_reduce.*: rank 1 has not come; it last finished barr"
+        ):
+            comm.all_reduce(torch.ones(3))
+    back_to_work(world)
+
+
+@on_ranks(3)
+def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
+    comm = verifying(world)
+    comm.broadcast(torch.ones(1), root=1)
+    if world.rank == 2:
+        with pytest.raises(CommunicationError, match="no op 'median'"):
+            comm.all_reduce(torch.ones(3), "median")
+        time.sleep(1.5)
+    else:
+        with pytest.raises(WaitTimeout, match=r": rank 2 has not come; it last finished broadcast\(from rank 1\)"):
+            comm.all_reduce(torch.ones(3))
+    back_to_work(world)
+
+
+@on_ranks(3)
+def test_another_verb_without_comparison_ends_in_a_sentence_too(world):
+    comm = verifying(world)
+    comm.verify = False
+    with pytest.raises(WaitTimeout, match=r"they wait for one another: .*recv.*rank|rank . (has|raised|waited)"):
+        if world.rank == 0:
+            comm.recv(torch.ones(1), 1)
+        else:
+            comm.barrier()
+    back_to_work(world)
+
+
+@on_ranks(3)
+def test_two_receives_that_face_each_other_are_called_a_circle(world):
+    comm = verifying(world)
+    if world.rank < 2:
+        with pytest.raises(WaitTimeout, match=r"they wait for one another: rank 0 in recv.*, rank 1 in recv"):
+            comm.recv(torch.ones(1), 1 - world.rank)
+    back_to_work(world)
+
+
+@on_ranks(2)
+def test_an_interrupt_ends_a_wait(world):
+    comm = verifying(world)
+    comm.time_limit = 30
+    if world.rank == 0:
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(torch.ones(10**6))
+        assert time.monotonic() - began < 10
+        signal.signal(signal.SIGINT, previous)
+    else:
+        time.sleep(1)
+    back_to_work(world)
+
+
+@on_ranks(4)
+def test_ranks_that_wait_leave_the_cores_to_others(world):
+    comm = verifying(world)
+    comm.time_limit = None
+    used = time.process_time()
+    if world.rank == 0:
+        time.sleep(4)
+        used = time.process_time()
+    comm.barrier()
+    # The issue's bound, 5 % of a core for four ranks, in CPU time; one of them sleeps here.
+    everybodys = sum(world.comm.all_gather_object(time.process_time() - used))
+    assert everybodys < 0.05 * 4
+    back_to_work(world)
+
+
+PROGRAM = """
+import os, signal, sys, time, torch, dtlib
+world = dtlib.init()
+world.comm.barrier()
+if world.rank == 1:
+    {what}
+world.comm.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("what,said", [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 with PID"),
+    ("raise ValueError('no data')", "ValueError: no data"),
+])  # fmt: skip
+def test_a_program_whose_rank_is_killed_or_raises_ends_and_leaves_nothing(tmp_path, what, said):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(what=what))
+    started = start_ranks([str(script)], 3, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    family = set()
+    while started.poll() is None:
+        family.update(with_descendants(Process.of(started.pid)))
+        time.sleep(0.05)
+    output = started.stdout.read()
+    assert started.returncode != 0
+    assert said in output, output
+    assert not [process for process in family if process.find()]

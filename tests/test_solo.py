@@ -1,0 +1,97 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from dtlib.comm import solo
+from dtlib.comm.recorder import recording
+from dtlib.errors import CommunicationError
+from tests.ranks import on_ranks
+
+
+def sent(call):
+    """Messages and bytes of one verb."""
+    with recording() as events:
+        call()
+    assert all(event.simulated and event.end is not None for event in events)
+    return sum(event.messages for event in events), sum(event.bytes for event in events)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 63])
+def test_a_ring_sends_the_bytes_of_the_formulas(rank):
+    comm, size, count = solo(rank, 64), 64, 64 * 100
+    whole, part = torch.ones(count), torch.ones(count // size)
+    assert sent(lambda: comm.all_reduce(whole, algorithm="ring")) == (2 * 63, 2 * whole.nbytes * (size - 1) // size)
+    assert sent(lambda: comm.all_gather(whole, part)) == (63, whole.nbytes * (size - 1) // size)
+    assert sent(lambda: comm.reduce_scatter(part, whole)) == (63, whole.nbytes * (size - 1) // size)
+    assert sent(lambda: comm.all_to_all(torch.ones(count), whole)) == (63, whole.nbytes * (size - 1) // size)
+    assert sent(comm.barrier) == (6, 0)  # log2 of 64 rounds
+
+
+@on_ranks(1, 2, 3, 4)
+def test_it_counts_what_a_real_rank_counts(world):
+    count = 12 * world.size + 5
+    root = world.size - 1
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+    def verbs(comm):
+        whole, part = torch.ones(12 * comm.size), torch.ones(12)
+        comm.all_reduce(torch.ones(count), algorithm="ring")
+        comm.all_reduce(torch.ones(count), "max")
+        comm.all_reduce(torch.ones(count, dtype=torch.bfloat16), algorithm="naive")
+        comm.broadcast(torch.ones(count), root)
+        comm.reduce(torch.ones(count), root)
+        comm.scatter(part, whole, root)
+        comm.gather(whole, part, root)
+        comm.reduce_scatter(part, whole)
+        comm.all_gather(whole, part)
+        comm.all_to_all(torch.ones(12 * comm.size), whole)
+        comm.broadcast_object({"text": "x" * 100}, root)
+        comm.all_gather_object({"text": "x" * 100})
+        handle = comm.send(part, right, async_op=True)
+        comm.recv(part, left)
+        handle.wait()
+
+    with recording() as real:
+        verbs(world.comm)
+    with recording() as simulated:
+        verbs(solo(world.rank, world.size))
+    waits = [event for event in real if event.kind == "wait"]
+    assert len(waits) == 1 and not any(event.simulated for event in real)
+    assert [(e.kind, e.what, e.messages, e.bytes) for e in simulated] == [
+        (e.kind, e.what, e.messages, e.bytes) for e in real
+    ]
+
+
+def test_it_says_that_it_is_simulated_and_checks_as_the_real_one_does():
+    comm = solo(2, 4)
+    assert (comm.rank, comm.size, comm.simulated) == (2, 4, True)
+    assert repr(comm) == "SoloCommunicator(rank=2, size=4, simulated)"
+    received = comm.recv(torch.ones(3), source=1, async_op=True)
+    assert received.wait().tolist() == [0, 0, 0] and received.done()
+    assert comm.all_gather(np.zeros(4), np.ones(1)).tolist() == [0, 0, 1, 0]
+    assert comm.all_gather_object("mine") == ["mine"] * 4 and comm.broadcast_object("mine", 3) == "mine"
+    for call, words in {
+        (lambda: comm.all_reduce(torch.ones(2, dtype=torch.bool))): "does not take bool",
+        (lambda: comm.broadcast(torch.ones(2), root=4)): "0 to 3",
+        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "4 times the elements",
+        (lambda: comm.all_reduce(torch.ones(2), algorithm="mpi")): "without: leave algorithm= out",
+        (lambda: comm.split(0)): "solo has none",
+        (lambda: solo(4, 4)): r"solo\(rank=4, size=4\)",
+        (lambda: solo(0, 0)): "size=0",
+    }.items():
+        with pytest.raises(CommunicationError, match=words):
+            call()
+
+
+def test_it_needs_no_mpi():
+    program = (
+        "import sys; sys.modules['mpi4py'] = None\n"  # an import of it raises
+        "import torch; from dtlib.comm import solo\n"
+        "comm = solo(0, 8); comm.all_reduce(torch.ones(8)); comm.barrier(); comm.all_gather_object(1)\n"
+        "comm.recv(torch.ones(2), 1)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,88 @@
+import json
+import time
+
+import pytest
+import torch
+
+import dtlib
+from dtlib.comm.recorder import Event
+from dtlib.timeline import Timeline, Trace, clock_offset
+from tests.ranks import on_ranks
+
+
+@on_ranks(1, 2, 3, 4)
+def test_a_trace_counts_the_messages_and_payload_bytes_of_the_ring(world):
+    tensor = torch.ones(120)
+    with dtlib.trace() as trace:
+        world.comm.all_reduce(tensor, algorithm="ring")
+        world.comm.barrier()
+    # Reduce-scatter and all-gather: N-1 messages each, of a part of the array.
+    steps = world.size - 1
+    assert trace.sent("all_reduce") == (2 * steps, 2 * tensor.nbytes * steps // world.size)
+    assert trace.sent("barrier")[1] == 0
+    world.comm.all_reduce(tensor)  # not recorded
+    assert len(trace.events) == 2
+    reduced = trace.events[0]
+    assert reduced.what == "all_reduce(sum, ring) of (120,) float32"
+    assert 'world.comm.all_reduce(tensor, algorithm="ring")' in reduced.where and "test_timeline.py" in reduced.where
+    assert reduced.start <= reduced.end and reduced.lane == "main"
+
+
+@on_ranks(2)
+def test_an_asynchronous_verb_and_the_wait_for_it_have_lanes_of_their_own(world):
+    with dtlib.trace() as trace:
+        handle = world.comm.all_reduce(torch.ones(10), async_op=True)
+        with dtlib.phase("compute"):
+            time.sleep(0.01)
+        handle.wait()
+    assert [(event.kind, event.name, event.lane) for event in trace.events] == [
+        ("verb", "all_reduce", "background"),
+        ("phase", "compute", "main"),
+        ("wait", "all_reduce", "main"),
+    ]
+    assert all(event.end is not None for event in trace.events)
+
+
+@on_ranks(2, 3)
+def test_a_timeline_has_all_ranks_and_opens_in_perfetto(world):
+    import tempfile
+
+    with dtlib.trace() as trace:
+        world.comm.all_reduce(torch.ones(8))
+    timeline = trace.gather()
+    assert timeline.ranks == list(range(world.size))
+    assert sorted(event.rank for event in timeline.events) == timeline.ranks
+    assert min(event.start for event in timeline.events) == 0
+    # They took part in the same exchange, so on one clock they overlap.
+    assert max(event.start for event in timeline.events) <= min(event.end for event in timeline.events)
+    with tempfile.NamedTemporaryFile("r") as file:
+        timeline.save(file.name)
+        rows = json.load(file)["traceEvents"]
+    verbs = [row for row in rows if row["ph"] == "X"]
+    assert {row["pid"] for row in verbs} == set(range(world.size))
+    assert all(row["dur"] > 0 and row["name"] == "all_reduce" for row in verbs)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("ahead", [0.0, 12.5])
+def test_clocks_of_different_machines_are_compared(world, ahead):
+    def clock():
+        return time.monotonic() + ahead * world.rank
+
+    # The bound is half a round trip on a busy machine, far below the shift that must be found.
+    assert clock_offset(world.comm, clock) == pytest.approx(-ahead * world.rank, abs=0.5)
+
+
+def test_what_never_ended_stays_open():
+    traces = [Trace(0, 0.0, [Event(0, "verb", "barrier", 5.0)]), Trace(1, 1.0, [Event(1, "verb", "send", 4.0, 4.5)])]
+    timeline = Timeline(traces)
+    assert [(event.rank, event.start, event.end) for event in timeline.events] == [(0, 0.0, None), (1, 0.0, 0.5)]
+    assert timeline.end == 0.5
+
+
+@on_ranks(2)
+def test_an_emulated_network_is_labelled(world):
+    slow = world.comm.emulate_network(latency=0.001, bandwidth=1e9)
+    with dtlib.trace() as trace:
+        slow.all_reduce(torch.ones(1))
+    assert trace.gather().emulated

@@ -1,0 +1,66 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+TELL = """
+import sys
+import torch
+from torch import distributed as dist
+if "mine" in sys.argv:
+    dist.init_process_group("gloo")
+import dtlib
+world = dtlib.init()
+assert dtlib.init() is world and dist.is_initialized()
+assert (world.node, world.nodes, world.local_rank) == (0, 1, world.rank), world
+assert type(world.comm).__name__ == "ProcessGroupCommunicator"
+assert "mpi4py.MPI" not in sys.modules
+total = world.comm.all_reduce(torch.tensor([world.rank + 1.0])).item()
+before = world.comm
+assert dtlib.reset() is world and world.comm is not before
+assert world.comm.all_reduce(torch.ones(1), "mean").item() == 1
+assert world.mesh(data=-1)["data"].all_gather_object(world.rank) == list(range(world.size))
+dist.all_reduce(torch.ones(1), group=world.comm.group)  # torch's own functions know the group
+with dtlib.trace() as trace:
+    world.comm.all_reduce(torch.ones(10))
+assert trace.sent() == (0, 40)
+text = f"rank {world.rank} of {world.size} on {world.device}: {total:.0f}"
+texts = world.comm.all_gather_object(text)
+if world.rank == 0:
+    print("\\n".join(texts))
+"""
+
+FAIL = """
+import dtlib, torch
+world = dtlib.init()
+if world.rank == 1:
+    world.comm.all_reduce(3)
+world.comm.barrier()
+"""
+
+
+def torchrun(script, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=env)
+
+
+@pytest.mark.parametrize("group", ["ours", "mine"])
+def test_a_world_under_torchrun(tmp_path, group):
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    ran = torchrun(script, group)
+    assert ran.returncode == 0, ran.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2 on" in ran.stdout
+    assert ran.stdout.count(": 3") == 2
+    assert "Traceback" not in ran.stderr and "destroy_process_group" not in ran.stderr
+
+
+def test_an_error_on_one_rank_under_torchrun_ends_all(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text(FAIL)
+    ran = torchrun(script)
+    assert ran.returncode != 0
+    assert "CommunicationError: all_reduce carries a torch tensor" in ran.stderr

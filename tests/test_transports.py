@@ -1,0 +1,336 @@
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from dtlib.comm import Communicator, as_communicator
+from dtlib.comm.recorder import recording
+from dtlib.errors import CommunicationError, WaitTimeout
+from tests.ranks import on_ranks
+
+SIZES = (1, 2, 3, 4)
+_group = None
+
+
+def on_gloo(world):
+    """A communicator on a gloo group of all ranks, without a fixed port; one for all tests of a world."""
+    global _group
+    if _group is None:
+        from dtlib.comm.process_group import ProcessGroupCommunicator, make_group
+
+        store = None
+        if world.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port = world.comm.broadcast_object(store.port if store else None)
+        store = store or dist.TCPStore("127.0.0.1", port, None, False)
+        _group = ProcessGroupCommunicator(make_group({"cpu": "gloo"}, store, world.rank, world.size), store=store)
+    return _group
+
+
+def values_of(rank, count, dtype):
+    return (torch.arange(count) * 3 + rank + 1).to(dtype)
+
+
+@on_ranks(*SIZES)
+def test_a_process_group_reduces_every_type_as_the_table_says(world):
+    from dtlib.comm.types import ALLOWED
+
+    comm = on_gloo(world)
+    for name, allowed in ALLOWED.items():
+        dtype = getattr(torch, name)
+        for op in allowed:
+            for count in (0, 1, 4):
+                everyone = [values_of(rank, count * comm.size, dtype) for rank in range(comm.size)]
+
+                # MPI's verbs are the reference: they are tested against numpy.
+                expected = world.comm.all_reduce(everyone[comm.rank].clone(), op)
+                mine = everyone[comm.rank].clone()
+                assert comm.all_reduce(mine, op) is mine
+                torch.testing.assert_close(mine, expected, rtol=2e-2 if "float16" in name else 1e-6, atol=0)
+                root = comm.size - 1
+                mine = everyone[comm.rank].clone()
+                comm.reduce(mine, root, op)
+                kept = expected if comm.rank == root else everyone[comm.rank]
+                torch.testing.assert_close(mine, kept, rtol=2e-2 if "float16" in name else 1e-6, atol=0)
+                mine, out = everyone[comm.rank].clone(), torch.zeros(count, dtype=dtype)
+                assert comm.reduce_scatter(out, mine, op) is out
+                part = expected[comm.rank * count : (comm.rank + 1) * count]
+                torch.testing.assert_close(out, part, rtol=2e-2 if "float16" in name else 1e-6, atol=0)
+                assert torch.equal(mine, everyone[comm.rank])
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["uint64", "uint32", "uint16", "int16", "int8"])
+def test_integers_at_their_limits_compare_and_wrap_around(world, dtype):
+    comm, dtype = on_gloo(world), np.dtype(dtype)
+    limits = np.iinfo(dtype)
+    mine = np.array([limits.max if world.rank == 0 else 1, limits.min if world.rank == 0 else 1], dtype=dtype)
+    for op in ("max", "min", "sum", "prod"):
+        np.testing.assert_array_equal(comm.all_reduce(mine.copy(), op), world.comm.all_reduce(mine.copy(), op))
+
+
+@on_ranks(*SIZES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "int64", "uint16"])
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_process_group_moves_every_type(world, dtype, count):
+    comm, dtype = on_gloo(world), getattr(torch, dtype)
+    root = comm.size - 1
+    mine = values_of(comm.rank, count, dtype)
+    assert torch.equal(comm.broadcast(mine.clone(), root), values_of(root, count, dtype))
+    out = torch.zeros(comm.size, count, dtype=dtype)
+    assert comm.all_gather(out, mine) is out
+    assert torch.equal(out, torch.stack([values_of(rank, count, dtype) for rank in range(comm.size)]))
+    whole, part = values_of(7, count * comm.size, dtype), torch.zeros(count, dtype=dtype)
+    comm.scatter(part, whole if comm.rank == root else None, root)
+    assert torch.equal(part, whole.reshape(comm.size, count)[comm.rank])
+    back = torch.zeros_like(whole) if comm.rank == root else None
+    assert comm.gather(back, part, root) is back
+    assert comm.rank != root or torch.equal(back, whole)
+    mine, out = values_of(comm.rank, count * comm.size, dtype), torch.zeros(count * comm.size, dtype=dtype)
+    comm.all_to_all(out, mine)
+    here = slice(count * comm.rank, count * (comm.rank + 1))
+    assert torch.equal(out, torch.cat([values_of(r, count * comm.size, dtype)[here] for r in range(comm.size)]))
+    if comm.size > 1:
+        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        mine = values_of(comm.rank, count, dtype)
+        sending = comm.send(mine, right, tag=3, async_op=True)
+        assert torch.equal(comm.recv(torch.zeros(count, dtype=dtype), left, tag=3), values_of(left, count, dtype))
+        assert sending.wait() is mine and sending.done()
+
+
+@on_ranks(2, 3)
+def test_what_is_not_contiguous_is_changed_in_place_on_a_process_group(world):
+    comm = on_gloo(world)
+    table = torch.zeros(4, 6)
+    table[:, 2] = world.rank + 1
+    comm.all_reduce(table[:, 2])
+    expected = torch.zeros(4, 6)
+    expected[:, 2] = sum(range(1, world.size + 1))
+    assert torch.equal(table, expected)
+    every_other = np.zeros(8)[::2]
+    every_other += world.rank
+    assert comm.broadcast(every_other, root=1).tolist() == [1, 1, 1, 1]
+    table = torch.zeros(world.size, 2, 2).transpose(0, 2)
+    comm.all_gather(table, torch.full((4,), float(world.rank)))
+    assert table.flatten().tolist() == [float(rank) for rank in range(world.size) for _ in range(4)]
+    parameter = torch.nn.Parameter(torch.full((3,), float(world.rank)))
+    assert comm.all_reduce(parameter, "mean") is parameter
+    assert parameter.tolist() == [(world.size - 1) / 2] * 3
+
+
+@on_ranks(2, 3)
+def test_asynchronous_verbs_on_a_process_group(world):
+    import time
+
+    comm = on_gloo(world)
+    tensors = [torch.full((100,), float(world.rank + i)) for i in range(8)]
+    handles = [comm.all_reduce(tensor, "mean", async_op=True) for tensor in tensors]
+    deadline = time.monotonic() + 20
+    while not handles[-1].done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for i, (handle, tensor) in enumerate(zip(handles, tensors, strict=True)):
+        assert handle.wait() is tensor and handle.wait() is tensor and handle.done()
+        torch.testing.assert_close(tensor, torch.full((100,), (world.size - 1) / 2 + i))
+    comm.barrier(async_op=True).wait()
+
+
+@on_ranks(3, 4)
+def test_a_process_group_splits_and_carries_objects(world):
+    comm = on_gloo(world)
+    half = comm.split(world.rank % 2, key=-world.rank)
+    members = [rank for rank in range(world.size) if rank % 2 == world.rank % 2][::-1]
+    assert (half.size, half.rank) == (len(members), members.index(world.rank))
+    assert half.all_reduce(torch.tensor(world.rank)).item() == sum(members)
+    assert half.all_gather_object({"rank": world.rank})[0] == {"rank": members[0]}
+    assert (comm.split(0 if world.rank else None) is None) == (world.rank == 0)
+    assert comm.broadcast_object("x" * 1000 * world.rank, root=2) == "x" * 2000
+    for _ in range(5):
+        comm.split(0)  # thrown away by some while others still connect
+    again = half.split(0)  # a split of a split, and the same colors once more
+    assert again.all_reduce(torch.ones(1)).item() == half.size
+    from dtlib.mesh import Mesh
+
+    assert Mesh(comm, {"data": -1})["data"].all_gather_object(world.rank) == list(range(world.size))
+
+
+@on_ranks(1, 2, 3, 4)
+def test_a_process_group_records_the_bytes_of_the_ring(world):
+    def verbs(comm):
+        whole, part = torch.ones(12 * comm.size), torch.ones(12)
+        comm.all_reduce(whole, algorithm=None if comm is not world.comm else "ring")
+        comm.reduce_scatter(part, whole)
+        comm.all_gather(whole, part)
+        comm.all_to_all(torch.ones(12 * comm.size), whole)
+        comm.scatter(part, whole, 0)
+        comm.gather(whole, part, 0)
+        comm.barrier()
+
+    comm = on_gloo(world)
+    with recording() as ours:
+        verbs(world.comm)
+    with recording() as events:
+        verbs(comm)
+    assert [(event.name, event.what, event.bytes) for event in events] == [
+        (event.name, event.what.replace("sum, ring", "sum"), event.bytes) for event in ours
+    ]
+    assert all(event.messages == 0 and event.end is not None for event in events)
+    assert "comm.all_reduce(whole" in events[0].where
+
+
+@on_ranks(2)
+def test_what_a_process_group_cannot_carry_is_refused_before_anything_is_sent(world):
+    comm = on_gloo(world)
+    ints = torch.ones(2, dtype=torch.int64)
+    for call, words in {
+        (lambda: comm.all_reduce(ints, "average")): "no op 'average'",
+        (lambda: comm.all_reduce(ints, "mean")): "would round",
+        (lambda: comm.all_reduce(torch.ones(2, dtype=torch.bool))): "does not take bool",
+        (lambda: comm.broadcast(torch.ones(2, dtype=torch.complex64))): "does not carry complex64",
+        (lambda: comm.all_reduce(ints, algorithm="ring")): "chooses for itself",
+        (lambda: comm.all_reduce(3)): "torch.tensor",
+        (lambda: comm.all_reduce(np.frombuffer(b"12345678", dtype=np.int64))): "read-only",
+        (lambda: comm.broadcast(ints, root=2)): "0 to 1",
+        (lambda: comm.send(ints, dest=-1)): "dest=-1",
+        (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times the elements",
+        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal parts",
+        (lambda: comm.all_reduce(torch.ones(2, device="meta"))): "meta",
+    }.items():
+        with pytest.raises(CommunicationError, match=words):
+            call()
+    comm.barrier()
+
+
+@on_ranks(2)
+def test_a_wait_on_a_process_group_ends_with_its_limit(world):
+    comm = on_gloo(world).split(0)
+    if world.rank == 0:
+        comm.time_limit = 0.2
+        with pytest.raises(WaitTimeout, match=r"Waited 0.2 s in all_reduce\(sum\) of \(4,\) float32: another rank"):
+            comm.all_reduce(torch.ones(4))
+        with pytest.raises(CommunicationError, match="was interrupted in all_reduce"):
+            comm.barrier()
+    world.comm.barrier()
+    on_gloo(world).barrier()
+
+
+@on_ranks(2)
+def test_ctrl_c_ends_a_wait_on_gloo(world):
+    import os
+    import signal
+    import threading
+    import time
+
+    comm = on_gloo(world).split(0)
+    if world.rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(torch.ones(4))
+        assert time.monotonic() - began < 10  # the group itself would wait for 30 minutes
+        with pytest.raises(CommunicationError, match=r"was interrupted in all_reduce.*or make a new process group"):
+            comm.all_reduce(torch.ones(4))
+    world.comm.barrier()
+    on_gloo(world).barrier()
+
+
+@on_ranks(2)
+def test_any_communicator_is_taken(world):
+    from mpi4py import MPI
+
+    assert as_communicator(world.comm) is world.comm
+    assert as_communicator(on_gloo(world)) is on_gloo(world)
+    wrapped = as_communicator(MPI.COMM_WORLD)
+    assert isinstance(wrapped, Communicator) and wrapped.all_reduce(torch.ones(1)).item() == 2
+    wrapped = as_communicator(on_gloo(world).group)
+    assert wrapped.all_reduce(torch.ones(1)).item() == 2
+    assert wrapped.split(0, key=-world.rank).rank == 1 - world.rank
+    for wrong in (None, "world", 3, MPI.COMM_NULL):
+        with pytest.raises(CommunicationError, match="is no communicator: pass"):
+            as_communicator(wrong)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the CPU that says it is not, to take the way of those that are not."""
+
+    is_cpu = property(lambda self: False)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
+    from dtlib.comm import gpu
+
+    def elsewhere(tensor):
+        return tensor.to(getattr(torch, dtype)).as_subclass(Elsewhere)
+
+    comm, size, rank = world.comm, world.size, world.rank
+    mine = elsewhere(torch.full((4,), float(rank)))
+    with pytest.raises(CommunicationError, match="carries tensors on the CPU or a CUDA device and this one is on"):
+        comm.broadcast(mine)
+    before, gpu.STAGED = gpu.STAGED, ("cpu",)
+    try:
+        handle = comm.all_reduce(mine, "max", async_op=True)
+        assert handle.wait() is mine and mine.tolist() == [min(size - 1, 1) if dtype == "bool" else size - 1] * 4
+        table = elsewhere(torch.zeros(3, 2)).T  # not contiguous
+        assert comm.broadcast(table if rank else table.fill_(1)).tolist() == [[1] * 3] * 2
+        out = elsewhere(torch.zeros(size, 2))
+        comm.all_gather(out, elsewhere(torch.full((2,), float(rank == 1))))
+        assert out.tolist() == [[float(other == 1)] * 2 for other in range(size)]
+        part = elsewhere(torch.zeros(2))
+        comm.reduce_scatter(part, out, "max")
+        assert part.tolist() == [float(rank == 1)] * 2
+        comm.scatter(part, elsewhere(torch.eye(size)[:, :1].repeat(1, 2)) if rank == 0 else None)
+        assert part.tolist() == [float(rank == 0)] * 2
+        back = comm.gather(elsewhere(torch.zeros(size, 2)) if rank == 0 else None, part)
+        assert rank or back[:, 0].tolist() == [1.0] + [0.0] * (size - 1)
+        kept = elsewhere(torch.full((2,), float(rank == 1)))
+        comm.reduce(kept, 0, "max")
+        assert kept.tolist() == [float(rank < 2)] * 2
+        exchanged = comm.all_to_all(elsewhere(torch.zeros(size)), elsewhere(torch.full((size,), float(rank == 1))))
+        assert exchanged.tolist() == [float(other == 1) for other in range(size)]
+        sending = comm.send(kept, (rank + 1) % size, async_op=True)
+        received = comm.recv(elsewhere(torch.zeros(2)), (rank - 1) % size)
+        assert received.tolist() == [float((rank - 1) % size < 2)] * 2 and sending.wait() is kept
+    finally:
+        gpu.STAGED = before
+
+
+def test_nccl_needs_a_gpu_for_each_rank():
+    from dtlib.comm.gpu import each_has_its_own
+
+    assert each_has_its_own([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-0")])
+    assert not each_has_its_own([("a", "GPU-0"), ("a", "GPU-0")])
+    assert not each_has_its_own([("a", "GPU-0"), ("a", None)])
+
+
+@on_ranks(2, 3)
+def test_a_store_without_a_fixed_port(world):
+    from dtlib.comm.gpu import shared_store
+
+    store = shared_store(world.comm, same_host=True)
+    store.set(f"rank {world.rank}", b"here")
+    store.wait([f"rank {rank}" for rank in range(world.size)])
+    world.comm.barrier()  # rank 0 holds the store
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2)
+def test_cuda_tensors_travel(world):
+    comm, size, device = world.comm, world.size, world.device
+    mine = torch.full((1000,), float(world.rank), device=device)
+    for algorithm in (None, "ring"):  # NCCL where each rank has its own GPU; host memory
+        summed = comm.all_reduce(mine.clone(), algorithm=algorithm)
+        assert summed.device == device and (summed == sum(range(size))).all()
+        gathered = comm.all_gather(torch.zeros(size, 1000, device=device), mine, algorithm=algorithm)
+        assert gathered[:, 0].tolist() == list(range(size))
+    assert (comm._nccl is not False) == (size <= torch.cuda.device_count())
+    handle = comm.all_reduce(mine, "mean", async_op=True)
+    assert handle.wait() is mine and mine[0].item() == (size - 1) / 2
+    part = comm.reduce_scatter(torch.zeros(2, device=device), torch.ones(2 * size, device=device))
+    assert part.tolist() == [size] * 2
+    column = torch.zeros(4, 6, device=device)[:, 2]
+    assert comm.broadcast(column.fill_(world.rank), root=size - 1).tolist() == [size - 1] * 4
+    if size > 1:
+        sending = comm.send(mine, 1 - world.rank, async_op=True)
+        assert comm.recv(torch.zeros(1000, device=device), 1 - world.rank)[0].item() == (size - 1) / 2
+        sending.wait()
