@@ -2,8 +2,11 @@ import pytest
 
 from dtlib import pi
 from dtlib.lab.checks import Verdict, judge_on_this_rank, predict
-from dtlib.lab.exercises import EXERCISES, pi_wrong, start_wrong
+from dtlib.lab.exercises import EXERCISES, collectives_wrong, data_parallel_wrong, pi_wrong, start_wrong
+from dtlib.lab.exercises.hangs import HANGS
+from tests.conftest import ROOT
 from tests.ranks import on_ranks
+from tests.test_large_batches import RIGHT_RATES
 
 
 @on_ranks(2, 3)
@@ -46,6 +49,16 @@ def estimate_right(points, comm):
     return 4 * comm.all_reduce(inside).item() / points
 
 
+EXPLAINED = {number: hang.culprits[0] for number, hang in HANGS.items()}
+
+
+def ring_by_split(comm, tensor):
+    """The ring of the lecture."""
+    import torch
+
+    return collectives_wrong.ring(comm, tensor, torch.tensor_split(tensor, comm.size))
+
+
 @on_ranks(1, 2, 3, 4)
 def test_right_answers_pass(world):
     import torch
@@ -53,10 +66,343 @@ def test_right_answers_pass(world):
     total = torch.tensor([world.rank])
     world.comm.all_reduce(total)
     answers = {"total": total, "count_my_points": count_right, "estimate_pi": estimate_right}
+    answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
+    answers |= {"average_with_hooks": hooks_right, "MyDataParallel": data_parallel_wrong.Right, "golf": golf_right}
+    answers |= RIGHT_RATES
     for exercise in EXERCISES:
         verdict = judge_on_this_rank(exercise, answers)
         assert verdict.passed, verdict.text()
     assert judge_on_this_rank("pi-streams", {"count_my_points": count_right_with_own_kernel}).passed
+
+
+def rejected_ring(ranks, exercise, answer):
+    """Judge a wrong answer, and compare with the mistake that is shown on so many ranks, if one is."""
+    function = getattr(collectives_wrong, answer)
+    mistake, from_ranks = collectives_wrong.WRONG[exercise][function]
+    if ranks < from_ranks:
+        mistake = collectives_wrong.ON_TWO_RANKS.get(function)
+    if mistake is not None:
+        verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: function})
+        assert verdict.mistake == mistake, verdict.text()
+        assert verdict.hints
+        assert verdict.judged.startswith(f"def {answer}(")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("exercise,answer", [
+    pytest.param(exercise, answer.__name__, id=answer.__name__)
+    for exercise, answers in collectives_wrong.WRONG.items() for answer in answers
+])  # fmt: skip
+def test_each_wrong_ring_is_rejected_for_its_own_reason(world, exercise, answer):
+    rejected_ring(world.size, exercise, answer)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("answer", [
+    "straight_to_the_owner", "everything_to_rank_0", "off_by_one_part", "garbage_with_the_right_messages",
+])  # fmt: skip
+def test_wrong_rings_on_four_ranks(world, answer):
+    rejected_ring(4, "ring-build", answer)
+
+
+def ring_to_the_left(comm, tensor):
+    """The other way round, parts as torch.chunk makes them (fewer than ranks, if it so happens), numpy's views."""
+    import torch
+
+    share = -(-len(tensor) // comm.size)
+    parts = [tensor[share * p : share * (p + 1)].numpy() for p in range(comm.size)]
+    to, source = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    for step in range(2 * (comm.size - 1)):
+        outgoing, incoming = parts[(comm.rank + step) % comm.size], parts[(comm.rank + step + 1) % comm.size]
+        received = torch.empty(len(incoming), dtype=tensor.dtype)
+        arriving = comm.recv(received, source, async_op=True)
+        comm.send(outgoing.copy(), to, async_op=True)  # nobody waits for it
+        arriving.wait()
+        incoming[:] = received.numpy() + (incoming if step < comm.size - 1 else 0)
+
+
+def ring_with_padding(comm, tensor):
+    import torch
+
+    share = -(-len(tensor) // comm.size)
+    padded = torch.zeros(share * comm.size, dtype=tensor.dtype)
+    padded[: len(tensor)] = tensor
+    ring_by_split(comm, padded)
+    tensor.copy_(padded[: len(tensor)])
+
+
+def ring_with_a_long_last_part(comm, tensor):
+    share = len(tensor) // comm.size
+    parts = [tensor[share * p : share * (p + 1)] for p in range(comm.size - 1)]
+    return collectives_wrong.ring(comm, tensor, [*parts, tensor[share * (comm.size - 1) :]])
+
+
+def ring_without_empty_messages(comm, tensor):
+    """Even ranks send first, odd ones receive first (the last of an odd number waits a little), and blocks only."""
+    import torch
+
+    parts = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(2 * (comm.size - 1)):
+        reduces = step < comm.size - 1
+        number = (comm.rank - step - 1) % comm.size if reduces else (comm.rank - step + comm.size - 1) % comm.size
+        outgoing, incoming = parts[number], parts[(number - 1) % comm.size]
+        received = torch.zeros_like(incoming)
+
+        def send(outgoing=outgoing):
+            if len(outgoing):
+                comm.send(outgoing, right)
+
+        def recv(received=received):
+            if len(received):
+                comm.recv(received, left)
+
+        for act in (send, recv) if comm.rank % 2 == 0 else (recv, send):
+            act()
+        incoming.copy_(received + incoming if reduces else received)
+
+
+def ring_both_ways(comm, tensor):
+    """Half of it goes right, half left."""
+    half = len(tensor) // 2
+    ring_by_split(comm, tensor[:half])
+    ring_to_the_left(comm, tensor[half:])
+
+
+RINGS = [
+    ring_by_split, ring_to_the_left, ring_with_padding, ring_with_a_long_last_part, ring_without_empty_messages,
+    ring_both_ways,
+]  # fmt: skip
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("ring", [ring.__name__ for ring in RINGS])
+def test_every_right_ring_passes(world, ring):
+    verdict = judge_on_this_rank("ring-build", {"my_all_reduce": globals()[ring]})
+    assert verdict.passed, verdict.text()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", list(collectives_wrong.answers_to_hangs()))
+def test_wrong_explanations_of_hangs_are_rejected(world, case):
+    explained, mistake = collectives_wrong.answers_to_hangs()[case]
+    verdict = judge_on_this_rank("hangs", {"explained": explained})
+    assert verdict.mistake == mistake and verdict.hints
+
+
+@on_ranks(2)
+def test_hangs_may_be_explained_by_line_or_by_number(world):
+    lines = {
+        1: (2, "if comm.rank != 2:"),
+        2: (1, "line 3: batches = 3 if comm.rank == 1 else 4"),
+        3: [1, "comm.recv(theirs, other)  # both"],
+        4: (1, "recv(batch, 0, tag = 2)"),
+        5: (0, "100 // comm.rank"),
+    }
+    for explained in (EXPLAINED, lines, {n: (rank, f"{line}") for n, (rank, line) in EXPLAINED.items()}):
+        verdict = judge_on_this_rank("hangs", {"explained": explained})
+        assert verdict.passed, verdict.text()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("exercise,answer,mistake", [
+    pytest.param(exercise, answer.__name__, mistake, id=answer.__name__)
+    for exercise, answers in data_parallel_wrong.WRONG.items() for answer, mistake in answers.items()
+])  # fmt: skip
+def test_each_wrong_data_parallelism_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
+    function = getattr(data_parallel_wrong, answer)
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: function})
+    assert verdict.mistake == mistake, verdict.text()
+    assert verdict.hints
+    assert answer in verdict.judged
+
+
+def hooks_right(comm, module):
+    return data_parallel_wrong.with_hooks(comm, module, lambda p: comm.all_reduce(p.grad, op="mean"))
+
+
+def hooks_that_divide_afterwards(comm, module):
+    def act(parameter):
+        comm.all_reduce(parameter.grad)
+        parameter.grad /= comm.size
+
+    return data_parallel_wrong.with_hooks(comm, module, act)
+
+
+def hooks_that_return_the_average(comm, module):
+    """The older kind of hook, which gets a gradient and returns another."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        comm.broadcast(tensor)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: comm.all_reduce(gradient.clone(), op="mean"))
+
+
+class BucketsInForwardOrder(data_parallel_wrong.Right):
+    def parameters(self):
+        return super().parameters()[::-1]
+
+
+class BucketsOfTheLibrary(data_parallel_wrong.Right):
+    """The small first bucket of the library, under way all at once, and views instead of copies."""
+
+    def average_gradients(self, samples):
+        from dtlib.flat import FlatBuffer, buckets_of
+
+        weight, parameters, handles = self.weight(samples), self.parameters(), []
+        for numbers in buckets_of(parameters, self.bucket_bytes, self.bucket_bytes):
+            bucket = [parameters[number] for number in numbers]
+            buffer = FlatBuffer([parameter.shape for parameter in bucket], bucket[0].dtype)
+            for parameter, view in zip(bucket, buffer.views, strict=True):
+                view.copy_(parameter.grad * weight)
+                parameter.grad = view
+            handles.append(self.comm.all_reduce(buffer.flat, async_op=True))
+        for handle in handles:
+            handle.wait()
+
+
+class SamplesTravelAlong(data_parallel_wrong.Right):
+    """No message for the samples: each bucket carries them behind its gradients."""
+
+    def weight(self, samples):
+        self.samples = samples
+        return samples
+
+    def reduce(self, flat):
+        import torch
+
+        longer = torch.cat([flat, torch.tensor([float(self.samples)], dtype=flat.dtype)])
+        self.comm.all_reduce(longer)
+        flat.copy_(longer[:-1] / longer[-1])
+
+
+class MeanOfScaled(data_parallel_wrong.Right):
+    def weight(self, samples):
+        return super().weight(samples) * self.comm.size
+
+    def reduce(self, flat):
+        self.comm.all_reduce(flat, op="mean")
+
+
+def golf_right(comm, x, y):
+    from dtlib.lab.exercises.data_parallel import reference
+
+    return reference(comm, x, y)
+
+
+RIGHT_TO_LESSON_04 = {
+    "hook-mend": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
+    "buckets-build": (
+        data_parallel_wrong.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
+    ),
+}  # fmt: skip
+
+
+@on_ranks(1, 2, 3, 4)
+def test_every_right_data_parallelism_passes(world):
+    for exercise, answers in RIGHT_TO_LESSON_04.items():
+        for answer in answers:
+            verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
+            assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+
+
+@on_ranks(3)
+def test_byte_golf_tells_the_score(world):
+    verdict = judge_on_this_rank("byte-golf", {"golf": golf_right})
+    mine, par = [int(word.strip(".").replace(",", "")) for word in verdict.score.split() if word[:3].isdigit()]
+    assert mine == par == 40 * 2 * 2 * 2 * 2410  # steps, 2 (N-1) P, two bytes
+    assert verdict.score in verdict.text()
+
+
+@pytest.fixture
+def cells_with():
+    """``cells_with(text, version)``: the learner's or the solved cells of the exercises, without %%px."""
+    from dtlib.lab import build  # not on the ranks
+
+    def find(text, version, lesson="03_collectives"):
+        book = build.notebook(ROOT / "notebooks" / "source" / f"{lesson}_exercises.py", version)
+        sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
+        return [source.removeprefix("%%px\n") for source in sources if text in source]
+
+    return find
+
+
+@pytest.mark.parametrize("number", HANGS)
+def test_the_planted_hangs_are_those_of_the_notebook(number, cells_with):
+    assert cells_with(f"def hang_{number}(", "learner") == [HANGS[number].source.strip("\n")]
+
+
+@pytest.fixture
+def rings(cells_with):
+    """The stubs and solutions of lesson 03: exercise, source, and the mistake to be recognised."""
+    return [
+        (exercise, cells_with(f"def {EXERCISES[exercise].name}(", version)[0], expected)
+        for exercise, mistake in (("ring-mend", "incomplete"), ("ring-build", "nothing-done"))
+        for version, expected in (("learner", mistake), ("solved", ""))
+    ]
+
+
+@on_ranks(2, 3)
+def test_the_stubs_of_the_rings_are_wrong_and_their_solutions_right(world, rings):
+    import torch
+
+    for exercise, source, expected in rings:
+        names = {"torch": torch}
+        exec(source, names)
+        verdict = judge_on_this_rank(exercise, names)
+        assert verdict.mistake == expected, verdict.text()
+
+
+@pytest.fixture
+def cells_of_lesson_04(cells_with):
+    begins = {"hook-mend": "def average_with_hooks(", "buckets-build": "class My", "byte-golf": "def golf("}
+    return [
+        (exercise, cells_with(begins[exercise], *which)[0], expected)
+        for exercise, mistake in (
+            ("hook-mend", "parameter-reduced"), ("buckets-build", "not-broadcast"), ("byte-golf", "over-par")
+        )
+        for which, expected in ((("learner", LESSON_04), mistake), (("solved", LESSON_04), ""))
+    ]  # fmt: skip
+
+
+LESSON_04 = "04_data_parallel"
+
+
+@on_ranks(2, 3)
+def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells_of_lesson_04):
+    import torch
+
+    for exercise, source, expected in cells_of_lesson_04:
+        names = {
+            "torch": torch,
+            "digits": data_parallel_wrong.digits,
+            "cross_entropy": torch.nn.functional.cross_entropy,
+        }
+        exec(source, names)
+        verdict = judge_on_this_rank(exercise, names)
+        assert verdict.mistake == expected, verdict.text()
+
+
+@on_ranks(3)
+def test_each_planted_hang_ends_and_names_its_culprit(world):
+    import contextlib
+    import io
+
+    import torch
+
+    from dtlib.lab.exercises.hangs import watch
+
+    for number, hang in HANGS.items():
+        names = {"torch": torch}
+        exec(compile(hang.source.strip("\n"), "<hang>", "exec"), names)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            watch(names[f"hang_{number}"], seconds=0.5)
+        everything = world.comm.all_gather_object(said.getvalue())
+        assert any("Waited 0.5 s in" in text for text in everything), everything
+        culprits = {rank for rank, _ in hang.culprits}
+        waiting = [text for text in everything if "Waited" in text]
+        assert all(any(f"rank {culprit}" in text for culprit in culprits) for text in waiting), everything
 
 
 @on_ranks(2)

@@ -1,3 +1,4 @@
+import re
 import threading
 import time
 
@@ -97,7 +98,8 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert notebook.run("lab.check('first-sum')").endswith("Passed: first-sum.\n")
     said = notebook.run("%px from dtlib import lab; lab.check('first-sum')")
     assert said.startswith("rank 0 |") and said.count("Passed") == 1
-    assert "choose one of first-sum" in notebook.run("lab.check('sum')")
+    refused = notebook.run("lab.check('sum')")
+    assert "There is no exercise 'sum': choose one of" in refused and "first-sum" in refused
 
 
 def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(notebooks):
@@ -135,14 +137,46 @@ def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebook
     assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+def test_a_wait_says_for_whom_everybody_waits(notebooks):
+    notebook = notebooks()
+    notebook.run(ENGINES.format(3))
+    notebook.run("%px import dtlib, torch; world = dtlib.init()")
+    threading.Timer(5, notebook.stop_button).start()
+    shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
+    # The line appears with the first rank that has waited for long enough, and is then brought up to date.
+    whom = r"Waiting: ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last verb was barrier"
+    assert re.search(whom, shown), shown
+    assert "(`line 1: world.comm.barrier()`)" in shown
+    everybody_adds = "%px dtlib.reset(); print(world.comm.all_reduce(torch.tensor(1)).item())"
+    assert notebook.run(everybody_adds).count("| 3") == 3
+
+    shown = notebook.run("%%px\nworld.comm.time_limit = 1\nif world.rank == 2: 1 / 0\nworld.comm.barrier()")
+    assert (
+        "On ranks 0 to 1:\nWaitTimeout: Waited 1 s in barrier (`line 3: world.comm.barrier()`): rank 2 raised" in shown
+    )
+    assert "ZeroDivisionError: division by zero" in shown
+    assert notebook.run(everybody_adds).count("| 3") == 3
+
+    # In a notebook ranks compare what they call.
+    shown = notebook.run("%px world.comm.all_reduce(torch.ones(3), 'max' if world.rank == 1 else 'sum')")
+    assert "ranks 0, 2 call all_reduce(sum) of (3,) float32 in `line 1:" in shown
+    assert "rank 1 calls all_reduce(max) of (3,) float32 in" in shown
+    assert notebook.run(everybody_adds).count("| 3") == 3
+
+
 def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
     notebook = notebooks()
     notebook.run(ENGINES.format(2))
-    psutil.Process(engine_pids(workshop_folder)[0]).kill()
-    assert wait_until(lambda: "The ranks have ended: run lab.engines() again" in notebook.run("%px 1"))
     old = engine_pids(workshop_folder)
-    notebook.run(ENGINES.format(2))
+    shown = notebook.run(
+        "%%px\nimport dtlib, os; world = dtlib.init()\nif world.rank: os.kill(os.getpid(), 9)\nworld.comm.barrier()"
+    )
+    assert "Rank 1 was ended by signal 9 (Killed)" in shown and "2 new ones have been started" in shown
     assert set(engine_pids(workshop_folder)).isdisjoint(old)
+    assert notebook.run("%px 1").count("rank") == 2
+    psutil.Process(engine_pids(workshop_folder)[0]).kill()
+    assert wait_until(lambda: "Rank 0 was ended by signal 9 (Killed)" in notebook.run("%px 1"))
+    assert notebook.run("%px 1").count("rank") == 2
     assert "Restarting the ranks with 3 (there were 2)" in notebook.run(ENGINES.format(3))
     assert notebook.run("%px 1").count("rank") == 3
 

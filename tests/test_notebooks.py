@@ -10,6 +10,7 @@ from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
+LONG = ("04_data_parallel", "05_large_batches")  # lectures that measure and train for a minute or more
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 
@@ -59,7 +60,10 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
         exec(first, {})
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(source, marks=pytest.mark.slow if source.stem in LONG else (), id=source.stem) for source in SOURCES],
+)
 def test_solutions_print_what_is_stored(source, workshop_folder):
     """Strict nbval, in a copy of the workshop: whoever has notebooks open in this one is left alone."""
     shutil.copytree(ROOT / "data", workshop_folder / "data")

@@ -24,12 +24,15 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
-    ("errors", "machine", "processes"),
+    ("errors", "machine", "processes", "theory"),
     ("launch",),
     ("comm",),
-    ("world",),
-    ("progress",),
-    ("pi", "pi_gpu"),
+    ("mesh", "world"),
+    ("progress", "timeline"),
+    ("flat", "precision"),
+    ("pi", "pi_gpu", "parallel", "horovod"),
+    ("production",),
+    ("training", "workloads"),
     ("lab", "doctor"),
     ("cli", "__main__"),
 )
@@ -126,6 +129,9 @@ def test_imports_go_downward_only(module):
         strategy = ".".join(module.split(".")[:3])  # dtlib.parallel.pipeline for all that is in it
         others = [other for other in imports if inside("dtlib.parallel", other) and not inside(strategy, other)]
         assert not others, f"{module} imports {others}: what strategies share belongs on the floor below"
+    if inside("dtlib.horovod", module):
+        others = [other for other in imports if inside("dtlib.parallel", other)]
+        assert not others, f"{module} imports {others}: Horovod's API stands on the verbs alone"
 
 
 def test_import_of_dtlib_loads_neither_torch_nor_mpi():

@@ -10,6 +10,7 @@ Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``n
 ``two-hours`` and ``half-day`` name the tracks that a cell belongs to (without one: the two-day course).
 """
 
+import re
 import socket
 import sys
 from pathlib import Path
@@ -55,6 +56,7 @@ def execute(book, folder: Path) -> None:
     from nbclient import NotebookClient
 
     NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    book.metadata.pop("widgets", None)
     for cell in book.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
@@ -66,12 +68,15 @@ def _clean(output) -> None:
 
     def cleaned(text):
         if isinstance(text, str):
-            return text.replace(root, "dtlib").replace(f">{socket.gethostname()}<", ">localhost<")
+            text = text.replace(root, "dtlib")
+            if "process id" in text:  # the table of ranks
+                text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "localhost", text)
         return text
 
     if "text" in output:
         output["text"] = cleaned(output["text"])
     output.get("metadata", {}).clear()
+    output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)  # nothing without its kernel
     for kind, content in output.get("data", {}).items():
         output["data"][kind] = cleaned(content)
 

@@ -34,7 +34,8 @@ class Wrong(Exception):
 @dataclass(frozen=True)
 class Exercise:
     """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
-    pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``."""
+    pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
+    score, it returns that as text."""
 
     name: str
     observe: Callable
@@ -53,6 +54,7 @@ class Verdict:
     expected: str = ""
     came: str = ""
     hints: tuple = ()
+    score: str = ""  # where one can do better than pass
 
     @property
     def passed(self) -> bool:
@@ -62,14 +64,18 @@ class Verdict:
         """What the learner reads; later attempts get plainer hints."""
         judged = f"Judged on {self.ranks} ranks: {self.judged}"
         if self.passed and self.ranks < 3:
-            return f"{judged}\nPassed: {self.exercise}. So few ranks hide mistakes: check it with lab.engines(3) too."
+            few = " So few ranks hide mistakes: check it with lab.engines(3) too."
+            return f"{judged}\nPassed: {self.exercise}.{few}{self._score()}"
         if self.passed:
-            return f"{judged}\nPassed: {self.exercise}."
+            return f"{judged}\nPassed: {self.exercise}.{self._score()}"
         lines = [judged, f"Not yet: {self.exercise}, on rank {self.rank}."]
         lines += [f"  expected: {self.expected}", f"  came:     {self.came}"]
         if self.hints:
             lines.append(f"  hint:     {self.hints[min(attempt, len(self.hints) - 1)]}")
         return "\n".join(lines)
+
+    def _score(self) -> str:
+        return f" {self.score}" if self.score else ""
 
 
 def check(name: str) -> None:
@@ -137,8 +143,9 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
         namespace = get_ipython().user_ns
     exercise = EXERCISES[name]
     # Fresh communicators: what an earlier answer left behind must meet neither this one nor the verdict.
-    for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})")
-    for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})")
+    for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
+    for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
+    for_answer.on_board = True
     observations = for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer))
     judged = for_verdict.broadcast_object(_first_line(exercise.name, namespace))
     problems = [seen for seen in observations if isinstance(seen, Problem)]
@@ -147,11 +154,11 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
             # A rank that waited in vain is a consequence; what another rank did wrong is the cause.
             first = min(problems, key=lambda problem: problem.mistake == "waited")
             raise Wrong(*asdict(first).values())
-        exercise.judge(observations)
+        score = exercise.judge(observations)
     except Wrong as wrong:
         because = wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints)
         return Verdict(name, judged, world.size, *because)
-    return Verdict(name, judged, world.size)
+    return Verdict(name, judged, world.size, score=score or "")
 
 
 @dataclass

@@ -5,6 +5,7 @@ a later one attaches to the set that runs and takes over. workshop.py keeps the 
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -49,9 +50,9 @@ class EngineSet:
         return [row["pid"] for row in self.table.rows]
 
     def check_held(self) -> None:
-        """Raise unless the ranks still run and still hold this notebook's names."""
+        """Raise unless the ranks still run and still hold this notebook's names. Ranks that have ended are replaced."""
         if not self.record.keeper():
-            raise DtlibError("The ranks have ended: run lab.engines() again and the cells that define what you need.")
+            raise DtlibError(_replace(self))
         if not self.record.is_held_here():
             holder = self.record.read("holder.json").get("notebook", "Another notebook")
             raise DtlibError(
@@ -139,6 +140,32 @@ def _start(record, ranks: int | None) -> EngineSet:
         end(record)
         raise
     return found
+
+
+def _replace(ended: EngineSet) -> str:
+    """New ranks for a set that has ended, and one sentence about it."""
+    global _current
+    record = ended.record
+    with record.lock():
+        if record.keeper():
+            return "The ranks have ended, and another notebook has started new ones: run lab.engines() to use them."
+        why = _why_ended(record.profile)
+        ended.close()
+        _current = _start(record, ended.size)
+    from dtlib.lab import magics
+
+    magics.install(_current)
+    return f"{why}: {_current.size} new ones have been started, so run the cells that define what you need again."
+
+
+def _why_ended(profile: Path) -> str:
+    """What mpiexec said of the rank that ended first, in the log of the engines."""
+    logs = sorted((profile / "log").glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
+    said = " ".join(logs[-1].read_text(errors="replace").split()) if logs else ""
+    if found := re.search(r"process rank (\d+) .{0,200}?exited on signal (\d+) \(([^)]+)\)", said):
+        rank, number, name = found.groups()
+        return f"Rank {rank} was ended by signal {number} ({name}), and an MPI world ends with any of its ranks"
+    return "The ranks have ended"
 
 
 def current() -> EngineSet:

@@ -10,7 +10,7 @@ import sys
 import time
 
 from ipyparallel.client.magics import ParallelMagics
-from IPython.display import publish_display_data
+from IPython.display import display, publish_display_data
 from tqdm.auto import tqdm
 
 from dtlib.errors import DtlibError
@@ -18,6 +18,7 @@ from dtlib.lab.engine_set import current, interrupt
 from dtlib.lab.pictures import rank_prefix
 
 INTERRUPT_SECONDS = 5
+KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
 MOST_LINES = 1000  # of one rank in one cell
 
 
@@ -90,7 +91,7 @@ class RankMagics(ParallelMagics):
                     "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
                 ) from None
         result.wait_for_output(1)
-        targets = result.engine_id if isinstance(result.engine_id, list) else [result.engine_id]
+        targets = _targets(result)
         said_something = _show(result, targets)
         _raise_errors(result, targets, self.shell)
         if not said_something:
@@ -99,20 +100,48 @@ class RankMagics(ParallelMagics):
 
 
 def _wait(result, ranks) -> None:
-    """Wait for a cell; where ranks report progress, draw one bar for all of them."""
-    bar = None
+    """Wait for a cell; where ranks report progress, draw one bar for all of them; where they wait, say for whom."""
+    bar, line = None, _WaitingLine()
     try:
         while not result.done():
             result.wait(0.1)
             ranks.check_held()  # ranks that have ended will not answer
-            for data in _as_list(result.data):
-                if "progress" in (data or {}):
+            reports = {rank: data or {} for rank, data in zip(_targets(result), _as_list(result.data), strict=True)}
+            for data in reports.values():
+                if "progress" in data:
                     done, total, unit = data["progress"]
                     bar = bar or tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
                     bar.update(done - bar.n)
+            line.show({rank: data["waiting"] for rank, data in reports.items() if data.get("waiting")})
     finally:
+        line.show({})
         if bar is not None:
             bar.close()
+
+
+class _WaitingLine:
+    """One line below the cell that says whom everybody waits for; it goes away when the waiting is over."""
+
+    def __init__(self):
+        self._display = None
+        self._shown = ""
+
+    def show(self, waiting: dict[int, str]) -> None:
+        text = ""
+        if waiting:
+            text = f"Waiting: {_ranks(sorted(waiting))}, {next(iter(waiting.values()))}. Stop ends the wait."
+        if text == self._shown:
+            return
+        self._shown = text
+        content = {"text/plain": text}
+        if self._display is None:
+            self._display = display(content, raw=True, display_id=True)
+        else:
+            self._display.update(content, raw=True)
+
+
+def _targets(result) -> list[int]:
+    return result.engine_id if isinstance(result.engine_id, list) else [result.engine_id]
 
 
 def _show(result, ranks) -> bool:
@@ -160,6 +189,9 @@ def _raise_errors(result, ranks, shell) -> None:
 
     outcomes = _as_list(result.get(return_exceptions=True))
     errors = {rank: error for rank, error in zip(ranks, outcomes, strict=True) if isinstance(error, RemoteError)}
+    if any(error.ename == "EngineError" for error in errors.values()):
+        time.sleep(KEEPER_SECONDS)
+        current()  # says what has become of them
     if errors:
         raise RanksFailed(errors, _cures(errors.values(), shell)) from None
 

@@ -17,6 +17,7 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     first_time = not hasattr(join, "importing_torch")
     world = init() if first_time else reset()
     if first_time:
+        _tell_whom_everybody_waits_for()
         join.device = _take_gpu(world.local_rank)
         join.importing_torch = threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True)
         join.importing_torch.start()
@@ -28,6 +29,23 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
         "device": join.device,
         "cores": usable_cores(),
     }
+
+
+def _tell_whom_everybody_waits_for() -> None:
+    """Have this rank tell the notebook when it waits for long, and the board what became of its cells."""
+    from ipyparallel.engine.datapub import publish_data
+    from IPython import get_ipython
+
+    from dtlib.comm import board, waiting
+
+    def say_how_it_ended(result):
+        error = result.error_before_exec or result.error_in_exec
+        board.publish(f"raised {type(error).__name__}: {error}"[:120] if error else "has finished its cell")
+
+    waiting.notice = lambda sentence: publish_data({"waiting": sentence})
+    events = get_ipython().events
+    events.register("pre_run_cell", lambda _: board.publish("has called no verb in this cell yet"))
+    events.register("post_run_cell", say_how_it_ended)
 
 
 def _take_gpu(local_rank: int) -> str:

@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dtlib import pi
+from dtlib import pi, theory
 from dtlib.lab import engine_set, workshop
 
 POINTS = 10**7
@@ -40,6 +40,14 @@ def _stops(folder: Path, ranks: int):
     yield "02 MPI and pi", f"count {POINTS:,} points", count_points, (POINTS,), inside
     file = str(pi.write_points(folder / "points.bin", 10**5))
     yield "02 MPI and pi", "count a file of 100,000 points", count_points_of_file, (file,), pi.count_compiled(0, 10**5)
+    elements = 1000 * ranks
+    sent = (
+        f"sum {sum(range(ranks))}, {8 * theory.elements_sent('all_reduce', 'ring', ranks, 0, elements):,} bytes a rank"
+    )
+    yield "03 Collectives", f"ring all_reduce of {8 * elements:,} bytes", ring_of_ranks, (elements,), sent
+    yield "04 Data parallelism", "3 steps on digits, against one process", data_parallel_steps, (3,), "equal to 1e-12"
+    what = f"{ranks} ranks of 16 digits, and one process of {16 * ranks}, 10 steps"
+    yield "05 Large batches", what, ranks_or_one_large_batch, (), f"rate {0.02 * ranks:g}, losses equal to 1e-12"
 
 
 def _row(engines, lesson, what, function, arguments, expected):
@@ -58,6 +66,74 @@ def sum_of_ranks() -> int:
 
     world = init()
     return int(world.comm.all_reduce(torch.tensor(world.rank)))
+
+
+def ring_of_ranks(elements: int) -> str:
+    """The sum of the ranks by the ring, and the bytes that this rank sent for it."""
+    import torch
+
+    import dtlib
+
+    comm = dtlib.init().comm
+    with dtlib.trace() as trace:
+        tensor = comm.all_reduce(torch.full((elements,), comm.rank), algorithm="ring")
+    values = ", ".join(f"{value}" for value in tensor.unique().tolist())
+    return f"sum {values}, {trace.sent()[1]:,} bytes a rank"
+
+
+def data_parallel_steps(steps: int) -> str:
+    """Train on this rank's part of each batch, and on whole batches alone; says how far apart the models end."""
+    import torch
+
+    from dtlib.lab import digits
+    from dtlib.parallel.data import DataParallel
+    from dtlib.world import init
+
+    comm = init().comm
+    (x, y), _ = digits.load(torch.float64)
+    torch.manual_seed(0)
+    alone = digits.net(dtype=torch.float64)
+    torch.manual_seed(comm.rank)
+    model = DataParallel(digits.net(dtype=torch.float64), comm)
+    for net, mine in ((model, slice(comm.rank, 96 * comm.size, comm.size)), (alone, slice(0, 96 * comm.size))):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x[mine]), y[mine]).backward()
+            optimizer.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    off = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+    return "equal to 1e-12" if off < 1e-12 else f"off by {off:.1e}"
+
+
+def ranks_or_one_large_batch() -> str:
+    """Train with the linear rule on all ranks, 16 digits each, and here alone with as many: are the losses the same?"""
+    import torch
+
+    import dtlib
+    from dtlib.training.rates import linear_rule
+    from dtlib.workloads import digits
+
+    comm = dtlib.init().comm
+    images, labels = digits.load()
+    batch, rate = 16 * comm.size, linear_rule(0.02, 16 * comm.size, 16)
+    torch.manual_seed(0)
+    together = torch.nn.Linear(64, 10).double()
+    alone = torch.nn.Linear(64, 10).double()
+    alone.load_state_dict(together.state_dict())
+    config = {"train_batch_size": batch, "optimizer": {"type": "SGD", "params": {"lr": rate, "momentum": 0.9}}}
+    engine, *_ = dtlib.initialize(model=together, config=config)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=rate, momentum=0.9)
+    furthest = 0.0
+    for step in range(10):
+        x, y = images[step * batch :][:batch].double(), labels[step * batch :][:batch]
+        loss = torch.nn.functional.cross_entropy(alone(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = engine.train_batch(iter([(x[comm.rank :: comm.size], y[comm.rank :: comm.size])]))
+        furthest = max(furthest, abs(loss.item() - mean.item()))
+    return f"rate {rate:g}, losses {'equal to' if furthest < 1e-12 else f'{furthest:.0e} apart, not'} 1e-12"
 
 
 def count_points(points: int) -> int:

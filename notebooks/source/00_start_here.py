@@ -1,8 +1,8 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # # 00 Start here
 #
-# Ten minutes. You start four processes, run a line of Python on all of them, let them add a number together, and
-# throw darts at a circle with them.
+# Ten minutes. You start four processes, run a line of Python on all of them, let them add a number together, bring
+# them to a halt and back, and throw darts at a circle with them.
 #
 # **Questions.** What is a rank? Where does a cell run? How do ranks work together?
 #
@@ -136,6 +136,48 @@ lab.check("first-sum")
 # %% [markdown] tags=["two-hours", "half-day"]
 # The check looked at `total` on all ranks. If it said *not yet*, it also said on which rank, what it expected and
 # what came. Mend the cell and check again.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## When ranks hang
+#
+# A verb such as `all_reduce` needs all ranks. What if one does not come? Then the others wait. No line of code is wrong
+# in itself, and nothing is printed: it *hangs*. It will happen to you; so try it now.
+#
+# `barrier` only waits until every rank is there. To the second one rank 2 will not come. **Predict**: which ranks hang? Run
+# the cell, wait until a line below it says whom everybody waits for (three seconds), then press **Stop**, the square
+# above.
+
+# %% tags=["two-hours", "half-day", "stub"]
+# %%px
+world.comm.barrier()  # all four come
+if world.rank != 2:
+    world.comm.barrier()  # press Stop
+
+# %% tags=["two-hours", "half-day", "solution"]
+# %%px
+world.comm.time_limit = 1  # seconds, so that this stored notebook needs nobody to press Stop
+world.comm.barrier()  # all four come
+try:
+    if world.rank != 2:
+        world.comm.barrier()
+except dtlib.DtlibError as error:
+    print(error)
+world.comm.time_limit = 30
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Each rank notes where it is, so the others can say whom they wait for, and in which line it was last. Whoever was
+# interrupted is out of step with the others. `dtlib.reset()` on **all** ranks gives them a clean start. `%px`
+# with one percent sign runs a single line on the ranks.
+
+# %% tags=["two-hours", "half-day"]
+# %px dtlib.reset();
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+print(world.comm.all_reduce(torch.tensor(world.rank)))
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# All four are back, and the sum is right.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts

@@ -2,10 +2,18 @@
 prove to be rejected, each for its own reason."""
 
 from dtlib.lab.checks import Exercise
-from dtlib.lab.exercises import pi, start
+from dtlib.lab.exercises import collectives, data_parallel, hangs, large_batches, pi, start
 
 EXERCISES = {
     "first-sum": Exercise("total", start.observe_total, start.judge_total),
     "pi-streams": Exercise("count_my_points", pi.observe_count, pi.judge_count),
     "pi-on-ranks": Exercise("estimate_pi", pi.observe_estimate, pi.judge_estimate),
+    "ring-mend": Exercise("ring_all_reduce", collectives.observe_ring, collectives.judge_ring),
+    "ring-build": Exercise("my_all_reduce", collectives.observe_ring, collectives.judge_ring),
+    "hook-mend": Exercise("average_with_hooks", data_parallel.observe_hooks, data_parallel.judge),
+    "buckets-build": Exercise("MyDataParallel", data_parallel.observe_buckets, data_parallel.judge),
+    "byte-golf": Exercise("golf", data_parallel.observe_golf, data_parallel.judge_golf),
+    "warmup-mend": Exercise("warmup_settings", large_batches.observe_settings, large_batches.judge_settings),
+    "scale-the-rate": Exercise("scaled_rate", large_batches.observe_scaled, large_batches.judge_scaled),
+    "hangs": Exercise("explained", hangs.observe_hangs, hangs.judge_hangs),
 }

@@ -1,0 +1,285 @@
+"""Plausible wrong answers to lesson 03, and the mistake that the check must recognise in each.
+
+The last entry of each is the number of ranks from which on the mistake shows: two ranks hide some.
+"""
+
+import torch
+
+
+def ring(comm, tensor, parts, first=1, second=0, add=True, steps=None):
+    """A ring with its indices to turn: in step s it sends part (rank - s - first), later part (rank - s - second)."""
+    rank, size = comm.rank, comm.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for phase, shift in (("reduce", first), ("gather", second)):
+        for step in range(size - 1 if steps is None else steps):
+            outgoing, incoming = parts[(rank - step - shift) % size], parts[(rank - step - shift - 1) % size]
+            received = torch.empty_like(incoming)
+            sending = comm.send(outgoing, right, async_op=True)
+            comm.recv(received, left)
+            sending.wait()
+            if phase == "reduce":
+                incoming += received
+            elif add:
+                incoming.copy_(received)
+            else:
+                incoming += received
+    return tensor
+
+
+# mend: ring_all_reduce(comm, array)
+
+
+def as_it_was(comm, array):
+    """The planted bug: the second half passes on a part that is not complete."""
+    rank, size = comm.rank, comm.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    parts = torch.tensor_split(array, size)
+    for step in range(size - 1):
+        received = torch.empty_like(parts[(rank - step - 2) % size])
+        sending = comm.send(parts[(rank - step - 1) % size], right, async_op=True)
+        comm.recv(received, left)
+        sending.wait()
+        parts[(rank - step - 2) % size].add_(received)
+    for step in range(size - 1):
+        sending = comm.send(parts[(rank - step - 1) % size].clone(), right, async_op=True)
+        comm.recv(parts[(rank - step - 1) % size], left)
+        sending.wait()
+    return array
+
+
+def the_other_index_turned(comm, array):
+    """Half mended: now both indices of the second half are one too far."""
+    return ring(comm, array, torch.tensor_split(array, comm.size), second=1)
+
+
+def adds_in_the_second_half(comm, array):
+    return ring(comm, array, torch.tensor_split(array, comm.size), add=False)
+
+
+def first_half_moved_instead(comm, array):
+    """Half mended: the other index is turned so that both begin alike."""
+    return ring(comm, array, torch.tensor_split(array, comm.size), first=1, second=2)
+
+
+def one_step_short(comm, array):
+    return ring(comm, array, torch.tensor_split(array, comm.size), steps=max(0, comm.size - 2))
+
+
+def calls_the_library(comm, array):
+    return comm.all_reduce(array, algorithm="ring")
+
+
+# build: my_all_reduce(comm, tensor)
+
+
+def everything_to_rank_0(comm, tensor):
+    """Right values, but rank 0 sends and receives it all."""
+    received = torch.empty_like(tensor)
+    if comm.rank > 0:
+        comm.send(tensor, 0)
+        return comm.recv(tensor, 0)
+    for other in range(1, comm.size):
+        tensor += comm.recv(received, other)
+    for other in range(1, comm.size):
+        comm.send(tensor, other)
+    return tensor
+
+
+def everybody_to_everybody(comm, tensor):
+    mine, received = tensor.clone(), torch.empty_like(tensor)
+    sends = [comm.send(mine, other, async_op=True) for other in range(comm.size) if other != comm.rank]
+    for other in range(comm.size):
+        if other != comm.rank:
+            tensor += comm.recv(received, other)
+    for sending in sends:
+        sending.wait()
+    return tensor
+
+
+def whole_arrays_round_the_ring(comm, tensor):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    outgoing = tensor.clone()
+    for _ in range(comm.size - 1):
+        received = torch.empty_like(tensor)
+        sending = comm.send(outgoing, right, async_op=True)
+        comm.recv(received, left)
+        sending.wait()
+        tensor += received
+        outgoing = received
+    return tensor
+
+
+def only_the_root_adds(comm, tensor):
+    if comm.rank > 0:
+        comm.send(tensor, 0)
+        return tensor
+    for other in range(1, comm.size):
+        tensor += comm.recv(torch.empty_like(tensor), other)
+    return tensor
+
+
+def forgets_the_remainder(comm, tensor):
+    share = len(tensor) // comm.size
+    parts = [tensor[share * part : share * (part + 1)] for part in range(comm.size)]
+    return ring(comm, tensor, parts)
+
+
+def raises_on_a_remainder(comm, tensor):
+    return ring(comm, tensor, list(tensor.view(comm.size, -1)))
+
+
+def off_by_one_part(comm, tensor):
+    return ring(comm, tensor, torch.tensor_split(tensor, comm.size), second=-1)
+
+
+def sums_twice(comm, tensor):
+    return ring(comm, tensor, torch.tensor_split(tensor, comm.size), add=False)
+
+
+def garbage_with_the_right_messages(comm, tensor):
+    """As many messages and bytes as the ring, and no sum: a check that only counts lets it pass."""
+    parts = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(2 * (comm.size - 1)):
+        incoming = parts[(comm.rank - step - 1) % comm.size]
+        sending = comm.send(torch.full_like(parts[(comm.rank - step) % comm.size], -999), right, async_op=True)
+        comm.recv(incoming, left)
+        sending.wait()
+    return tensor.fill_(-999)
+
+
+def receives_over_its_own(comm, tensor):
+    """The part is overwritten instead of added to."""
+    parts = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(2 * (comm.size - 1)):
+        sending = comm.send(parts[(comm.rank - step) % comm.size].clone(), right, async_op=True)
+        comm.recv(parts[(comm.rank - step - 1) % comm.size], left)
+        sending.wait()
+    return tensor
+
+
+def not_in_place(comm, tensor):
+    new = tensor.clone()
+    return ring(comm, new, torch.tensor_split(new, comm.size))
+
+
+def everybody_receives_first(comm, tensor):
+    parts = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(comm.size - 1):
+        received = torch.empty_like(parts[(comm.rank - step - 2) % comm.size])
+        comm.recv(received, left)
+        comm.send(parts[(comm.rank - step - 1) % comm.size], right)
+        parts[(comm.rank - step - 2) % comm.size].add_(received)
+    return tensor
+
+
+def everybody_sends_first(comm, tensor):
+    """Right with short messages, which MPI sends ahead; with long ones all wait for a receive."""
+    rank, size = comm.rank, comm.size
+    parts = torch.tensor_split(tensor, size)
+    for step in range(2 * (size - 1)):
+        adds = step < size - 1
+        outgoing = rank - step - 1 if adds else rank - step + size - 1
+        incoming = parts[(outgoing - 1) % size]
+        comm.send(parts[outgoing % size].clone(), (rank + 1) % size)
+        received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
+        incoming.copy_(incoming + received if adds else received)
+    return tensor
+
+
+def uses_all_reduce(comm, tensor):
+    return comm.all_reduce(tensor)
+
+
+def element_by_element(comm, tensor):
+    """A ring in which every element is a message."""
+    rank, size = comm.rank, comm.size
+    if len(tensor) > 1000:  # to be rejected sooner
+        return ring(comm, tensor, torch.tensor_split(tensor, size))
+    parts = torch.tensor_split(tensor, size)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for step in range(2 * (size - 1)):
+        shift = 1 if step < size - 1 else 0
+        outgoing = parts[(rank - step % (size - 1) - shift) % size]
+        incoming = parts[(rank - step % (size - 1) - shift - 1) % size]
+        sends = [comm.send(outgoing[i : i + 1].clone(), right, async_op=True) for i in range(len(outgoing))]
+        for i in range(len(incoming)):
+            received = comm.recv(torch.empty_like(incoming[i : i + 1]), left)
+            incoming[i : i + 1] = received + (incoming[i : i + 1] if shift else 0)
+        for sending in sends:
+            sending.wait()
+    return tensor
+
+
+def straight_to_the_owner(comm, tensor):
+    """No more bytes than the ring, but everybody talks to everybody."""
+    parts = torch.tensor_split(tensor, comm.size)
+    mine = parts[comm.rank]
+    theirs = [torch.zeros_like(mine) for _ in parts]
+
+    def exchange(outgoing, incoming):
+        for shift in range(1, comm.size):
+            to, source = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
+            sending = comm.send(outgoing[to], to, async_op=True)
+            comm.recv(incoming[source], source)
+            sending.wait()
+
+    exchange(parts, theirs)
+    mine += sum(theirs)
+    exchange([mine] * comm.size, parts)
+    return tensor
+
+
+WRONG = {
+    "ring-mend": {
+        as_it_was: ("incomplete", 2),
+        the_other_index_turned: ("incomplete", 2),
+        adds_in_the_second_half: ("counted-twice", 2),
+        first_half_moved_instead: ("incomplete", 3),  # on two ranks two parts further is the same part
+        one_step_short: ("incomplete", 3),
+        calls_the_library: ("collective-inside", 2),
+    },
+    "ring-build": {
+        everything_to_rank_0: ("bytes", 3),  # on two ranks the bytes are those of the ring
+        everybody_to_everybody: ("bytes", 3),
+        whole_arrays_round_the_ring: ("bytes", 3),
+        only_the_root_adds: ("only-root", 2),
+        forgets_the_remainder: ("remainder", 2),
+        raises_on_a_remainder: ("remainder", 2),
+        off_by_one_part: ("incomplete", 3),
+        sums_twice: ("counted-twice", 2),
+        garbage_with_the_right_messages: ("other-values", 2),
+        receives_over_its_own: ("incomplete", 2),
+        not_in_place: ("not-in-place", 2),
+        everybody_receives_first: ("waited", 2),
+        everybody_sends_first: ("long-messages", 2),
+        uses_all_reduce: ("collective-inside", 2),
+        element_by_element: ("messages", 2),
+        straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
+    },
+}
+
+# On two ranks the bytes cannot tell: the number of messages does.
+ON_TWO_RANKS = {
+    everything_to_rank_0: "messages",
+    everybody_to_everybody: "messages",
+    whole_arrays_round_the_ring: "messages",
+}
+
+
+def answers_to_hangs():
+    """Wrong explanations: what was answered, and the mistake."""
+    right = {1: (2, 3), 2: (1, 3), 3: (0, 5), 4: (0, 4), 5: (0, 4)}
+    return {
+        "nothing": ({}, "unexplained"),
+        "only some": ({1: (2, 3)}, "unexplained"),
+        "a list": ([(2, 3)], "type"),
+        "only ranks": ({1: 2}, "type"),
+        "who waits instead of whom": ({**right, 1: (0, "comm.broadcast(settings, root=0)")}, "rank"),
+        "an innocent line": ({**right, 2: (1, "comm.all_reduce(gradient)")}, "line"),
+        "another rank's line": ({**right, 4: (0, "comm.recv(batch, 0, tag=2)")}, "line"),
+        "counted from %%px": ({**right, 5: (0, 5)}, "line"),
+        "half a word": ({**right, 5: (0, "com")}, "line"),
+    }

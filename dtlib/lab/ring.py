@@ -1,0 +1,173 @@
+"""The ring all-reduce, step by step: a slider, a picture of all steps, and the same as text.
+
+What is drawn is what runs: the library's own generator goes round in this process, over a network that delivers one
+step at a time. Each rank puts in the bit 2**rank, so that a partial sum tells who is in it.
+"""
+
+from dataclasses import dataclass
+
+from dtlib.lab.pictures import _print_table, rank_colour
+
+
+@dataclass(frozen=True)
+class Step:
+    """The ranks before a step, and what they send in it.
+
+    ``held[rank][part]`` are the ranks whose values are in that part there; ``sends[rank]`` is the part that the rank
+    sends to its right neighbour, None after the last step.
+    """
+
+    number: int
+    phase: str
+    held: tuple
+    sends: tuple
+
+    @property
+    def title(self) -> str:
+        return self.phase if self.sends[0] is None else f"step {self.number}: {self.phase}"
+
+
+class _StepByStep:
+    """A link of one rank: messages wait in ``network`` until all ranks have come to the end of the step."""
+
+    def __init__(self, rank: int, size: int, network: dict):
+        self.rank, self.size = rank, size
+        self.outgoing = None
+        self._network = network
+        self._inbox = None
+
+    def scratch(self, like):
+        import numpy as np
+
+        return np.empty_like(like)
+
+    def send(self, array, dest):
+        self.outgoing = array
+        self._network[dest] = array.copy()
+
+    def recv(self, array, source):
+        self._inbox = array
+
+    def deliver(self):
+        self._inbox[...] = self._network[self.rank]
+
+
+def steps(ranks: int) -> list[Step]:
+    """The ring all-reduce on ``ranks`` ranks, of an array with one element a part; the last entry is the result."""
+    import numpy as np
+
+    from dtlib.comm.algorithms import ring_all_reduce
+
+    network = {}
+    links = [_StepByStep(rank, ranks, network) for rank in range(ranks)]
+    arrays = [np.full(ranks, 1 << rank) for rank in range(ranks)]
+    runs = [ring_all_reduce(link, array, np.add) for link, array in zip(links, arrays, strict=True)]
+    found = []
+    for number in range(2 * (ranks - 1)):
+        for run in runs:
+            next(run)
+        sends = tuple(_place(link.outgoing, array) for link, array in zip(links, arrays, strict=True))
+        phase = "reduce-scatter" if number < ranks - 1 else "all-gather"
+        found.append(Step(number, phase, _held(arrays, ranks), sends))
+        for link in links:
+            link.deliver()
+    for run in runs:
+        next(run, None)  # the last partial sums are added
+    found.append(Step(len(found), "the result", _held(arrays, ranks), (None,) * ranks))
+    return found
+
+
+def _place(part, array) -> int:
+    return (part.ctypes.data - array.ctypes.data) // array.itemsize
+
+
+def _held(arrays, ranks):
+    return tuple(tuple(_ranks_in(int(value), ranks) for value in array) for array in arrays)
+
+
+def _ranks_in(bits: int, ranks: int) -> tuple:
+    return tuple(rank for rank in range(ranks) if bits >> rank & 1)
+
+
+def explore(ranks: int = 4) -> None:
+    """A slider over the steps. Where widgets are not shown, ``show_all`` draws the same."""
+    import ipywidgets
+    import matplotlib.pyplot as plt
+
+    every = steps(ranks)
+
+    def show(step):
+        _, axes = plt.subplots(figsize=(5.5, 3.4))
+        _draw(axes, every[step])
+        plt.show()
+        print(_sentence(every[step]))
+
+    slider = ipywidgets.IntSlider(value=0, min=0, max=len(every) - 1, description="step")
+    ipywidgets.interact(show, step=slider)
+
+
+def show_all(ranks: int = 4) -> None:
+    """Every step in a picture of its own, side by side, and a table of them."""
+    import matplotlib.pyplot as plt
+
+    every = steps(ranks)
+    lines = -(-len(every) // 4)
+    columns = -(-len(every) // lines)
+    figure, grid = plt.subplots(lines, columns, figsize=(2.7 * columns, 2.5 * lines), squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, step in zip(grid.flat, every, strict=False):
+        _draw(axes, step, labels=False)
+    figure.tight_layout()
+    plt.show()
+    print("Which ranks are in which part; [ ] is sent to the right neighbour in this step.")
+    rows = [
+        (step.title if rank == 0 else "", rank, *(_cell(step, rank, part) for part in range(ranks)))
+        for step in every
+        for rank in range(ranks)
+    ]
+    _print_table(rows, ("", "rank", *(f"part {part}" for part in range(ranks))))
+
+
+def _cell(step, rank, part) -> str:
+    text = "+".join(map(str, step.held[rank][part]))
+    return f"[{text}]" if step.sends[rank] == part else f" {text} "
+
+
+def _sentence(step) -> str:
+    ranks = len(step.held)
+    if step.sends[0] is None:
+        return "Every rank has the sum of all ranks in every part."
+    moves = [f"rank {rank} sends part {step.sends[rank]} to rank {(rank + 1) % ranks}" for rank in range(ranks)]
+    adds = "adds it to its own" if step.phase == "reduce-scatter" else "puts it in the place of its own"
+    return f"{'; '.join(moves)}. Who receives a part {adds}."
+
+
+def _draw(axes, step, labels: bool = True) -> None:
+    """A row a rank, a column a part; stripes in the colours of the ranks whose values are in it, a frame if it goes."""
+    from matplotlib.patches import Rectangle
+
+    ranks = len(step.held)
+    for rank, parts in enumerate(step.held):
+        for part, members in enumerate(parts):
+            for place, member in enumerate(members):
+                stripe = (part + 0.06 + 0.88 * place / len(members), rank + 0.1)
+                axes.add_patch(Rectangle(stripe, 0.88 / len(members), 0.8, color=rank_colour(member), alpha=0.55, lw=0))
+            going = step.sends[rank] == part
+            text = "all" if len(members) == ranks else "+".join(map(str, members))
+            weight = "bold" if going else "normal"
+            axes.text(
+                part + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=9 if labels else 7.5, weight=weight
+            )
+            if going:
+                axes.add_patch(Rectangle((part + 0.04, rank + 0.08), 0.92, 0.84, fill=False, lw=2.2, edgecolor="black"))
+    axes.set(xlim=(0, ranks), ylim=(ranks, 0), title=step.title)
+    axes.title.set_fontsize(10)
+    axes.set_axis_on()
+    axes.set_xticks(
+        [part + 0.5 for part in range(ranks)], [f"part {part}" if labels else part for part in range(ranks)]
+    )
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)

@@ -1,0 +1,298 @@
+# %% [markdown] tags=["half-day"]
+# # 03 Collectives: exercises
+#
+# Four exercises: *predict* (two minutes), *mend* a ring (five minutes), *build* a ring (thirty minutes), and five
+# *hangs* to explain (twenty minutes). A check looks at your answer on all ranks and says what is wrong; check again for
+# the next hint.
+#
+# **You need** the lecture [03 Collectives](../lectures/03_collectives.ipynb). Answers:
+# [solutions](../solutions/03_collectives_exercises.ipynb).
+
+# %% tags=["half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(3)
+
+# %% [markdown] tags=["half-day"]
+# Three ranks: no power of two, and on two ranks left and right are the same, which hides mistakes.
+
+# %% tags=["half-day"]
+# %%px
+import dtlib
+import torch
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict
+#
+# - A tree broadcasts an array to eight ranks. How many messages are sent in all, and in how many rounds?
+# - Three ranks sum arrays of 1,200,000 bytes with a ring all-reduce. How many bytes does each rank send?
+#
+# Replace each `None`.
+
+# %% tags=["half-day", "stub"]
+my_messages = None
+my_rounds = None
+my_bytes = None
+
+# %% tags=["half-day", "solution"]
+my_messages = 7
+my_rounds = 3
+my_bytes = 1_600_000
+
+# %% tags=["half-day"]
+# %%px
+with dtlib.trace() as trace:
+    world.comm.all_reduce(torch.ones(300_000), algorithm="ring")
+sent_bytes = trace.sent()[1]
+
+# %% tags=["half-day"]
+from dtlib import theory
+
+hint = "Every rank but the root receives it once; the number of ranks that have it doubles."
+lab.predict(my_messages, theory.messages("broadcast", "tree", 8), hint=hint)
+lab.predict(my_rounds, theory.rounds("broadcast", "tree", 8), hint=hint)
+hint = "2 (N-1) steps, in each of them an N-th of the array."
+lab.predict(my_bytes, came=lab.values("sent_bytes")[0], hint=hint)
+
+# %% [markdown] tags=["half-day"]
+# ## Mend: a ring with one wrong index
+#
+# This ring all-reduce runs to its end, sends as many messages as it should, and gives wrong sums. One index is wrong. Mend it.
+#
+# `torch.tensor_split` cuts an array into `size` parts; they are views, so what changes in a part changes in the array. The
+# second half begins where the first has ended: which part has a rank complete by then?
+#
+# `ring.show_all(3)` draws what should happen.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def ring_all_reduce(comm, array):
+    rank, size = comm.rank, comm.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    parts = torch.tensor_split(array, size)
+    for step in range(size - 1):  # reduce-scatter: add what comes
+        outgoing, incoming = parts[(rank - step - 1) % size], parts[(rank - step - 2) % size]
+        received = torch.empty_like(incoming)
+        sending = comm.send(outgoing, right, async_op=True)
+        comm.recv(received, left)
+        sending.wait()
+        incoming += received
+    for step in range(size - 1):  # all-gather: pass complete parts on
+        outgoing, incoming = parts[(rank - step - 1) % size], parts[(rank - step - 1) % size]
+        sending = comm.send(outgoing.clone(), right, async_op=True)
+        comm.recv(incoming, left)
+        sending.wait()
+    return array
+
+# %% tags=["half-day", "solution"]
+# %%px
+def ring_all_reduce(comm, array):
+    rank, size = comm.rank, comm.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    parts = torch.tensor_split(array, size)
+    for step in range(size - 1):  # reduce-scatter: add what comes
+        outgoing, incoming = parts[(rank - step - 1) % size], parts[(rank - step - 2) % size]
+        received = torch.empty_like(incoming)
+        sending = comm.send(outgoing, right, async_op=True)
+        comm.recv(received, left)
+        sending.wait()
+        incoming += received
+    for step in range(size - 1):  # all-gather: pass complete parts on
+        outgoing, incoming = parts[(rank - step) % size], parts[(rank - step - 1) % size]
+        sending = comm.send(outgoing.clone(), right, async_op=True)
+        comm.recv(incoming, left)
+        sending.wait()
+    return array
+
+# %% tags=["half-day"]
+lab.check("ring-mend")
+
+# %% tags=["half-day", "nbval-ignore-output"]
+from dtlib.lab import ring
+
+ring.show_all(3)
+
+# %% [markdown] tags=["half-day"]
+# ## Build: an all-reduce of your own
+#
+# Write `my_all_reduce(comm, tensor)`: every rank's one-dimensional `tensor` becomes the sum over all ranks, *in place*. Use
+# `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective.
+#
+# 1. Cut the tensor into `comm.size` parts that are views of it.
+# 2. In N - 1 steps: start to send a part to the right (`async_op=True`), receive one from the left into a tensor
+#    of its own, wait for the send, add what came.
+# 3. In N - 1 more steps pass complete parts on; receive them in their place.
+#
+# It must be right for every length: also one that does not divide by the ranks, one shorter than the number of ranks,
+# none at all, and one so long that MPI does not send ahead: there `comm.send` waits for its receive. The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes.
+# Try to write it without looking up. The direction is yours; so is which part goes first.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def my_all_reduce(comm, tensor):
+    ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+def my_all_reduce(comm, tensor):
+    rank, size = comm.rank, comm.size
+    parts = torch.tensor_split(tensor, size)
+    for step in range(2 * (size - 1)):
+        adds = step < size - 1
+        outgoing = rank - step - 1 if adds else rank - step + size - 1
+        incoming = parts[(outgoing - 1) % size]
+        received = torch.empty_like(incoming)
+        sending = comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
+        comm.recv(received, (rank - 1) % size)
+        sending.wait()
+        incoming.copy_(incoming + received if adds else received)
+    return tensor
+
+# %% tags=["half-day"]
+lab.check("ring-build")
+
+# %% [markdown] tags=["half-day"]
+# A ring that is right but sends too much is as fast as no ring: look at the bytes before you look at the clock.
+#
+# Here is yours beside the library's. The same bytes; the library's adds without Python's detours.
+
+# %% tags=["half-day"]
+# %%px
+tensor = torch.full((300_000,), float(world.rank))
+with dtlib.trace() as mine:
+    my_all_reduce(world.comm, tensor)
+with dtlib.trace() as library:
+    world.comm.all_reduce(torch.ones(300_000), algorithm="ring")
+print("bytes sent: mine", mine.sent()[1], "library", library.sent()[1])
+
+# %% [markdown] tags=["half-day"]
+# ## Explain: five hangs
+#
+# Each of these functions brings ranks to a halt. `watch` runs one of them with a wait of two seconds at most, prints how
+# it ended on each rank, and returns the trace; `lab.pictures.timeline` draws it.
+#
+# For each, find the rank that the others wait for, and the line that keeps it away. Where ranks wait for one another, name
+# any of them. Write them into `explained` further below: `1: (rank, line)`, the line as text or as its number. Lines count as
+# in the errors: the one below `%%px` is line 1.
+#
+# First look at the code alone, and guess. Then run it.
+
+# %% tags=["half-day"]
+# %%px
+def hang_1(comm):
+    settings = torch.zeros(2)
+    if comm.rank != 2:
+        comm.broadcast(settings, root=0)
+    return settings
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.lab.exercises.hangs import watch
+
+trace = watch(hang_1)
+
+# %% tags=["half-day", "nbval-ignore-output"]
+lab.pictures.timeline("trace")
+
+# %% [markdown] tags=["half-day"]
+# Ranks 0 and 1 stand in line 4. The sentence names whom they wait for; the line that keeps it away is up to you. Now the others:
+
+# %% tags=["half-day"]
+# %%px
+def hang_2(comm):
+    gradient = torch.ones(4)
+    batches = 3 if comm.rank == 1 else 4
+    for _ in range(batches):
+        comm.all_reduce(gradient)
+
+# %% tags=["half-day"]
+# %%px
+trace = watch(hang_2)
+
+# %% tags=["half-day", "nbval-ignore-output"]
+lab.pictures.timeline("trace")
+
+# %% tags=["half-day"]
+# %%px
+def hang_3(comm):
+    mine, theirs = torch.ones(4), torch.zeros(4)
+    if comm.rank < 2:
+        other = 1 - comm.rank
+        comm.recv(theirs, other)
+        comm.send(mine, other)
+
+# %% tags=["half-day"]
+# %%px
+trace = watch(hang_3)
+
+# %% tags=["half-day"]
+# %%px
+def hang_4(comm):
+    batch = torch.ones(4)
+    if comm.rank == 0:
+        comm.send(batch, 1, tag=1)
+    if comm.rank == 1:
+        comm.recv(batch, 0, tag=2)
+
+# %% tags=["half-day"]
+# %%px
+trace = watch(hang_4)
+
+# %% tags=["half-day", "nbval-ignore-output"]
+lab.pictures.timeline("trace")
+
+# %% tags=["half-day"]
+# %%px
+def hang_5(comm):
+    share = torch.zeros(1)
+    try:
+        share += 100 // comm.rank
+        comm.all_reduce(share)
+    except ZeroDivisionError:
+        pass
+
+# %% tags=["half-day"]
+# %%px
+trace = watch(hang_5)
+
+# %% [markdown] tags=["half-day"]
+# Your explanations. Replace each `None` by a pair, such as `(0, "comm.barrier()")` or `(0, 4)`.
+
+# %% tags=["half-day", "stub"]
+# %%px
+explained = {
+    1: None,
+    2: None,
+    3: None,
+    4: None,
+    5: None,
+}
+
+# %% tags=["half-day", "solution"]
+# %%px
+explained = {
+    1: (2, "if comm.rank != 2:"),  # a collective inside an if
+    2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
+    3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is as right
+    4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; or rank 0, its send
+    5: (0, "share += 100 // comm.rank"),  # an error that somebody swallows
+}
+
+# %% tags=["half-day"]
+lab.check("hangs")
+
+# %% [markdown] tags=["half-day"]
+# All five are common in real programs: logging inside `if rank == 0` that calls a collective, data that do not divide
+# evenly, an exchange that works for short messages alone, an `except` that is too broad. Their cures: call collectives on all
+# ranks; agree on the number of steps beforehand; start sends asynchronously; let errors through.
+#
+# ## If you have time
+#
+# - Give `watch(hang_3, seconds=10)` and press Stop. What does the cell say, and what brings the ranks back?
+# - Make `my_all_reduce` go both ways round at once, half of the tensor each way. Does the check still pass?
+# - How would your ring do a *maximum* instead of a sum? And a mean?
