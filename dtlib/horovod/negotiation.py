@@ -1,0 +1,279 @@
+"""Tensors are matched by name: ranks may submit them in different orders, and agree in rounds what travels next.
+
+In a round every rank tells all others which tensors it has submitted since the last round. So all ranks keep the same
+table, and each can see for itself what all have submitted; that is executed, in the order of the table:
+
+    round 1   rank 0 submits a, b      table   a  0 .      nothing is complete
+              rank 1 submits c                 b  0 .
+                                               c  . 1
+    round 2   rank 0 submits c         table   a  0 1      a and c travel, in this order on both ranks
+              rank 1 submits a                 b  0 .
+                                               c  0 1
+    round 3   rank 0 has no news       table   b  0 1      b travels
+              rank 1 submits b
+
+A round is a collective, so all ranks must take part in the same number of them. One rule is enough for that: *a rank
+opens a round only while something that it has submitted has not been executed*. Say that rank r opens round k for the
+sake of t. t is executed in some round j >= k, and only when all ranks have submitted it; a rank that has submitted t
+and waits for it opens rounds until t is executed, so all of them take part in k, ..., j. Once everything is executed
+nobody opens a further round, and all ranks have taken part in those up to the last execution: nobody is needed by
+others once its own is done.
+
+What cannot end is seen from the table, too: if in one round all ranks wait, nobody has news and nothing is complete,
+then nothing will ever change, and every rank raises the same sentence. A rank that does not come to a round at all is
+what the communicator's ``time_limit`` is for.
+
+A rank does not wait for a round unless it waits for a tensor. During a backward pass rounds and tensors move on
+whenever a gradient comes.
+
+Counterpart: the controller and the response cache of Horovod, where a thread on rank 0 decides for all
+(A. Sergeev and M. Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", arXiv:1802.05799).
+"""
+
+import json
+import os
+from collections import deque
+from dataclasses import astuple
+
+import torch
+
+from dtlib.comm import blame, board
+from dtlib.comm.waiting import advance_all
+from dtlib.errors import WaitTimeout
+from dtlib.horovod.execution import launch
+from dtlib.horovod.request import (
+    DuplicateName,
+    HorovodInternalError,
+    Operation,
+    Request,
+    disagreement,
+    ranks_of,
+)
+
+CACHE_CAPACITY = 1024  # requests that are known by number, as Horovod's HOROVOD_CACHE_CAPACITY
+COMPUTES, WAITS, JOINED = range(3)  # what a rank does while a round is open
+
+
+class Negotiator:
+    """One rank's copy of the table, what it has submitted, and the round that is open."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        # Rank 0's holds for all: buffers must be the same everywhere.
+        self.cap = comm.broadcast_object(int(os.environ.get("HOROVOD_FUSION_THRESHOLD", 64 * 2**20)))
+        self.rounds = 0  # that this rank has taken part in
+        self.unnamed = {}  # how many tensors without a name there were, by kind
+        self._mine = {}  # operations of this rank that are not done
+        self._news = []  # those of them that the others have not been told
+        self._news_bytes = 0
+        self._table = {}  # for each key, in the order of the first submission: {rank: request}
+        self._joined = []  # ranks in join()
+        self._join = None  # the operation of this rank's join()
+        self._known = {}  # requests that all ranks made alike, with their numbers
+        self._round = None
+        self._batches = deque()
+
+    # What the operations call
+
+    def submit(self, operation: Operation) -> Operation:
+        """Announce an operation in the next round. Does not wait; a full buffer opens a round."""
+        key = operation.request.key
+        if key in self._mine:
+            raise DuplicateName(
+                f"Requested to {operation.request.kind} a tensor with the same name as another tensor that is "
+                f"currently being processed: {operation.request.name!r}. Use a different tensor name, or synchronize "
+                "the first one."
+            )
+        self._mine[key] = operation
+        self._news.append(operation)
+        self._news_bytes += operation.tensor.nbytes if operation.tensor is not None else 0
+        if self._news_bytes >= self.cap or self._round or self._batches:
+            self.advance(open_round=self._news_bytes >= self.cap)
+        return operation
+
+    def advance(self, open_round: bool = True) -> None:
+        """Do what can be done without waiting."""
+        advance_all()
+        if self._round is not None and self._round.move():
+            self._close()
+        if open_round and self._round is None and self._unexecuted():
+            self._open(COMPUTES)
+        while self._batches and self._batches[0].move():
+            self._batches.popleft()
+
+    def done(self, operation: Operation) -> bool:
+        self.advance()
+        return self._finished(operation)
+
+    def wait(self, operation: Operation):
+        """Take part in rounds until the operation is executed, and wait for its result."""
+        while not operation.agreed:
+            if self._round is None:
+                self._open(JOINED if operation is self._join else WAITS)
+            try:
+                self._round.wait()
+            except WaitTimeout as error:
+                raise WaitTimeout(self._stalled(operation, error)) from None
+            self._close()
+        while not self._finished(operation):
+            self._batches.popleft().wait()
+        if operation.error:
+            raise operation.error
+        return operation.output
+
+    def join(self) -> int:
+        """Take part in the reductions of the others with zeros until all have joined; returns who did so last."""
+        self._join = Operation(Request("join", f"rank {self.comm.rank}"))
+        return self.wait(self._join)
+
+    def finish_all(self) -> None:
+        """Wait for all that this rank has submitted."""
+        for operation in list(self._mine.values()):
+            self.wait(operation)
+
+    # A round
+
+    def _finished(self, operation) -> bool:
+        return operation.agreed and (operation.batch is None or operation.batch.finished)
+
+    def _unexecuted(self) -> bool:
+        return any(not operation.agreed for operation in self._mine.values())
+
+    def _open(self, state: int) -> None:
+        said = [self._known.get(operation.request, astuple(operation.request)) for operation in self._news]
+        self._news, self._news_bytes = [], 0
+        self._round = Round(self.comm, json.dumps([state, said]).encode())
+        self.rounds += 1
+
+    def _close(self) -> None:
+        """Enter what the ranks have said into the table, and execute what is complete."""
+        said, self._round = self._round.said, None
+        known = list(self._known)
+        for rank, (state, requests) in enumerate(said):
+            if state == JOINED and rank not in self._joined:
+                self._joined.append(rank)
+            for one in requests:
+                request = known[one] if isinstance(one, int) else Request.read(one)
+                self._table.setdefault(request.key, {})[rank] = request
+        everybody = set(range(self.comm.size))
+        complete = [key for key, asked in self._table.items() if everybody <= {*asked, *self._joined}]
+        self._execute({key: self._table.pop(key) for key in complete})
+        if len(self._joined) == self.comm.size and not self._table:
+            self._join.output, self._join.agreed = self._joined[-1], True
+            self._joined, self._join = [], None
+        elif not complete and all(state for state, _ in said) and not any(requests for _, requests in said):
+            self._give_up()
+
+    def _execute(self, complete: dict) -> None:
+        agreed = {}
+        # Of an earlier tensor of the same name this rank may not have taken the result yet.
+        waiting = {key: operation for key, operation in self._mine.items() if not operation.agreed}
+        for key, asked in complete.items():
+            error = disagreement(asked) or self._beyond_join(asked)
+            operation = waiting.get(key)  # None where this rank has joined
+            if error:
+                self._fail(operation, error)
+                continue
+            agreed[key] = asked
+            request = next(iter(asked.values()))
+            if len(asked) == self.comm.size == sum(request == other for other in asked.values()):
+                self._remember(request)
+        for batch in launch(self.comm, agreed, waiting, self.cap):
+            batch.when_finished = self._forget
+            self._batches.append(batch)
+        for operation in (waiting[key] for key in agreed if key in waiting):
+            operation.agreed = True
+            if operation.batch is None:  # a barrier has no tensor
+                self._forget(operation)
+
+    def _remember(self, request) -> None:
+        if len(self._known) < CACHE_CAPACITY and ".noname." not in request.key:
+            self._known.setdefault(request, len(self._known))
+
+    def _forget(self, operation) -> None:
+        if self._mine.get(operation.request.key) is operation:
+            del self._mine[operation.request.key]
+
+    def _fail(self, operation, sentence: str) -> None:
+        if operation is not None:
+            operation.agreed, operation.error = True, HorovodInternalError(sentence)
+            self._forget(operation)
+
+    # What goes wrong
+
+    def _beyond_join(self, asked) -> str | None:
+        request = next(iter(asked.values()))
+        if len(asked) == self.comm.size or (request.kind == "allreduce" and request.op in ("sum", "average")):
+            return None
+        absent = sorted(set(range(self.comm.size)) - set(asked))
+        return (
+            f"{request.kind} {request.name!r} needs all ranks, and {ranks_of(absent)} called join(): after that only "
+            "allreduce with op=Average or Sum goes on, with zeros from those who joined."
+        )
+
+    def _give_up(self) -> None:
+        """All ranks wait and nothing will change: fail everything, on all ranks alike."""
+        absent = [
+            f"{key} was submitted by {ranks_of(sorted(asked))} and not by "
+            f"{ranks_of(sorted(set(range(self.comm.size)) - set(asked)))}"
+            for key, asked in list(self._table.items())[:5]
+        ]
+        if len(self._table) > 5:
+            absent.append(f"and {len(self._table) - 5} more")
+        if self._joined:
+            absent.append(f"{ranks_of(sorted(self._joined))} called join()")
+        sentence = f"The ranks wait for each other: {'; '.join(absent)}. Submit the same names on all ranks."
+        for operation in [*self._mine.values(), *([self._join] if self._join else [])]:
+            if not operation.agreed:
+                self._fail(operation, sentence)
+        self._table.clear()
+        self._joined, self._join = [], None
+
+    def _stalled(self, operation, error) -> str:
+        """Who has not submitted what this rank waits for, as far as this rank can know."""
+        request = operation.request
+        absent = set(range(self.comm.size)) - set(self._table.get(request.key, {})) - {self.comm.rank}
+        if board.current is not None:
+            # Who has come to the round may have submitted it just now.
+            not_here = blame.missing(board.current.rank, board.current.seen())
+            absent = absent & set(not_here) or absent
+        return (
+            f"{request.kind} {request.name!r} was not submitted by {ranks_of(sorted(absent))} within "
+            f"{self.comm.time_limit:g} s: submit the same names on all ranks. {error} Then call hvd.init() again."
+        )
+
+
+class Round:
+    """All ranks' news under way: first their lengths, then themselves, padded to the longest."""
+
+    def __init__(self, comm, said: bytes):
+        self._comm = comm
+        self._mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        self._lengths = torch.zeros(comm.size, dtype=torch.int64)
+        self._all = None
+        self._handle = comm.all_gather(self._lengths, torch.tensor([len(said)]), async_op=True)
+        self.said = None
+
+    def move(self) -> bool:
+        """Go on without waiting; True once everything is there."""
+        while self.said is None:
+            if not self._handle.done():
+                return False
+            self._next()
+        return True
+
+    def wait(self) -> None:
+        while self.said is None:
+            self._next()
+
+    def _next(self) -> None:
+        self._handle.wait()
+        if self._all is None:
+            longest = int(self._lengths.max())
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(self._mine)] = self._mine
+            self._all = torch.zeros(self._comm.size, longest, dtype=torch.uint8)
+            self._handle = self._comm.all_gather(self._all, padded, async_op=True)
+        else:
+            rows = zip(self._all, self._lengths.tolist(), strict=True)
+            self.said = [json.loads(row[:length].numpy().tobytes()) for row, length in rows]

@@ -1,0 +1,111 @@
+"""Batch normalisation over the batches of all ranks.
+
+With few samples a rank, statistics of one rank's part are noisy. Here every rank normalises with the mean and variance
+of the whole batch. Ranks exchange three numbers a channel in the forward pass, and two in the backward pass:
+
+    rank r   count, mean, sum of squared deviations  --- all_gather --->  those of the whole batch
+    rank r   sum of dy, sum of dy * x_hat            --- all_reduce --->  those of the whole batch
+"""
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """``BatchNorm`` for inputs ``(N, C, ...)`` whose statistics in training are those of all ranks' parts together.
+
+    ``N`` may differ between ranks; all ranks call it in the same order. Counterpart: ``torch.nn.SyncBatchNorm``, which
+    is for GPUs only.
+    """
+
+    communicates_in_forward = True
+
+    def __init__(self, num_features: int, comm, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        # Of its own: ranks may launch other collectives in another order than this layer's backward pass.
+        self.comm = as_communicator(comm).split(0)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, comm) -> nn.Module:
+        """The same model with every ``BatchNorm`` in it replaced; parameters and statistics are kept."""
+        comm = as_communicator(comm)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+            tracks = module.track_running_stats
+            made = cls(module.num_features, comm, module.eps, module.momentum, module.affine, tracks)
+            made.weight, made.bias = module.weight, module.bias
+            made._buffers = module._buffers
+            return made.train(module.training)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child, comm))
+        return module
+
+    def _check_input_dim(self, x):
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise DtlibError(
+                f"SyncBatchNorm({self.num_features}) takes inputs of shape (N, {self.num_features}, ...) and got "
+                f"{tuple(x.shape)}."
+            )
+
+    def forward(self, x):
+        self._check_input_dim(x)
+        if not (self.training or self.running_mean is None):
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        normalised, mean, variance, count = _Normalise.apply(x, self.comm, self.eps)
+        if self.training and self.track_running_stats:
+            self._keep(mean, variance * count / max(count - 1, 1))
+        if not self.affine:
+            return normalised
+        return normalised * _by_channel(self.weight, x) + _by_channel(self.bias, x)
+
+    def _keep(self, mean, variance) -> None:
+        """Update the running statistics; ``momentum=None`` keeps the plain average over all batches."""
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps), with statistics of all ranks. S. Ioffe and C. Szegedy, ICML 2015."""
+
+    @staticmethod
+    def forward(ctx, x, comm, eps):
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        count = x.numel() // x.shape[1]
+        mean = wide.mean(axes) if count else wide.new_zeros(x.shape[1])
+        deviations = (wide - _by_channel(mean, x)).square().sum(axes)
+        mine = torch.cat([mean, deviations, mean.new_tensor([count])])
+        everyones = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)
+        means, squares, counts = everyones.split([len(mean), len(mean), 1], dim=1)
+        total = counts.sum()
+        # Of deviations from each rank's own mean those from the common one: T. Chan et al., COMPSTAT 1982.
+        mean = (means * counts).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        scale = (variance + eps).rsqrt()
+        normalised = (wide - _by_channel(mean, x)) * _by_channel(scale, x)
+        ctx.save_for_backward(normalised, scale)
+        ctx.comm, ctx.axes, ctx.total = comm, axes, total
+        ctx.mark_non_differentiable(mean, variance)
+        return normalised.to(x.dtype), mean, variance, float(total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        normalised, scale = ctx.saved_tensors
+        dy = dy.to(normalised.dtype)
+        sums = torch.stack([dy.sum(ctx.axes), (dy * normalised).sum(ctx.axes)])
+        # The loss of every rank depends on every rank's input, through the statistics.
+        mean_dy, mean_dy_x = ctx.comm.all_reduce(sums) / ctx.total
+        dx = dy - _by_channel(mean_dy, dy) - normalised * _by_channel(mean_dy_x, dy)
+        return (dx * _by_channel(scale, dy)).to(dy.dtype), None, None
+
+
+def _by_channel(values, like):
+    return values.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,0 +1,309 @@
+"""Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
+
+    rank 0   forward   backward -> gradients \\                   / the same average   step
+    rank 1   forward   backward -> gradients  } all_reduce, /N  {  the same average   step
+    rank 2   forward   backward -> gradients /                   \\ the same average   step
+
+``DataParallelNaive`` is that picture. ``DataParallel`` adds what torch's ``DistributedDataParallel`` adds: gradients
+travel in buckets, from the last layer on, while the backward pass still computes those of the first ones
+(S. Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 13(12), 2020).
+"""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from dtlib.comm import as_communicator, types
+from dtlib.comm.waiting import advance_all, progress_thread
+from dtlib.errors import DtlibError
+from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
+
+
+class DataParallelNaive(nn.Module):
+    """Average each gradient after the backward pass: one message a parameter, and nothing overlaps.
+
+    loss.backward()
+    model.average_gradients()
+    optimizer.step()
+    """
+
+    def __init__(self, module: nn.Module, comm):
+        super().__init__()
+        self.module = module
+        self.comm = as_communicator(comm)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.comm.broadcast(tensor)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                self.comm.all_reduce(parameter.grad, op="mean")
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient."""
+
+    parameters: list[nn.Parameter]
+    buffer: FlatBuffer
+    missing: set = field(default_factory=set)  # parameters whose gradient has not come in this backward pass
+    handle: object = None  # of the all_reduce, once it is launched
+
+
+class DataParallel(nn.Module):
+    """Data parallelism in buckets that travel during the backward pass; when ``backward()`` returns, all have come.
+
+    Args:
+        module: the model; every rank has it, with the same parameters in the same order. Rank 0's values are
+            broadcast at construction.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB.
+        broadcast_buffers: give all ranks rank 0's buffers before each forward pass in training.
+        progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
+            computing keeps the cores busy. ``"thread"``: a thread, right where it leaves them idle (an accelerator,
+            a slow network). By default by the device of the parameters.
+        algorithm: of ``all_reduce``, if not chosen by size.
+
+    Set ``model.batch_size = len(x)`` before a step whose batches differ in size between ranks, and gradients are
+    weighted by it: a mean over samples, not over ranks. A parameter that no rank has used keeps ``grad=None``; one
+    that some ranks have used counts as zero on the others.
+
+    Counterpart: ``torch.nn.parallel.DistributedDataParallel`` with ``gradient_as_bucket_view=True`` and
+    ``find_unused_parameters=True``.
+
+    Raises:
+        DtlibError: for parameters that differ between ranks, or whose type cannot be averaged, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, comm, bucket_cap_mb: float = 25, broadcast_buffers: bool = True,
+        progress: str | None = None, algorithm: str | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        if progress not in (None, "inline", "thread"):
+            raise DtlibError(f"DataParallel(progress={progress!r}): choose 'inline' or 'thread'.")
+        self.module = module
+        self.comm = as_communicator(comm)
+        self.batch_size = None
+        self.algorithm = algorithm
+        self.broadcast_buffers = broadcast_buffers
+        self._synchronising = True
+        self._finishing = False  # a backward pass is under way, and has been asked to end with _finish
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        _check_parameters(named, module.named_modules(), self.comm, bucket_cap_mb)
+        self._names = {parameter: name for name, parameter in named.items()}
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.comm.broadcast(tensor)
+        # Gradients come roughly in the reverse order of the forward pass.
+        parameters = list(named.values())[::-1]
+        cap = int(bucket_cap_mb * MEBIBYTE)
+        groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
+        self.buckets = [_bucket_of([parameters[i] for i in group]) for group in groups]
+        self._launched = 0  # buckets are launched in this order, on all ranks
+        self._background = ExitStack()  # the progress thread while buckets travel
+        self._join = None  # in join(): which ranks still have batches
+        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
+            hook.remove()
+        _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_has_come) for p in parameters]
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        self.progress = progress or ("inline" if on_cpu and getattr(self.comm, "wire", None) is None else "thread")
+
+    def forward(self, *args, **kwargs):
+        if self._launched:
+            self._background.close()
+            raise DtlibError(
+                "An earlier backward pass was interrupted while gradients travelled: call dtlib.reset() on all ranks "
+                "and wrap the model anew."
+            )
+        self._finishing = False  # a backward pass that raised before anything was launched is forgotten
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter not in self._bucket_of:
+                raise DtlibError(
+                    "A parameter was unfrozen after the model was wrapped: wrap it anew with DataParallel."
+                )
+        if self.training and torch.is_grad_enabled() and self._synchronising:
+            if self._join is not None:
+                self._join = self._announce(True)
+            if self.broadcast_buffers:
+                self._broadcast_buffers()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Backward passes in this context add up gradients on each rank; the first one after it averages them."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    # The backward pass
+
+    def _gradient_has_come(self, parameter) -> None:
+        """A hook: autograd has added this parameter's gradient, and nothing more will come in this pass."""
+        if not self._synchronising:
+            return
+        if not self._finishing:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        bucket = self._bucket_of[parameter]
+        if bucket.handle is not None:
+            raise DtlibError(
+                f"{self._names[parameter]} got a second gradient in one backward pass, after the first had left: with "
+                "activation checkpointing use checkpoint(..., use_reentrant=False)."
+            )
+        bucket.missing.discard(parameter)
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
+            self._launch(self.buckets[self._launched])
+        if self.progress == "inline":
+            advance_all()
+
+    def _begin(self) -> None:
+        self._finishing = True
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+        self._weight = self._weight_of_this_rank()
+
+    def _weight_of_this_rank(self) -> float:
+        """This rank's share in the average."""
+        if self.batch_size is None:
+            ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
+            return 1 / ranks
+        samples = self.comm.all_reduce(torch.tensor(float(self.batch_size), dtype=torch.float64))
+        return self.batch_size / max(1.0, samples.item())
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Fill a bucket and send it on its way. A bucket waits for those before it: ranks must agree on the order."""
+        has_gradient = []
+        for parameter, view in zip(bucket.parameters, bucket.buffer.views, strict=True):
+            has_gradient.append(parameter.grad is not None)
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                torch.mul(parameter.grad.detach(), self._weight, out=view)
+        bucket.buffer.tail.copy_(torch.tensor(has_gradient))
+        if self.progress == "thread" and not self._launched:
+            self._background.enter_context(progress_thread())
+        bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
+        self._launched += 1
+
+    def _finish(self) -> None:
+        """The end of a backward pass: launch what unused parameters have held up, and wait for all."""
+        for bucket in self.buckets[self._launched :]:
+            self._launch(bucket)
+        for bucket in self.buckets:
+            bucket.handle.wait()
+            bucket.handle = None
+            used = bucket.buffer.tail.tolist()
+            for parameter, view, ranks in zip(bucket.parameters, bucket.buffer.views, used, strict=True):
+                parameter.grad = view if ranks else None
+        self._background.close()
+        self._launched, self._finishing = 0, False
+
+    # Buffers, and ranks without batches
+
+    def _broadcast_buffers(self) -> None:
+        root = 0 if self._join is None else _last_with_a_batch(self._join)
+        for buffer in self.module.buffers():
+            self.comm.broadcast(buffer, root)
+
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = True):
+        """Ranks may have different numbers of batches: who has none left takes part with gradients of zero.
+
+        Each forward pass in training inside this context must be followed by a backward pass. At the end all ranks
+        have the parameters of one that had the most batches.
+
+        Args:
+            divide_by_initial_world_size: average over all ranks; else over those that still have batches. With
+                ``batch_size`` set, samples count, and neither is needed.
+
+        Counterpart: ``DistributedDataParallel.join``.
+        """
+        for name, module in self.module.named_modules():
+            if getattr(module, "communicates_in_forward", False):
+                raise DtlibError(f"join() cannot stand in for {name}, which communicates in its forward pass.")
+        self._join, self._by_all = [1] * self.comm.size, divide_by_initial_world_size
+        batch_size = self.batch_size
+        try:
+            yield
+            last = self._join
+            while any(still := self._announce(False)):
+                self._join = last = still
+                self.batch_size = 0 if BY_SAMPLES in still else None
+                self._shadow()
+            for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                self.comm.broadcast(tensor, _last_with_a_batch(last))
+        finally:
+            self._join, self.batch_size = None, batch_size
+
+    def _announce(self, has_batch: bool) -> list[int]:
+        """For each rank 0 if it has no batch any more, else 1, or BY_SAMPLES where batches are weighted by size."""
+        mine = (1 if self.batch_size is None else BY_SAMPLES) if has_batch else 0
+        return self.comm.all_gather(torch.zeros(self.comm.size, dtype=torch.int64), torch.tensor([mine])).tolist()
+
+    def _shadow(self) -> None:
+        """What the other ranks do in a step, with nothing to add."""
+        if self.broadcast_buffers:
+            self._broadcast_buffers()
+        self._begin()
+        for parameter in self._names:
+            parameter.grad = None
+        self._finish()
+        for parameter in self._names:
+            parameter.grad = None
+
+
+BY_SAMPLES = 2
+_hooks = WeakKeyDictionary()  # of each module that is wrapped
+
+
+def _last_with_a_batch(flags: list[int]) -> int:
+    """Whose buffers hold for all: the highest such rank, as in torch."""
+    return max(rank for rank, has_batch in enumerate(flags) if has_batch)
+
+
+def _bucket_of(parameters) -> Bucket:
+    shapes = [parameter.shape for parameter in parameters]
+    first = parameters[0]
+    return Bucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters)))
+
+
+def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
+    if not named:
+        raise DtlibError(
+            "DataParallel: no parameter of this module requires a gradient, so there is nothing to average."
+        )
+    if bucket_cap_mb <= 0:
+        raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
+    for name, module in modules:
+        if getattr(module, "sparse", False):
+            raise DtlibError(f"DataParallel averages dense gradients: build {name or 'the module'} with sparse=False.")
+    for name, parameter in named.items():
+        if types.type_name(parameter) not in types.FLOATS:
+            raise DtlibError(
+                f"DataParallel averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: convert "
+                f"it, or freeze it with {name}.requires_grad_(False)."
+            )
+    mine = {name: (tuple(parameter.shape), types.type_name(parameter)) for name, parameter in named.items()}
+    everyones = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(everyones):
+        for name in everyones[0].keys() | theirs.keys():
+            if everyones[0].get(name) != theirs.get(name):
+                raise DtlibError(
+                    f"The models differ: {name} is {_said(everyones[0].get(name))} on rank 0 and "
+                    f"{_said(theirs.get(name))} on rank {rank}. Build the same model on all ranks."
+                )
+    if any(list(theirs) != list(mine) for theirs in everyones):
+        raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
+
+
+def _said(parameter) -> str:
+    return f"{parameter[0]} {parameter[1]}" if parameter else "missing"

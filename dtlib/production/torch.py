@@ -1,0 +1,33 @@
+"""``runtime="torch"``: data parallelism by torch's DistributedDataParallel."""
+
+from torch import distributed, nn
+
+from dtlib.comm.process_group import ProcessGroupCommunicator
+
+
+def process_group(comm):
+    """A torch process group of the ranks of ``comm``: NCCL for GPUs and gloo for the CPU; no fixed port.
+
+    It is torch's default group, which lives as long as the process; a later call returns the one that is there.
+    """
+    if isinstance(comm, ProcessGroupCommunicator):
+        return comm.group
+    if not distributed.is_initialized():
+        from dtlib.comm.gpu import shared_store
+
+        store = shared_store(comm, same_host=len(set(comm.all_gather_object(_host()))) == 1)
+        distributed.init_process_group(store=store, rank=comm.rank, world_size=comm.size)
+    return distributed.group.WORLD
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()
+
+
+def data_parallel(module: nn.Module, comm) -> nn.Module:
+    """The module in a ``DistributedDataParallel`` that behaves like ours: unused parameters are allowed."""
+    return nn.parallel.DistributedDataParallel(
+        module, process_group=process_group(comm), gradient_as_bucket_view=True, find_unused_parameters=True
+    )

@@ -1,0 +1,68 @@
+"""Learning rates: warm-up and decay, and the rules that scale a rate with the batch."""
+
+import math
+
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def linear_rule(rate: float, batch: int, base_batch: int) -> float:
+    """k times the batch, k times the rate (P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 2.1)."""
+    return rate * batch / base_batch
+
+
+def square_root_rule(rate: float, batch: int, base_batch: int) -> float:
+    """k times the batch, sqrt(k) times the rate, which keeps the variance of a step (A. Krizhevsky, 2014, sec. 5)."""
+    return rate * math.sqrt(batch / base_batch)
+
+
+class WarmupLR(LRScheduler):
+    """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then constant.
+
+    Args:
+        warmup_max_lr: by default the optimizer's own rates.
+        warmup_type: ``log`` (steep first) or ``linear``.
+
+    Counterpart: ``deepspeed.runtime.lr_schedules.WarmupLR``, step by step; call ``step()`` after the optimizer's.
+    """
+
+    def __init__(
+        self, optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log", last_epoch=-1
+    ):
+        self.lowest = warmup_min_lr
+        self.highest = warmup_max_lr
+        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_type = warmup_type
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        # As in DeepSpeed the first two steps run at the lowest rate.
+        done = self.last_epoch - 1
+        share = self._after(done) if done >= self.warmup_num_steps else self._warmup(max(0, done))
+        highest = self.base_lrs if self.highest is None else [self.highest] * len(self.base_lrs)
+        return [self.lowest + (high - self.lowest) * share for high in highest]
+
+    def _warmup(self, done: int) -> float:
+        if self.warmup_type == "linear":
+            return done / self.warmup_num_steps
+        return math.log(done + 1) / math.log(self.warmup_num_steps)
+
+    def _after(self, done: int) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """The same, then down to ``warmup_min_lr`` in a straight line until ``total_num_steps``.
+
+    Counterpart: ``deepspeed.runtime.lr_schedules.WarmupDecayLR``.
+    """
+
+    def __init__(self, optimizer, total_num_steps: int, **warmup):
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, **warmup)
+
+    def _after(self, done: int) -> float:
+        left = self.total_num_steps - done
+        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
+
+
+SCHEDULERS = {"WarmupLR": WarmupLR, "WarmupDecayLR": WarmupDecayLR}

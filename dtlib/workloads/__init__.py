@@ -1,0 +1,1 @@
+"""Real data, real models, real metrics: what the lessons train."""

@@ -1,0 +1,165 @@
+"""scikit-learn's handwritten digits, and many small networks trained on them at once.
+
+A figure with intervals needs hundreds of trainings, and each alone would keep a core busy with overhead. So networks
+that see batches of the same size are trained together: parameters have a dimension more, in front, and a layer of all
+networks is one ``baddbmm``. The loss is the sum of the networks' losses. No two share a parameter, so the gradient
+of each is its own:
+
+    weights (networks, in, out)      x (networks, batch, in)      loss = loss of network 0 + loss of network 1 + ...
+
+A network's seed decides which images it is trained on, where it starts, and the order in which it sees them; two runs
+with the same seed differ in nothing but what they are meant to (*paired* seeds). Whoever has larger batches sees
+the same images in the same order, cut into fewer pieces.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+WIDTHS = (64, 64, 64, 10)
+MOMENTUM = 0.9
+LOOK_EVERY = 20  # steps
+
+
+@cache
+def load() -> tuple[Tensor, Tensor]:
+    """All 1797 images as (1797, 64) floats from 0 to 1, and their labels as (1797,) integers from 0 to 9.
+
+    E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998. The file is read from scikit-learn's folder:
+    importing that package takes seconds on every rank.
+    """
+    folder = Path(find_spec("sklearn").submodule_search_locations[0])
+    rows = torch.from_numpy(np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=","))
+    return (rows[:, :64] / 16).float(), rows[:, 64].long()
+
+
+@dataclass
+class Task:
+    """What a seed decides. ``train`` and ``test`` are places in ``load()``, ``labels`` what the network is told about
+    the images of ``train``, ``start`` its parameters, ``order`` the places in ``train`` that it sees one after another.
+    """
+
+    train: Tensor
+    test: Tensor
+    labels: Tensor
+    start: list[Tensor]
+    order: Tensor
+
+
+def task(seed: int, train: int = 1280, epochs: int = 20, noise: float = 0.0) -> Task:
+    """The task of a seed: ``train`` images to learn from, in ``epochs`` passes; the others are for the test.
+
+    Args:
+        noise: the share of training labels that are replaced by another digit.
+    """
+    chance = torch.Generator().manual_seed(seed)
+    labels = load()[1]
+    places = torch.randperm(len(labels), generator=chance)
+    learn, test = places[:train], places[train:]
+    told = labels[learn].clone()
+    wrong = math.floor(noise * train)  # places are in random order already
+    told[:wrong] = (told[:wrong] + torch.randint(1, 10, (wrong,), generator=chance)) % 10
+    order = torch.cat([torch.randperm(train, generator=chance) for _ in range(epochs)])
+    return Task(learn, test, told, _start(chance), order)
+
+
+def _start(chance: torch.Generator) -> list[Tensor]:
+    """Weights (in, out) and biases (1, out), as ``nn.Linear`` draws them: uniform, up to 1 / sqrt(in)."""
+    start = []
+    for inputs, outputs in pairwise(WIDTHS):
+        bound = inputs**-0.5
+        for shape in ((inputs, outputs), (1, outputs)):
+            start.append((2 * torch.rand(shape, generator=chance) - 1) * bound)
+    return start
+
+
+def forward(parameters: list[Tensor], x: Tensor) -> Tensor:
+    """Scores (networks, batch, 10) of images (networks, batch, 64)."""
+    *hidden, last = zip(parameters[::2], parameters[1::2], strict=True)
+    for weight, bias in hidden:
+        x = torch.baddbmm(bias, x, weight).relu()
+    return torch.baddbmm(last[1], x, last[0])
+
+
+def losses(parameters: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross-entropy of each network, (networks,)."""
+    scores = forward(parameters, x)
+    return functional.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+
+
+def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> list[Tensor]:
+    """Train a network for each task, all at once, by SGD with momentum; returns the stacked parameters.
+
+    Args:
+        batch: images in a step.
+        rates: (steps, networks), the learning rate of each network in each step: at most as many steps as ``order``
+            has whole batches.
+        until: a network whose loss over all its training images has come down to this stays as it is; looked at
+            every ``LOOK_EVERY`` steps.
+
+    A run may diverge: it then has parameters that are infinite or no numbers, and harms no other.
+    """
+    images = load()[0]
+    parameters = [torch.stack(together).requires_grad_() for together in zip(*(t.start for t in tasks), strict=True)]
+    momenta = [torch.zeros_like(parameter) for parameter in parameters]
+    train, labels, order = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels", "order"))
+    goes_on = torch.ones(len(tasks))
+    for step, rate in enumerate(rates):
+        if until and step % LOOK_EVERY == 0:
+            with torch.no_grad():
+                goes_on *= ~(train_losses(parameters, tasks) <= until)
+            if not goes_on.any():
+                break
+        seen = order[:, step * batch : (step + 1) * batch]
+        loss = losses(parameters, images[train.gather(1, seen)], labels.gather(1, seen))
+        gradients = torch.autograd.grad(loss.sum(), parameters)
+        with torch.no_grad():
+            for parameter, momentum, gradient in zip(parameters, momenta, gradients, strict=True):
+                momentum.mul_(MOMENTUM).add_(gradient)
+                parameter -= (rate * goes_on)[:, None, None] * momentum
+    return [parameter.detach() for parameter in parameters]
+
+
+def test_errors(parameters: list[Tensor], tasks: list[Task]) -> Tensor:
+    """The share of test images that each network gets wrong, (networks,). One that has diverged gets about 0.9."""
+    images, labels = load()
+    test = torch.stack([t.test for t in tasks])
+    return (forward(parameters, images[test]).argmax(2) != labels[test]).double().mean(1)
+
+
+def train_losses(parameters: list[Tensor], tasks: list[Task]) -> Tensor:
+    """The loss of each network over all its training images, (networks,)."""
+    images = load()[0]
+    train, labels = (torch.stack([getattr(t, name) for t in tasks]) for name in ("train", "labels"))
+    return losses(parameters, images[train], labels)
+
+
+def sharpness(parameters: list[Tensor], tasks: list[Task], rounds: int = 50) -> Tensor:
+    """How steeply the training loss curves where it curves most, (networks,): its Hessian's largest eigenvalue.
+
+    By power iteration: from a random direction v, replace v by H v and scale it to length 1, ``rounds`` times. H v
+    is the derivative of (gradient . v), so H itself, a number a pair of parameters, is never there.
+    """
+    parameters = [parameter.clone().requires_grad_() for parameter in parameters]
+    gradients = torch.autograd.grad(train_losses(parameters, tasks).sum(), parameters, create_graph=True)
+    chance = torch.Generator().manual_seed(0)
+    v = _unit([torch.randn(parameter[0].shape, generator=chance).expand_as(parameter) for parameter in parameters])
+    for _ in range(rounds):
+        h_v = torch.autograd.grad(gradients, parameters, v, retain_graph=True)
+        largest = sum((a * b).flatten(1).sum(1) for a, b in zip(v, h_v, strict=True))
+        v = _unit(h_v)
+    return largest
+
+
+def _unit(vectors) -> list[Tensor]:
+    """Scaled to length 1 for each network, over all its parameters together."""
+    lengths = sum(vector.square().flatten(1).sum(1) for vector in vectors).sqrt().clamp(min=1e-30)
+    return [vector / lengths[:, None, None] for vector in vectors]

@@ -1,0 +1,232 @@
+"""Horovod's verbs against numpy, the words of every refusal, and a script that was written for Horovod."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import dtlib.horovod as hvd
+from dtlib.errors import DtlibError
+from dtlib.launch import start_ranks
+from tests.ranks import on_ranks
+
+FLOATS = ["float64", "float32", "float16", "bfloat16"]
+
+
+def of_rank(rank, shape, dtype="float64"):
+    """What a rank holds in these tests: small whole numbers, which every type adds exactly."""
+    values = np.arange(np.prod(shape, dtype=int)).reshape(shape) % 5 + rank + 1
+    return torch.from_numpy(values).to(getattr(torch, dtype))
+
+
+def everyone(size, shape, dtype="float64"):
+    return np.stack([of_rank(rank, shape, dtype).double().numpy() for rank in range(size)])
+
+
+def assert_is(tensor, expected):
+    np.testing.assert_allclose(tensor.detach().double().numpy(), expected, rtol=1e-2 if tensor.itemsize == 2 else 1e-7)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_who_am_i(world):
+    assert (hvd.init(), hvd.init()) == (None, None)
+    assert hvd.is_initialized()
+    assert (hvd.rank(), hvd.size()) == (world.rank, world.size)
+    assert (hvd.local_rank(), hvd.local_size()) == (world.rank, world.size)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"Horovod has not been initialized; use hvd.init\(\)"):
+        hvd.rank()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == world.size
+
+
+def test_what_it_is_built_with():
+    assert hvd.mpi_built() and hvd.mpi_enabled()
+    built = hvd.gloo_built, hvd.gloo_enabled, hvd.nccl_built, hvd.ddl_built, hvd.ccl_built, hvd.cuda_built
+    assert not any(one() for one in (*built, hvd.rocm_built))
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", [*FLOATS, "int64", "int16"])
+def test_allreduce_in_all_its_forms(world, dtype):
+    hvd.init()
+    mine, shape = of_rank(world.rank, (3, 4), dtype), (3, 4)
+    values = everyone(world.size, shape, dtype)
+    for op, reduce in ((hvd.Sum, np.sum), (hvd.Min, np.min), (hvd.Max, np.max), (hvd.Product, np.prod)):
+        assert_is(hvd.allreduce(mine, op=op), reduce(values, axis=0))
+    mean = values.mean(0) if mine.is_floating_point() else values.sum(0) // world.size
+    assert_is(hvd.allreduce(mine), mean)
+    assert_is(mine, values[world.rank])
+    assert_is(hvd.synchronize(hvd.allreduce_async(mine, name="one")), mean)
+    in_place = mine.clone()
+    assert hvd.allreduce_(in_place) is in_place
+    assert_is(in_place, mean)
+    assert_is(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2, postscale_factor=3.0), 6 * values.sum(0))
+    assert_is(hvd.allreduce(torch.tensor(float(world.rank)), op=hvd.Sum), sum(range(world.size)))
+    first, second = hvd.grouped_allreduce([mine, mine[0]], op=hvd.Sum)
+    assert_is(first, values.sum(0))
+    assert_is(second, values.sum(0)[0])
+    pair = [mine.clone(), mine[0].clone()]
+    assert hvd.grouped_allreduce_(pair, op=hvd.Max)[0] is pair[0]
+    assert_is(pair[1], values.max(0)[0])
+    assert_is(hvd.synchronize(hvd.grouped_allreduce_async(pair, name="group", op=hvd.Min))[0], values.max(0))
+
+
+@on_ranks(2, 3)
+def test_the_deprecated_argument_average(world):
+    hvd.init()
+    mine = of_rank(world.rank, (2,))
+    with pytest.warns(DeprecationWarning, match="`average` has been replaced"):
+        total = hvd.allreduce(mine, average=False)
+    assert_is(total, everyone(world.size, (2,)).sum(0))
+    with pytest.warns(DeprecationWarning):
+        assert_is(hvd.allreduce_(mine, average=True), everyone(world.size, (2,)).mean(0))
+    with pytest.raises(ValueError, match="The op parameter supersedes average"):
+        hvd.allreduce(mine, average=True, op=hvd.Sum)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int64", "bool"])
+def test_rows_of_different_number_are_gathered(world, dtype):
+    hvd.init()
+    rows = [0 if rank == 1 else 2 * rank + 1 for rank in range(world.size)]
+    parts = [of_rank(rank, (count, 3), dtype) for rank, count in enumerate(rows)]
+    assert torch.equal(hvd.allgather(parts[world.rank]), torch.cat(parts))
+    assert hvd.synchronize(hvd.allgather_async(torch.tensor([world.rank]))).tolist() == list(range(world.size))
+    sent = of_rank(world.rank, (3, 2), dtype)
+    root = world.size - 1
+    assert torch.equal(hvd.broadcast(sent, root), of_rank(root, (3, 2), dtype))
+    assert torch.equal(sent, of_rank(world.rank, (3, 2), dtype))
+    assert hvd.broadcast_(sent, root) is sent
+    assert torch.equal(sent, of_rank(root, (3, 2), dtype))
+    assert hvd.allgather_object({"rank": world.rank}) == [{"rank": rank} for rank in range(world.size)]
+    assert hvd.broadcast_object("x" * 1000 * world.rank, root_rank=root) == "x" * 1000 * root
+
+
+@on_ranks(1, 2, 3, 4)
+def test_alltoall_with_and_without_splits(world):
+    hvd.init()
+    rank, size = world.rank, world.size
+    rows = torch.arange(2 * size) + 100 * rank
+    assert hvd.alltoall(rows).tolist() == [100 * other + 2 * rank + i for other in range(size) for i in range(2)]
+    # Rank r sends r + s rows to rank s, and keeps one row back.
+    splits = torch.tensor([rank + other for other in range(size)], dtype=torch.int32)
+    mine = of_rank(rank, (int(splits.sum()) + 1, 2))
+    output, received = hvd.alltoall(mine, splits)
+    assert received.tolist() == [other + rank for other in range(size)]
+    expected = []
+    for other in range(size):
+        before = sum(other + i for i in range(rank))
+        theirs = of_rank(other, (sum(other + i for i in range(size)) + 1, 2))
+        expected.append(theirs[before : before + other + rank])
+    assert torch.equal(output, torch.cat(expected))
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("rows", [0, 1, 7, 8])
+def test_reducescatter_gives_the_remainder_to_lower_ranks(world, rows):
+    hvd.init()
+    values = everyone(world.size, (rows, 2))
+    counts = [len(part) for part in np.array_split(np.arange(rows), world.size)]
+    begin = sum(counts[: world.rank])
+    mine = slice(begin, begin + counts[world.rank])
+    assert_is(hvd.reducescatter(of_rank(world.rank, (rows, 2)), op=hvd.Sum), values.sum(0)[mine])
+    assert_is(hvd.reducescatter(of_rank(world.rank, (rows, 2)), prescale_factor=2.0), 2 * values.mean(0)[mine])
+
+
+@on_ranks(2, 3)
+def test_gradients_flow_through_the_verbs(world):
+    """Horovod's convention: the loss of all is the average of the ranks' losses, for allgather and broadcast."""
+    hvd.init()
+    rank, size = world.rank, world.size
+    weights = [of_rank(other, (2, 2)) for other in range(size)]
+
+    def gradient_of(verb):
+        tensor = of_rank(rank, (2, 2)).requires_grad_()
+        output = verb(tensor)
+        (output * weights[rank].repeat(len(output) // 2, 1)).sum().backward()
+        return tensor.grad
+
+    mean = sum(weights) / size
+    torch.testing.assert_close(gradient_of(hvd.allreduce), mean)
+    torch.testing.assert_close(gradient_of(lambda t: hvd.allreduce(t, op=hvd.Sum)), size * mean)
+    torch.testing.assert_close(gradient_of(hvd.allgather), mean)
+    at_root = mean if rank == 1 else torch.zeros_like(mean)
+    torch.testing.assert_close(gradient_of(lambda t: hvd.broadcast(t, 1)), at_root)
+    everything = of_rank(rank, (2 * size, 1)).requires_grad_()
+    (hvd.alltoall(everything) * (rank + 1)).sum().backward()
+    assert everything.grad.flatten().tolist() == [other + 1 for other in range(size) for _ in range(2)]
+    everything.grad = None
+    output, _ = hvd.alltoall(everything, splits=[1] * size)
+    (output * (rank + 1)).sum().backward()
+    assert everything.grad.flatten().tolist() == [*range(1, size + 1), *[0] * size]
+    everything.grad = None
+    (hvd.reducescatter(everything, op=hvd.Sum) * (rank + 1)).sum().backward()
+    assert everything.grad.flatten().tolist() == [other + 1 for other in range(size) for _ in range(2)]
+
+
+@on_ranks(2)
+def test_arguments_that_are_refused(world):
+    hvd.init()
+    one = torch.ones(2)
+    twice = hvd.allreduce_async(one, name="twice")
+    with pytest.raises(ValueError, match="same name as another tensor that is currently being processed: 'twice'"):
+        hvd.allreduce_async(one, name="twice")
+    hvd.synchronize(twice)
+    refused = {
+        "Tensor is required to be contiguous": lambda: hvd.allreduce(torch.ones(2, 3).t()),
+        "is not supported: allreduce carries": lambda: hvd.allreduce(one.to(torch.complex64)),
+        "carries a torch tensor and got float": lambda: hvd.allreduce_async(1.0),
+        "of a bool tensor": lambda: hvd.allreduce(one.bool(), op=hvd.Sum),
+        "op=17": lambda: hvd.allreduce(one, op=17),
+        "choose one of hvd.Average, hvd.Sum": lambda: hvd.reducescatter(one, op=hvd.Max),
+        "allgather needs a first dimension": lambda: hvd.allgather(torch.tensor(1.0)),
+        r"root_rank=2\): the ranks are 0 to 1": lambda: hvd.broadcast(one, 2),
+        "divides the first dimension by 2 ranks, and it is 3": lambda: hvd.alltoall(torch.ones(3)),
+        r"splits=\[2, 1\]\): give 2 numbers of rows": lambda: hvd.alltoall(one, splits=[2, 1]),
+        "pass what an asynchronous operation has returned": lambda: hvd.synchronize(3),
+        "pass at least one tensor": lambda: hvd.grouped_allreduce_async([]),
+        "invalid params of type": lambda: hvd.broadcast_parameters(one, 0),
+        "'epoch' is no tensor but int": lambda: hvd.broadcast_parameters({"epoch": 3}, 0),
+    }
+    for words, call in refused.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    left_out = {
+        "Adasum is not offered here": lambda: hvd.allreduce(one, op=hvd.Adasum),
+        "only the global process set": lambda: hvd.allreduce(one, process_set="mine"),
+        "pass a communicator of these ranks": lambda: hvd.init(comm=[0, 1]),
+        r"init\(process_sets": lambda: hvd.init(process_sets="dynamic"),
+    }
+    for words, call in left_out.items():
+        with pytest.raises(hvd.NotOffered, match=words):
+            call()
+    hvd.barrier()
+
+
+def test_parts_of_horovod_that_are_left_out_say_so():
+    for name in ("elastic", "SyncBatchNorm", "ProcessSet", "start_timeline"):
+        with pytest.raises(DtlibError, match=f"hvd.{name} is not offered here: "):
+            getattr(hvd, name)
+    assert not hasattr(hvd, "elastic")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_script_for_horovod_trains(ranks):
+    process = start_ranks(["-m", "tests.horovod_script"], ranks, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    told = json.loads(output.strip().splitlines()[-1])
+    assert told["ranks"] == ranks and told["agree"]
+    assert told["losses"][-1] < 0.7 * told["losses"][0]
+    assert told["accuracy"] > 0.8
+    assert told["lr"] == pytest.approx(0.02 * ranks / 4)

@@ -1,0 +1,299 @@
+"""DistributedOptimizer against one process that has the whole batch, and against DataParallel."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dtlib
+import dtlib.horovod as hvd
+from dtlib.parallel.data import DataParallel
+from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, part, sgd
+from tests.ranks import on_ranks
+from tests.test_data_parallel import train_alone
+
+STEPS = 5
+
+
+def reference_of(name, make, data, ranks, accumulate=1, clip=None):
+    """One process. As in Horovod, a parameter that is never used counts as one with a gradient of zero."""
+
+    def fill(optimizer, *_):
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    model = build(name)
+    optimizer = make(model)
+    if ranks > 1:  # one rank alone reduces nothing
+        optimizer.register_step_pre_hook(fill)
+    return train_alone(model, optimizer, data, ranks, accumulate, clip)
+
+
+def train(name, make, data, accumulate=1, clip=None, **options):
+    """The same on ranks, with models that differ until rank 0's is broadcast."""
+    hvd.init()
+    model = build(name, seed=hvd.rank())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        make(model), model.named_parameters(), backward_passes_per_step=accumulate, **options
+    )
+    for step, batch in enumerate(data):
+        loss_of(model, part(batch, hvd.rank(), hvd.size())).backward()
+        if (step + 1) % accumulate == 0:
+            if clip:
+                optimizer.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parity_with_one_process_and_with_data_parallel(world, name, optimizer, accumulate):
+    make, clip = OPTIMIZERS[optimizer], 0.5 if accumulate == 2 else None
+    data = batches(name, 2 * STEPS, 4 * world.size)
+    reference = reference_of(name, make, data, world.size, accumulate, clip)
+    ours = train(name, make, data, accumulate, clip)
+    assert difference(ours, reference, buffers=False) <= 1e-12  # the design's bound for float64
+    if accumulate == 1 and (name, optimizer) != ("plain", "adamw"):  # weights that are never used decay here only
+        theirs = DataParallel(build(name), world.comm)
+        optimizer = make(theirs)
+        for batch in data:
+            loss_of(theirs, part(batch, world.rank, world.size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert difference(ours, theirs, buffers=False) <= 1e-12
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 2},
+        {"groups": 100},
+        {"gradient_predivide_factor": 3.0},
+        {"gradient_predivide_factor": 0.5, "groups": 1},
+    ],
+    ids=str,
+)
+def test_groups_and_dividing_before_the_sum_change_nothing(world, options):
+    data = batches("transformer", STEPS, 4 * world.size)
+    reference = reference_of("transformer", sgd, data, world.size, 1)
+    assert difference(train("transformer", sgd, data, **options), reference) <= 1e-12
+    reference = reference_of("plain", adamw, data := batches("plain", STEPS, 4 * world.size), world.size)
+    assert difference(train("plain", adamw, data, **options), reference) <= 1e-12
+
+
+@on_ranks(2)
+def test_the_average_is_divided_before_and_after_the_sum(world):
+    """In 16 bits the sum of these overflows, and that of halves does not."""
+    hvd.init()
+
+    def average(factor):
+        weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("w", weight)], gradient_predivide_factor=factor
+        )
+        (weight * 40000).sum().backward()
+        optimizer.synchronize()
+        return weight.grad.tolist()
+
+    assert average(1.0) == [float("inf")] * 4
+    assert average(2.0) == [40000.0] * 4
+
+
+@on_ranks(2, 3)
+def test_fp16_compression_sends_half_the_bytes_and_rounds(world):
+    data = batches("plain", 1, 4 * world.size, torch.float32)
+    gradients, sent = {}, {}
+    hvd.init()
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model = build("plain", torch.float32)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
+        with dtlib.trace() as trace:
+            loss_of(model, part(data[0], world.rank, world.size)).backward()
+            optimizer.synchronize()
+        sent[compression] = trace.sent("all_reduce")[1]
+        gradients[compression] = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(gradient.dtype == torch.float32 for gradient in gradients[compression])
+    assert sent[hvd.Compression.fp16] * 2 == sent[hvd.Compression.none]
+    # float16 keeps 11 bits: each value and each of the sums is rounded by at most 2^-11 of its size.
+    for exact, rounded in zip(gradients[hvd.Compression.none], gradients[hvd.Compression.fp16], strict=True):
+        assert not torch.equal(exact, rounded) or not exact.any()
+        torch.testing.assert_close(rounded, exact, rtol=0, atol=world.size * 2**-11 * float(exact.abs().max() + 1))
+
+
+@on_ranks(2, 3)
+def test_gradients_travel_while_the_backward_pass_computes_the_others(world):
+    """With a small buffer rounds begin in the hooks, and the last layers' gradients are first."""
+    from dtlib.horovod.basics import negotiator
+
+    hvd.init()
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4)))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    kept, negotiator().cap = negotiator().cap, 600
+    try:
+        rounds = negotiator().rounds
+        with dtlib.trace() as trace:
+            model(torch.ones(2, 8, dtype=torch.float64) * (world.rank + 1)).sum().backward()
+            assert negotiator().rounds > rounds
+            optimizer.step()
+    finally:
+        negotiator().cap = kept
+    assert sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events) == 4
+    alike = world.comm.all_gather_object([parameter.tolist() for parameter in model.parameters()])
+    assert all(one == alike[0] for one in alike)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("groups", [None, 1])
+def test_a_parameter_that_only_some_ranks_use_counts_as_zero_on_the_others(world, groups):
+    hvd.init()
+    always, sometimes, never = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(3))
+    model = nn.ModuleDict({"always": always, "sometimes": sometimes, "never": never})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), groups=groups
+    )
+    x = torch.ones(1, 2, dtype=torch.float64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (always(x) + (sometimes(x) if world.rank == 1 else 0)).sum().backward()
+        optimizer.step()
+        assert (sometimes.weight.grad == 1 / world.size).all()
+        assert (always.weight.grad == 1).all()
+        assert (never.weight.grad == 0).all()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(world, as_dense):
+    hvd.init()
+    words = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(words.parameters(), lr=1.0), words.named_parameters(), sparse_as_dense=as_dense
+    )
+    words(torch.tensor([world.rank, 5])[: 1 + world.rank % 2]).sum().backward()
+    optimizer.synchronize()
+    assert words.weight.grad.is_sparse is not as_dense
+    rows = [1 / world.size] * world.size + [0.0] * (5 - world.size) + [(world.size // 2) / world.size]
+    torch.testing.assert_close(words.weight.grad.to_dense()[:, 0], torch.tensor(rows, dtype=torch.float64))
+
+
+@on_ranks(2, 3)
+def test_the_optimizer_is_still_one_of_its_class(world):
+    hvd.init()
+    model = build("plain")
+    inner = adamw(model)
+    loss_of(model, batches("plain", 1, 4)[0]).backward()
+    inner.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    inner.zero_grad()
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    assert isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "AdamW"
+    assert optimizer.state[model.second.weight]["step"] == 1  # state is kept
+    loss_of(model, batches("plain", 1, 4, seed=world.rank)[0]).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    second = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    optimizer.zero_grad()
+    loss_of(model, batches("plain", 1, 4, seed=world.rank)[0]).backward()
+    assert optimizer.step(lambda: 3.0) == 3.0
+    second.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0005)
+    optimizer.load_state_dict(optimizer.state_dict())
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra]})
+    optimizer.zero_grad()
+    (extra * world.rank).sum().backward()
+    optimizer.step()
+    assert extra.grad.tolist() == [sum(range(world.size)) / world.size] * 2
+    everyones = world.comm.all_gather_object([parameter.tolist() for parameter in model.parameters()])
+    assert all(one == everyones[0] for one in everyones)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_parameters_and_optimizer_state_come_from_the_root(world, make):
+    hvd.init()
+    root = world.size - 1
+    model = build("transformer", seed=world.rank)
+    optimizer = make(model)
+    if world.rank == root:
+        loss_of(model, batches("transformer", 1, 4)[0]).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.25
+    hvd.broadcast_parameters(model.named_parameters(), root)
+    hvd.broadcast_optimizer_state(optimizer, root)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    state = world.comm.all_gather_object(str(optimizer.state_dict()))
+    assert all(one == state[0] for one in state) and len(optimizer.state) == len(list(model.parameters()))
+    transposed = torch.full((2, 3), float(world.rank)).t()
+    hvd.broadcast_parameters([transposed], root)
+    assert (transposed == root).all()
+    with pytest.raises(ValueError, match=r"cannot broadcast torch.*LBFGS state"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
+
+
+@on_ranks(2)
+def test_arguments_that_are_refused(world):
+    hvd.init()
+    model = build("plain")
+    names = list(model.named_parameters())
+
+    def make(**options):
+        return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+    refused = {
+        r"should be a sequence of tuples \(name, parameter\)": {"named_parameters": model.parameters()},
+        "must be unique. Found duplicates: twice": {"named_parameters": [("twice", p) for _, p in names]},
+        r"were not named: those of shape \(10, 6\)": {"named_parameters": names[1:]},
+        "gradient_predivide_factor not supported": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+        "groups should be a positive integer": {"groups": 0},
+        "groups must consist of torch.Tensor": {"groups": [[1]]},
+        "can only appear once in groups": {"groups": [[names[0][1]], [names[0][1]]]},
+        "backward_passes_per_step must be > 0": {"backward_passes_per_step": 0},
+        "op=9": {"op": 9},
+    }
+    for words, options in refused.items():
+        with pytest.raises(ValueError, match=words):
+            make(**options)
+    for words, options in {"Adasum": {"op": hvd.Adasum}, "global process set": {"process_set": 1}}.items():
+        with pytest.raises(hvd.NotOffered, match=words):
+            make(**options)
+    with pytest.raises(ValueError, match="is one already"):
+        hvd.DistributedOptimizer(make())
+    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced"):
+        make(num_groups=1)
+
+
+@on_ranks(2)
+def test_calls_in_the_wrong_order_are_refused(world):
+    hvd.init()
+    model, batch = build("transformer"), batches("transformer", 1, 4)[0]
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    loss_of(model, batch).backward()
+    with pytest.raises(AssertionError, match=r"was called after loss.backward.* but before"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step times before call to step"):
+        loss_of(model, batch).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, batch).backward()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,102 @@
+"""Lesson 05: its exercises, and the intervals behind its sentences."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from dtlib.lab import intervals
+from dtlib.lab.checks import judge_on_this_rank
+from dtlib.lab.exercises import EXERCISES, large_batches_wrong
+from dtlib.training.rates import linear_rule
+from tests.ranks import on_ranks
+
+
+def settings_right(step, warmup_steps, k):
+    share = min(1, step / warmup_steps)
+    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+
+
+def scaled_right(rate, ranks, batch, base_batch, step, warmup_steps):
+    top = rate * ranks * batch / base_batch
+    if step >= warmup_steps:
+        return top
+    return rate + (top - rate) * step / warmup_steps
+
+
+def scaled_with_library(rate, ranks, batch, base_batch, step, warmup_steps):
+    """As a tensor of one element, in float32."""
+    top = linear_rule(rate, ranks * batch, base_batch)
+    share = min(step, warmup_steps) / warmup_steps if warmup_steps else 1
+    return torch.tensor(rate).lerp(torch.tensor(top), share)
+
+
+RIGHT_RATES = {"warmup_settings": settings_right, "scaled_rate": scaled_right}
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("exercise,answer,mistake", [
+    pytest.param(exercise, answer.__name__, mistake, id=answer.__name__)
+    for exercise, answers in large_batches_wrong.WRONG.items() for answer, mistake in answers.items()
+])  # fmt: skip
+def test_each_wrong_rate_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: getattr(large_batches_wrong, answer)})
+    assert verdict.mistake == mistake, verdict.text()
+    assert verdict.hints
+    assert verdict.judged.startswith(f"def {answer}(")
+
+
+@on_ranks(1, 2)
+def test_another_form_of_a_right_rate_passes(world):
+    verdict = judge_on_this_rank("scale-the-rate", {"scaled_rate": scaled_with_library})
+    assert verdict.passed, verdict.text()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("exercise", sorted(large_batches_wrong.WRONG))
+def test_what_is_no_number_is_named(world, exercise):
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: lambda *_, **__: None})
+    assert (verdict.mistake, verdict.came) == ("type", "'None'" if exercise == "warmup-mend" else "None")
+
+
+def test_student_t_is_the_quantile_of_the_table():
+    stats = pytest.importorskip("scipy.stats")  # scikit-learn brings it
+    for degrees in (4, 5, 11, 15, 31, 100):
+        assert intervals.student_t(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=0.01)
+
+
+def test_rate_is_wilsons_interval():
+    stats = pytest.importorskip("scipy.stats")
+    for failures, runs in ((0, 32), (1, 32), (16, 32), (32, 32), (3, 10)):
+        wanted = stats.binomtest(failures, runs).proportion_ci(0.95, method="wilson")
+        share, low, high = intervals.rate(failures, runs)
+        assert share == failures / runs
+        assert (low, high) == pytest.approx((wanted.low, wanted.high), abs=1e-6)
+
+
+def test_the_interval_of_a_mean_covers_it_in_95_of_100_cases():
+    chance = random.Random(0)
+    covered = 0
+    for _ in range(2000):
+        _, low, high = intervals.mean([chance.gauss(3, 1) for _ in range(8)])
+        covered += low <= 3 <= high
+    assert abs(covered / 2000 - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+@pytest.mark.parametrize("a,b,words", [
+    ([1, 2, 3, 4], [2, 3.1, 4, 5], "A is lower than B by 0.9 to 1.1 points"),
+    ([2, 3.1, 4, 5], [1, 2, 3, 4], "A is higher than B by 0.9 to 1.1 points"),
+    ([1, 2, 3, 4], [4, 3, 2, 1], "A and B: not separated (difference -4.1 to 4.1 points)"),
+])  # fmt: skip
+def test_a_comparison_says_what_its_interval_says(a, b, words):
+    assert intervals.compared("A", a, "B", b) == words
+
+
+@pytest.mark.parametrize("a,b,words", [
+    ((0, 32), (30, 32), "A fails less often than B"),
+    ((30, 32), (0, 32), "A fails more often than B"),
+    ((28, 32), (24, 32), "A and B: not separated"),
+])  # fmt: skip
+def test_failure_rates_differ_where_their_intervals_do_not_meet(a, b, words):
+    assert intervals.rates_compared("A", a, "B", b) == words
