@@ -1,0 +1,784 @@
+# %% [markdown] tags=["two-hours", "half-day"]
+# # 04 Data parallelism
+#
+# Two hours; twenty-five minutes in the two-hour workshop. You train one small net on handwritten digits in every way that
+# the field has used: with a parameter server, with averaged gradients, with Horovod, with torch's DDP, with a config.
+# The result is the same to the last few bits; what differs is who sends what, and when.
+#
+# **Questions.** How do ranks train one model together? Why did parameter servers give way to all-reduce? What do hooks and
+# buckets buy? What changes in a script when it goes from one process to many?
+#
+# **Afterwards you can** predict the bytes of a step; average gradients by hand and prove it right; turn a serial script
+# into a Horovod or DDP script; read a timeline and choose a bucket size; write a config and read its errors.
+#
+# **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring.
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(4)
+
+# %% tags=["two-hours", "half-day"]
+import difflib
+import inspect
+
+from tabulate import tabulate
+
+from dtlib import flat, theory
+from dtlib.lab import emulated
+from dtlib.parallel import data
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+import copy
+import io
+import time
+
+import dtlib
+import torch
+from torch.nn.functional import cross_entropy
+
+from dtlib.lab import digits
+
+world = dtlib.init()
+comm = world.comm
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## One step, many ranks
+#
+# A step of training takes a batch, computes the gradient of the mean loss, and moves the weights. The mean is what can be shared
+# out: give every rank a part of the batch, and the gradient of the whole is the mean of the gradients of the parts, if
+# the parts are equally large. **That is data parallelism: every rank has the whole model and a part of the batch.** Only
+# gradients travel.
+#
+# The net reads 64 pixels and tells ten digits apart. In float64, so that a mistake cannot hide behind rounding.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+(x, y), test = digits.load(torch.float64)
+BATCH, RATE = 96, 0.2
+batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+
+
+def fresh_net(seed=0):
+    torch.manual_seed(seed)
+    return digits.net(dtype=torch.float64)
+
+
+parameters = sum(p.numel() for p in fresh_net().parameters())
+if world.rank == 0:
+    print(f"{len(x)} images, {len(batches)} batches of {BATCH}; {parameters} parameters")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## The parameter server
+#
+# The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull the weights, compute a
+# gradient from their part of the batch, and push it; the server takes the step. Rank 0 serves, the other three work. On `send` and
+# `recv` it is twenty lines:
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+
+def serve(weights, steps):
+    workers = range(1, comm.size)
+    for _ in range(steps):
+        for worker in workers:
+            comm.send(weights, worker)  # they pull
+        gradients = [comm.recv(torch.empty_like(weights), worker) for worker in workers]
+        weights -= RATE * sum(gradients) / len(workers)
+
+
+def work(net, weights, batches):
+    for x, y in batches:
+        vector_to_parameters(comm.recv(weights, 0), net.parameters())
+        mine = slice(world.rank - 1, None, comm.size - 1)  # every third image
+        loss = cross_entropy(net(x[mine]), y[mine])
+        gradient = torch.autograd.grad(loss, list(net.parameters()))
+        comm.send(parameters_to_vector(gradient), 0)  # push
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** The weights are as many bytes as the cell below says. How many bytes does rank 0 *send* in one step? How many does
+# it *receive*?
+
+# %% tags=["two-hours", "half-day"]
+size_of_weights = 8 * lab.values("parameters")[0]
+print(f"{size_of_weights:,} bytes of weights, and as many of gradients")
+
+# %% tags=["two-hours", "half-day", "stub"]
+sent_by_server = None
+received_by_server = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+sent_by_server = 115_440
+received_by_server = 115_440
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+net = fresh_net()
+weights = parameters_to_vector(net.parameters()).detach().clone()
+with dtlib.trace() as trace:
+    serve(weights, steps=5) if world.rank == 0 else work(net, weights, batches[:5])
+sent_bytes = trace.sent()[1] // 5  # a step
+
+# %% tags=["two-hours", "half-day"]
+sent_with_server = lab.values("sent_bytes")
+hint = "Each of three workers gets all weights, and sends all gradients."
+lab.predict(sent_by_server, sent_with_server[0], hint=hint)
+lab.predict(received_by_server, sum(sent_with_server[1:]), hint=hint)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# A worker sends its gradient once; the server sends and receives for all. Now the same average without a server: every
+# rank has the weights, and a ring all-reduce adds up the gradients. We look at the busiest rank.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+with dtlib.trace() as trace:
+    comm.all_reduce(torch.ones_like(weights), algorithm="ring")
+sent_bytes = trace.sent()[1]
+
+# %% tags=["two-hours", "half-day"]
+sent_with_ring = lab.values("sent_bytes")
+print(tabulate({
+    "rank": range(4), "sent, server": sent_with_server, "sent, ring": sent_with_ring,
+}, headers="keys"))
+count = size_of_weights // 8
+assert sent_with_server[0] == 3 * size_of_weights
+assert sent_with_ring[0] == 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count)
+print(f"The busiest sends {sent_with_server[0] / max(sent_with_ring):.1f} times as much.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# With more ranks the gap opens: the server sends P bytes to each of N - 1 workers, and receives as many; a rank of the ring
+# sends 2P(N-1)/N, hardly more on a thousand ranks than on ten. Formulas, for this net:
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+ranks = [2, 4, 8, 16, 64, 256]
+lab.pictures.lines(
+    {
+        "parameter server": {n: (n - 1) * size_of_weights / 1e6 for n in ranks},
+        "ring": {n: 2 * (n - 1) / n * size_of_weights / 1e6 for n in ranks},
+    },
+    xlabel="ranks", ylabel="MB sent by the busiest rank", title="One step, by formula",
+)
+
+# %% [markdown] tags=["half-day"]
+# Many servers, each with a part of the weights, share the load: then it is a question of how many machines you give them. With
+# as many servers as workers, each on a worker's own machine, the bytes are those of the ring. What a server can do and an
+# all-reduce cannot: let workers go on without waiting for one another, with weights that are out of date.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Averaging by hand
+#
+# Without a server the loop is the serial one with one line more. Below is the library's own class, all of it. The
+# constructor broadcasts rank 0's parameters and buffers, so that all begin alike; after each backward pass the
+# gradients are averaged, and every rank takes the same step.
+
+# %% tags=["two-hours", "half-day"]
+print(inspect.getsource(data.DataParallelNaive))
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** We start every rank with *other* weights (the seed is its rank) and train. How far apart are the ranks
+# at the end? And how far from one process that trains on whole batches?
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+EVERY_FOURTH = slice(world.rank, None, comm.size)
+
+
+def train(model, average=lambda: None, mine=EVERY_FOURTH, momentum=0.9, steps=15):
+    """So many steps on this rank's part of each batch; returns the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+    losses = []
+    for x, y in batches[:steps]:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x[mine]), y[mine])
+        loss.backward()
+        average()
+        optimizer.step()
+        losses.append(loss.detach())
+    return comm.all_reduce(torch.stack(losses), op="mean")
+
+
+def distance(one, other):
+    """The largest difference between two models' parameters."""
+    one, other = (parameters_to_vector(model.parameters()).detach() for model in (one, other))
+    return (one - other).abs().max().item()
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib.parallel.data import DataParallelNaive
+
+model = DataParallelNaive(fresh_net(seed=world.rank), comm)
+losses = train(model, model.average_gradients)
+alone, alone_as_server = fresh_net(seed=0), fresh_net(seed=0)  # the control: whole batches
+_ = train(alone, mine=slice(None))
+_ = train(alone_as_server, mine=slice(None), momentum=0, steps=5)
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+rank_0s = copy.deepcopy(model.module)
+for parameter in rank_0s.parameters():
+    comm.broadcast(parameter)
+assert distance(model, rank_0s) == 0
+assert distance(model, alone) < 1e-12
+if world.rank == 0:
+    vector_to_parameters(weights, net.parameters())  # those of the parameter server
+    assert distance(net, alone_as_server) < 1e-12
+if world.rank == 0:
+    print("From rank to rank: equal to the last bit. From one process: less than 1e-12.")
+    print(f"After one epoch {digits.accuracy(model, test):.0%} of the test images are right.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Not zero, because a sum of four partial sums rounds otherwise than one long sum. That is the whole difference: **data parallelism
+# changes no mathematics.** The parameter server passes the same test. A comparison with one process belongs beside every strategy; this library's tests hold all of theirs to
+# it.
+#
+# **Your turn.** Suppose the gradients are summed instead of averaged, and plain SGD takes the step. Which learning
+# rate would one process need to do the same? (0.2 is ours, on four ranks.)
+
+# %% tags=["two-hours", "half-day", "stub"]
+same_as_rate = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+same_as_rate = 0.8
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+def one_step(model, rate, op=None, mine=EVERY_FOURTH):
+    x, y = batches[0]
+    cross_entropy(model(x[mine]), y[mine]).backward()
+    for parameter in model.parameters():
+        if op:
+            comm.all_reduce(parameter.grad, op=op)
+        parameter.data -= rate * parameter.grad
+    return model
+
+
+summed = one_step(fresh_net(), RATE, op="sum")
+rates = [k * RATE for k in (0.25, 0.5, 1, 2, 4, 8)]
+gaps = {
+    rate: distance(summed, one_step(fresh_net(), rate, mine=slice(None))) for rate in rates
+}
+assert min(gaps.values()) < 1e-12
+
+# %% tags=["two-hours", "half-day"]
+gaps = lab.values("gaps")[0]
+lab.predict(same_as_rate, came=min(gaps, key=gaps.get), hint="The sum is four times the mean.")
+
+# %% [markdown] tags=["half-day"]
+# So a forgotten division is a learning rate N times too large: it may even train, and worse with every rank you add.
+
+# %% [markdown] tags=["half-day"]
+# ## Horovod: six steps
+#
+# Horovod (2018) made the ring all-reduce popular: its users took a serial script and changed six things. Here is a serial
+# script, as text, so that we can see what changes.
+
+# %% tags=["half-day"]
+SERIAL = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from dtlib.lab import digits
+
+torch.manual_seed(0)
+train_set = TensorDataset(*digits.load()[0])
+loader = DataLoader(train_set, batch_size)
+
+net = digits.net()
+optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+
+for epoch in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+torch.save(net.state_dict(), file)
+"""
+
+# %% tags=["half-day"]
+HOROVOD = """\
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from dtlib.lab import digits
+import dtlib.horovod as hvd  # with Horovod: import horovod.torch as hvd
+
+hvd.init()  # 1. which rank am I?
+# 2. On GPUs, one for each process: torch.cuda.set_device(hvd.local_rank())
+torch.manual_seed(0)
+train_set = TensorDataset(*digits.load()[0])
+sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), shuffle=False)
+loader = DataLoader(train_set, batch_size, sampler=sampler)
+
+net = digits.net()
+# 3. The batch of all ranks is hvd.size() times as large, and so is the rate.
+optimizer = torch.optim.SGD(net.parameters(), lr=rate * hvd.size(), momentum=0.9)
+# 4. Its step() averages gradients first.
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+# 5. All begin as rank 0 does.
+hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+for epoch in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+if hvd.rank() == 0:  # 6. One rank writes.
+    torch.save(net.state_dict(), file)
+"""
+
+# %% tags=["half-day"]
+before, after = SERIAL.splitlines(), HOROVOD.splitlines()
+changes = difflib.unified_diff(before, after, "serial", "horovod", n=2, lineterm="")
+print("\n".join(changes))
+
+# %% [markdown] tags=["half-day"]
+# The training loop has not changed. Two things are easily forgotten: the sampler, without which all ranks
+# train on the same images (nothing fails, the work is done N times); and that `batch_size` is now that of *one* rank. The third
+# step, a larger rate for a larger batch, is a rule of thumb with limits; lesson 05 is about them.
+#
+# **Predict.** The serial script with which batch size and which rate ends at the same weights as this one on four
+# ranks with 24 images a rank and rate 0.02? Replace `None`.
+
+# %% tags=["half-day", "stub"]
+serial_batch = None
+serial_rate = None
+
+# %% tags=["half-day", "solution"]
+serial_batch = 96
+serial_rate = 0.08
+
+# %% tags=["half-day"]
+lab.push(scripts={"serial": SERIAL, "horovod": HOROVOD})
+
+# %% tags=["half-day"]
+# %%px
+def run(script, batch_size, rate):
+    """Run a script on this rank; returns its net and the size of the file that it wrote."""
+    names = {"batch_size": batch_size, "rate": rate, "file": io.BytesIO()}
+    exec(scripts[script], names)
+    return names["net"], names["file"].tell()
+
+
+distributed, written = run("horovod", batch_size=24, rate=0.02)
+right = run("serial", batch_size=4 * 24, rate=4 * 0.02)[0]
+assert distance(distributed, right) < 1e-5  # float32
+print(f"{digits.accuracy(distributed.double(), test):.0%} right; wrote a file: {written > 0}")
+
+# %% tags=["half-day"]
+lab.predict(serial_batch, came=4 * 24, hint="The mean is over the images of all ranks.")
+lab.predict(serial_rate, came=4 * 0.02, hint="Look at step 3.", tolerance=1e-9)
+
+# %% [markdown]
+# ## The TensorFlow template
+#
+# You will still meet this template of TensorFlow 1, in which many clusters were programmed. It has four steps. Shown as text, not
+# run: the packages that it needs are gone.
+
+# %%
+TEMPLATE = """\
+1  cluster = tf.train.ClusterSpec({"ps": ps_hosts, "worker": worker_hosts})
+2  server = tf.train.Server(cluster, job_name=job_name, task_index=task_index)
+   if job_name == "ps":
+       server.join()
+3  with tf.device(tf.train.replica_device_setter(
+           worker_device=f"/job:worker/task:{task_index}", cluster=cluster)):
+       loss = ...
+       optimizer = tf.train.SyncReplicasOptimizer(
+           tf.train.GradientDescentOptimizer(rate), replicas_to_aggregate=workers)
+       step = tf.train.get_or_create_global_step()
+       train = optimizer.minimize(loss, global_step=step)
+4  with tf.train.MonitoredTrainingSession(
+           master=server.target, is_chief=(task_index == 0), hooks=hooks) as session:
+       while not session.should_stop():
+           session.run(train)
+"""
+print(TEMPLATE)
+
+# %% [markdown]
+# | | TensorFlow 1 | what it is for | here |
+# |---|---|---|---|
+# | 1 | `ClusterSpec` | who takes part, with hosts and ports | `lab.engines(4)`, `mpiexec -n 4`: the launcher knows |
+# | 2 | `Server(...)`, `job_name`, `task_index` | one process's place in it | `world = dtlib.init()`, `world.rank` |
+# | | `if job_name == "ps": server.join()` | servers only serve | `serve(weights, steps)` on rank 0, above |
+# | 3 | `replica_device_setter` | variables to the servers in turn, the rest to this worker | not needed: every rank has the model |
+# | | `SyncReplicasOptimizer` | wait for all workers and average | `average_gradients()` |
+# | | `global_step` | a counter that all share | every rank counts alike |
+# | 4 | `MonitoredTrainingSession` | the chief initialises and saves, others wait for it | the broadcast at construction; `if world.rank == 0:` |
+# | | `session.run(train)` | a step | `backward()`, `step()` |
+#
+# **Your turn.** Without `SyncReplicasOptimizer` each worker's gradient is applied when it arrives. Which property of
+# data parallelism, tested above, is lost? (The result then depends on who comes first, and equals no run of one process.)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Hooks and buckets
+#
+# `DataParallelNaive` wastes twice: one small message for each parameter, so it pays latency again and again; and the network
+# sleeps while the backward pass computes, then the processor sleeps while gradients travel.
+#
+# Both have a cure. autograd calls a *hook* as soon as a parameter's gradient is there. **Predict:** in which order
+# do the four come: weight and bias of the first layer (0), of the last layer (2)?
+
+# %% tags=["two-hours", "half-day", "stub"]
+first_layer_to_come = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+first_layer_to_come = 2
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+net, came = fresh_net(), []
+for name, parameter in net.named_parameters():
+    parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+cross_entropy(net(x), y).backward()
+layers = [int(name[0]) for name in came]
+assert layers == [2, 2, 0, 0]
+
+# %% tags=["two-hours", "half-day"]
+layers = lab.values("layers")[0]
+lab.predict(first_layer_to_come, came=layers[0], hint="Backward: last layer first.")
+print("layers in order of their gradients:", *layers)
+
+# %% [markdown] tags=["half-day"]
+# So gradients are collected in *buckets*, from the last parameter to the first, and a bucket travels as soon as it is full. This
+# is how parameters are dealt out:
+
+# %% tags=["half-day"]
+print(inspect.getsource(flat.buckets_of))
+
+# %% [markdown] tags=["half-day"]
+# The first bucket is small (1 MiB at most), so that something travels early. Two rules make it safe: **the same order
+# on all ranks**, though autograd may order hooks otherwise on another rank; and a bucket that is full waits for those
+# before it.
+
+# %% tags=["half-day"]
+print(inspect.getsource(data.DataParallel._gradient_has_come))
+
+# %% tags=["half-day"]
+print(inspect.getsource(data.DataParallel._launch))
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.parallel.data import DataParallel
+
+model = DataParallel(digits.net(hidden=4096, dtype=torch.float64), comm, bucket_cap_mb=1)
+names = {parameter: name for name, parameter in model.module.named_parameters()}
+held = [
+    (number, " ".join(names[p] for p in bucket.parameters), bucket.buffer.nbytes)
+    for number, bucket in enumerate(model.buckets)
+]
+
+# %% tags=["half-day"]
+print(tabulate(lab.values("held")[0], ("bucket", "in order", "bytes"), intfmt=","))
+
+# %% [markdown] tags=["half-day"]
+# `0.weight` is larger than a bucket, so it has one of its own. And the values? As before: one epoch, against one process.
+
+# %% tags=["half-day"]
+# %%px
+model = DataParallel(fresh_net(seed=world.rank), comm)
+losses_of_ours = train(model)
+assert distance(model, alone) < 1e-12
+if world.rank == 0:
+    print("DataParallel and one process differ by less than 1e-12.")
+
+# %% [markdown] tags=["half-day"]
+# And the bytes? A step of P bytes of gradients sends 2P(N-1)/N with the ring. One line more travels in each bucket: a number
+# for each parameter, whether this rank has used it at all (what no rank has used keeps `grad=None`).
+
+# %% tags=["half-day"]
+# %%px
+model = DataParallel(fresh_net(), comm, algorithm="ring")
+cross_entropy(model(x), y).backward()
+with dtlib.trace() as trace:
+    cross_entropy(model(x), y).backward()
+sent_bytes = trace.sent("all_reduce")[1]
+
+# %% tags=["half-day"]
+flags = 4  # one number a parameter tensor
+rows = [
+    ("gradients", 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count)),
+    ("with flags", 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count + flags)),
+    ("measured", lab.values("sent_bytes")[0]),
+]
+print(tabulate(rows, ("rank 0, one step, ring", "bytes sent"), intfmt=","))
+assert rows[1][1] == rows[2][1]
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Overlap, seen
+#
+# Does it help to send while the backward pass computes? Only if somebody else computes. On this computer the core that sends
+# is the core that computes. On a GPU cluster the accelerator computes and the network card sends, and the core is
+# idle. So we emulate both: layers whose backward pass *sleeps*, and a slow network. **All that follows up to
+# "DDP" is EMULATED**, and shows how things overlap, not how fast they are.
+
+# %% tags=["two-hours", "half-day"]
+print(inspect.getsource(emulated.SleepingLayer))
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib.lab.emulated import EmulatedAccelerator
+from dtlib.parallel.data import DataParallel
+
+slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
+
+
+def emulated_step(progress, bucket_cap_mb=0.5, layers=6, count=2**17):
+    """A backward pass of so many layers of 0.5 MiB; what it sends, and its trace."""
+    net = EmulatedAccelerator(layers, count, seconds=0.05)
+    model = DataParallel(net, slow, bucket_cap_mb, progress=progress, algorithm="ring")
+    loss = model(torch.zeros(1, requires_grad=True)).sum()
+    comm.barrier()
+    with dtlib.trace() as trace:
+        loss.backward()
+    assert all((p.grad == 1).all() for p in net.parameters())
+    return trace
+
+
+traces = {progress: emulated_step(progress) for progress in ("inline", "thread")}
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# `progress="inline"`: the hooks themselves move messages on, between two layers. While a layer sleeps, nothing moves.
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+from dtlib import Timeline
+
+both = lab.values("traces")
+inline, thread = (Timeline([on_rank[how] for on_rank in both]) for how in ("inline", "thread"))
+lab.pictures.timeline(inline)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# `progress="thread"`: a thread looks after the messages while the core is idle.
+#
+# **Predict** before you run: of six buckets, how many can be hidden behind the backward pass?
+
+# %% tags=["two-hours", "half-day", "stub"]
+hidden = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+hidden = 5
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+lab.pictures.timeline(thread)
+mine = [event for event in thread.events if event.rank == 0]
+computed = max(event.end for event in mine if event.kind == "phase")
+came = sum(event.end < computed for event in mine if event.kind == "verb")
+lab.predict(hidden, came, hint="When the last bucket is full, there is nothing left to compute.")
+print(f"EMULATED: thread over inline {thread.end / inline.end:.2f}")
+assert thread.end < inline.end
+
+# %% [markdown] tags=["half-day"]
+# Where the core computes, it is the other way round: the thread takes from the computation what it gives to the messages. That is
+# why `DataParallel` chooses inline for the CPU, and the thread for accelerators and slow networks.
+#
+# ## How large is a bucket?
+#
+# Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, and starts when
+# the backward pass is over. **Predict** the shape of the curve, then run. (EMULATED; sixteen layers of 0.25 MiB.)
+
+# %% tags=["half-day"]
+# %%px
+seconds = {}
+for size in (0.25, 0.5, 1, 2, 4):  # MiB
+    net = EmulatedAccelerator(layers=16, count=2**16, seconds=0.008)
+    model = DataParallel(net, slow, size, progress="thread", algorithm="ring")
+    took = []
+    for _ in range(4):
+        loss = model(torch.zeros(1, requires_grad=True)).sum()
+        comm.barrier()
+        began = time.perf_counter()
+        loss.backward()
+        took.append(time.perf_counter() - began)
+    seconds[size] = max(comm.all_gather_object(min(took)))
+
+# %% tags=["half-day", "nbval-ignore-output"]
+seconds = lab.values("seconds")[0]
+largest = seconds[max(seconds)]
+lab.pictures.lines(
+    {"backward": {size: took / largest for size, took in seconds.items()}},
+    xlabel="bucket size in MiB", ylabel="time, one bucket = 1", log="x",
+    title="EMULATED accelerator and network",
+)
+best = min(seconds, key=seconds.get)
+print(f"Best of these: {best:g} MiB.")
+assert min(seconds) < best < max(seconds)
+
+# %% [markdown] tags=["half-day"]
+# The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. torch's
+# and our default, 25 MiB, was chosen for networks of data centres.
+#
+# **Your turn.** Set `latency=0.0001` in the cell that makes `slow`, and run the three cells again. Which way does the
+# best size move, and why? (Small buckets lose their handicap: to the left.)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## DDP
+#
+# torch's `DistributedDataParallel` is the production form of the same idea: hooks, buckets, an all-reduce behind the
+# backward pass. One line differs.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from torch.nn.parallel import DistributedDataParallel
+
+from dtlib.production.torch import process_group
+
+group = process_group(comm)  # gloo on the CPU, NCCL on GPUs
+ours = train(DataParallel(fresh_net(seed=world.rank), comm))
+theirs = train(DistributedDataParallel(fresh_net(seed=world.rank), process_group=group))
+assert (ours - theirs).abs().max() < 1e-12
+if world.rank == 0:
+    for step in (0, 1, 7, 14):
+        print(f"loss at step {step:>2}: ours {ours[step]:.6f}, DDP {theirs[step]:.6f}")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## From a config
+#
+# Large projects keep such choices in a file. `dtlib.initialize` reads DeepSpeed's keys, and returns an engine that wraps model,
+# optimizer and data; `runtime="torch"` runs the same engine on DDP. The net has a parameter to spare that no step uses, as real
+# models do: both runtimes must cope with it.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+config = {
+    "train_batch_size": 96,
+    "train_micro_batch_size_per_gpu": 12,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "gradient_clipping": 1.0,
+}
+losses = {}
+for runtime in ("dtlib", "torch"):
+    net, training_data = fresh_net(), torch.utils.data.TensorDataset(x, y)
+    net.register_parameter("spare", torch.nn.Parameter(torch.zeros(1).double()))  # never used
+    engine, *_ = dtlib.initialize(net, config, training_data=training_data, runtime=runtime)
+    losses[runtime] = [engine.train_batch().item() for _ in range(20)]
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** `gradient_accumulation_steps` is missing. What must it be, on four ranks?
+
+# %% tags=["two-hours", "half-day", "stub"]
+accumulation = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+accumulation = 2
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+steps = engine.gradient_accumulation_steps()
+assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-12
+if world.rank == 0:
+    for step in (0, 9, 19):
+        values = [f"{name} {some[step]:.6f}" for name, some in losses.items()]
+        print(f"loss at step {step:>2}:", *values)
+
+# %% tags=["two-hours", "half-day"]
+lab.predict(accumulation, lab.values("steps")[0], hint="96 = 12 x steps x 4 ranks.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# A mistake in a config should cost a sentence, not a night:
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+wrong = {**config, "train_batch_size": 100}
+try:
+    dtlib.initialize(model=fresh_net(), config=wrong)
+except dtlib.DtlibError as error:
+    if world.rank == 0:
+        print(error)
+
+# %% [markdown] tags=["half-day"]
+# ## Odd batches
+#
+# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. Averaging each of them
+# would be waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it averages them all.
+
+# %% tags=["half-day"]
+# %%px
+model = DataParallel(fresh_net(), comm)
+pieces = [(x[i :: 4 * comm.size], y[i :: 4 * comm.size]) for i in range(world.rank, 16, comm.size)]
+with dtlib.trace() as trace:
+    with model.no_sync():
+        for images, labels in pieces[:-1]:
+            (cross_entropy(model(images), labels) / len(pieces)).backward()
+    images, labels = pieces[-1]
+    (cross_entropy(model(images), labels) / len(pieces)).backward()
+calls = sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events)
+if world.rank == 0:
+    print(f"{len(pieces)} backward passes, {calls} all_reduce")
+
+# %% [markdown] tags=["half-day"]
+# **Uneven batches.** The mean of means is the mean over all images only if the parts are equally large. At the end of an epoch they
+# often are not. Here rank r has r + 1 images. Tell the model, and it weights:
+
+# %% tags=["half-day"]
+# %%px
+def gradient_of(model, images, labels):
+    cross_entropy(model(images), labels).backward()
+    return parameters_to_vector([p.grad for p in model.parameters()])
+
+
+first = sum(range(world.rank + 1))  # rank 0 has image 0; rank 1 has 1 and 2; ...
+mine = slice(first, first + world.rank + 1)
+whole = gradient_of(fresh_net(), x[:10], y[:10])
+unweighted, weighted = DataParallel(fresh_net(), comm), DataParallel(fresh_net(), comm)
+weighted.batch_size = world.rank + 1
+off = [(gradient_of(m, x[mine], y[mine]) - whole).norm() for m in (unweighted, weighted)]
+assert off[0] > 0.1 * whole.norm() and off[1] < 1e-12
+if world.rank == 0:
+    print(f"unweighted: off by {off[0] / whole.norm():.0%}; weighted: less than 1e-12")
+
+# %% [markdown] tags=["half-day"]
+# **Uneven numbers of batches.** A rank that has a batch more than the others waits for them for ever. Inside `join()` those
+# that are finished take part with zeros until all are. Rank r has r + 1 batches:
+
+# %% tags=["half-day"]
+# %%px
+model = DataParallel(fresh_net(), comm)
+optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+with model.join():
+    for images, labels in batches[: world.rank + 1]:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+ends = comm.all_gather_object(parameters_to_vector(model.parameters()).sum().item())
+assert len(set(ends)) == 1
+print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## What holds on GPUs, and what does not
+#
+# Seen here, and true there: the values, the number of messages and bytes, the order of buckets, what a missing division or weight
+# does, why a ring beats one server, and that communication can hide behind the backward pass.
+#
+# Not shown here: how fast it is. These nets are tiny, all ranks share one machine, gloo and MPI stand where NCCL would, and
+# overlap was emulated. On GPUs use DDP with NCCL or the production engine: their all-reduce runs on the GPU itself, knows
+# the wires (NVLink, InfiniBand), and may reduce inside the network's switches. There the best bucket size is another one, 16-bit
+# gradients halve the bytes, and what does not fit on one GPU needs the lessons on ZeRO, pipelines and tensors. Speed
+# here is measured in `python -m benchmarks data-parallel`, as a ratio in one run.
+#
+# ## Summary
+#
+# - Every rank has the model and a part of the batch; the mean of the gradients is the gradient of the whole. It equals one process
+#   up to rounding; test that.
+# - A server sends N - 1 times the model; a ring sends less than twice the model from each rank, whatever N is.
+# - Broadcast parameters *and* buffers at the start; weight uneven batches; shard the data.
+# - Buckets spare latency, hooks start them early, and overlap pays where the core that sends is not the one that computes.
+# - Horovod: six changes; DDP: one line; a config: none in the loop.
+#
+# Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): mend a hook, build buckets, and play byte golf.
+#
+# ## References
+#
+# - J. Dean et al.: Large scale distributed deep networks (DistBelief). NIPS, 2012.
+# - M. Li et al.: Scaling distributed machine learning with the parameter server. OSDI, 2014.
+# - A. Sergeev, M. Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799, 2018.
+# - S. Li et al.: PyTorch distributed: experiences on accelerating data parallel training. VLDB 13(12), 2020.
+# - M. Abadi et al.: TensorFlow: a system for large-scale machine learning. OSDI, 2016.
+# - S. Rajbhandari et al.: ZeRO: memory optimizations toward training trillion parameter models. SC, 2020.
+# - E. Alpaydin, C. Kaynak: Optical recognition of handwritten digits. UCI Machine Learning Repository, 1998.

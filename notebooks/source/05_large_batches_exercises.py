@@ -1,0 +1,147 @@
+# %% [markdown] tags=["half-day"]
+# # 05 Large batches: exercises
+#
+# Three exercises: *predict* (three minutes), *mend* a warm-up (five minutes), *build* the rate of a step (twenty minutes). A
+# check looks at your answer on all ranks and says what is wrong; check again for the next hint.
+#
+# **You need** the lecture [05 Large batches](../lectures/05_large_batches.ipynb). Answers:
+# [solutions](../solutions/05_large_batches_exercises.ipynb).
+
+# %% tags=["half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(3)
+
+# %% tags=["half-day"]
+# %%px
+import dtlib
+import torch
+from torch import nn
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict
+#
+# A model was trained on 8 ranks with 32 samples each, at rate 0.1. Now there are 128 ranks with 32 samples each.
+#
+# - Which rate does the linear rule give, which the square-root rule?
+# - Warm-up takes 5 epochs of 1,228,800 samples. How many *steps* is that now?
+#
+# Replace each `None`.
+
+# %% tags=["half-day", "stub"]
+linear = None
+square_root = None
+warmup_steps = None
+
+# %% tags=["half-day", "solution"]
+linear = 1.6
+square_root = 0.4
+warmup_steps = 1500
+
+# %% tags=["half-day"]
+from dtlib.training.rates import linear_rule, square_root_rule
+
+now, before = 128 * 32, 8 * 32
+hint = "k is the new batch over the old one, each over all ranks."
+lab.predict(linear, linear_rule(0.1, now, before), tolerance=1e-9, hint=hint)
+lab.predict(square_root, square_root_rule(0.1, now, before), tolerance=1e-9, hint=hint)
+lab.predict(warmup_steps, 5 * 1_228_800 // now, hint="A step takes the batch of all ranks.")
+
+# %% [markdown] tags=["half-day"]
+# ## Mend: a warm-up with one wrong number
+#
+# `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k times as
+# much in step `warmup_steps`, and stays there. It runs, the loss falls, nobody complains; and yet the rate is wrong for
+# the whole of the training. Mend it.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def warmup_settings(step, warmup_steps, k):
+    share = min(step, warmup_steps - 1) / warmup_steps
+    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+
+# %% tags=["half-day", "solution"]
+# %%px
+def warmup_settings(step, warmup_steps, k):
+    share = min(step, warmup_steps) / warmup_steps
+    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+
+# %% tags=["half-day"]
+lab.check("warmup-mend")
+
+# %% [markdown] tags=["half-day"]
+# Such a mistake shows in no loss curve. It shows if one prints the rate, so do: every engine and every optimizer can tell it.
+
+# %% tags=["half-day"]
+# %%px
+if world.rank == 0:
+    print([round(warmup_settings(step, 4, 8)["lr"], 3) for step in (0, 1, 2, 3, 4, 5, 1000)])
+
+# %% [markdown] tags=["half-day"]
+# ## Build: scale the rate
+#
+# Write `scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps)`: the learning rate of a step.
+#
+# - `rate` is right for a batch of `base_batch` samples, over all ranks together.
+# - Now there are `ranks` ranks, with `batch` samples *each*.
+# - The linear rule gives the top. Gradual warm-up goes from `rate` in step 0 to the top in step `warmup_steps`, in a straight
+#   line; from there on the rate is constant. `warmup_steps` may be 0: then there is no warm-up.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
+    ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
+    top = rate * ranks * batch / base_batch
+    if step >= warmup_steps:
+        return top
+    return rate + (top - rate) * step / warmup_steps
+
+# %% tags=["half-day"]
+lab.check("scale-the-rate")
+
+# %% [markdown] tags=["half-day"]
+# Put it to use: three ranks with 64 digits each, from the rate 0.02 at batch 16. `LambdaLR` multiplies the optimizer's rate,
+# 1 here, by what a function of the step returns.
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.workloads import digits
+
+images, labels = digits.load()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+sgd = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
+config = {"train_batch_size": 192, "optimizer": sgd}
+engine, _, loader, _ = dtlib.initialize(
+    model=net, config=config,
+    training_data=torch.utils.data.TensorDataset(images[:1280], labels[:1280]),
+    lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: scaled_rate(0.02, world.size, 64, 16, step, warmup_steps=30)
+    ),
+)
+losses = [engine.train_batch().item() for _ in range(120)]
+with torch.no_grad():
+    error = (net(images[1280:]).argmax(1) != labels[1280:]).double().mean().item()
+
+# %% tags=["half-day", "nbval-ignore-output"]
+losses, error = lab.values("losses")[0], lab.values("error")[0]
+print(f"loss {losses[0]:.2f} in the first step, {losses[-1]:.2f} in the last")
+print(f"test error {error:.1%}")
+assert losses[-1] < losses[0] / 4
+assert error < 0.2
+
+# %% [markdown] tags=["half-day"]
+# ## If you have time
+#
+# - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate comes out, and where is the elbow?
+# - In the lecture, try a rate *between* the two rules at batch 512: k to the power 0.75. Compare it on paired seeds.
+# - Which rule would you try first with Adam, which divides a gradient by its own size? Try it; count before you believe.
