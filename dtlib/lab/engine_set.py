@@ -22,6 +22,7 @@ from dtlib.machine import gpu_names, usable_cores
 from dtlib.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
+CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 BYTES_A_RANK = 700e6  # an engine with torch imported and room for a lesson's arrays
 MOST_RANKS = 64
@@ -241,15 +242,22 @@ def _connect(record) -> EngineSet | None:
     deadline = time.monotonic() + START_SECONDS
     while not Path(note["connection"]).exists() and record.keeper() and time.monotonic() < deadline:
         time.sleep(0.02)
-    client = ipp.Client(note["connection"], timeout=START_SECONDS)
-    while len(client.ids) < note["ranks"]:
+    client = None
+    while client is None or len(client.ids) < note["ranks"]:
         if not record.keeper() or time.monotonic() > deadline:
-            client.close()
+            came = len(client.ids) if client else 0
+            if client:
+                client.close()
             raise DtlibError(
-                f"Only {len(client.ids)} of {note['ranks']} ranks came up; {record.profile / 'log'} says why. "
+                f"Only {came} of {note['ranks']} ranks came up; {record.profile / 'log'} says why. "
                 "Where memory is short, ask for fewer."
             )
-        time.sleep(0.02)
+        if client is None:
+            # In short attempts: the controller may end while this waits for it.
+            with suppress(TimeoutError):
+                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS)
+        else:
+            time.sleep(0.02)
     found = EngineSet(record, client)
     rows = _join_world(found, record, note)
     if rows is None:

@@ -9,15 +9,15 @@ travel in buckets, from the last layer on, while the backward pass still compute
 (S. Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 13(12), 2020).
 """
 
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from dtlib.backward import BackwardPass, progress_for
 from dtlib.comm import as_communicator, types
-from dtlib.comm.waiting import advance_all, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 
@@ -52,7 +52,6 @@ class Bucket:
 
     parameters: list[nn.Parameter]
     buffer: FlatBuffer
-    missing: set = field(default_factory=set)  # parameters whose gradient has not come in this backward pass
     handle: object = None  # of the all_reduce, once it is launched
 
 
@@ -86,18 +85,16 @@ class DataParallel(nn.Module):
         progress: str | None = None, algorithm: str | None = None,
     ):  # fmt: skip
         super().__init__()
-        if progress not in (None, "inline", "thread"):
-            raise DtlibError(f"DataParallel(progress={progress!r}): choose 'inline' or 'thread'.")
         self.module = module
         self.comm = as_communicator(comm)
         self.batch_size = None
         self.algorithm = algorithm
         self.broadcast_buffers = broadcast_buffers
         self._synchronising = True
-        self._finishing = False  # a backward pass is under way, and has been asked to end with _finish
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         _check_parameters(named, module.named_modules(), self.comm, bucket_cap_mb)
-        self._names = {parameter: name for name, parameter in named.items()}
+        names = {parameter: name for name, parameter in named.items()}
+        self.progress = progress_for(self.comm, names, progress, "DataParallel")
         for tensor in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(tensor)
         # Gradients come roughly in the reverse order of the forward pass.
@@ -105,26 +102,17 @@ class DataParallel(nn.Module):
         cap = int(bucket_cap_mb * MEBIBYTE)
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
         self.buckets = [_bucket_of([parameters[i] for i in group]) for group in groups]
-        self._launched = 0  # buckets are launched in this order, on all ranks
-        self._background = ExitStack()  # the progress thread while buckets travel
+        self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
+        self._trained = set(parameters)
         self._join = None  # in join(): which ranks still have batches
-        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
         _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_has_come) for p in parameters]
-        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-        self.progress = progress or ("inline" if on_cpu and getattr(self.comm, "wire", None) is None else "thread")
 
     def forward(self, *args, **kwargs):
-        if self._launched:
-            self._background.close()
-            raise DtlibError(
-                "An earlier backward pass was interrupted while gradients travelled: call dtlib.reset() on all ranks "
-                "and wrap the model anew."
-            )
-        self._finishing = False  # a backward pass that raised before anything was launched is forgotten
+        self._pass.forget()
         for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter not in self._bucket_of:
+            if parameter.requires_grad and parameter not in self._trained:
                 raise DtlibError(
                     "A parameter was unfrozen after the model was wrapped: wrap it anew with DataParallel."
                 )
@@ -147,28 +135,10 @@ class DataParallel(nn.Module):
     # The backward pass
 
     def _gradient_has_come(self, parameter) -> None:
-        """A hook: autograd has added this parameter's gradient, and nothing more will come in this pass."""
-        if not self._synchronising:
-            return
-        if not self._finishing:
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket = self._bucket_of[parameter]
-        if bucket.handle is not None:
-            raise DtlibError(
-                f"{self._names[parameter]} got a second gradient in one backward pass, after the first had left: with "
-                "activation checkpointing use checkpoint(..., use_reentrant=False)."
-            )
-        bucket.missing.discard(parameter)
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
-            self._launch(self.buckets[self._launched])
-        if self.progress == "inline":
-            advance_all()
+        if self._synchronising:
+            self._pass.gradient_has_come(parameter)
 
     def _begin(self) -> None:
-        self._finishing = True
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.parameters)
         self._weight = self._weight_of_this_rank()
 
     def _weight_of_this_rank(self) -> float:
@@ -180,7 +150,7 @@ class DataParallel(nn.Module):
         return self.batch_size / max(1.0, samples.item())
 
     def _launch(self, bucket: Bucket) -> None:
-        """Fill a bucket and send it on its way. A bucket waits for those before it: ranks must agree on the order."""
+        """Fill a bucket and send it on its way."""
         has_gradient = []
         for parameter, view in zip(bucket.parameters, bucket.buffer.views, strict=True):
             has_gradient.append(parameter.grad is not None)
@@ -189,23 +159,15 @@ class DataParallel(nn.Module):
             else:
                 torch.mul(parameter.grad.detach(), self._weight, out=view)
         bucket.buffer.tail.copy_(torch.tensor(has_gradient))
-        if self.progress == "thread" and not self._launched:
-            self._background.enter_context(progress_thread())
         bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
-        self._launched += 1
 
     def _finish(self) -> None:
-        """The end of a backward pass: launch what unused parameters have held up, and wait for all."""
-        for bucket in self.buckets[self._launched :]:
-            self._launch(bucket)
         for bucket in self.buckets:
             bucket.handle.wait()
             bucket.handle = None
             used = bucket.buffer.tail.tolist()
             for parameter, view, ranks in zip(bucket.parameters, bucket.buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
-        self._background.close()
-        self._launched, self._finishing = 0, False
 
     # Buffers, and ranks without batches
 
@@ -253,11 +215,10 @@ class DataParallel(nn.Module):
         """What the other ranks do in a step, with nothing to add."""
         if self.broadcast_buffers:
             self._broadcast_buffers()
-        self._begin()
-        for parameter in self._names:
+        for parameter in self._trained:
             parameter.grad = None
-        self._finish()
-        for parameter in self._names:
+        self._pass.run_empty()
+        for parameter in self._trained:
             parameter.grad = None
 
 

@@ -1,0 +1,96 @@
+"""A backward pass in which gradients leave while later ones are still computed.
+
+    autograd    grad of layer 4   layer 3   layer 2   layer 1   end of backward()
+    buckets     [4 3 ----------- launch 0]  [2 1 ---- launch 1] finish: wait for both
+
+Buckets are launched in one order on all ranks, whatever the order in which gradients come: a bucket waits for those
+before it, and what never comes (a parameter that was not used) is launched at the end.
+"""
+
+from contextlib import ExitStack
+
+import torch
+
+from dtlib.comm.waiting import advance_all, progress_thread
+from dtlib.errors import DtlibError
+
+
+class BackwardPass:
+    """Calls ``begin()`` at the first gradient of a backward pass, ``launch(bucket)`` for each bucket in turn as soon as
+    the gradients of all its ``parameters`` have come, and ``finish()`` at the end of ``backward()``.
+
+    Args:
+        buckets: things with a list ``parameters``, in the order of their launch.
+        progress: who moves on what was launched: ``"inline"`` the hooks of the backward pass, or a ``"thread"``.
+        names: of the parameters, for errors.
+    """
+
+    def __init__(self, buckets, begin, launch, finish, progress: str, names: dict):
+        self.buckets = buckets
+        self.progress = progress
+        self._begin, self._launch, self._finish = begin, launch, finish
+        self._names = names
+        self._index = {parameter: i for i, bucket in enumerate(buckets) for parameter in bucket.parameters}
+        self._missing = []  # for each bucket the parameters whose gradient has not come in this pass
+        self._launched = 0
+        self._under_way = False
+        self._background = ExitStack()  # the progress thread while buckets travel
+
+    def gradient_has_come(self, parameter) -> None:
+        """A hook: autograd has added this parameter's gradient, and nothing more will come in this pass."""
+        if not self._under_way:
+            self._start()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self._index[parameter] < self._launched:
+            raise DtlibError(
+                f"{self._names[parameter]} got a second gradient in one backward pass, after the first had left: with "
+                "activation checkpointing use checkpoint(..., use_reentrant=False)."
+            )
+        self._missing[self._index[parameter]].discard(parameter)
+        while self._launched < len(self.buckets) and not self._missing[self._launched]:
+            self._launch_next()
+        if self.progress == "inline":
+            advance_all()
+
+    def run_empty(self) -> None:
+        """A pass of a rank that has nothing to add: every bucket is launched as it is."""
+        self.forget()
+        self._start()
+        self._end()
+
+    def forget(self) -> None:
+        """Before a new pass: forget one that raised, or refuse to go on where gradients had left already."""
+        if self._launched:
+            self._background.close()
+            raise DtlibError(
+                "An earlier backward pass was interrupted while gradients travelled: call dtlib.reset() on all ranks "
+                "and wrap the model anew."
+            )
+        self._under_way = False
+
+    def _start(self) -> None:
+        self._under_way = True
+        self._missing = [set(bucket.parameters) for bucket in self.buckets]
+        self._begin()
+
+    def _launch_next(self) -> None:
+        if self.progress == "thread" and not self._launched:
+            self._background.enter_context(progress_thread())
+        self._launch(self.buckets[self._launched])
+        self._launched += 1
+
+    def _end(self) -> None:
+        while self._launched < len(self.buckets):
+            self._launch_next()
+        self._finish()
+        self._background.close()
+        self._launched, self._under_way = 0, False
+
+
+def progress_for(comm, tensors, wanted: str | None, who: str) -> str:
+    """``inline`` where computing keeps the cores busy, ``thread`` where it leaves them idle: an accelerator, or an
+    emulated network; ``wanted`` overrides it."""
+    if wanted not in (None, "inline", "thread"):
+        raise DtlibError(f"{who}(progress={wanted!r}): choose 'inline' or 'thread'.")
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    return wanted or ("inline" if on_cpu and getattr(comm, "wire", None) is None else "thread")
