@@ -3,9 +3,15 @@
 parameters   w1 (3, 2)      b1 (3,)   w2 (1, 3)
 flat         [w1 w1 w1 w1 w1 w1 b1 b1 b1 w2 w2 w2 | extra]
               \\--- view ---/  ...
+
+Sharded, the same memory is cut into equal parts, one a rank, wherever the parameters begin and end:
+
+flat         [w1 w1 w1 w1 w1 w1 b1 | b1 b1 w2 w2 w2 .. ]     .. padding, at the end of the last part
+rank 0        w1[0:6], b1[0:1]       rank 1: b1[1:3], w2[0:3]
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +22,16 @@ FIRST_BUCKET = MEBIBYTE  # as in torch: the first bucket is small, so that commu
 class FlatBuffer:
     """One zeroed tensor (``flat``) and a view of it for each of ``shapes`` (``views``), one after the other.
 
-    ``extra`` elements at the end belong to no view: room for numbers that travel along (``tail``).
+    ``extra`` elements at the end belong to no view: room for numbers that travel along, or padding (``tail``).
+    ``memory`` is used instead of new memory: a flat tensor that is long enough.
     """
 
-    def __init__(self, shapes, dtype: torch.dtype, device="cpu", extra: int = 0):
+    def __init__(self, shapes, dtype: torch.dtype, device="cpu", extra: int = 0, memory: torch.Tensor | None = None):
         sizes = [math.prod(shape) for shape in shapes]
         self.numel = sum(sizes)
-        self.flat = torch.zeros(self.numel + extra, dtype=dtype, device=device)
+        if memory is None:
+            memory = torch.zeros(self.numel + extra, dtype=dtype, device=device)
+        self.flat = memory[: self.numel + extra]
         self.tail = self.flat[self.numel :]
         pieces = self.flat[: self.numel].split(sizes)
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -31,6 +40,44 @@ class FlatBuffer:
     def nbytes(self) -> int:
         """Bytes of the views, without the extra elements."""
         return self.numel * self.flat.element_size()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor of this ``shape``: elements ``start`` to ``stop`` of it, flattened; maybe none."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Shards:
+    """How tensors of these ``shapes``, one after the other, are cut into ``ranks`` equal parts.
+
+    ``length`` elements are each rank's, ``padding`` those at the end of the last that belong to no tensor, and
+    ``parts`` what rank ``rank`` has of each tensor.
+    """
+
+    def __init__(self, shapes, rank: int, ranks: int):
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.rank, self.ranks = rank, ranks
+        sizes = [math.prod(shape) for shape in self.shapes]
+        self.length = -(-sum(sizes) // ranks)
+        self.padding = self.length * ranks - sum(sizes)
+        self.parts, offset = [], -rank * self.length  # of a tensor's first element, from that of this rank's part
+        for shape, size in zip(self.shapes, sizes, strict=True):
+            start, stop = (min(max(edge - offset, 0), size) for edge in (0, self.length))
+            self.parts.append(Part(shape, start, stop))
+            offset += size
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat tensor."""
+        return flat[self.rank * self.length : (self.rank + 1) * self.length]
+
+    def views(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's part of each tensor, from its part of the whole: one-dimensional, and empty where it has none."""
+        sizes = [part.stop - part.start for part in self.parts]
+        return list(own[: sum(sizes)].split(sizes))
 
 
 def buckets_of(tensors, cap: int, first_cap: int = FIRST_BUCKET) -> list[list[int]]:

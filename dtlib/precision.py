@@ -13,21 +13,28 @@ import torch
 class MasterWeights:
     """float32 copies of parameters in 16 bits; an optimizer is made of ``masters`` instead of the parameters.
 
-    float32 and float64 parameters are their own masters.
+    float32 and float64 parameters are their own masters, unless their masters live on another ``device``.
     """
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, device=None):
         self.parameters = list(parameters)
         self.masters = [
-            torch.nn.Parameter(parameter.detach().float()) if parameter.dtype.itemsize == 2 else parameter
-            for parameter in self.parameters
+            self._master_of(parameter, torch.device(device or parameter.device)) for parameter in self.parameters
         ]
+
+    @staticmethod
+    def _master_of(parameter, device):
+        dtype = torch.float32 if parameter.dtype.itemsize == 2 else parameter.dtype
+        if (dtype, device) == (parameter.dtype, parameter.device):
+            return parameter
+        return torch.nn.Parameter(parameter.detach().to(device, dtype))
 
     def take_gradients(self, scale: float = 1.0) -> None:
         """Give the masters the gradients of the parameters, divided by ``scale``."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
-                master.grad = None if parameter.grad is None else parameter.grad.detach().float()
+                gradient = parameter.grad
+                master.grad = None if gradient is None else gradient.detach().to(master.device, master.dtype)
             if master.grad is not None and scale != 1:
                 master.grad.div_(scale)
 
@@ -69,16 +76,24 @@ class LossScale:
             self._patience = self.hysteresis
 
 
-def all_finite(gradients) -> bool:
-    """True if no gradient has an infinity or a NaN."""
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
+def all_finite(gradients, comm=None) -> bool:
+    """True if no gradient has an infinity or a NaN; with ``comm``, on any of its ranks, each of which has others."""
+    finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
+    if comm is not None:
+        return bool(comm.all_reduce(torch.tensor(finite), op="min"))
+    return finite
 
 
-def clip_by_norm(gradients, largest: float) -> float:
-    """Scale gradients down together so that their joint 2-norm is at most ``largest``; returns the norm before."""
+def clip_by_norm(gradients, largest: float, comm=None) -> float:
+    """Scale gradients down together so that their joint 2-norm is at most ``largest``; returns the norm before.
+
+    With ``comm`` they are shards: every rank has others, and the norm is that of all.
+    """
     gradients = [gradient for gradient in gradients if gradient is not None]
-    if not gradients:
-        return 0.0
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-    torch._foreach_mul_(gradients, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if comm is not None:
+        norm = comm.all_reduce(norm.double().square()).sqrt().to(norm.dtype)
+    if gradients:
+        torch._foreach_mul_(gradients, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
     return float(norm)

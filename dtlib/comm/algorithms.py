@@ -161,7 +161,13 @@ def ring_all_reduce(link, array, combine):
 
 
 def ring_reduce_scatter(link, out, parts, combine):
-    """The ring that leaves its input alone: what travels is added to in two buffers, and ends in ``out``."""
+    """The ring that leaves its input alone: what travels is added to in two buffers, and ends in ``out``.
+
+    Where ``out`` is this rank's part itself, everything happens in place.
+    """
+    if same_memory(out, parts[link.rank]):
+        yield from ring_reduce_scatter_in_place(link, parts, combine)
+        return
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     if link.size == 1:
         out[...] = parts[0]
@@ -174,6 +180,11 @@ def ring_reduce_scatter(link, out, parts, combine):
         yield [link.send(outgoing, right), link.recv(incoming, left)]
         combine(parts[(link.rank - step - 2) % link.size], incoming, incoming)
         outgoing = incoming
+
+
+def same_memory(one, other) -> bool:
+    """True if two arrays of one size are the same memory."""
+    return one.ctypes.data == other.ctypes.data
 
 
 # Different data for everybody

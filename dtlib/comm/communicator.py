@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from dtlib.comm import types
-from dtlib.comm.algorithms import parts_of
+from dtlib.comm.algorithms import parts_of, same_memory
 from dtlib.comm.call import shape_and_type
 from dtlib.comm.link import Wire
 from dtlib.comm.messages import receive_message, send_message
@@ -121,14 +121,16 @@ class Communicator(Runner):
     def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
         """Combine ``tensor`` over all ranks; rank r gets part r of the result in ``out``.
 
-        ``tensor`` has ``size`` equal parts and keeps its values; returns ``out``.
+        ``tensor`` has ``size`` equal parts and keeps its values, unless ``out`` is its part r: then no memory is
+        needed beside it, and its other parts hold partial results afterwards. Returns ``out``.
         """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out, algorithm)):
             return nccl.reduce_scatter(out, tensor, op, async_op)
         mine = types.payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
         parts = self._parts(out, tensor, "reduce_scatter")
-        if np.shares_memory(mine.flat, parts[0].base if parts[0].base is not None else parts[0]):
+        whole = parts[0].base if parts[0].base is not None else parts[0]
+        if not same_memory(mine.flat, parts[self.rank]) and np.shares_memory(mine.flat, whole):
             parts = [part.copy() for part in parts]  # the result must not overwrite what is still to be sent
         finish = partial(self._finish_mean, mine, op)
         arguments = mine.flat, parts, combine

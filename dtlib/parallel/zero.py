@@ -1,0 +1,399 @@
+"""ZeRO stages 1 and 2: every rank keeps the whole model, and updates an equal part of it.
+
+Data parallelism keeps the optimizer's states, and does its work, N times over. Here each rank owns 1/N of the flat
+parameters. Two steps take the place of the all-reduce, and together send as much:
+
+    gradients     reduce_scatter    rank r gets the average of its part
+                  optimizer.step()  on that part alone, with states for that part alone
+    parameters    all_gather        everybody has all the new values
+
+Stage 1 keeps all gradients until ``step()`` and reduces them there. Stage 2 reduces them in buckets during the backward
+pass and frees them, so that each rank keeps the averages of its own part only; it therefore sends gradients after every
+backward pass, where stage 1 sends them once a step.
+
+                        bytes a parameter in float32 with Adam, on N ranks
+    data parallelism    4 + 4 + 8
+    stage 1             4 + 4 + 8/N
+    stage 2             4 + (4 + 8)/N
+
+S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020, section 5.
+"""
+
+import warnings
+
+import torch
+from torch import nn, optim
+
+from dtlib.backward import BackwardPass, progress_for
+from dtlib.comm import as_communicator, types
+from dtlib.errors import DtlibError
+from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, Shards, buckets_of
+from dtlib.precision import MasterWeights, clip_by_norm
+
+# Optimizers whose update of an element depends on nothing but that element: a part of a parameter is like a whole one.
+ELEMENTWISE = (
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
+STAGES = (1, 2)
+
+
+class ZeroOptimizer(optim.Optimizer):
+    """An optimizer whose states, at stage 2 with the gradients, are shared out among the ranks of ``comm``.
+
+    ``loss.backward()`` stays as it is, and the model needs no wrapper. ``step()`` averages gradients over ranks,
+    updates this rank's part, and gives everybody the new values.
+
+    Args:
+        params: parameters, or groups of them, as for any optimizer; also ``model.named_parameters()``, so that errors
+            can name them. Rank 0's values are broadcast at construction. Those that do not require gradients are left
+            alone.
+        optimizer_class: an element-wise optimizer of torch, such as ``torch.optim.AdamW``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        stage: 1 shares out the optimizer's states, 2 the gradients as well.
+        bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, the first of at most 1 MiB.
+        offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
+            USENIX ATC 2021). Without a GPU there is no other memory, and it says so.
+        progress: who moves the buckets of stage 2 on during the backward pass, as for ``DataParallel``.
+        **defaults: passed to ``optimizer_class``.
+
+    Parameters in 16 bits get master weights in float32, for this rank's part alone.
+
+    ``optimizer.batch_size = len(x)`` before a backward pass weights this rank's gradients by its samples; a rank
+    without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is left
+    alone. ``step()`` uses gradients up: they are None afterwards, and at stage 2 after ``backward()`` already.
+
+    Counterparts: ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is stage 1 and needs
+    ``DistributedDataParallel`` beside it; DeepSpeed's ZeRO stages 1 and 2.
+
+    Raises:
+        DtlibError: for an optimizer that is not element-wise, a stage that is none, parameters that differ between
+            ranks, or whose type cannot be averaged.
+    """
+
+    def __init__(
+        self, params, optimizer_class, comm, stage: int = 1, bucket_cap_mb: float = 25, offload: bool = False,
+        progress: str | None = None, **defaults,
+    ):  # fmt: skip
+        if optimizer_class not in ELEMENTWISE:
+            name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
+            raise DtlibError(
+                f"ZeroOptimizer cuts parameters anywhere, and {name} is not known to work element by element: choose "
+                f"one of {', '.join(known)}."
+            )
+        if stage not in STAGES:
+            raise DtlibError(f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is dtlib.parallel.fully_shard.")
+        if bucket_cap_mb <= 0:
+            raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
+        self.comm = as_communicator(comm)
+        self.stage, self.batch_size = stage, None
+        self._buckets = None
+        super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
+        groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        names = _names_of(self.param_groups)
+        _check_parameters(names, self.comm)
+        self.progress = progress_for(self.comm, names, progress, "ZeroOptimizer")
+        for parameter in (p for group in self.param_groups for p in group["params"] if not p.requires_grad):
+            self.comm.broadcast(parameter)
+        # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
+        cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else float("inf")
+        self._buckets = [
+            Bucket([group[i] for i in indices], self.comm, stage)
+            for group in (group[::-1] for group in groups)
+            for indices in buckets_of(group, cap, min(cap, FIRST_BUCKET) if stage == 2 else cap)
+        ]
+        owned = {p: piece for bucket in self._buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
+        on_gpu = any(parameter.is_cuda for parameter in names)
+        if offload and not on_gpu:
+            warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=2)
+        self.masters = MasterWeights(owned.values(), "cpu" if offload and on_gpu else None)
+        known = dict(zip(owned, self.masters.masters, strict=True))
+        parts = (part for bucket in self._buckets for part in bucket.shards.parts)
+        self._part_of = {p: (part, owned[p], known[p]) for p, part in zip(owned, parts, strict=True)}
+        # The local optimizer has this rank's parts only. A scheduler changes param_groups, which it follows.
+        local = [
+            {**_settings(group), "params": [known[parameter] for parameter in trained]}
+            for group, trained in zip(self.param_groups, groups, strict=True)
+        ]
+        self.optim = optimizer_class(local, **defaults)
+        self._staging = {}  # by dtype and device: two pieces of memory, from which the buckets of stage 2 leave in turn
+        self._travelling = []  # buckets of stage 2 that have been launched and not been waited for
+        self._passes = 0  # backward passes of stage 2 since the last step
+        self._reduced = False  # gradients have been averaged, and step() need not do it
+        self._pass = BackwardPass(self._buckets, self._begin, self._launch, self._finish, self.progress, names)
+        whole = [bucket for bucket in self._buckets if bucket.gradients is not None]
+        self._views = {p: view for b in whole for p, view in zip(b.parameters, b.gradients.views, strict=True)}
+        for parameter in names:
+            if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
+                parameter._zero_hook.remove()
+            keep = self._keep if stage == 1 else self._pass.gradient_has_come
+            parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
+
+    def add_param_group(self, param_group) -> None:
+        if self._buckets is not None:
+            raise DtlibError("A group cannot be added to flat memory: make a new ZeroOptimizer with all groups.")
+        super().add_param_group(param_group)
+
+    # Gradients
+
+    def _keep(self, parameter) -> None:
+        """A hook of stage 1: a gradient moves into flat memory, where those of later passes are added to it."""
+        view = self._views[parameter]
+        if parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def _begin(self) -> None:
+        self._weight = self._weight_of_this_rank()
+
+    def _launch(self, bucket: "Bucket") -> None:
+        """Stage 2: the gradients of a bucket have all come. Send them, and free them."""
+        if len(self._travelling) == 2:
+            self._travelling.pop(0).collect()
+        first = bucket.parameters[0]
+        memory = self._staging.setdefault((first.dtype, first.device), [])
+        if len(memory) < 2:
+            largest = max(b.values.flat.numel() for b in self._buckets if b.kind == bucket.kind)
+            memory.append(torch.zeros(largest, dtype=first.dtype, device=first.device))
+        else:
+            memory.reverse()  # the other one, whose bucket has been collected
+        bucket.fill(memory[-1])
+        self._send(bucket, async_op=True)
+        self._travelling.append(bucket)
+
+    def _send(self, bucket: "Bucket", async_op: bool = False) -> None:
+        """Average a bucket's gradients over ranks; this rank gets its part of them, in place."""
+        whole = bucket.gradients.flat
+        if self._weight is not None:
+            whole.mul_(self._weight)
+        op = "mean" if self._weight is None else "sum"
+        bucket.handle = self.comm.reduce_scatter(bucket.shards.own(whole), whole, op, async_op=async_op)
+
+    def _finish(self) -> None:
+        while self._travelling:
+            self._travelling.pop(0).collect()
+        self._passes += 1
+
+    def _weight_of_this_rank(self) -> float | None:
+        """This rank's share in the average by samples; None where all count alike."""
+        if self.batch_size is None:
+            return None
+        samples = self.comm.all_reduce(torch.tensor(float(self.batch_size), dtype=torch.float64))
+        return self.batch_size / max(1.0, samples.item())
+
+    def reduce_gradients(self, scale: float = 1.0) -> None:
+        """Average gradients over ranks and divide them by ``scale``, if that has not been done since the last step.
+
+        ``step()`` does it by itself; it is here for who wants to look at ``masters`` in between.
+        """
+        if self._reduced:
+            return
+        self._pass.forget()
+        if self.stage == 1:
+            self._begin()
+            for bucket in self._buckets:
+                bucket.complete()
+                self._send(bucket)
+        elif not self._passes:
+            self._pass.run_empty()
+        used = torch.cat([bucket.used for bucket in self._buckets])
+        used = iter(self.comm.all_reduce(used, op="max").tolist())
+        for bucket in self._buckets:
+            own = bucket.shards.own(bucket.gradients.flat) if self.stage == 1 else bucket.average
+            for piece, view in zip(bucket.owned, bucket.shards.views(own), strict=True):
+                piece.grad = view if next(used) else None
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self.masters.take_gradients(scale)
+        self._reduced = True
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint 2-norm, over the
+        parts of all ranks, is at most ``max_norm``; returns the norm before."""
+        self.reduce_gradients()
+        return clip_by_norm([master.grad for master in self.masters.masters], max_norm, self.comm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._pass.forget()
+        super().zero_grad(set_to_none)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.forget()
+            for piece in bucket.owned:
+                piece.grad = None
+        for master in self.masters.masters:
+            master.grad = None
+        self._passes, self._reduced = 0, False
+
+    # The step
+
+    def step(self, closure=None):
+        """Average the gradients, update this rank's part, and give every rank all the new values.
+
+        ``closure`` computes the loss anew and calls ``backward()``; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.reduce_gradients()
+        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            local.update(_settings(mine))  # a scheduler may have changed them
+        self.optim.step()
+        self.give_values()
+        self._forget_gradients()
+        return loss
+
+    def give_values(self) -> None:
+        """Give every rank's model the values of all parts, after parts have been changed from outside."""
+        self.masters.give_values()
+        for bucket in self._buckets:
+            whole = bucket.values.flat
+            self.comm.all_gather(whole, bucket.shards.own(whole))
+
+    # What others may want to know
+
+    def part_of(self, parameter):
+        """The part of a parameter that this rank updates: a ``flat.Part``, its value, and what the local optimizer
+        ``optim`` knows it as (its float32 master, if the parameter has 16 bits). None for one that is not trained."""
+        return self._part_of.get(parameter)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """Memory that this optimizer keeps beside parameters and states, by what it is for (accounting.py)."""
+        gradients = [b.gradients.flat if self.stage == 1 else b.average for b in self._buckets]
+        return {
+            "parameters": [bucket.values.flat for bucket in self._buckets],
+            "gradients": gradients,
+            "communication": [memory for pair in self._staging.values() for memory in pair],
+        }
+
+    def state_dict(self) -> dict:
+        """This rank's part; ``load_state_dict`` takes it on the same rank of as many ranks. dtlib.checkpoint knows how
+        to move between numbers of ranks."""
+        masters = [master.detach() for master in self.masters.masters]
+        return {
+            "rank": self.comm.rank,
+            "size": self.comm.size,
+            "optimizer": self.optim.state_dict(),
+            "masters": masters,
+        }
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        place = state_dict.get("rank"), state_dict.get("size")
+        if place != (self.comm.rank, self.comm.size):
+            raise DtlibError(
+                f"This state is that of rank {place[0]} of {place[1]}, and this is rank {self.comm.rank} of "
+                f"{self.comm.size}: use dtlib.checkpoint, which moves between numbers of ranks."
+            )
+        self.optim.load_state_dict(state_dict["optimizer"])
+        with torch.no_grad():
+            for master, saved in zip(self.masters.masters, state_dict["masters"], strict=True):
+                master.copy_(saved)
+        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            mine.update(_settings(local))
+        self.give_values()
+
+
+class Bucket:
+    """Parameters that lie in one flat memory, of which each rank owns an equal part."""
+
+    def __init__(self, parameters: list[nn.Parameter], comm, stage: int):
+        first = parameters[0]
+        self.parameters, self.kind = parameters, (first.dtype, first.device)
+        self.shards = Shards([parameter.shape for parameter in parameters], comm.rank, comm.size)
+        self.values = self._flat_buffer()
+        with torch.no_grad():
+            for parameter, view in zip(parameters, self.values.views, strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        comm.broadcast(self.values.flat)
+        own = self.shards.own(self.values.flat)
+        self.owned = [nn.Parameter(view) for view in self.shards.views(own)]
+        # Stage 1 keeps all gradients; stage 2 its part of their averages, once they have been collected.
+        self.gradients = self._flat_buffer() if stage == 1 else None
+        self.average = torch.zeros_like(own) if stage == 2 else None
+        self.used = torch.zeros(len(parameters), dtype=torch.int8)  # which of them got a gradient since the last step
+        self.collected = False  # stage 2: an average is there
+        self.handle = None
+
+    def _flat_buffer(self, memory=None) -> FlatBuffer:
+        dtype, device = self.kind
+        return FlatBuffer(self.shards.shapes, dtype, device, self.shards.padding, memory)
+
+    def complete(self) -> None:
+        """Stage 1: what got no gradient counts as zero."""
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.gradients.views, strict=True)):
+            self.used[i] = parameter.grad is not None
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:  # given by hand
+                view.copy_(parameter.grad)
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Stage 2: move the gradients into memory from which they travel."""
+        self.gradients = self._flat_buffer(memory)
+        self.gradients.tail.zero_()
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.gradients.views, strict=True)):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+                self.used[i] = 1
+                parameter.grad = None
+
+    def collect(self) -> None:
+        """Stage 2: keep this rank's part of what has come back, added to that of earlier passes of this step."""
+        self.handle.wait()
+        own = self.shards.own(self.gradients.flat)
+        if self.collected:
+            self.average.add_(own)
+        else:
+            self.average.copy_(own)
+        self.handle = self.gradients = None
+        self.collected = True
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self.used.zero_()
+        self.collected = False
+
+
+def _settings(group: dict) -> dict:
+    """Learning rate and the like of a group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _names_of(groups) -> dict:
+    """What to call each trained parameter in an error: its name, where the optimizer was given names."""
+    names = {}
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+        names.update((p, name) for p, name in zip(group["params"], given, strict=True) if p.requires_grad)
+    return names
+
+
+def _check_parameters(names: dict, comm) -> None:
+    if not names:
+        raise DtlibError("ZeroOptimizer: no parameter requires a gradient, so there is nothing to share out.")
+    for parameter, name in names.items():
+        if types.type_name(parameter) not in types.FLOATS:
+            raise DtlibError(
+                f"ZeroOptimizer averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: "
+                "convert it, or leave it out."
+            )
+    mine = [(tuple(parameter.shape), types.type_name(parameter)) for parameter in names]
+    everyones = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(everyones):
+        if len(theirs) != len(everyones[0]):
+            raise DtlibError(
+                f"The models differ: rank 0 has {len(everyones[0])} parameters to train and rank {rank} has "
+                f"{len(theirs)}. Build the same model on all ranks."
+            )
+        for name, here, there in zip(names.values(), everyones[0], theirs, strict=True):
+            if here != there:
+                raise DtlibError(
+                    f"The models differ: {name} is {here[0]} {here[1]} on rank 0 and {there[0]} {there[1]} on rank "
+                    f"{rank}. Build the same model on all ranks."
+                )
