@@ -29,7 +29,7 @@ FLOORS = (
     ("comm",),
     ("mesh", "world"),
     ("progress", "timeline"),
-    ("flat", "precision", "backward", "accounting"),
+    ("flat", "precision", "backward", "reduction", "accounting"),
     ("pi", "pi_gpu", "parallel", "horovod"),
     ("checkpoint",),
     ("production",),

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import dtlib
 from benchmarks.peers import torch_group
 from dtlib.parallel.zero import ZeroOptimizer
 from tests.models import batches, build, difference, loss_of, part

@@ -24,11 +24,12 @@ import warnings
 import torch
 from torch import nn, optim
 
-from dtlib.backward import BackwardPass, progress_for
+from dtlib.backward import progress_for
 from dtlib.comm import as_communicator, types
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, Shards, buckets_of
 from dtlib.precision import MasterWeights, clip_by_norm
+from dtlib.reduction import GradientShard, Reducer, exchange_used, share_by_samples
 
 # Optimizers whose update of an element depends on nothing but that element: a part of a parameter is like a whole one.
 ELEMENTWISE = (
@@ -116,17 +117,17 @@ class ZeroOptimizer(optim.Optimizer):
             for group, trained in zip(self.param_groups, groups, strict=True)
         ]
         self.optim = optimizer_class(local, **defaults)
-        self._staging = {}  # by dtype and device: two pieces of memory, from which the buckets of stage 2 leave in turn
-        self._travelling = []  # buckets of stage 2 that have been launched and not been waited for
-        self._passes = 0  # backward passes of stage 2 since the last step
         self._reduced = False  # gradients have been averaged, and step() need not do it
-        self._pass = BackwardPass(self._buckets, self._begin, self._launch, self._finish, self.progress, names)
-        whole = [bucket for bucket in self._buckets if bucket.gradients is not None]
+        self._reducer = None
+        if stage == 2:
+            shards = [bucket.gradients for bucket in self._buckets]
+            self._reducer = Reducer(shards, self.comm, self._share, self.progress, names)
+        whole = [bucket for bucket in self._buckets if stage == 1]
         self._views = {p: view for b in whole for p, view in zip(b.parameters, b.gradients.views, strict=True)}
         for parameter in names:
             if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
                 parameter._zero_hook.remove()
-            keep = self._keep if stage == 1 else self._pass.gradient_has_come
+            keep = self._keep if stage == 1 else self._reducer.gradient_has_come
             parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
 
     def add_param_group(self, param_group) -> None:
@@ -143,43 +144,8 @@ class ZeroOptimizer(optim.Optimizer):
             view.copy_(parameter.grad)
             parameter.grad = view
 
-    def _begin(self) -> None:
-        self._weight = self._weight_of_this_rank()
-
-    def _launch(self, bucket: "Bucket") -> None:
-        """Stage 2: the gradients of a bucket have all come. Send them, and free them."""
-        if len(self._travelling) == 2:
-            self._travelling.pop(0).collect()
-        first = bucket.parameters[0]
-        memory = self._staging.setdefault((first.dtype, first.device), [])
-        if len(memory) < 2:
-            largest = max(b.values.flat.numel() for b in self._buckets if b.kind == bucket.kind)
-            memory.append(torch.zeros(largest, dtype=first.dtype, device=first.device))
-        else:
-            memory.reverse()  # the other one, whose bucket has been collected
-        bucket.fill(memory[-1])
-        self._send(bucket, async_op=True)
-        self._travelling.append(bucket)
-
-    def _send(self, bucket: "Bucket", async_op: bool = False) -> None:
-        """Average a bucket's gradients over ranks; this rank gets its part of them, in place."""
-        whole = bucket.gradients.flat
-        if self._weight is not None:
-            whole.mul_(self._weight)
-        op = "mean" if self._weight is None else "sum"
-        bucket.handle = self.comm.reduce_scatter(bucket.shards.own(whole), whole, op, async_op=async_op)
-
-    def _finish(self) -> None:
-        while self._travelling:
-            self._travelling.pop(0).collect()
-        self._passes += 1
-
-    def _weight_of_this_rank(self) -> float | None:
-        """This rank's share in the average by samples; None where all count alike."""
-        if self.batch_size is None:
-            return None
-        samples = self.comm.all_reduce(torch.tensor(float(self.batch_size), dtype=torch.float64))
-        return self.batch_size / max(1.0, samples.item())
+    def _share(self) -> float | None:
+        return share_by_samples(self.comm, self.batch_size)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Average gradients over ranks and divide them by ``scale``, if that has not been done since the last step.
@@ -188,22 +154,19 @@ class ZeroOptimizer(optim.Optimizer):
         """
         if self._reduced:
             return
-        self._pass.forget()
         if self.stage == 1:
-            self._begin()
+            weight = self._share()
             for bucket in self._buckets:
-                bucket.complete()
-                self._send(bucket)
-        elif not self._passes:
-            self._pass.run_empty()
-        used = torch.cat([bucket.used for bucket in self._buckets])
-        used = iter(self.comm.all_reduce(used, op="max").tolist())
+                bucket.reduce(self.comm, weight)
+            used = exchange_used(self.comm, [bucket.used for bucket in self._buckets])
+        else:
+            self._reducer.check()
+            if not self._reducer.passes:
+                self._reducer.run_empty()
+            used = self._reducer.used_anywhere()
         for bucket in self._buckets:
-            own = bucket.shards.own(bucket.gradients.flat) if self.stage == 1 else bucket.average
-            for piece, view in zip(bucket.owned, bucket.shards.views(own), strict=True):
+            for piece, view in zip(bucket.owned, bucket.averages(), strict=True):
                 piece.grad = view if next(used) else None
-            for parameter in bucket.parameters:
-                parameter.grad = None
         self.masters.take_gradients(scale)
         self._reduced = True
 
@@ -214,18 +177,16 @@ class ZeroOptimizer(optim.Optimizer):
         return clip_by_norm([master.grad for master in self.masters.masters], max_norm, self.comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._pass.forget()
         super().zero_grad(set_to_none)
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        for bucket in self._buckets:
-            bucket.forget()
-            for piece in bucket.owned:
-                piece.grad = None
-        for master in self.masters.masters:
-            master.grad = None
-        self._passes, self._reduced = 0, False
+        for tensor in [*self.masters.parameters, *self.masters.masters]:
+            tensor.grad = None
+        if self._reducer:
+            self._reducer.check()
+            self._reducer.forget()
+        self._reduced = False
 
     # The step
 
@@ -262,11 +223,11 @@ class ZeroOptimizer(optim.Optimizer):
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that this optimizer keeps beside parameters and states, by what it is for (accounting.py)."""
-        gradients = [b.gradients.flat if self.stage == 1 else b.average for b in self._buckets]
+        gradients = [b.gradients.flat if self.stage == 1 else b.gradients.average for b in self._buckets]
         return {
             "parameters": [bucket.values.flat for bucket in self._buckets],
             "gradients": gradients,
-            "communication": [memory for pair in self._staging.values() for memory in pair],
+            "communication": self._reducer.staging() if self._reducer else [],
         }
 
     def state_dict(self) -> dict:
@@ -300,8 +261,7 @@ class Bucket:
     """Parameters that lie in one flat memory, of which each rank owns an equal part."""
 
     def __init__(self, parameters: list[nn.Parameter], comm, stage: int):
-        first = parameters[0]
-        self.parameters, self.kind = parameters, (first.dtype, first.device)
+        self.parameters = parameters
         self.shards = Shards([parameter.shape for parameter in parameters], comm.rank, comm.size)
         self.values = self._flat_buffer()
         with torch.no_grad():
@@ -309,55 +269,32 @@ class Bucket:
                 view.copy_(parameter)
                 parameter.data = view
         comm.broadcast(self.values.flat)
-        own = self.shards.own(self.values.flat)
-        self.owned = [nn.Parameter(view) for view in self.shards.views(own)]
-        # Stage 1 keeps all gradients; stage 2 its part of their averages, once they have been collected.
-        self.gradients = self._flat_buffer() if stage == 1 else None
-        self.average = torch.zeros_like(own) if stage == 2 else None
-        self.used = torch.zeros(len(parameters), dtype=torch.int8)  # which of them got a gradient since the last step
-        self.collected = False  # stage 2: an average is there
-        self.handle = None
+        self.owned = [nn.Parameter(view) for view in self.shards.views(self.shards.own(self.values.flat))]
+        self.gradients = self._flat_buffer() if stage == 1 else GradientShard(parameters, self.shards)
+        self.used = torch.zeros(len(parameters), dtype=torch.int8)  # stage 1: which have a gradient
 
-    def _flat_buffer(self, memory=None) -> FlatBuffer:
-        dtype, device = self.kind
-        return FlatBuffer(self.shards.shapes, dtype, device, self.shards.padding, memory)
+    def _flat_buffer(self) -> FlatBuffer:
+        first = self.parameters[0]
+        return FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
 
-    def complete(self) -> None:
-        """Stage 1: what got no gradient counts as zero."""
+    def reduce(self, comm, weight: float | None) -> None:
+        """Stage 1: average the gradients over ranks; this rank gets its part of them, in place."""
         for i, (parameter, view) in enumerate(zip(self.parameters, self.gradients.views, strict=True)):
             self.used[i] = parameter.grad is not None
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:  # given by hand
                 view.copy_(parameter.grad)
+            parameter.grad = None
+        whole = self.gradients.flat
+        if weight is not None:
+            whole.mul_(weight)
+        comm.reduce_scatter(self.shards.own(whole), whole, "mean" if weight is None else "sum")
 
-    def fill(self, memory: torch.Tensor) -> None:
-        """Stage 2: move the gradients into memory from which they travel."""
-        self.gradients = self._flat_buffer(memory)
-        self.gradients.tail.zero_()
-        for i, (parameter, view) in enumerate(zip(self.parameters, self.gradients.views, strict=True)):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-                self.used[i] = 1
-                parameter.grad = None
-
-    def collect(self) -> None:
-        """Stage 2: keep this rank's part of what has come back, added to that of earlier passes of this step."""
-        self.handle.wait()
-        own = self.shards.own(self.gradients.flat)
-        if self.collected:
-            self.average.add_(own)
-        else:
-            self.average.copy_(own)
-        self.handle = self.gradients = None
-        self.collected = True
-
-    def forget(self) -> None:
-        """A new step begins."""
-        self.used.zero_()
-        self.collected = False
+    def averages(self) -> list[torch.Tensor]:
+        """This rank's part of each gradient's average, once it has been reduced."""
+        own = self.shards.own(self.gradients.flat) if isinstance(self.gradients, FlatBuffer) else self.gradients.average
+        return self.shards.views(own)
 
 
 def _settings(group: dict) -> dict:
