@@ -99,6 +99,24 @@ def adamw(model):
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
+def full_values(model, comm) -> dict:
+    """A model's parameters by name, whole, whoever has sharded them."""
+    values = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        if hasattr(parameter, "part"):  # by our fully_shard
+            value = torch.cat(comm.all_gather_object(value)).view(parameter.part.shape)
+        values[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return values
+
+
+def difference_of_values(model, reference, comm) -> float:
+    """The largest difference between the parameters of two models, however they are sharded."""
+    ours, theirs = full_values(model, comm), full_values(reference, comm)
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+
+
 def difference(model, reference, buffers: bool = True) -> float:
     """The largest difference between two models' parameters, and buffers, of the same names."""
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from benchmarks.peers import torch_group
 from dtlib.parallel.sharded import fully_shard
-from tests.models import batches, build, loss_of, part
+from tests.models import batches, build, difference_of_values, loss_of, part
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone
 from tests.test_zero import CLASSES, optimizer_of
@@ -25,21 +25,6 @@ def sharded(model, comm, **options):
     for module in units(model):
         fully_shard(module, comm, **options)
     return fully_shard(model, comm, **options)
-
-
-def whole(model, comm):
-    """The full parameters of a sharded model, by name."""
-    values = {}
-    for name, piece in model.named_parameters():
-        pieces = comm.all_gather_object(piece.detach())
-        values[name] = torch.cat(pieces).view(piece.part.shape)
-    return values
-
-
-def difference(model, reference, comm) -> float:
-    ours, theirs = whole(model, comm), dict(reference.named_parameters())
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def train(model, optimizer, data, comm, accumulate=1, clip=None, sync_always=True):
@@ -72,7 +57,7 @@ def test_parity_with_one_process_and_with_fsdp2(world, name, optimizer, reshard,
     ours = sharded(build(name, seed=world.rank), comm, reshard_after_forward=reshard)
     train(ours, optimizer_of(ours, optimizer), data, comm, accumulate, clip, sync_always=reshard)
     # The design's bound for float64.
-    assert difference(ours, reference, comm) <= 1e-12
+    assert difference_of_values(ours, reference, comm) <= 1e-12
     if accumulate == 1 and world.size > 1:
         theirs, mesh = build(name), DeviceMesh.from_group(torch_group(world), "cpu")
         for module in [*units(theirs), theirs]:
@@ -82,6 +67,4 @@ def test_parity_with_one_process_and_with_fsdp2(world, name, optimizer, reshard,
             loss_of(theirs, part(batch, comm.rank, comm.size)).backward()
             peer.step()
             peer.zero_grad()
-        values = whole(ours, comm)
-        for full_name, parameter in theirs.named_parameters():
-            assert (parameter.full_tensor() - values[full_name]).abs().max() <= 1e-12
+        assert difference_of_values(ours, theirs, comm) <= 1e-12

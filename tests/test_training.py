@@ -12,7 +12,7 @@ from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.rates import WarmupDecayLR, WarmupLR, linear_rule, square_root_rule
-from tests.models import batches, build, difference, loss_of, part
+from tests.models import batches, build, difference_of_values, full_values, loss_of, part
 from tests.ranks import on_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -20,8 +20,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("runtime", ["dtlib", "torch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["plain", "transformer"])
-def test_the_engine_trains_like_one_process(world, runtime, name):
+def test_the_engine_trains_like_one_process(world, runtime, stage, name):
     steps, accumulate = 4, 2
     data = batches(name, steps * accumulate, 4 * world.size)
     reference = build(name)
@@ -37,22 +38,25 @@ def test_the_engine_trains_like_one_process(world, runtime, name):
     config = {
         "train_batch_size": 4 * world.size * accumulate, "gradient_accumulation_steps": accumulate, "optimizer": SGD,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
     }  # fmt: skip
     engine, _, loader, scheduler = dtlib.initialize(model=build(name), config=config, runtime=runtime)
     for batch in data:
         engine.backward(loss_of(engine, part(batch, world.rank, world.size)))
         engine.step()
-    assert difference(engine.module, reference) <= 1e-12
+    assert difference_of_values(engine.module, reference, world.comm) <= 1e-12
     assert (engine.global_steps, engine.micro_steps, loader) == (steps, steps * accumulate, None)
     assert engine.get_lr() == scheduler.get_last_lr() == schedule.get_last_lr()
     assert engine.get_global_grad_norm() > 0
 
 
 @on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_sixteen_bits_follow_their_float32_masters(world, kind):
+def test_sixteen_bits_follow_their_float32_masters(world, kind, stage):
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": SGD, kind: {"enabled": True}}
-    engine, optimizer, _, _ = dtlib.initialize(model=build("plain", torch.float32), config=config)
+    config["zero_optimization"] = {"stage": stage}
+    engine, _, _, _ = dtlib.initialize(model=build("plain", torch.float32), config=config)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     first = None
     for batch in batches("plain", 1, 4 * world.size, dtype) * 20:
@@ -62,18 +66,19 @@ def test_sixteen_bits_follow_their_float32_masters(world, kind):
         engine.step()
     assert loss.item() < first
     assert {parameter.dtype for parameter in engine.module.parameters()} == {dtype}
-    masters = [master for group in optimizer.param_groups for master in group["params"]]
-    assert {master.dtype for master in masters} == {torch.float32}
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    for parameter, master in zip(trained, masters, strict=True):
+    assert {master.dtype for master in engine._masters.masters} == {torch.float32}
+    for parameter, master in zip(engine._masters.parameters, engine._masters.masters, strict=True):
         assert torch.equal(parameter, master.to(dtype))
-    values = world.comm.all_gather_object([parameter.tolist() for parameter in trained])
-    assert all(value == values[0] for value in values)
+    values = full_values(engine.module, world.comm)
+    everyones = world.comm.all_gather_object([value.tolist() for value in values.values()])
+    assert all(value == everyones[0] for value in everyones)
 
 
 @on_ranks(2)
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(world):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(world, stage):
     config = {
+        "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": 4, "optimizer": SGD,
         "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1},
     }  # fmt: skip
@@ -127,7 +132,11 @@ WHOLE = {"train_batch_size": 8, "optimizer": SGD}
     ({**WHOLE, "bf16": True}, "bf16 is True: give a dictionary"),
     ({**WHOLE, "bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
     ({**WHOLE, "optimizer": {"params": {}}}, "optimizer.type is missing"),
-    ({**WHOLE, "zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: choose one of 0"),
+    ({**WHOLE, "zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: choose one of 0, 1, 2, 3"),
+    ({**WHOLE, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+     "zero_optimization.offload_optimizer.device is 'nvme': choose one of none, cpu"),
+    ({**WHOLE, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs shards: set .*stage to 1, 2 or 3"),
+    ({**WHOLE, "zero_optimization": {"overlap_comm": 1}}, "zero_optimization.overlap_comm is 1: give true or false"),
     ({"optimizer": SGD}, "train_batch_size is missing: give it, or train_micro_batch_size_per_gpu"),
     ({**WHOLE, "train_micro_batch_size_per_gpu": 3},
      "train_batch_size is 8, but train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x 2 ranks is 6: "

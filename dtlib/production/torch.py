@@ -1,4 +1,4 @@
-"""``runtime="torch"``: data parallelism by torch's DistributedDataParallel."""
+"""``runtime="torch"``: DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2."""
 
 from torch import distributed, nn
 
@@ -31,3 +31,20 @@ def data_parallel(module: nn.Module, comm) -> nn.Module:
     return nn.parallel.DistributedDataParallel(
         module, process_group=process_group(comm), gradient_as_bucket_view=True, find_unused_parameters=True
     )
+
+
+def zero_redundancy(groups, optimizer_class, settings: dict, comm):
+    """torch's ``ZeroRedundancyOptimizer``, ZeRO stage 1, for a model in its DistributedDataParallel."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(groups, optimizer_class, process_group=process_group(comm), **settings)
+
+
+def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Module:
+    """torch's ``fully_shard`` (FSDP2), in place; call it on the parts of a model first, then on the model."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = next(module.parameters()).device.type
+    mesh = DeviceMesh.from_group(process_group(comm), device)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)

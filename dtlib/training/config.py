@@ -49,12 +49,25 @@ class Float16:
 
 
 @dataclass
+class OffloadOptimizer:
+    """Where optimizer states and master weights live: ``none`` means with the parameters, ``cpu`` in host memory."""
+
+    device: str = "none"
+
+
+@dataclass
 class ZeroOptimization:
-    """``stage`` 0 is data parallelism. ``reduce_bucket_size`` counts elements."""
+    """``stage`` 0 is data parallelism; 1 shares out the optimizer's states, 2 gradients too, 3 parameters too.
+
+    ``reduce_bucket_size`` counts elements; without it a bucket is 25 MiB (DeepSpeed: 5e8 elements). ``overlap_comm``
+    moves messages on in a thread while computing goes on; without it that is done where computing leaves the cores
+    idle.
+    """
 
     stage: int = 0
-    reduce_bucket_size: int = 500_000_000
-    overlap_comm: bool = False
+    reduce_bucket_size: int | None = None
+    overlap_comm: bool | None = None
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
 
 
 @dataclass
@@ -74,13 +87,14 @@ class Config:
 
 _SECTIONS = {
     "optimizer": TypeAndParams, "scheduler": TypeAndParams, "bf16": BFloat16, "fp16": Float16,
-    "zero_optimization": ZeroOptimization,
+    "zero_optimization": ZeroOptimization, "zero_optimization.offload_optimizer": OffloadOptimizer,
 }  # fmt: skip
 _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",
     "hysteresis", "reduce_bucket_size", "min_loss_scale",
 )  # fmt: skip
-STAGES = (0,)  # of ZeRO that initialize() has today
+STAGES = (0, 1, 2, 3)
+OFFLOAD_DEVICES = ("none", "cpu")
 
 
 def read(config, ranks: int) -> Config:
@@ -101,6 +115,13 @@ def read(config, ranks: int) -> Config:
     if made.zero_optimization.stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ConfigError(f"zero_optimization.stage is {made.zero_optimization.stage}: choose one of {known}.")
+    device = made.zero_optimization.offload_optimizer.device
+    if device not in OFFLOAD_DEVICES:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device is {device!r}: choose one of {', '.join(OFFLOAD_DEVICES)}."
+        )
+    if device == "cpu" and not made.zero_optimization.stage:
+        raise ConfigError("zero_optimization.offload_optimizer needs shards: set zero_optimization.stage to 1, 2 or 3.")
     _complete_batch_sizes(made, ranks)
     return made
 
@@ -126,8 +147,8 @@ def _section(kind, values, prefix: str):
             near = difflib.get_close_matches(str(key), known, n=1)
             cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
             raise ConfigError(f"{prefix}{key} is no key of the config: {cure}")
-        if prefix == "" and key in _SECTIONS:
-            made[key] = _section(_SECTIONS[key], value, f"{key}.")
+        if prefix + key in _SECTIONS:
+            made[key] = _section(_SECTIONS[prefix + key], value, f"{prefix}{key}.")
         else:
             made[key] = _checked(f"{prefix}{key}", key, value, known[key])
     if kind is TypeAndParams and "type" not in made:
@@ -137,7 +158,7 @@ def _section(kind, values, prefix: str):
 
 def _checked(name: str, key: str, value, kind):
     wants_number = kind in (float, int, int | None)
-    if kind is bool and not isinstance(value, bool):
+    if kind in (bool, bool | None) and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}: give true or false.")
     if wants_number and (not isinstance(value, Real) or isinstance(value, bool)):
         raise ConfigError(f"{name} is {value!r}: give a number.")

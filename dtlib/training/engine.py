@@ -1,14 +1,18 @@
 """``dtlib.initialize``: from a model and a config to something that trains."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 
+from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.parallel.data import DataParallel
-from dtlib.precision import LossScale, MasterWeights, all_finite, clip_by_norm
+from dtlib.precision import LossScale, all_finite, clip_by_norm
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.rates import SCHEDULERS
+from dtlib.training.strategies import STRATEGIES
 from dtlib.world import init
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
@@ -29,7 +33,7 @@ def initialize(
         model_parameters: what is trained, if not all of it.
         training_data: a ``Dataset``; ``dataloader`` then gives this rank's share in micro-batches, else it is None.
         lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler.
-        runtime: ``dtlib``, or ``torch`` for the same engine on torch's DistributedDataParallel.
+        runtime: ``dtlib``, or ``torch`` for the same engine on torch's own classes (strategies.py).
         comm: by default the world's.
 
         engine, optimizer, dataloader, scheduler = dtlib.initialize(model=net, config=config, training_data=digits)
@@ -49,29 +53,39 @@ def initialize(
     settings = configuration.read(config, comm.size)
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
-    wrapped = _wrap(model, comm, runtime)
-    parameters = model_parameters if model_parameters is not None else model.parameters()
-    masters = MasterWeights(parameter for parameter in parameters if parameter.requires_grad)
-    optimizer = _optimizer(settings, optimizer, masters)
-    scheduler = _scheduler(settings, lr_scheduler, optimizer)
+    wanted = _names_of(model_parameters, model)
+    stage = settings.zero_optimization.stage
+    if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
+        raise DtlibError(
+            "This optimizer was made for whole parameters, which stage 3 replaces by parts: pass a function that makes "
+            "it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
+
+    def trained():
+        return [p for name, p in model.named_parameters() if p.requires_grad and name in wanted]
+
+    make = partial(_optimizer, settings, optimizer)
+    strategy = STRATEGIES[runtime][stage](model, as_communicator(comm), trained, make, settings.zero_optimization)
+    scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer)
     loader = None
     if training_data is not None:
         micro = settings.train_micro_batch_size_per_gpu
         loader = RankLoader(training_data, micro, comm.rank, comm.size, collate_fn=collate_fn)
-    engine = Engine(wrapped, model, optimizer, scheduler, masters, settings, comm, loader)
-    return engine, optimizer, loader, scheduler
+    engine = Engine(model, strategy, scheduler, settings, comm, loader)
+    return engine, strategy.optimizer, loader, scheduler
 
 
 class Engine:
     """A model, its optimizer and its schedule. ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, for each
     micro-batch; every ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine."""
 
-    def __init__(self, wrapped, module, optimizer, scheduler, masters, config, comm, loader):
+    def __init__(self, module, strategy, scheduler, config, comm, loader):
         self.module = module
-        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.optimizer, self.lr_scheduler = strategy.optimizer, scheduler
         self.config, self.comm = config, comm
         self.micro_steps = self.global_steps = self.skipped_steps = 0
-        self._wrapped, self._masters = wrapped, masters
+        self.before_step_hooks = []  # functions without arguments, called between the last backward() and the step
+        self._strategy, self._masters = strategy, strategy.masters
         self._batches = loader.forever() if loader is not None else None
         self._norm = None
         self._loss_of_batch = None
@@ -84,19 +98,14 @@ class Engine:
             self._scale = LossScale(fp16.loss_scale)
 
     def __call__(self, *args, **kwargs):
-        if self.is_gradient_accumulation_boundary() or not hasattr(self._wrapped, "no_sync"):
-            return self._wrapped(*args, **kwargs)
-        with self._wrapped.no_sync():
-            return self._wrapped(*args, **kwargs)
+        with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
+            return self._strategy.forward(*args, **kwargs)
 
     def backward(self, loss):
         """Gradients of this micro-batch's mean loss; at the last one of a step they are averaged over all ranks."""
         scaled = loss * (self._scale.scale / self.config.gradient_accumulation_steps)
-        if self.is_gradient_accumulation_boundary():
+        with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
             scaled.backward()
-        else:
-            with self._wrapped.no_sync():
-                scaled.backward()
         return loss
 
     def step(self) -> None:
@@ -105,18 +114,19 @@ class Engine:
         self.micro_steps += 1
         if not boundary:
             return
-        self._masters.take_gradients(self._scale.scale)
-        gradients = [master.grad for master in self._masters.masters]
-        # Averaged gradients are the same on all ranks, and so is what is found here.
-        overflow = self.config.fp16.enabled and not all_finite(gradients)
+        for hook in self.before_step_hooks:
+            hook()
+        strategy = self._strategy
+        gradients = strategy.reduce(self._scale.scale)
+        # What is found here is the same on all ranks: averages are, and of shards the ranks tell each other.
+        overflow = self.config.fp16.enabled and not all_finite(gradients, strategy.shards_on)
         self._scale.update(overflow)
         if overflow:
             self.skipped_steps += 1
         else:
             if self.config.gradient_clipping:
-                self._norm = clip_by_norm(gradients, self.config.gradient_clipping)
-            self.optimizer.step()
-            self._masters.give_values()
+                self._norm = clip_by_norm(gradients, self.config.gradient_clipping, strategy.shards_on)
+            strategy.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.zero_grad()
@@ -143,9 +153,10 @@ class Engine:
     def zero_grad(self) -> None:
         for parameter in [*self.module.parameters(), *self._masters.masters]:
             parameter.grad = None
+        self.optimizer.zero_grad()
 
     def train(self, mode: bool = True):
-        self._wrapped.train(mode)
+        self._strategy.forward.train(mode)
         return self
 
     def eval(self):
@@ -175,25 +186,23 @@ class Engine:
         return self.config.gradient_accumulation_steps
 
 
-def _wrap(model, comm, runtime):
-    if runtime == "torch":
-        from dtlib.production.torch import data_parallel
-
-        return data_parallel(model, comm)
-    return DataParallel(model, comm)
+def _names_of(parameters, model) -> set[str]:
+    """The names of some of a model's parameters; of all for None."""
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    return {name for name, parameter in model.named_parameters() if chosen is None or id(parameter) in chosen}
 
 
-def _optimizer(settings, given, masters):
+def _optimizer(settings, given, parameters):
     if given is not None:
         if isinstance(given, torch.optim.Optimizer):
-            known = {id(master) for master in masters.masters}
+            known = {id(parameter) for parameter in parameters}
             if any(id(p) not in known for group in given.param_groups for p in group["params"] if p.requires_grad):
                 raise DtlibError(
                     "This optimizer was made for parameters that are not trained here: with bf16 or fp16 pass a "
                     "function that makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
                 )
             return given
-        return given(masters.masters)
+        return given(parameters)
     if settings.optimizer is None:
         raise ConfigError("optimizer is missing: give it in the config, or pass optimizer= to initialize().")
     name, params = settings.optimizer.type, dict(settings.optimizer.params)
@@ -203,7 +212,7 @@ def _optimizer(settings, given, masters):
         name = "AdamW"  # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false
         params.setdefault("weight_decay", 0.0)
     try:
-        return getattr(torch.optim, name)(masters.masters, **params)
+        return getattr(torch.optim, name)(parameters, **params)
     except (TypeError, ValueError) as problem:
         raise ConfigError(f"optimizer.params {params} do not suit {settings.optimizer.type}: {problem}.") from None
 

@@ -1,0 +1,170 @@
+"""The forms that the stages of ZeRO give a model and its optimizer, alike to the engine.
+
+    stage                 dtlib                       runtime="torch"
+    0                     DataParallel                DistributedDataParallel
+    1                     ZeroOptimizer(stage=1)      DistributedDataParallel, ZeroRedundancyOptimizer
+    2                     ZeroOptimizer(stage=2)      FSDP2, reshard_after_forward=False
+    3                     fully_shard                 FSDP2, reshard_after_forward=True
+
+The engine has bucket sizes, offload and overlap from the config for dtlib's; torch's have their own.
+"""
+
+import inspect
+from contextlib import nullcontext
+
+import torch
+
+from dtlib.errors import DtlibError
+from dtlib.flat import MEBIBYTE
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.sharded import fully_shard, units_of
+from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
+from dtlib.precision import MasterWeights
+
+
+class Replicated:
+    """Stage 0: every rank has everything.
+
+    Args:
+        model, comm: as for ``initialize``.
+        trained: a function that gives the parameters to train, whatever has become of them.
+        make_optimizer: a function from parameters to a torch optimizer.
+        zero: the config's section.
+    """
+
+    shards_on = None  # the communicator over whose ranks gradients are cut up, where they are
+
+    def __init__(self, model, comm, trained, make_optimizer, zero):
+        self.forward = self.wrap(model, comm, zero)
+        self.no_sync = self.forward.no_sync
+        self.masters = MasterWeights(trained())
+        self.optimizer = self.distribute(make_optimizer(self.masters.masters), comm)
+
+    def wrap(self, model, comm, zero):
+        return DataParallel(model, comm, **_buckets_and_progress(model, zero))
+
+    def distribute(self, optimizer, comm):
+        return optimizer
+
+    def reduce(self, scale: float) -> list:
+        """Bring the gradients that the optimizer will see to their final values but for clipping; returns them."""
+        self.masters.take_gradients(scale)
+        return [_local(master.grad) for master in self.masters.masters]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.masters.give_values()
+
+
+class TorchReplicated(Replicated):
+    def wrap(self, model, comm, zero):
+        from dtlib.production.torch import data_parallel
+
+        return data_parallel(model, comm)
+
+
+class TorchStage1(TorchReplicated):
+    def distribute(self, optimizer, comm):
+        from dtlib.production.torch import zero_redundancy
+
+        return zero_redundancy(optimizer.param_groups, type(optimizer), _settings_of(optimizer), comm)
+
+
+class Zero(Replicated):
+    """Stages 1 and 2: the optimizer is shared out, at stage 2 with the gradients."""
+
+    def __init__(self, model, comm, trained, make_optimizer, zero):
+        _broadcast(model, comm)
+        _share_buffers(model, comm)
+        parameters = trained()
+        plain = make_optimizer(parameters)  # for its class and its groups
+        options = {**_buckets_and_progress(model, zero), "offload": zero.offload_optimizer.device == "cpu"}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = [
+            {**group, "params": [(names.get(p, "a parameter"), p) for p in group["params"]]}
+            for group in plain.param_groups
+        ]
+        self.optimizer = ZeroOptimizer(groups, type(plain), comm, zero.stage, **options, **_settings_of(plain))
+        self.forward, self.no_sync, self.shards_on = model, nullcontext, comm
+        self.masters = self.optimizer.masters
+
+    def reduce(self, scale: float) -> list:
+        self.optimizer.reduce_gradients(scale)
+        return [master.grad for master in self.masters.masters]
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Sharded(Replicated):
+    """Stage 3: parameters, too."""
+
+    def __init__(self, model, comm, trained, make_optimizer, zero):
+        self.wrap(model, comm, zero)
+        _share_buffers(model, comm)
+        self.forward, self.no_sync, self.shards_on = model, nullcontext, comm
+        offload = zero.offload_optimizer.device == "cpu"
+        self.masters = MasterWeights(trained(), "cpu" if offload else None)
+        self.optimizer = make_optimizer(self.masters.masters)
+        if type(self.optimizer) not in ELEMENTWISE:
+            raise DtlibError(
+                f"ZeRO cuts parameters anywhere, and {type(self.optimizer).__name__} is not known to work element by "
+                f"element: choose one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}."
+            )
+
+    def wrap(self, model, comm, zero):
+        progress = _buckets_and_progress(model, zero)["progress"]
+        for module in [*units_of(model), model]:
+            fully_shard(module, comm, progress=progress)
+
+
+class TorchSharded(Sharded):
+    def wrap(self, model, comm, zero):
+        from dtlib.production.torch import shard_fully
+
+        _broadcast(model, comm)
+        for module in [*units_of(model), model]:
+            shard_fully(module, comm, reshard_after_forward=zero.stage == 3)
+
+
+STRATEGIES = {
+    "dtlib": {0: Replicated, 1: Zero, 2: Zero, 3: Sharded},
+    "torch": {0: TorchReplicated, 1: TorchStage1, 2: TorchSharded, 3: TorchSharded},
+}
+
+
+def _buckets_and_progress(model, zero) -> dict:
+    """Arguments that the config's section asks for; what it does not mention stays as it is by default."""
+    options = {"progress": None if zero.overlap_comm is None else "thread" if zero.overlap_comm else "inline"}
+    if zero.reduce_bucket_size:
+        largest = max(parameter.element_size() for parameter in model.parameters())
+        options["bucket_cap_mb"] = zero.reduce_bucket_size * largest / MEBIBYTE
+    return options
+
+
+def _settings_of(optimizer) -> dict:
+    """The arguments with which an optimizer of the same class behaves the same."""
+    known = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in optimizer.defaults.items() if key in known}
+
+
+def _broadcast(model, comm) -> None:
+    """Rank 0's values for all."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        comm.broadcast(tensor)
+
+
+def _share_buffers(model, comm) -> None:
+    """Rank 0's buffers before each forward pass in training, as DataParallel does it."""
+
+    def before_forward(module, inputs):
+        if module.training and torch.is_grad_enabled():
+            for buffer in module.buffers():
+                comm.broadcast(buffer)
+
+    model.register_forward_pre_hook(before_forward)
+
+
+def _local(gradient):
+    """This rank's part of a gradient that torch has sharded."""
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

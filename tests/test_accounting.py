@@ -1,0 +1,267 @@
+"""Bytes that ranks hold against the closed formulas, and against counts by hand."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import dtlib
+from dtlib.comm import solo
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.precision import MasterWeights
+from dtlib.zero_theory import SCHEMES, zero_bytes, zero_peak_bytes
+from tests.ranks import on_ranks
+
+SIZES = (1001, 300, 707, 503)  # elements: some divide by 2, 3 or 4 ranks, their sum by none of these
+SMALL_BUCKETS = 0.0005  # MiB: less than two of these parameters, so that each has a bucket of its own
+STATES = ("parameters", "gradients", "master_weights", "optimizer_states", "padding")
+
+
+class Weight(nn.Module):
+    """A parameter that is added up: autograd keeps nothing for it, so that only gradients take memory."""
+
+    def __init__(self, size, trained=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), trained)
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+
+def weights(sizes=SIZES, dtype=torch.float32, frozen=()):
+    return nn.Sequential(*map(Weight, sizes), *(Weight(size, False) for size in frozen)).to(dtype)
+
+
+class SmallEngine:
+    """What dtlib.memory() asks of an engine."""
+
+    def __init__(self, wrapped, module, make_optimizer, comm):
+        self._wrapped, self.module, self.comm = wrapped, module, comm
+        self._masters = MasterWeights(p for p in module.parameters() if p.requires_grad)
+        self.optimizer = make_optimizer(self._masters.masters)
+        self.before_step_hooks = []
+
+    def step(self):
+        for hook in self.before_step_hooks:
+            hook(self)
+        self._masters.take_gradients()
+        self.optimizer.step()
+        self._masters.give_values()
+        for parameter in [*self.module.parameters(), *self._masters.masters]:
+            parameter.grad = None
+
+
+def prepare(stage, model, comm, kind=torch.optim.Adam, bucket_cap_mb=SMALL_BUCKETS, **settings):
+    """What runs forward, what steps, and what dtlib.memory() is given."""
+    if stage in (1, 2):
+        optimizer = ZeroOptimizer(model.parameters(), kind, comm, stage, bucket_cap_mb=bucket_cap_mb, **settings)
+        return model, optimizer.step, (model, optimizer)
+    wrapped = model
+    if stage == 0:
+        wrapped = DataParallel(model, comm, bucket_cap_mb=bucket_cap_mb)
+    else:
+        fully_shard = pytest.importorskip("dtlib.parallel.sharded").fully_shard
+        for unit in model:
+            fully_shard(unit, comm)
+        fully_shard(model, comm)
+    engine = SmallEngine(wrapped, model, lambda parameters: kind(parameters, **settings), comm)
+    return wrapped, engine.step, (engine,)
+
+
+def count_two_steps(stage, model, comm):
+    run, step, counted = prepare(stage, model, comm)
+    with dtlib.memory(*counted) as m:
+        for _ in range(2):
+            run(torch.ones(1, dtype=next(model.parameters()).dtype)).sum().backward()
+            step()
+    return m
+
+
+def flat_sizes(stage, sizes=SIZES):
+    return [sum(sizes)] if stage < 2 else sizes
+
+
+def check(m, stage, scheme, rank, ranks, frozen=()):
+    expected = zero_bytes(flat_sizes(stage), ranks, stage, scheme, rank, frozen)
+    assert {name: m.lines[name] for name in STATES} == expected, m.beside(scheme=scheme).table()
+    # One number of 4 bytes for each parameter of which this rank updates a part, empty ones too, as torch has it.
+    assert m.step_counters == 4 * len(SIZES)
+    assert m.buffers == 0
+    assert m.beside(scheme=scheme)._formula == expected
+
+
+SCHEME_OF = {torch.float32: "adam", torch.bfloat16: "mixed_adam"}
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", SCHEME_OF)
+def test_every_rank_holds_what_the_formula_says(world, stage, dtype):
+    m = count_two_steps(stage, weights(dtype=dtype, frozen=(77,)), world.comm)
+    check(m, stage, SCHEME_OF[dtype], world.rank, world.size, frozen=(77,))
+    assert (m.rank, m.ranks, m.simulated) == (world.rank, world.size, False)
+    everything = sum(m.lines.values()) - m.activations - m.peak
+    assert m.total == everything
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("rank,ranks", [(0, 64), (63, 64), (0, 1024), (900, 1024)])
+def test_one_rank_of_many_that_do_not_exist(stage, rank, ranks):
+    m = count_two_steps(stage, weights(), solo(rank, ranks))
+    check(m, stage, "adam", rank, ranks)
+    assert m.simulated
+    assert f"rank {rank} of {ranks}, simulated" in m.table()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_peak_of_each_phase(world, stage):
+    sizes = (40_001, 50_003, 30_000)
+    model = weights(sizes)
+    run, step, counted = prepare(stage, model, world.comm, torch.optim.SGD, lr=0.1, momentum=0.9)
+    peaks = {}
+    for _ in range(3):  # the first step makes states and staging memory
+        with dtlib.memory(*counted) as forward:
+            loss = run(torch.ones(1)).sum()
+        with dtlib.memory(*counted) as backward:
+            loss.backward()
+        with dtlib.memory(*counted) as at_step:
+            step()
+        peaks = {"forward": forward.peak, "backward": backward.peak, "step": at_step.peak}
+    expected = zero_peak_bytes(flat_sizes(stage, sizes), world.size, stage, "sgd_momentum", at_a_time=max(sizes))
+    slack = 4000  # flags, losses and what else has a few elements
+    for phase, peak in peaks.items():
+        assert 0 <= peak - expected[phase] < slack, (phase, peaks, expected)
+
+
+@on_ranks(2)
+def test_data_parallel_has_a_tail_of_flags_and_a_communicator_has_scratch_memory(world):
+    model = weights()
+    m = count_two_steps(0, model, world.comm)
+    flags = 4 * len(SIZES)
+    scratch = sum(array.base.nbytes for array in world.comm._buffers.values())
+    assert m.communication == flags + scratch
+    assert scratch > 0
+
+
+@on_ranks(2)
+def test_staging_memory_of_stage_2(world):
+    m = count_two_steps(2, weights(), world.comm)
+    scratch = sum(array.base.nbytes for array in world.comm._buffers.values())
+    assert m.communication - scratch == 2 * 4 * 1002  # two buckets as long as the largest, padded to two ranks
+
+
+@on_ranks(2)
+def test_an_engine_of_initialize(world):
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    engine, *_ = dtlib.initialize(model=weights(), config=config)
+    with dtlib.memory(engine) as m:
+        engine.backward(engine(torch.ones(1)).sum())
+        engine.step()
+    check(m, 0, "adam", world.rank, 2)
+    assert engine.module[0].weight.grad is None, "gradients were counted before the step, not at the end"
+
+
+# Without ranks
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(50, 70), nn.ReLU(), nn.BatchNorm1d(70), nn.Linear(70, 3))
+
+
+def test_activations_of_a_small_net():
+    # Autograd keeps the input, the ReLU's output (for itself and for the next layer: once), the norm's mean and
+    # deviation, and the norm's output; weights, running statistics and views of these are no activations.
+    # Batch normalisation has 2 statistics of 70 and a counter of 8 bytes.
+    model = perceptron()
+    model(torch.randn(8, 50)).sum().backward()  # momentum of the norm and the like are there
+    model.zero_grad()
+    with dtlib.memory(model) as m:
+        model(torch.randn(8, 50)).sum().backward()
+        assert m._kept_bytes == 0
+        m.sample()
+        model.zero_grad()
+        with torch.no_grad():
+            model(torch.randn(1000, 50))
+    weights_and_biases = 50 * 70 + 70 + 2 * 70 + 70 * 3 + 3
+    assert m.activations == 4 * (8 * 50 + 8 * 70 + 2 * 70 + 8 * 70)
+    assert m.parameters == m.gradients == 4 * weights_and_biases
+    assert m.buffers == 4 * 2 * 70 + 8
+    assert m.optimizer_states == m.master_weights == m.padding == m.communication == 0
+    assert m.peak >= m.parameters + 4 * 1000 * (50 + 70 + 70)
+
+
+def test_two_graphs_are_kept_together_and_released():
+    model = nn.Linear(10, 10, bias=False)
+    with dtlib.memory(model) as m:
+        first, second = model(torch.randn(4, 10)), model(torch.randn(6, 10))
+        assert m._kept_bytes == 4 * 10 * 10
+        del first
+        gc.collect()
+        assert m._kept_bytes == 4 * 6 * 10
+        second.sum().backward()
+    assert m.activations == 4 * 10 * 10
+
+
+def test_peak_is_what_the_allocator_gave_out():
+    model = nn.Linear(100, 10, bias=False)
+    with dtlib.memory(model) as m:
+        a = torch.zeros(1000)
+        b = torch.zeros(3000)
+        del b
+        a.untyped_storage().resize_(0)
+        c = torch.zeros(2500)
+        c.untyped_storage().resize_(4 * 3500)  # old and new at a time: 6000 elements
+        del c
+    assert m.peak == 4 * (1000 + 6000)
+
+
+def test_a_tied_weight_and_a_view_count_once():
+    model = nn.Module()
+    shared = torch.zeros(10)
+    model.first, model.second = nn.Parameter(shared[:4]), nn.Parameter(shared[2:8])
+    model.third = model.first
+    with dtlib.memory(model) as m:
+        pass
+    assert (m.parameters, m.padding) == (4 * 8, 4 * 2)
+
+
+def test_sampled_by_hand_and_states_of_one_element():
+    model = nn.Linear(5, 1)  # its bias has one element, and so has that bias's momentum
+    optimizer = torch.optim.NAdam(model.parameters())
+    with dtlib.memory(model, optimizer) as m:
+        model(torch.ones(1, 5)).sum().backward()
+        m.sample()
+        model.zero_grad()
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert m.gradients == 4 * 6
+    assert m.optimizer_states == 2 * 4 * 6
+    assert m.step_counters == 2 * 2 * 4  # NAdam has a product beside the count of steps
+
+
+def test_nothing_is_left_behind():
+    model, optimizer = nn.Linear(5, 1), None
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ZeroDivisionError), dtlib.memory(model, optimizer):
+        1 / 0
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not torch.autograd._profiler_enabled()
+    with dtlib.memory(model), pytest.raises(dtlib.DtlibError, match="one runs already"), dtlib.memory(model):
+        pass
+    assert not model._forward_pre_hooks
+
+
+def test_table_has_the_formula_beside_the_count():
+    m = count_two_steps(2, weights(), solo(1, 3))
+    rows = [line.split() for line in m.beside().table().splitlines()]
+    assert "stage 2, 3 ranks, adam" in m.table()
+    total = sum(SIZES)
+    expected = f"{zero_bytes(SIZES, 3, 2, 'adam', 1)['gradients']:,}"
+    gradients = next(row for row in rows if row[0] == "gradients")
+    assert gradients == ["gradients", expected, f"{m.gradients / total:.3f}", expected]
+    assert set(SCHEME_OF.values()) <= SCHEMES.keys()

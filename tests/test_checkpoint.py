@@ -1,0 +1,490 @@
+"""Checkpoints: saved on N ranks and loaded on M, killed at any moment, and refused for a reason."""
+
+import ast
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from dtlib import checkpoint
+from dtlib.checkpoint import CheckpointError, folder, holdings, load, save
+from dtlib.launch import start_ranks
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.sharded import fully_shard
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.precision import MasterWeights
+from dtlib.processes import Process, with_descendants
+from tests.models import batches, build, loss_of, part
+from tests.ranks import on_ranks
+
+ROOT = Path(__file__).parents[1]
+CLASSES = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4}),
+}
+BEFORE, AFTER = 3, 10
+
+
+class Run:
+    """A model in training with ZeRO ``stage``, on the ranks of ``comm``; it begins at random values of its own."""
+
+    def __init__(self, stage, comm, name, kind, dtype=torch.float64, groups=1, scheduled=False, seed=0):
+        self.comm, self.masters = comm, None
+        self.model = self.call = build(name, dtype, seed)
+        kind, settings = CLASSES[kind]
+        if stage == 0:
+            self.call = DataParallel(self.model, comm)
+        if stage == 3:
+            for child in self.model.children():
+                if name != "transformer":  # there the embedding is tied to the output
+                    fully_shard(child, comm)
+            fully_shard(self.model, comm)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if dtype.itemsize == 2 and stage in (0, 3):
+            self.masters = MasterWeights(trained)
+            trained = self.masters.masters
+        parts = [{"params": trained[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
+        if stage in (1, 2):
+            self.optimizer = ZeroOptimizer(parts, kind, comm, stage, bucket_cap_mb=0.0005, **settings)
+        else:
+            self.optimizer = kind(parts, **settings)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.8) if scheduled else None
+
+    def losses(self, data):
+        """Train on each batch; the mean loss over ranks before each step."""
+        found = []
+        for batch in data:
+            mine = part(batch, self.comm.rank, self.comm.size)
+            # All ranks' gradients are weighted by samples, so that 3 ranks compute what 4 do.
+            share = len(mine[1]) * self.comm.size / len(batch[1])
+            loss = loss_of(self.call, mine) * share
+            loss.backward()
+            if self.masters:
+                self.masters.take_gradients()
+            self.optimizer.step()
+            if self.masters:
+                self.masters.give_values()
+            self.optimizer.zero_grad()
+            self.model.zero_grad()
+            if self.scheduler:
+                self.scheduler.step()
+            found.append(self.comm.all_reduce(loss.detach().double().clone(), op="mean").item())
+        return found
+
+    def save(self, path):
+        extra = {"scheduler": self.scheduler.state_dict()} if self.scheduler else None
+        save(path, self.call, self.optimizer, self.comm, self.masters, extra)
+
+    def load(self, path):
+        extra = load(path, self.call, self.optimizer, self.comm, self.masters)
+        if self.scheduler:
+            self.scheduler.load_state_dict(extra["scheduler"])
+        return self
+
+
+@contextmanager
+def of_size(comm, size):
+    """The first ``size`` ranks of ``comm`` among themselves; None on the others, which wait here."""
+    yield comm.split(0 if comm.rank < size else None)
+    comm.barrier()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("name", "kind"), [("plain", "adamw"), ("transformer", "adamw"), ("plain", "sgd")])
+def test_training_goes_on_at_another_stage_on_other_ranks(world, stage, name, kind, tmp_path):
+    data = batches(name, BEFORE + AFTER, 12)
+    run = Run(stage, world.comm, name, kind, groups=2, scheduled=True)
+    run.losses(data[:BEFORE])
+    run.save(tmp_path)
+    unbroken = run.losses(data[BEFORE:])
+    assert unbroken[-1] != unbroken[0]
+    for size, others in ((3, (0, 1, 2, 3)), (4, (3 - stage,)), (1, (0,))):
+        with of_size(world.comm, size) as comm:
+            for other in others if comm else ():
+                again = Run(other, comm, name, kind, groups=2, scheduled=True, seed=7).load(tmp_path)
+                worst = max(abs(a - b) for a, b in zip(again.losses(data[BEFORE:]), unbroken, strict=True))
+                assert worst <= 1e-12, f"stage {stage} on 4 ranks, stage {other} on {size}: {worst}"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bfloat16_goes_on_from_its_masters(world, stage, tmp_path):
+    data = batches("plain", BEFORE + 1, 12, torch.bfloat16)
+    run = Run(stage, world.comm, "plain", "adamw", torch.bfloat16)
+    run.losses(data[:BEFORE])
+    run.save(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["tensors"]["second.weight"]["roles"]["master"]["dtype"] == "float32"
+    assert "master" not in index["tensors"]["first.bias"]["roles"], "it is frozen"
+    masters = whole(tmp_path, "second.weight", "master")
+    assert not torch.equal(masters, masters.bfloat16().float()), "otherwise this test sees nothing"
+    for size, others in ((3, (0, 1, 2, 3)), (1, (0,))):
+        with of_size(world.comm, size) as comm:
+            for other in others if comm else ():
+                again = Run(other, comm, "plain", "adamw", torch.bfloat16, seed=7).load(tmp_path)
+                again.save(tmp_path / "again")
+                for name, tensor in index["tensors"].items():
+                    for role in tensor["roles"]:
+                        assert torch.equal(whole(tmp_path, name, role), whole(tmp_path / "again", name, role)), name
+                # Into a model in float32 go the masters, not the rounded values.
+                single = build("plain", torch.float32, 7)
+                load(tmp_path, single, comm=comm)
+                assert torch.equal(single.second.weight, masters)
+
+
+def whole(path, name, role="value"):
+    with folder.Reader(path, folder.read_index(path)) as reader:
+        return reader.read(name, role)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_masters_that_were_not_saved_get_the_values(world, stage, tmp_path):
+    plain = build("plain", torch.bfloat16, 3)
+    save(tmp_path, plain, plain_sgd(plain), world.comm)
+    run = Run(stage, world.comm, "plain", "sgd", torch.bfloat16, seed=7).load(tmp_path)
+    for holding in holdings.holdings_of(run.model, run.optimizer, run.masters, world.comm):
+        before = dict(plain.named_parameters())[holding.name].detach().reshape(-1)
+        before = before[holding.part.start : holding.part.stop]
+        assert torch.equal(holding.value.reshape(-1), before)
+        assert holding.master is None or torch.equal(holding.master.reshape(-1), before.float())
+        assert (holding.master is None) == (holding.name == "first.bias")
+
+
+def plain_sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+
+
+@on_ranks(3)
+def test_each_rank_writes_an_equal_share_and_reads_no_more_than_it_needs(world, tmp_path, monkeypatch=None):
+    class Counting(folder.Reader):
+        elements = 0
+
+        def read(self, name, role, start=0, stop=None):
+            Counting.elements += stop - start
+            return super().read(name, role, start, stop)
+
+    run = Run(0, world.comm, "transformer", "adamw")
+    run.losses(batches("transformer", 1, 12))
+    run.save(tmp_path)
+    sizes = folder.read_index(tmp_path)["files"].values()
+    assert len(sizes) == 3 and max(sizes) < 1.2 * min(sizes)
+
+    from dtlib.checkpoint import loading
+
+    other = Run(3, world.comm, "transformer", "adamw", seed=7)
+    before, loading.Reader = loading.Reader, Counting
+    try:
+        other.load(tmp_path)
+    finally:
+        loading.Reader = before
+    # Values and two states of Adam, of this rank's pieces alone; no buffers here.
+    assert Counting.elements == 3 * sum(p.numel() for p in other.model.parameters())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_awkward_tensors(world, stage, tmp_path):
+    """No dimension, no elements, one element, strides of their own; buffers that are kept and that are not."""
+
+    def awkward(seed):
+        torch.manual_seed(seed)
+        model = nn.Module()
+        model.module = nn.Linear(1, 1)  # named like what a wrapper has
+        model.scale, model.empty = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(0, 3))
+        model.filters = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        model.register_buffer("count", torch.tensor(seed))
+        model.register_buffer("mask", torch.rand(3) > 0.5)
+        model.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+        if stage == 3:
+            fully_shard(model, world.comm)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+        return model, optimizer
+
+    model, optimizer = awkward(1)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    save(tmp_path, model, optimizer, world.comm)
+    other, again = awkward(2)
+    load(tmp_path, other, again, world.comm)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert optimizer.state[ours].keys() == again.state[theirs].keys() == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+        for what, state in optimizer.state[ours].items():
+            assert torch.equal(state, again.state[theirs][what]), what
+            assert (state.dtype, state.shape) == (again.state[theirs][what].dtype, again.state[theirs][what].shape)
+            assert state.stride() == again.state[theirs][what].stride()
+    assert other.count == 1 and torch.equal(other.mask, model.mask)
+    assert torch.equal(other.scratch, torch.full((2,), 1.0 if stage == 3 and False else 2.0))
+
+
+@on_ranks(3)
+def test_buffers_are_those_of_rank_0(world, tmp_path):
+    model = build("convolutional")
+    for buffer in model.buffers():
+        buffer.fill_(world.rank + 1)
+    save(tmp_path, model, comm=world.comm)
+    load(tmp_path, model, comm=world.comm)
+    assert all((buffer == 1).all() for buffer in model.buffers())
+
+
+@on_ranks(4)
+def test_random_numbers_go_on_on_as_many_ranks(world, tmp_path):
+    model = nn.Linear(2, 2)
+    torch.manual_seed(world.rank)
+    torch.rand(3)
+    save(tmp_path, model, comm=world.comm, extra={"epoch": 3, "who": world.rank})
+    following = torch.rand(4)
+    torch.manual_seed(99)
+    assert load(tmp_path, model, comm=world.comm) == {"epoch": 3, "who": 0}
+    assert torch.equal(torch.rand(4), following)
+    torch.manual_seed(99)
+    left_alone = torch.rand(4)
+    torch.manual_seed(99)
+    with of_size(world.comm, 3) as comm:
+        if comm:
+            load(tmp_path, model, comm=comm)
+            assert torch.equal(torch.rand(4), left_alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_settings_of_groups_come_back(world, stage, tmp_path):
+    run = Run(stage, world.comm, "plain", "adamw", groups=2)
+    run.optimizer.param_groups[1].update(lr=0.125, betas=(0.5, 0.75), foreach=True)
+    run.save(tmp_path)
+    again = Run(stage, world.comm, "plain", "adamw", groups=2).load(tmp_path)
+    for optimizer in {again.optimizer, holdings.local(again.optimizer)}:
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.125]
+        assert optimizer.param_groups[1]["betas"] == (0.5, 0.75)
+        assert optimizer.param_groups[1]["foreach"] is None, "how this machine computes stays as it is"
+
+
+# Killed, full disks
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing handles it."""
+
+
+def test_killed_at_every_step_of_saving(tmp_path, monkeypatch):
+    """Every call that changes the disk is the last one once; after the rename the new checkpoint counts, not before."""
+    steps = []
+
+    def counted(module, name):
+        original = getattr(module, name)
+
+        def call(*arguments, **keywords):
+            steps.append(name)
+            if len(steps) == last:
+                raise Killed
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, call)
+
+    model = nn.Linear(2, 2)
+    for module, name in ((folder, "save_file"), (os, "fsync"), (os, "replace"), (os, "unlink"), (json, "dump")):
+        counted(module, name)
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: os.unlink(path))
+    outcomes = []
+    for last in range(1, 100):
+        fill(model, 1)
+        monkeypatch.setattr(f"{__name__}.NEVER", None, raising=False)
+        steps.clear()
+        steps.extend(["before"] * 1000)  # this one is not killed
+        save(tmp_path, model)
+        assert len(list(tmp_path.iterdir())) == 2, "leftovers of the killed one are deleted"
+        steps.clear()
+        fill(model, 2)
+        killed = False
+        try:
+            save(tmp_path, model)
+        except Killed:
+            killed = True
+        done = list(steps)
+        load(tmp_path, model)
+        found = {float(value) for parameter in model.parameters() for value in parameter.detach().flatten()}
+        assert found == ({2.0} if "replace" in done[:-1] or not killed else {1.0})
+        outcomes.append(found.pop())
+        if not killed:
+            break
+    assert set(outcomes) == {1.0, 2.0} and len(outcomes) >= 8
+
+
+def fill(model, value):
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(value)
+
+
+LOOP = """
+import sys, torch, dtlib
+from pathlib import Path
+from dtlib.checkpoint import save
+from tests.test_checkpoint import fill
+world = dtlib.init()
+path, confirmed = Path(sys.argv[1]), Path(sys.argv[2])
+model = torch.nn.Sequential(*[torch.nn.Linear(100, 100) for _ in range(20)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = int(sys.argv[3])
+while True:
+    step += 1
+    fill(model, step)
+    save(path, model, optimizer, world.comm, extra={"step": step})
+    if world.rank == 0:
+        confirmed.write_text(str(step))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_of_saving(tmp_path):
+    path, confirmed = tmp_path / "checkpoint", tmp_path / "confirmed"
+    model = nn.Sequential(*[nn.Linear(100, 100) for _ in range(20)])
+    step, leftovers, chance = 0, 0, random.Random(3)
+    for _ in range(20):
+        confirmed.unlink(missing_ok=True)
+        mpiexec = start_ranks(["-c", LOOP, str(path), str(confirmed), str(step)], 2, cwd=ROOT)
+        try:
+            deadline = time.monotonic() + 60
+            while not confirmed.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 0.1))
+        finally:
+            for process in reversed(with_descendants(Process.of(mpiexec.pid))):
+                if found := process.find():
+                    with suppress(Exception):
+                        found.kill()
+            mpiexec.wait()
+        extra = load(path, model)
+        assert extra["step"] >= int(confirmed.read_text() or 0) > step
+        step = extra["step"]
+        for parameter in model.parameters():
+            assert (parameter == step).all(), "of two checkpoints"
+        leftovers += len(list(path.iterdir())) > 3
+    assert leftovers, "no run was killed in the middle of saving"
+    save(path, model)
+    assert len(list(path.iterdir())) == 2
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_rank_is_one_sentence_on_all(world, full, tmp_path):
+    import resource
+
+    model = nn.Linear(20, 20)
+    fill(model, 1)
+    save(tmp_path, model, comm=world.comm)
+    files = set(os.listdir(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # bytes a file
+    try:
+        said = refusal(save, tmp_path, model, comm=world.comm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"rank{full}-" in said and "File too large" in said
+    assert len(set(world.comm.all_gather_object(said))) == 1
+    fill(model, 2)
+    load(tmp_path, model, comm=world.comm)
+    assert (model.weight == 1).all()
+    assert set(os.listdir(tmp_path)) == files
+
+
+# Refusals
+
+
+def refusal(call, *arguments, **keywords) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call(*arguments, **keywords)
+    assert str(caught.value).endswith("."), caught.value
+    return str(caught.value)
+
+
+def edit(path, **changes):
+    index = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps({**index, **changes}))
+
+
+def data_file(path, rank=1):
+    return next(path.glob(f"rank{rank}-*"))
+
+
+def truncate(path):
+    os.truncate(data_file(path), data_file(path).stat().st_size - 8)
+
+
+def mangle(path):
+    with open(data_file(path), "r+b") as file:
+        file.write(b"\xff" * 16)
+
+
+def swap(path):
+    """A file of another checkpoint under the name of this one."""
+    name, ours = data_file(path), (path / "index.json").read_text()
+    content = name.read_bytes()
+    mark = json.loads(ours)["id"].encode()
+    name.write_bytes(content.replace(mark, b"0" * len(mark)))
+
+
+def lose_elements(path):
+    index = json.loads((path / "index.json").read_text())
+    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
+    name, _ = pieces.popitem()
+    edit(path, tensors=index["tensors"])
+
+
+DAMAGES = {
+    "no folder": (lambda path: (path / "index.json").unlink(), "give the folder"),
+    "not JSON": (lambda path: (path / "index.json").write_text('{"format": '), "is not JSON"),
+    "a list": (lambda path: (path / "index.json").write_text("[]"), "no index of a dtlib checkpoint"),
+    "another format": (lambda path: edit(path, format="something"), "no index of a dtlib checkpoint"),
+    "newer": (lambda path: edit(path, version=2), "has version 2"),
+    "nonsense": (lambda path: edit(path, tensors={"a": 1}), "makes no sense"),
+    "incomplete": (lambda path: (path / "index.json").write_text('{"format": "dtlib checkpoint", "version": 1}'), "lacks"),
+    "a file is missing": (lambda path: data_file(path).unlink(), "is missing"),
+    "truncated": (truncate, "bytes, and the index says"),
+    "mangled": (mangle, "is damaged"),
+    "of another checkpoint": (swap, "belongs to checkpoint 0000"),
+    "elements are missing": (lose_elements, "is not whole"),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_refused_on_all_ranks(world, damage, tmp_path):
+    if world.size == 1:  # saved on two ranks all the same
+        subprocess_save(tmp_path)
+    else:
+        model = build("plain")
+        save(tmp_path, model, plain_sgd(model), world.comm)
+    if world.rank == 0:
+        DAMAGES[damage][0](tmp_path)
+    world.comm.barrier()
+    refused_and_unchanged(world, DAMAGES[damage][1], tmp_path, build("plain", seed=5), plain_sgd)
+    if world.rank == 0:
+        assert DAMAGES[damage][1] in refusal(checkpoint.export, tmp_path, tmp_path / "out")
+
+
+def refused_and_unchanged(world, expected, path, model, make_optimizer=None):
+    before = [tensor.detach().clone() for tensor in [*model.parameters(), *model.buffers()]]
+    optimizer = make_optimizer(model) if make_optimizer else None
+    random_state = torch.get_rng_state()
+    said = refusal(load, path, model, optimizer, world.comm)
+    assert expected in said, said
+    assert len(set(world.comm.all_gather_object(said))) == 1
+    after = [*model.parameters(), *model.buffers()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert optimizer is None or not optimizer.state
+    assert torch.equal(torch.get_rng_state(), random_state)
