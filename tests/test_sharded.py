@@ -1,14 +1,21 @@
 """ZeRO stage 3 against one process, and against torch's FSDP2."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils.checkpoint import checkpoint
 
+import dtlib
 from benchmarks.peers import torch_group
-from dtlib.parallel.sharded import fully_shard
-from tests.models import batches, build, difference_of_values, loss_of, part
+from dtlib.errors import DtlibError
+from dtlib.parallel.sharded import fully_shard, units_of
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.precision import MasterWeights
+from tests.models import batches, build, difference_of_values, full_values, loss_of, part
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone
 from tests.test_zero import CLASSES, optimizer_of
@@ -43,7 +50,7 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None, sync_always=Tru
     return model
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
 @pytest.mark.parametrize("optimizer", CLASSES)
 @pytest.mark.parametrize("reshard", [True, False])
@@ -58,7 +65,7 @@ def test_parity_with_one_process_and_with_fsdp2(world, name, optimizer, reshard,
     train(ours, optimizer_of(ours, optimizer), data, comm, accumulate, clip, sync_always=reshard)
     # The design's bound for float64.
     assert difference_of_values(ours, reference, comm) <= 1e-12
-    if accumulate == 1 and world.size > 1:
+    if accumulate == 1:
         theirs, mesh = build(name), DeviceMesh.from_group(torch_group(world), "cpu")
         for module in [*units(theirs), theirs]:
             fsdp2(module, mesh=mesh, reshard_after_forward=reshard)
@@ -68,3 +75,242 @@ def test_parity_with_one_process_and_with_fsdp2(world, name, optimizer, reshard,
             peer.step()
             peer.zero_grad()
         assert difference_of_values(ours, theirs, comm) <= 1e-12
+
+
+@on_ranks(2, 3)
+def test_float32_is_as_near_to_float64_as_fsdp2(world):
+    comm, data = world.comm, batches("transformer", STEPS, 4 * world.size, torch.float32)
+    exact = build("transformer")
+    train_alone(exact, optimizer_of(exact, "sgd"), data, world.size)
+    ours = sharded(build("transformer", torch.float32), comm)
+    theirs, mesh = build("transformer", torch.float32), DeviceMesh.from_group(torch_group(world), "cpu")
+    for module in [*units(theirs), theirs]:
+        fsdp2(module, mesh=mesh)
+    errors = [
+        difference_of_values(train(model, optimizer_of(model, "sgd"), data, comm), exact, comm)
+        for model in (ours, theirs)
+    ]
+    assert errors[0] <= max(2 * errors[1], 1e-5)
+
+
+@on_ranks(2, 3)
+def test_bfloat16_follows_stage_1(world):
+    comm, data = world.comm, batches("plain", STEPS, 4 * world.size, torch.bfloat16)
+    theirs = build("plain", torch.bfloat16)
+    zero = ZeroOptimizer(theirs.parameters(), torch.optim.SGD, comm, lr=0.1, momentum=0.9)
+    ours = sharded(build("plain", torch.bfloat16), comm)
+    masters = MasterWeights(p for p in ours.parameters() if p.requires_grad)
+    optimizer = torch.optim.SGD(masters.masters, lr=0.1, momentum=0.9)
+    for batch in data:
+        loss_of(theirs, part(batch, comm.rank, comm.size)).backward()
+        zero.step()
+        loss_of(ours, part(batch, comm.rank, comm.size)).backward()
+        masters.take_gradients()
+        optimizer.step()
+        masters.give_values()
+        ours.zero_grad()
+    # Units cut the ring's sums elsewhere, so gradients may round to another 16-bit number; see test_zero.py.
+    assert difference_of_values(ours, theirs, comm) <= 0.01
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_payload_is_one_and_a_half_times_that_of_data_parallelism(world, reshard):
+    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
+    for unit in (model[0], model[2], model):
+        fully_shard(unit, world.comm, reshard_after_forward=reshard)
+    flat = sum(f.shards.length * world.size for module in (model[0], model[2]) for f in module._unit.flats)
+    model(torch.randn(4, 7)).sum().backward()
+    with dtlib.trace() as trace:
+        model(torch.randn(4, 7)).sum().backward()
+    once = 4 * flat * (world.size - 1) // world.size  # of float32
+    assert trace.sent("reduce_scatter")[1] == once
+    assert trace.sent("all_gather")[1] == once * (2 if reshard else 1)
+    assert trace.sent("all_reduce")[1] <= 2 * 4 * world.size  # which parameters were used: a byte a parameter
+    with dtlib.trace() as trace, torch.no_grad():
+        model(torch.randn(4, 7))
+    assert trace.sent()[1] == once
+
+
+def gathered(model) -> list[str]:
+    """The units that are whole at this moment."""
+    return [
+        name for name, module in model.named_modules()
+        if "_unit" in module.__dict__ and module._unit.flats and not any(flat.is_free() for flat in module._unit.flats)
+    ]  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_only_the_units_that_compute_are_whole(world, prefetch):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    for layer in [*model, model]:
+        fully_shard(layer, world.comm, prefetch=prefetch)
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.append(gathered(model)), prepend=True)
+    for _ in range(2):
+        seen.clear()
+        out = model(torch.randn(2, 4))
+        assert gathered(model) == []
+        out.sum().backward()
+        assert gathered(model) == []
+    # The hook runs before that of the unit, which frees it.
+    assert [names[0] for names in seen] == ["0", "1", "2", "3"]
+    assert [len(names) for names in seen] == ([2, 2, 2, 1] if prefetch else [1, 1, 1, 1])
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == 4 * 4 * 10  # of 20 float32 a layer each rank has 10
+
+
+@on_ranks(2)
+def test_units_are_prefetched_in_the_recorded_order_on_a_slow_network(world):
+    slow = world.comm.emulate_network(latency=1e-3, bandwidth=1e9)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    reference = copy.deepcopy(model)
+    for layer in [*model, model]:
+        fully_shard(layer, slow)
+    assert model._unit.progress == "thread" and model._unit.prefetch
+    x = world.comm.broadcast(torch.randn(4, 8))
+    for _ in range(3):
+        model(x).square().sum().backward()
+    world.comm.broadcast(weights := reference[0].weight.detach().clone())
+    for layer in reference:
+        for parameter in layer.parameters():
+            world.comm.broadcast(parameter)
+    for _ in range(3):
+        reference(x).square().sum().backward()
+    assert torch.equal(full_values(model, world.comm)["0.weight"], weights)
+    ours = torch.cat(world.comm.all_gather_object(model[0].weight.grad)).view(8, 8)
+    assert (ours - reference[0].weight.grad).abs().max() < 1e-5
+    assert gathered(model) == []
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("inside", [False, True])
+def test_activation_checkpointing_and_frozen_layers(world, inside):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(6, 8).requires_grad_(False)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)
+            )
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if inside else x + block(x)
+            return self.out(x)
+
+    torch.manual_seed(0)
+    reference = Net().double()
+    ours = copy.deepcopy(reference)
+    for module in [*ours.blocks, ours]:
+        fully_shard(module, world.comm)
+    data = batches("plain", STEPS, 4 * world.size)
+    train_alone(reference, optimizer_of(reference, "adamw"), data, world.size)
+    train(ours, optimizer_of(ours, "adamw"), data, world.comm)
+    assert difference_of_values(ours, reference, world.comm) <= 1e-12
+    assert ours.embed.weight.grad is None
+
+
+@on_ranks(2, 3)
+def test_a_model_on_the_meta_device_comes_to_life_unit_by_unit(world):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.MultiheadAttention(10, 2), nn.Linear(10, 10))
+        model.append(nn.Linear(10, 10))
+        model[4].weight = model[3].weight  # tied, inside of the outermost unit
+    for module in [model[0], model[2], model]:
+        fully_shard(module, world.comm)
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert model[3].weight is model[4].weight
+    values = full_values(model, world.comm)
+    assert values["0.weight"].shape == (10, 6) and values["0.weight"].std() > 0.05
+    assert torch.equal(values["1.weight"], torch.ones(10)) and model[1].running_var.sum() == 10
+    with torch.device("meta"):
+        bare = nn.Module()
+        bare.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(DtlibError, match=r"Module has parameters .* no reset_parameters"):
+        fully_shard(bare, world.comm)
+
+
+@on_ranks(2, 3)
+def test_uneven_batches_evaluation_and_exceptions(world):
+    data = batches("plain", STEPS, 5 * world.size - 1)
+    reference = build("plain")
+    train_alone(reference, optimizer_of(reference, "sgd"), data, 1)
+    ours = sharded(build("plain"), world.comm)
+    optimizer = optimizer_of(ours, "sgd")
+    broken = ours.second.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ours(data[0][0])
+    broken.remove()
+    assert gathered(ours) == []
+    hook = []
+    handle = ours.first.register_forward_hook(lambda m, i, out: hook.append(out.register_hook(lambda grad: 1 / 0)))
+    with pytest.raises(ZeroDivisionError):
+        ours(data[0][0]).sum().backward()
+    handle.remove()
+    world.comm.barrier()
+    # Gradients of the second layer had left: ranks that differ in that would be out of step.
+    with pytest.raises(DtlibError, match=r"interrupted while gradients travelled"):
+        ours(data[0][0])
+    ours = sharded(build("plain"), world.comm)
+    optimizer = optimizer_of(ours, "sgd")
+    for x, y in data:
+        mine = part((x, y), world.rank, world.size)
+        ours.batch_size = len(mine[0])
+        loss_of(ours, mine).backward()
+        with torch.no_grad():
+            before = ours.eval()(x)
+        optimizer.step()
+        with torch.no_grad():
+            assert not torch.equal(before, ours.train()(x))
+        optimizer.zero_grad()
+    assert difference_of_values(ours, reference, world.comm) <= 1e-12
+
+
+@on_ranks(2)
+def test_on_a_process_group_and_an_mpi4py_communicator(world):
+    from mpi4py import MPI
+
+    data = batches("transformer", 3, 8)
+    reference = build("transformer")
+    train_alone(reference, optimizer_of(reference, "sgd"), data, 2)
+    for comm in (torch_group(world), MPI.COMM_WORLD):
+        ours = sharded(build("transformer"), comm)
+        train(ours, optimizer_of(ours, "sgd"), data, world.comm)
+        assert difference_of_values(ours, reference, world.comm) <= 1e-12
+
+
+def test_rank_0_of_64_without_the_others():
+    model = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30))
+    comm = dtlib.comm.solo(0, 64)
+    for module in [*units_of(model), model]:
+        fully_shard(module, comm)
+    assert [p.numel() for p in model.parameters()] == [15, 0, 15, 0]  # of 930 elements, 64 parts of 15
+    model(torch.randn(2, 30)).sum().backward()
+    assert model[0].weight.grad.shape == (15,)
+
+
+@on_ranks(2)
+def test_what_it_cannot_do_is_refused(world):
+    model = build("transformer")
+    fully_shard(model.embedding, world.comm)
+    with pytest.raises(DtlibError, match=r"output.weight is shared with weight of another unit"):
+        fully_shard(model, world.comm)
+    with pytest.raises(DtlibError, match="is a unit already"):
+        fully_shard(model.embedding, world.comm)
+    with pytest.raises(DtlibError, match="weight is complex64"):
+        fully_shard(nn.Linear(2, 2, dtype=torch.complex64), world.comm)
+    with pytest.raises(DtlibError, match=r"The models differ: (weight|bias) is"):
+        fully_shard(nn.Linear(2, 2 + world.rank), world.comm)
+
+
+def test_units_are_the_repeated_layers_that_share_nothing():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
+    assert units_of(encoder) == list(encoder.layers)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[3].weight = tied[0].weight
+    assert units_of(tied) == [tied[2]]

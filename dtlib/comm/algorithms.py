@@ -263,7 +263,9 @@ def mpi_broadcast(link, array, root):
 def _mpi_operation(combine):
     from mpi4py import MPI
 
-    known = {np.add: MPI.SUM, np.multiply: MPI.PROD, np.maximum: MPI.MAX, np.minimum: MPI.MIN}
+    from dtlib.comm.types import maximum, minimum
+
+    known = {np.add: MPI.SUM, np.multiply: MPI.PROD, maximum: MPI.MAX, minimum: MPI.MIN}
     if combine not in known:
         raise CommunicationError("MPI's own collectives add 16-bit floats wrongly: leave algorithm= out.")
     return known[combine]

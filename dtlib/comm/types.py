@@ -14,7 +14,16 @@ import numpy as np
 
 from dtlib.errors import CommunicationError
 
-OPERATIONS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+def maximum(a, b, out):
+    np.maximum(a, b, out=out)  # numpy wants out named here
+
+
+def minimum(a, b, out):
+    np.minimum(a, b, out=out)
+
+
+OPERATIONS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "max": maximum, "min": minimum}
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
 ALLOWED = {

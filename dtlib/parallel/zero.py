@@ -328,6 +328,7 @@ def _check_parameters(names: dict, comm) -> None:
                 f"The models differ: rank 0 has {len(everyones[0])} parameters to train and rank {rank} has "
                 f"{len(theirs)}. Build the same model on all ranks."
             )
+    for rank, theirs in enumerate(everyones):
         for name, here, there in zip(names.values(), everyones[0], theirs, strict=True):
             if here != there:
                 raise DtlibError(
