@@ -13,3 +13,32 @@ def torch_group(world):
         store = store or distributed.TCPStore("127.0.0.1", port)
         distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     return distributed.group.WORLD
+
+
+def deepspeed_is_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("deepspeed") is not None
+
+
+def deepspeed_engine(world, model, optimizer, stage: int, batch_size: int):
+    """``model`` in DeepSpeed's engine at a stage of ZeRO, on the CPU; its first call compiles for about a minute."""
+    import logging
+    import os
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's about names that DeepSpeed uses
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    torch_group(world)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    config = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

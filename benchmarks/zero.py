@@ -1,11 +1,11 @@
-"""ZeRO's stages against torch's ZeroRedundancyOptimizer and FSDP2 on gloo, DeepSpeed, and a step without communication."""
+"""ZeRO against torch's ZeroRedundancyOptimizer and FSDP2 on gloo, DeepSpeed, and a step without communication."""
 
 import torch
 from torch import nn
 
 from benchmarks.compare import in_turns, row
 from benchmarks.data_parallel import large, transformer
-from benchmarks.peers import torch_group
+from benchmarks.peers import deepspeed_engine, deepspeed_is_installed, torch_group
 from dtlib.parallel.sharded import fully_shard
 from dtlib.parallel.zero import ZeroOptimizer
 
@@ -63,13 +63,25 @@ def _steps(world, build):
         for module in [*units(model), model]:
             fsdp2(module, mesh=mesh, reshard_after_forward=reshard)
         steps[name] = training_step(model, adamw(model.parameters(), **SETTINGS), x)
+    for stage in (1, 2, 3) if deepspeed_is_installed() else ():
+        model = build()[0]
+        optimizer = adamw(model.parameters(), **SETTINGS)
+        steps[f"DeepSpeed stage {stage}"] = _step_of_engine(deepspeed_engine(world, model, optimizer, stage, len(x)), x)
     return steps
 
 
+def _step_of_engine(engine, x):
+    def step():
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    return step
+
+
 PAIRS = {
-    "stage 1": ("ZeroRedundancyOptimizer", "alone"),
-    "stage 2": ("FSDP2 without resharding", "alone"),
-    "stage 3": ("FSDP2 with resharding", "alone"),
+    "stage 1": ("ZeroRedundancyOptimizer", "DeepSpeed stage 1", "alone"),
+    "stage 2": ("FSDP2 without resharding", "DeepSpeed stage 2", "alone"),
+    "stage 3": ("FSDP2 with resharding", "DeepSpeed stage 3", "alone"),
 }
 
 
@@ -79,6 +91,6 @@ def _against_torch(world, name, build, repeats):
         step()  # orders are recorded, memory is allocated
     seconds = in_turns(world.comm, steps, repeats)
     for ours, peers in PAIRS.items():
-        for peer in peers:
+        for peer in (peer for peer in peers if peer in seconds):
             said = "one process, no communication" if peer == "alone" else peer
             yield row(f"{ours}, {name}", said, seconds[ours], seconds[peer])
