@@ -17,6 +17,7 @@ _LAZY = {
     "phase": "dtlib.timeline",
     "Timeline": "dtlib.timeline",
     "initialize": "dtlib.training",
+    "memory": "dtlib.accounting",
     "DtlibError": "dtlib.errors",
 }
 

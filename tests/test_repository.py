@@ -25,11 +25,12 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
     ("errors", "machine", "processes", "theory"),
+    ("zero_theory",),
     ("launch",),
     ("comm",),
     ("mesh", "world"),
     ("progress", "timeline"),
-    ("flat", "precision", "backward", "reduction", "accounting"),
+    ("flat", "precision", "backward", "reduction", "storages", "accounting"),
     ("pi", "pi_gpu", "parallel", "horovod"),
     ("checkpoint",),
     ("production",),

@@ -1,11 +1,15 @@
 """The formulas against what ranks really send."""
 
+import csv
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import dtlib
 from dtlib import theory
 from dtlib.comm.selection import KNOWN
+from dtlib.zero_theory import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
 from tests.ranks import on_ranks
 
 CASES = [(verb, algorithm) for verb, names in theory.ALGORITHMS.items() for algorithm in names]
@@ -126,3 +130,107 @@ def test_costs_as_the_paper_has_them():
 def test_what_has_no_formula_is_refused_with_what_has():
     with pytest.raises(ValueError, match="no formula for broadcast ring; there is one for broadcast tree"):
         theory.messages("broadcast", "ring", 4)
+
+
+# ZeRO
+
+
+def rows_of(file):
+    with open(Path(__file__).parents[1] / "data" / file) as opened:
+        return list(csv.DictReader(opened))
+
+
+def gigabytes(*arguments):
+    return sum(zero_bytes(*arguments).values()) / GB
+
+
+def test_figure_1_of_the_paper():
+    published = [float(row["GB"]) for row in rows_of("zero_figure1_7p5B_Nd64.csv")]
+    assert published == [120, 31.4, 16.6, 1.9]
+    for stage, figure in enumerate(published):
+        assert round(gigabytes(7_500_000_000, 64, stage, "mixed_adam"), 1) == figure
+
+
+def test_table_1_of_the_paper():
+    rows = rows_of("zero_table1_model_state_memory_gb.csv")
+    assert len(rows) == 9
+    for row in rows:
+        for stage, column in enumerate(("Pos_GB", "Pos_g_GB", "Pos_g_p_GB"), start=1):
+            ours = gigabytes(int(float(row["params_billion"]) * 1e9), int(row["dp_degree"]), stage, "mixed_adam")
+            # The paper rounds some of its figures and cuts off others: 35.6 for 35.625, but 4046 for 4046.875.
+            digits = len(row[column].partition(".")[2])
+            assert abs(ours - float(row[column])) < 10**-digits, (row, stage, ours)
+
+
+def test_what_stages_send_as_in_section_7_of_the_paper():
+    published = {row["scheme"]: float(row["volume_in_units_of_P"]) for row in rows_of("zero_comm_volume.csv")}
+    names = ("DP all-reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    parameters, ranks = 64 * 1000, 64
+    for stage, name in enumerate(names):
+        assert zero_wire_elements(parameters, ranks, stage) == published[name] * parameters * (ranks - 1) / ranks
+    once = parameters * (ranks - 1) // ranks
+    assert [zero_wire_elements(parameters, ranks, stage, 4) // once for stage in range(4)] == [2, 2, 5, 12]
+    assert zero_wire_elements(parameters, ranks, 3, 4, reshard_after_forward=False) == 8 * once
+    assert [zero_wire_elements(parameters, 1, stage) for stage in range(4)] == [0, 0, 0, 0]
+    assert zero_wire_elements(10, 3, 1) == 2 * 2 * 4  # four elements a rank: two are padding
+    assert [zero_wire_elements(10, 3, 0, rank=rank) for rank in range(3)] == [14, 13, 13]
+
+
+def test_bytes_a_parameter_of_the_schemes():
+    assert {name: scheme.total for name, scheme in SCHEMES.items()} == {
+        "sgd": 8, "sgd_momentum": 12, "adam": 16, "mixed_adam": 16, "mixed_adam_float32_gradients": 18,
+    }  # fmt: skip
+    assert (GB, GIB) == (1_000_000_000, 1_073_741_824)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+def test_parts_of_all_ranks_are_the_whole_and_the_padding(stage, ranks):
+    sizes, frozen = (1001, 5, 64), (7,)
+    each = [zero_bytes(sizes, ranks, stage, "mixed_adam", rank, frozen) for rank in range(ranks)]
+    whole, copies = sum(sizes), [ranks if stage < shared_from else 1 for shared_from in (3, 2, 1)]
+    totals = {name: sum(one[name] for one in each) for name in each[0]}
+    assert totals["parameters"] == 2 * (whole + 7) * copies[0]
+    assert totals["gradients"] == 2 * whole * copies[1]
+    assert totals["master_weights"] == 4 * whole * copies[2]
+    assert totals["optimizer_states"] == 8 * whole * copies[2]
+    missing = sum(-(-size // ranks) * ranks - size for size in sizes)
+    of_frozen = -(-7 // ranks) * ranks - 7
+    padding = [0, 4 * missing * ranks, 2 * missing * ranks + 2 * missing, 4 * missing + 2 * of_frozen]
+    assert totals["padding"] == padding[stage]
+    assert all(sum(one.values()) <= sum(each[0].values()) for one in each)
+
+
+def test_the_fewest_ranks_that_fit():
+    # 7.5 billion parameters in 33 GB: parameters and gradients of stage 1 take 30 of them; 90 GB / N are the rest.
+    seven = 7_500_000_000
+    assert [fewest_ranks(seven, 33 * GB, stage, "mixed_adam") for stage in range(4)] == [None, 30, 6, 4]
+    assert fewest_ranks(seven, 120 * GB, 0, "mixed_adam") == 1
+    for stage in (1, 2, 3):
+        ranks = fewest_ranks(seven, 33 * GB, stage, "mixed_adam")
+        assert gigabytes(seven, ranks, stage, "mixed_adam") <= 33 < gigabytes(seven, ranks - 1, stage, "mixed_adam")
+    assert fewest_ranks(10, 15, 3, "adam") is None  # one element takes 16 bytes, and no rank has less than that
+    assert fewest_ranks(10, 16, 3, "adam") == 10
+
+
+def test_what_is_alive_when():
+    # 1200 parameters in float32 with Adam on 4 ranks; 100 elements come at a time.
+    peaks = [zero_peak_bytes(1200, 4, stage, "adam", 100) for stage in range(4)]
+    assert [list(peak.values()) for peak in peaks] == [
+        [19_200, 24_000, 19_200],
+        [12_000, 12_400, 12_000],
+        [9_200, 9_600, 9_200],
+        [6_000, 6_400, 5_600],
+    ]
+    assert zero_peak_bytes(1200, 4, 3, "adam", 100, gathered=2)["backward"] == 6_800
+    mixed = zero_peak_bytes(1200, 4, 1, "mixed_adam", 100)
+    assert mixed == {"forward": 8_400, "backward": 8_600, "step": 9_600}
+    # Gradients that are in float32 already are not copied for the masters.
+    assert zero_peak_bytes(1200, 4, 1, "mixed_adam_float32_gradients", 100)["step"] == 10_800
+
+
+def test_what_is_no_stage_or_scheme_is_refused():
+    with pytest.raises(ValueError, match="stage 4 on 2 ranks"):
+        zero_bytes(10, 2, 4)
+    with pytest.raises(ValueError, match="no scheme 'lion'; there are sgd, "):
+        zero_bytes(10, 2, 1, "lion")

@@ -1,0 +1,56 @@
+"""Memory claimed byte by byte: tensors are views of storages, and a byte counts once, for whoever claims it first."""
+
+
+class Storages:
+    """Bytes of storages, each counted once: for whoever claims it first."""
+
+    def __init__(self):
+        self._claimed = {}  # by storage: disjoint spans of bytes, in order
+        self._storages = {}
+
+    def claim(self, tensors) -> int:
+        """Bytes of these tensors that nobody has claimed."""
+        spans = {}
+        for tensor in map(_local, tensors):
+            storage = tensor.untyped_storage()
+            start = tensor.storage_offset() * tensor.itemsize
+            spans.setdefault(storage_key(tensor), []).append((start, min(start + tensor.nbytes, storage.nbytes())))
+            self._storages[storage_key(tensor)] = storage
+        gained = 0
+        for key, new in spans.items():
+            before = self._claimed.get(key, [])
+            self._claimed[key] = _merged(before + new)
+            gained += _length(self._claimed[key]) - _length(before)
+        return gained
+
+    def rest(self, tensors) -> int:
+        """Bytes around these tensors, in the same storages, that nobody has claimed."""
+        gained = 0
+        for key, storage in {storage_key(tensor): _local(tensor).untyped_storage() for tensor in tensors}.items():
+            gained += storage.nbytes() - _length(self._claimed.get(key, []))
+            self._claimed[key] = [(0, storage.nbytes())]
+        return gained
+
+
+def storage_key(tensor) -> int:
+    """Which storage it is. Its address will not do: it changes when a storage is resized."""
+    return _local(tensor).untyped_storage()._cdata
+
+
+def _local(tensor):
+    """This rank's part of what torch has sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _merged(spans) -> list[tuple[int, int]]:
+    merged = []
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _length(spans) -> int:
+    return sum(stop - start for start, stop in spans)
