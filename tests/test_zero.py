@@ -39,36 +39,39 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None):
     return model
 
 
+def train_torch(model, optimizer, data, comm, accumulate=1, clip=None):
+    """The same with torch's classes, which average in every backward pass."""
+    for step, batch in enumerate(data):
+        loss_of(model, part(batch, comm.rank, comm.size)).backward()
+        if (step + 1) % accumulate == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
-@pytest.mark.parametrize("optimizer", CLASSES)
+@pytest.mark.parametrize("optimizer,accumulate,clip", [("sgd", 1, None), ("adamw", 2, 0.5)])
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_parity_with_one_process_and_with_torch(world, name, optimizer, stage, accumulate):
-    comm, count = world.comm, 4 * world.size
-    data = batches(name, 2 * STEPS, count)
-    clip = 0.5 if accumulate == 2 else None
+def test_parity_with_one_process_and_with_torch(world, name, optimizer, stage, accumulate, clip):
+    comm, data = world.comm, batches(name, 2 * STEPS, 4 * world.size)
+    kind, settings = CLASSES[optimizer]
     reference = build(name)
     train_alone(reference, optimizer_of(reference, optimizer), data, world.size, accumulate, clip)
     ours = build(name, seed=world.rank)
-    kind, settings = CLASSES[optimizer]
     zero = ZeroOptimizer(ours.named_parameters(), kind, comm, stage, bucket_cap_mb=0.0005, **settings)
     train(ours, zero, data, comm, accumulate, clip)
     # The design's bound for float64.
     assert difference(ours, reference, buffers=False) <= 1e-12
     assert stage == 1 or len(zero._buckets) > 1
-    if accumulate == 1:
-        theirs = build(name)
-        ddp = nn.parallel.DistributedDataParallel(
-            theirs, process_group=torch_group(world), find_unused_parameters=name == "plain"
-        )
-        trained = [p for p in theirs.parameters() if p.requires_grad]
-        peer = ZeroRedundancyOptimizer(trained, kind, process_group=torch_group(world), **settings)
-        for batch in data:
-            loss_of(ddp, part(batch, comm.rank, comm.size)).backward()
-            peer.step()
-            peer.zero_grad()
-        assert difference(ours, theirs, buffers=False) <= 1e-12
+    theirs = build(name)
+    group = torch_group(world)
+    ddp = nn.parallel.DistributedDataParallel(theirs, process_group=group, find_unused_parameters=name == "plain")
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    peer = ZeroRedundancyOptimizer(trained, kind, process_group=group, **settings)
+    train_torch(ddp, peer, data, comm, accumulate, clip)
+    assert difference(ours, theirs, buffers=False) <= 1e-12
 
 
 @on_ranks(2, 3)
@@ -273,3 +276,20 @@ def test_a_new_optimizer_of_the_same_model_takes_over_and_an_exception_is_forgot
     hook.remove()
     zero.zero_grad()
     assert difference(train(ours, zero, data, world.comm), reference) <= 1e-12
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("offload", [False, True])
+def test_on_a_gpu_with_states_there_or_in_host_memory(world, stage, offload):
+    data = [(x.to(world.device), y.to(world.device)) for x, y in batches("transformer", STEPS, 4 * world.size)]
+    reference, ours = build("transformer").to(world.device), build("transformer").to(world.device)
+    kind, settings = CLASSES["adamw"]
+    train_alone(reference, optimizer_of(reference, "adamw"), data, world.size)
+    zero = ZeroOptimizer(ours.parameters(), kind, world.comm, stage, offload=offload, **settings)
+    train(ours, zero, data, world.comm)
+    devices = {state["exp_avg"].device.type for state in zero.optim.state.values()}
+    assert devices == {"cpu" if offload else "cuda"}
+    # Kernels of a GPU may add in another order every time.
+    assert difference(ours, reference, buffers=False) <= 1e-9
