@@ -59,6 +59,12 @@ class LossScale:
         self.window, self.hysteresis, self.smallest = window, hysteresis, smallest
         self._good, self._patience = 0, hysteresis
 
+    def state_dict(self) -> dict:
+        return {"scale": self.scale, "good": self._good, "patience": self._patience}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.scale, self._good, self._patience = state["scale"], state["good"], state["patience"]
+
     def update(self, overflow: bool) -> None:
         """Tell it how a step went."""
         if not self.dynamic:

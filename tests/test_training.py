@@ -1,5 +1,7 @@
 import json
 import math
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -243,3 +245,56 @@ def test_clipping_and_masters():
     masters.give_values()
     assert masters.masters[0].tolist() == pytest.approx([0.999] * 2)
     assert parameter.tolist() == [1.0, 1.0]  # bfloat16 has no number between 0.996 and 1
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("stages,kind", [((3, 1), None), ((2, 0), "fp16"), ((0, 3), "bf16")])
+def test_a_checkpoint_goes_on_at_another_stage_on_other_ranks(world, stages, kind):
+    """Saved on 3 ranks and loaded on 2, with as many samples a step."""
+    folder = world.comm.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
+    x = torch.randn(48, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, torch.arange(48) % 3)
+
+    def start(stage, comm):
+        config = {
+            "train_batch_size": 12, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}}, "gradient_clipping": 1.0,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 20}},
+        }  # fmt: skip
+        if kind:
+            config[kind] = {"enabled": True}
+        return dtlib.initialize(model=build("plain"), config=config, training_data=data, comm=comm)[0]
+
+    def losses(engine, steps):
+        dtype = next(engine.module.parameters()).dtype
+        batches = ((x.to(dtype), y) for x, y in engine._batches)
+        return [engine.train_batch(batches).item() for _ in range(steps)]
+
+    engine = start(stages[0], world.comm)
+    losses(engine, 6)  # into the second pass over the data
+    engine.save_checkpoint(folder, {"note": "six"})
+    rate, expected = engine.get_lr(), losses(engine, 6)
+    fewer = world.comm.split(0 if world.rank < 2 else None)
+    if fewer:
+        again = start(stages[1], fewer)
+        assert again.load_checkpoint(folder) == {"note": "six"}
+        assert (again.global_steps, again.get_lr()) == (6, rate)
+        # In 16 bits three ranks round their averages where two do not.
+        assert losses(again, 6) == pytest.approx(expected, abs=0.02 if kind else 1e-12)
+    world.comm.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
+def test_checkpoints_that_cannot_be_are_refused(world, tmp_path):
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": SGD}
+    engine = dtlib.initialize(model=build("plain"), config=config)[0]
+    engine.backward(loss_of(engine, batches("plain", 1, 4)[0]))
+    engine.step()
+    with pytest.raises(DtlibError, match="between steps"):
+        engine.save_checkpoint(tmp_path)
+    config = {**config, "zero_optimization": {"stage": 3}}
+    engine = dtlib.initialize(model=build("plain"), config=config, runtime="torch")[0]
+    with pytest.raises(DtlibError, match="torch has sharded this engine"):
+        engine.save_checkpoint(tmp_path)

@@ -15,6 +15,8 @@ class RankLoader:
     ):
         self.sampler = DistributedSampler(dataset, ranks, rank, shuffle=True, seed=seed, drop_last=True)
         self.epoch = 0
+        self._together = batch_size * ranks  # samples that all ranks take with one batch each
+        self._taken = 0  # batches of the pass under way
         self._loader = DataLoader(
             dataset, batch_size, sampler=self.sampler, drop_last=True, collate_fn=collate_fn, num_workers=workers
         )
@@ -25,7 +27,21 @@ class RankLoader:
     def __iter__(self):
         self.sampler.set_epoch(self.epoch)
         self.epoch += 1
-        return iter(self._loader)
+        skipped, self._taken = self._taken, 0
+        for batch in self._loader:
+            self._taken += 1
+            if self._taken > skipped:
+                yield batch
+        self._taken = 0
+
+    def state_dict(self) -> dict:
+        """Where it is: passes begun, and samples that all ranks together have taken of the one under way."""
+        return {"epoch": self.epoch, "samples": self._taken * self._together}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on there: the next pass begins behind those samples, also on another number of ranks, to a batch."""
+        self.epoch = state["epoch"] - (state["samples"] > 0)
+        self._taken = state["samples"] // self._together
 
     def forever(self):
         """Batches without end, epoch after epoch."""

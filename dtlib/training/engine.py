@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from dtlib import checkpoint
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.precision import LossScale, all_finite, clip_by_norm
@@ -15,6 +16,7 @@ from dtlib.training.rates import SCHEDULERS
 from dtlib.training.strategies import STRATEGIES
 from dtlib.world import init
 
+COUNTS = ("global_steps", "skipped_steps")
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 RUNTIMES = ("dtlib", "torch")
 
@@ -86,6 +88,7 @@ class Engine:
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.before_step_hooks = []  # functions without arguments, called between the last backward() and the step
         self._strategy, self._masters = strategy, strategy.masters
+        self._loader = loader
         self._batches = loader.forever() if loader is not None else None
         self._norm = None
         self._loss_of_batch = None
@@ -149,6 +152,43 @@ class Engine:
             total += loss.detach().double().cpu() / self.config.gradient_accumulation_steps
             self.step()
         return self.comm.all_reduce(total, op="mean")
+
+    def save_checkpoint(self, folder, client_state=None) -> None:
+        """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
+
+        ``client_state`` is what JSON can hold, and what ``load_checkpoint`` returns. All ranks call it, after a step.
+
+        Raises:
+            CheckpointError: on all ranks; and DtlibError in the middle of a step, or on torch's classes.
+        """
+        parts = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
+        extra = {name: part.state_dict() for name, part in parts.items() if hasattr(part, "state_dict")}
+        counts = {name: getattr(self, name) for name in COUNTS}
+        checkpoint.save(folder, extra={"client_state": client_state, "counts": counts, **extra}, **self._saved())
+
+    def load_checkpoint(self, folder):
+        """Go on from what ``save_checkpoint`` saved; returns its ``client_state``. All ranks call it."""
+        extra = checkpoint.load(folder, **self._saved())
+        parts = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
+        for name, part in parts.items():
+            if hasattr(part, "load_state_dict") and name in extra:
+                part.load_state_dict(extra[name])
+        for name in COUNTS:
+            setattr(self, name, extra["counts"][name])
+        # The number of micro-batches a step may be another one now.
+        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
+        self._batches = self._loader.forever() if self._loader is not None else None
+        return extra["client_state"]
+
+    def _saved(self) -> dict:
+        if self.micro_steps % self.config.gradient_accumulation_steps:
+            raise DtlibError("Checkpoints are saved and loaded between steps: call step() for all micro-batches first.")
+        if not self._strategy.portable:
+            raise DtlibError(
+                "torch has sharded this engine: save with torch.distributed.checkpoint, or use runtime='dtlib'."
+            )
+        masters = None if hasattr(self.optimizer, "part_of") else self._masters
+        return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
 
     def zero_grad(self) -> None:
         for parameter in [*self.module.parameters(), *self._masters.masters]:

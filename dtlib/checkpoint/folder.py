@@ -1,0 +1,227 @@
+"""A checkpoint on disk: one safetensors file a rank, and the index that makes them a checkpoint.
+
+    rank0-<id>.safetensors   written and forced to disk  \\
+    rank1-<id>.safetensors   by all ranks at once         }  not a checkpoint yet
+    index-<id>.tmp           the same, by rank 0         /
+    index.json               <- renamed: from this moment on the new checkpoint is the one that counts
+    files that the index does not name are deleted: those of the checkpoint before, and what a killed run has left
+
+The ``id`` is new each time, so that files of two checkpoints are never mistaken for each other. Whenever a run is
+killed, ``index.json`` names files that are whole.
+"""
+
+import json
+import math
+import os
+import re
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from dtlib.errors import DtlibError
+
+INDEX = "index.json"
+FORMAT, VERSION = "dtlib checkpoint", 1
+CONTENTS = ("id", "files", "tensors", "aliases", "optimizer", "extra")
+OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.tmp")
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+TYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS, "complex64", "bool")}
+
+
+class CheckpointError(DtlibError):
+    """A checkpoint that cannot be saved or loaded; every rank raises the same sentence."""
+
+
+def together(comm, work):
+    """``work()`` on every rank of ``comm``, without messages; if it fails on one, all raise what that one said."""
+    result = problem = cause = None
+    try:
+        result = work()
+    except DtlibError as error:
+        problem, cause = str(error), error
+    except Exception as error:
+        problem, cause = f"Rank {comm.rank} failed: {type(error).__name__}: {error}", error
+    for said in comm.all_gather_object(problem):
+        if said:
+            raise CheckpointError(said) from cause
+    return result
+
+
+# Writing
+
+
+def file_name(rank: int, mark: str) -> str:
+    return f"rank{rank}-{mark}.safetensors"
+
+
+def write_file(path: Path, tensors: dict, mark: str) -> int:
+    """One rank's file, on disk when this returns; returns its size in bytes."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata={"checkpoint": mark})
+        _to_disk(path)
+        _to_disk(path.parent)
+        return path.stat().st_size
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(
+            f"{path} cannot be written ({problem}): make room or choose another folder; the checkpoint before it is "
+            "as it was."
+        ) from problem
+
+
+def commit(folder: Path, index: dict) -> None:
+    """Make what ``index`` names the checkpoint of this folder, and delete what it does not name."""
+    for name, size in index["files"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise CheckpointError(f"Rank 0 does not see {folder / name}: save in a folder that all ranks share.")
+    temporary = folder / f"index-{index['id']}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, "version": VERSION, **index}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / INDEX)
+        _to_disk(folder)
+    except OSError as problem:
+        raise CheckpointError(
+            f"{folder / INDEX} cannot be written ({problem}): make room, and save again."
+        ) from problem
+    for path in folder.iterdir():
+        if OURS.fullmatch(path.name) and path.name not in index["files"]:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _to_disk(path: Path) -> None:
+    """Return when the system has written a file, or the names in a folder, to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading
+
+
+def read_index(folder: Path) -> dict:
+    """The index of the checkpoint in ``folder``, once it makes sense."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise CheckpointError(
+            f"{path} cannot be read ({problem.strerror}): give the folder in which dtlib.checkpoint.save() has saved."
+        ) from None
+    except ValueError as problem:
+        raise CheckpointError(f"{path} is not JSON ({problem}): it is damaged, so take another checkpoint.") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no index of a {FORMAT}: give a folder in which dtlib.checkpoint has saved.")
+    if index.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {index.get('version')!r} of the format, and this dtlib reads version {VERSION}: load "
+            "it with the dtlib that saved it, or a newer one."
+        )
+    if lacking := [name for name in CONTENTS if name not in index]:
+        raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so take another checkpoint.")
+    try:
+        for name, tensor in index["tensors"].items():
+            for role, entry in tensor["roles"].items():
+                check_pieces(f"{name}/{role}", tensor["shape"], entry)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{path} makes no sense ({problem!r}): it is damaged, take another checkpoint.") from None
+    return index
+
+
+def bounds(piece: str) -> tuple[int, int]:
+    """Where a piece begins and ends: ``15:30`` has the elements from 15 up to 30, without it, of the flat tensor."""
+    start, stop = piece.split(":")
+    return int(start), int(stop)
+
+
+def check_pieces(key: str, shape, entry: dict) -> None:
+    """Every element must be in one file, and in one only."""
+    at = 0
+    for start, stop in sorted(bounds(piece) for piece in entry["pieces"].values()):
+        if start != at:
+            break
+        at = stop
+    if at != math.prod(shape) or entry["dtype"] not in TYPES:
+        raise CheckpointError(
+            f"{key} of shape {tuple(shape)} and type {entry['dtype']} is not whole: ranks have elements "
+            f"{', '.join(entry['pieces'].values()) or 'none'}; save with the communicator of the model's strategy."
+        )
+
+
+def check_file(folder: Path, index: dict, name: str) -> None:
+    """Is this file, with all that the index says of it, there and whole? Looks at its header, not at its numbers."""
+    path, size = folder / name, index["files"][name]
+    if not OURS.fullmatch(name) or not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: the checkpoint is not whole, so copy that file too, or take another."
+        )
+    if path.stat().st_size != size:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes, and the index says {size}: it is damaged, so take another "
+            "checkpoint."
+        )
+    try:
+        with safe_open(path, "pt") as file:
+            mark, keys = (file.metadata() or {}).get("checkpoint"), set(file.keys())
+            lengths = {key: file.get_slice(key).get_shape() for key in keys}
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} is damaged ({problem}): take another checkpoint.") from None
+    if mark != index["id"]:
+        raise CheckpointError(
+            f"{path} belongs to checkpoint {mark}, and the index is that of {index['id']}: copy a folder as a whole."
+        )
+    for tensor, contents in index["tensors"].items():
+        for role, entry in contents["roles"].items():
+            if name in entry["pieces"]:
+                start, stop = bounds(entry["pieces"][name])
+                if lengths.get(f"{tensor}/{role}") != [stop - start]:
+                    raise CheckpointError(
+                        f"{path} lacks elements {start}:{stop} of {tensor}/{role}: it is damaged, so take another "
+                        "checkpoint."
+                    )
+
+
+class Reader:
+    """Any elements of any tensor, from whichever files have them. Opens files when they are needed first."""
+
+    def __init__(self, folder: Path, index: dict):
+        self.folder, self.index = folder, index
+        self._files = {}
+        self._open = ExitStack()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *problem):
+        self._files.clear()
+        self._open.close()
+
+    def file(self, name: str):
+        if name not in self._files:
+            self._files[name] = self._open.enter_context(safe_open(self.folder / name, "pt"))
+        return self._files[name]
+
+    def read(self, name: str, role: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a tensor, flat; by default all of them in their shape."""
+        tensor = self.index["tensors"][name]
+        if stop is None:
+            return self.read(name, role, 0, math.prod(tensor["shape"])).view(tensor["shape"])
+        entry = tensor["roles"][role]
+        flat = torch.empty(stop - start, dtype=TYPES[entry["dtype"]])
+        for file, piece in entry["pieces"].items():
+            first, last = bounds(piece)
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                flat[low - start : high - start] = self.file(file).get_slice(f"{name}/{role}")[
+                    low - first : high - first
+                ]
+        return flat

@@ -1,0 +1,161 @@
+"""What a rank has of a model and its optimizer, in words that all strategies share.
+
+                        value                    master, optimizer's states     writes
+    plain, stage 0      all                      all                            an equal share
+    stages 1, 2         all; loads its part      its part                       its part
+    stage 3             its part                 its part                       its part
+    frozen at 0, 1, 2   all                      -                              an equal share
+    buffers             all                      -                              all of it, on rank 0
+
+A strategy shows its parts by ``optimizer.part_of(parameter)`` (stages 1 and 2) or ``parameter.part`` (stage 3), so that
+nothing here imports one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dtlib.checkpoint.folder import CheckpointError
+from dtlib.flat import Part, Shards
+
+# The counters in the states of torch's optimizers: one number a parameter, even if that has one element itself.
+COUNTERS = ("step", "eta", "mu", "mu_product")
+
+
+@dataclass
+class Holding:
+    """What this rank has of a parameter or buffer: ``value`` is the elements of ``part``, in one dimension or whole.
+
+    ``share`` is what this rank writes of it. ``master`` has the same elements in float32, or on another device; None
+    where the value is its own master. ``key`` is what the optimizer knows it as; None if it is not trained.
+    """
+
+    name: str
+    part: Part
+    share: Part
+    value: torch.Tensor
+    master: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank writes of a tensor with the same elements as ``value``: flat, in host memory."""
+        begin, end = self.share.start - self.part.start, self.share.stop - self.part.start
+        return tensor.detach().reshape(-1)[begin:end].cpu()
+
+    def counts(self, rank: int) -> bool:
+        """Whether this rank writes what there is once a parameter: the one with its first element."""
+        return self.share.start == 0 and (self.share.stop > 0 or (0 in self.part.shape and rank == 0))
+
+
+def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
+    """One for each parameter and persistent buffer, in the model's order."""
+    model = bare(model)
+    part_of = getattr(optimizer, "part_of", lambda parameter: None)
+    trained = {key for group in groups_of(optimizer) for key in group["params"]}
+    master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
+    held, replicated = [], []
+    for name, parameter in model.named_parameters():
+        part = getattr(parameter, "part", None) or _whole(parameter)
+        value, key = parameter, master_of.get(parameter, parameter)
+        if owned := part_of(parameter):
+            part, value, key = owned
+        master = None if key is value else key
+        held.append(Holding(name, part, part, value, master, key if key in trained else None))
+        if not owned and not hasattr(parameter, "part"):
+            replicated.append(held[-1])
+    shares = Shards([holding.part.shape for holding in replicated], comm.rank, comm.size).parts
+    for holding, share in zip(replicated, shares, strict=True):
+        holding.share = share
+    for name, buffer in model.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        if attribute not in model.get_submodule(owner)._non_persistent_buffers_set:
+            # Ranks may differ in them; those of rank 0 are what data parallelism gives everybody.
+            part = _whole(buffer)
+            held.append(Holding(name, part, part if comm.rank == 0 else Part(part.shape, 0, 0), buffer))
+    _check_trained(optimizer, held)
+    return held
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model in a wrapper such as ``DataParallel``, which has nothing but ``module``."""
+    while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
+        model = model.module
+    return model
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers, and the name that stands for them."""
+    model = bare(model)
+    first, aliases = {}, {}
+    both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in both:
+        if first.setdefault(tensor, name) != name:
+            aliases[name] = first[tensor]
+    return aliases
+
+
+def local(optimizer):
+    """The optimizer that has the states: a ``ZeroOptimizer`` has one inside, for its part."""
+    return optimizer.optim if hasattr(optimizer, "part_of") else optimizer
+
+
+def groups_of(optimizer) -> list[dict]:
+    return [] if optimizer is None else local(optimizer).param_groups
+
+
+def names_of_groups(optimizer, held: list[Holding]) -> list[list[str]]:
+    """The names of the trained parameters of each group."""
+    names = {holding.key: holding.name for holding in held if holding.key is not None}
+    return [
+        [names[key] for key in group["params"] if key in names and key.requires_grad] for group in groups_of(optimizer)
+    ]
+
+
+def settings_of(optimizer) -> list[dict]:
+    """Learning rate and the like of each group, as JSON."""
+    return [
+        {name: as_json(value, name) for name, value in group.items() if name not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def states_of(optimizer, holding: Holding) -> tuple[dict, dict]:
+    """The optimizer's states of a parameter: tensors that are cut like it, and numbers."""
+    tensors, numbers = {}, {}
+    for what, state in (local(optimizer).state.get(holding.key, {}) if holding.key is not None else {}).items():
+        if isinstance(state, torch.Tensor) and state.shape == holding.key.shape and what not in COUNTERS:
+            tensors[what] = state
+        else:
+            numbers[what] = as_json(state, f"state {what} of {holding.name}")
+    return tensors, numbers
+
+
+def as_json(value, name: str):
+    """A setting or a number of the optimizer; a tensor of no dimension becomes its value and type."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
+        return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item, name) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise CheckpointError(
+        f"The optimizer's {name} is {what}, and a checkpoint takes tensors of the parameter's shape, and single "
+        "numbers: save without the optimizer, or use one that works element by element."
+    )
+
+
+def _whole(tensor) -> Part:
+    return Part(tuple(tensor.shape), 0, tensor.numel())
+
+
+def _check_trained(optimizer, held) -> None:
+    known = {holding.key for holding in held}
+    for number, group in enumerate(groups_of(optimizer)):
+        for key in group["params"]:
+            if key not in known:
+                raise CheckpointError(
+                    f"Group {number} of the optimizer has a parameter of shape {tuple(key.shape)} that is not the "
+                    "model's: pass the model that it was made for, and masters= where the optimizer trains masters."
+                )

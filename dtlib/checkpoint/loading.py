@@ -1,0 +1,164 @@
+"""``load``: look at everything first, then read the elements that this rank needs."""
+
+from pathlib import Path
+
+import torch
+
+from dtlib.checkpoint.folder import FLOATS, TYPES, CheckpointError, Reader, check_file, read_index, together
+from dtlib.checkpoint.holdings import Holding, holdings_of, local, names_of_groups
+from dtlib.comm import as_communicator
+from dtlib.world import init
+
+# Settings that say how this machine computes, and nothing about what: as they are here.
+MACHINE = ("foreach", "fused", "capturable", "differentiable")
+
+
+def load(folder, model, optimizer=None, comm=None, masters=None):
+    """Load what ``save`` has saved, on any number of ranks and with any strategy; returns its ``extra``.
+
+    All ranks of ``comm`` call it, after the model, its strategy and its optimizer have been made as for training. Each
+    reads the elements that it needs. Arguments are those of ``save``; without ``optimizer`` the model alone is loaded.
+
+    Floating-point values are converted to the model's type, from the float32 masters where those were saved; other
+    types must agree. Masters that were not saved get the values. Settings of the optimizer's groups become those that
+    were saved, but for ``foreach`` and others that say how this machine computes. Generators of random numbers go on
+    where they were on the same rank of as many ranks; with another number of ranks they are left alone.
+
+    Raises:
+        CheckpointError: on all ranks, with the same sentence, before anything is changed: for a folder without a whole
+            checkpoint, and for a model or an optimizer that is not like the saved one; by name.
+    """
+    comm = as_communicator(comm) if comm is not None else init().comm
+    folder = Path(folder)
+    index = comm.broadcast_object(together(comm, lambda: read_index(folder) if comm.rank == 0 else None))
+
+    def look():
+        for name in list(index["files"])[comm.rank :: comm.size]:
+            check_file(folder, index, name)
+        held = holdings_of(model, optimizer, masters, comm)
+        _check_model(folder, index["tensors"], held)
+        if optimizer is not None:
+            _check_optimizer(folder, index["optimizer"], optimizer, held)
+        return held
+
+    held = together(comm, look)
+    together(comm, lambda: _fill(folder, index, held, optimizer, comm))  # only a disk that fails now can stop it
+    if hasattr(optimizer, "part_of"):
+        optimizer.give_values()
+    return index["extra"]
+
+
+@torch.no_grad()
+def _fill(folder, index, held, optimizer, comm) -> None:
+    states = {}
+    with Reader(folder, index) as reader:
+        for holding in held:
+            roles = index["tensors"][holding.name]["roles"]
+            values = reader.read(
+                holding.name, "master" if "master" in roles else "value", holding.part.start, holding.part.stop
+            )
+            for tensor in (holding.value, holding.master):
+                if tensor is not None:
+                    tensor.copy_(values.view(tensor.shape))
+            if holding.key is not None and (state := _state(reader, holding, optimizer)):
+                states[holding.key] = state
+        files = list(index["files"])
+        if len(files) == comm.size:
+            _restore_random_states(reader.file(files[comm.rank]))
+    if optimizer is not None:
+        local(optimizer).state.clear()
+        local(optimizer).state.update(states)
+        for here in {id(o): o for o in (optimizer, local(optimizer))}.values():
+            for group, saved in zip(here.param_groups, index["optimizer"]["groups"], strict=True):
+                for name, value in saved["settings"].items():
+                    if name not in MACHINE:
+                        group[name] = _setting(group.get(name), value)
+
+
+def _state(reader: Reader, holding: Holding, optimizer) -> dict:
+    """The optimizer's state of a parameter. Numbers are given to every part of it, even one without elements."""
+    key, state = holding.key, {}
+    for role, entry in reader.index["tensors"][holding.name]["roles"].items():
+        kind, _, what = role.partition("/")
+        if kind == "state":
+            flat = reader.read(holding.name, role, holding.part.start, holding.part.stop)
+            # As torch's load_state_dict does it: in the type of what is trained.
+            dtype = key.dtype if entry["dtype"] in FLOATS else flat.dtype
+            state[what] = torch.empty_like(key, dtype=dtype).copy_(flat.view(key.shape))
+    group = next(g for g in local(optimizer).param_groups if any(p is key for p in g["params"]))
+    for what, number in reader.index["optimizer"]["numbers"].get(holding.name, {}).items():
+        if isinstance(number, dict):
+            # torch counts steps in host memory, unless the whole step runs on the GPU.
+            on_host = what == "step" and not (group.get("fused") or group.get("capturable"))
+            number = torch.tensor(
+                number["value"], dtype=TYPES[number["dtype"]], device="cpu" if on_host else key.device
+            )
+        state[what] = number
+    return state
+
+
+def _setting(before, saved):
+    """A setting of a group in the form that it has here: JSON knows no tuples and no tensors."""
+    if isinstance(saved, dict):
+        saved = saved["value"]
+    if isinstance(before, torch.Tensor):
+        return before.fill_(saved)
+    return tuple(saved) if isinstance(before, tuple) else saved
+
+
+def _restore_random_states(file) -> None:
+    torch.set_rng_state(file.get_tensor("random/cpu"))
+    if "random/cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118 (a file, not a dictionary)
+        torch.cuda.set_rng_state(file.get_tensor("random/cuda"))
+
+
+# What is refused
+
+
+def _check_model(folder, saved: dict, held: list[Holding]) -> None:
+    ours = {holding.name: holding for holding in held}
+    if missing := ours.keys() - saved.keys():
+        raise CheckpointError(f"{folder} lacks {_some(missing)} of the model: build the model that was saved.")
+    if unexpected := saved.keys() - ours.keys():
+        raise CheckpointError(f"The model lacks {_some(unexpected)} of {folder}: build the model that was saved.")
+    for name, holding in ours.items():
+        here, there = tuple(holding.part.shape), tuple(saved[name]["shape"])
+        if here != there:
+            raise CheckpointError(
+                f"{name} has shape {there} in {folder} and {here} in the model: build the model that was saved."
+            )
+        here, there = str(holding.value.dtype).removeprefix("torch."), saved[name]["roles"]["value"]["dtype"]
+        if here != there and not (here in FLOATS and there in FLOATS):
+            raise CheckpointError(
+                f"{name} is {there} in {folder} and {here} in the model, and only floating-point types are converted "
+                "into each other: build the model that was saved."
+            )
+
+
+def _check_optimizer(folder, saved: dict | None, optimizer, held: list[Holding]) -> None:
+    if saved is None:
+        raise CheckpointError(
+            f"{folder} was saved without an optimizer: load without optimizer=, and make the optimizer afterwards."
+        )
+    here, without = type(local(optimizer)).__name__, "or load without optimizer=, and make a new one afterwards"
+    if here != saved["class"]:
+        raise CheckpointError(
+            f"{folder} has the states of {saved['class']}, and the optimizer is {here}: make the other one, {without}."
+        )
+    groups = names_of_groups(optimizer, held)
+    if len(groups) != len(saved["groups"]):
+        raise CheckpointError(
+            f"The optimizer has {len(groups)} groups of parameters, and that in {folder} had {len(saved['groups'])}: "
+            f"make the same groups, {without}."
+        )
+    for number, (ours, theirs) in enumerate(zip(groups, saved["groups"], strict=True)):
+        if differing := set(ours) ^ set(theirs["parameters"]):
+            raise CheckpointError(
+                f"Group {number} of the optimizer and that in {folder} differ in {_some(differing)}: make the same "
+                f"groups, {without}."
+            )
+
+
+def _some(names) -> str:
+    first, *others = sorted(names)
+    return f"{first} (and {len(others)} more)" if others else first

@@ -1,0 +1,127 @@
+"""``save``: every rank writes its share, then rank 0 commits."""
+
+import json
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from dtlib.checkpoint.folder import TYPES, CheckpointError, check_pieces, commit, file_name, together, write_file
+from dtlib.checkpoint.holdings import aliases_of, holdings_of, local, names_of_groups, settings_of, states_of
+from dtlib.comm import as_communicator
+from dtlib.world import init
+
+
+def save(folder, model, optimizer=None, comm=None, masters=None, extra=None) -> None:
+    """Save a model, its optimizer and the random states in ``folder``, in place of what was saved there before.
+
+    All ranks of ``comm`` call it, with the same folder, which all of them see. It returns when the checkpoint is on
+    disk. A run that is killed at any moment leaves the one before whole; there has to be room for both.
+
+    Args:
+        folder: made if it is not there. Other files in it are left alone.
+        model: an ``nn.Module``, plain, in ``DataParallel`` or after ``fully_shard``. Parameters and persistent buffers
+            are saved, the latter as rank 0 has them.
+        optimizer: one of torch's, over the model's parameters or its masters, or a ``ZeroOptimizer``. States that have
+            the parameter's shape, single numbers, and the settings of its groups are saved.
+        comm: by default the world's. Plain models on several ranks must be the same on all: each writes a share.
+        masters: the ``MasterWeights`` that the optimizer was made of, if it was.
+        extra: what JSON can hold: a scheduler's ``state_dict()``, positions in the data, such as a loader's epoch. That
+            of rank 0 counts.
+
+    Raises:
+        CheckpointError: on all ranks, with the same sentence: where a rank cannot write, the model and the optimizer do
+            not belong together, or have what cannot be saved.
+    """
+    comm = as_communicator(comm) if comm is not None else init().comm
+    folder = Path(folder)
+    mark = comm.broadcast_object(secrets.token_hex(8) if comm.rank == 0 else None)
+    path = folder / file_name(comm.rank, mark)
+
+    def write():
+        tensors, summary = _what_this_rank_writes(model, optimizer, masters, extra, comm)
+        return {**summary, "size": write_file(path, tensors, mark)}
+
+    try:
+        mine = together(comm, write)
+        everyones = comm.all_gather_object(mine)
+        index = together(comm, lambda: {"id": mark, **_index(everyones, mark)})
+    except CheckpointError:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
+    together(comm, lambda: commit(folder, index) if comm.rank == 0 else None)
+
+
+def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict, dict]:
+    """Tensors by their key in this rank's file, and what the index has to know about them."""
+    held = holdings_of(model, optimizer, masters, comm)
+    tensors, pieces, numbers = random_states(), [], {}
+    for holding in held:
+        roles = {"value": holding.value}
+        if holding.master is not None and holding.master.dtype != holding.value.dtype:
+            roles["master"] = holding.master
+        states, counters = states_of(optimizer, holding)
+        roles.update((f"state/{what}", state) for what, state in states.items())
+        if counters and holding.counts(comm.rank):
+            numbers[holding.name] = counters
+        share = holding.share
+        for role, tensor in roles.items():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            if kind not in TYPES:
+                raise CheckpointError(f"{holding.name} is {kind}, which safetensors does not know: convert it.")
+            pieces.append((holding.name, role, share.shape, kind, share.start, share.stop))
+            if share.start < share.stop:
+                tensors[f"{holding.name}/{role}"] = holding.cut(tensor)
+    groups = None
+    if optimizer is not None:
+        named = zip(names_of_groups(optimizer, held), settings_of(optimizer), strict=True)
+        groups = [{"parameters": names, "settings": settings} for names, settings in named]
+    try:
+        extra = json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as problem:
+        raise CheckpointError(
+            f"extra cannot be written as JSON ({problem}): give numbers, text, lists, dicts."
+        ) from None
+    kind = None if optimizer is None else type(local(optimizer)).__name__
+    return tensors, {
+        "pieces": pieces, "numbers": numbers, "groups": groups, "class": kind, "aliases": aliases_of(model),
+        "extra": extra,
+    }  # fmt: skip
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """torch's generators of this rank: the CPU's, and that of its GPU if it uses one."""
+    states = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["random/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _index(everyones: list[dict], mark: str) -> dict:
+    """What all ranks together have written."""
+    first = everyones[0]
+    tensors, numbers = {}, {}
+    for rank, summary in enumerate(everyones):
+        numbers.update(summary["numbers"])
+        for name, role, shape, kind, start, stop in summary["pieces"]:
+            tensor = tensors.setdefault(name, {"shape": shape, "roles": {}})
+            entry = tensor["roles"].setdefault(role, {"dtype": kind, "pieces": {}})
+            if (tensor["shape"], entry["dtype"]) != (shape, kind):
+                raise CheckpointError(
+                    f"The models differ: {name} is {tensor['shape']} {entry['dtype']} on rank 0 and {shape} {kind} on "
+                    f"rank {rank}. Build the same model on all ranks."
+                )
+            if start < stop:
+                entry["pieces"][file_name(rank, mark)] = f"{start}:{stop}"
+    for name, tensor in tensors.items():
+        for role, entry in tensor["roles"].items():
+            check_pieces(f"{name}/{role}", tensor["shape"], entry)
+    optimizer = None
+    if first["groups"] is not None:
+        optimizer = {"class": first["class"], "groups": first["groups"], "numbers": numbers}
+    return {
+        "files": {file_name(rank, mark): summary["size"] for rank, summary in enumerate(everyones)},
+        "tensors": tensors, "aliases": first["aliases"], "optimizer": optimizer, "extra": first["extra"],
+    }  # fmt: skip
