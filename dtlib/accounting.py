@@ -17,7 +17,9 @@ like them; shorter ones hold this rank's parts.
 """
 
 import os
+import sys
 from contextlib import ExitStack
+from functools import cache
 
 import torch
 
@@ -236,7 +238,7 @@ class Memory:
         for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
         if not self._devices:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
+            _quieten_profiler()
             self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True).__enter__()
 
     def _stop(self) -> None:
@@ -298,6 +300,23 @@ class Memory:
 
     def __str__(self):
         return self.table()
+
+
+@cache
+def _quieten_profiler() -> None:
+    """The profiler writes about itself when it first starts, and where torch was imported in a thread, as on engines:
+    once, to nowhere."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True):
+            pass
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class Kept:

@@ -154,9 +154,12 @@ def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme="mixed
     Without padding, which is fewer than N elements. More ranks than parameters do not help.
     """
 
+    scheme, _, _ = _checked(parameters, 1, stage, scheme, ())
+    kinds = scheme.parameters, scheme.gradients, scheme.optimizer
+    shared = sum(kinds[3 - stage :])  # a stage shares out so many of them, from the last one on
+
     def fits(ranks: int) -> bool:
-        held = zero_bytes(parameters, ranks, stage, scheme)
-        return sum(held.values()) - held["padding"] <= budget_bytes
+        return parameters * ((scheme.total - shared) * ranks + shared) <= budget_bytes * ranks
 
     most = max(1, parameters)
     return 1 + bisect_left(range(1, most + 1), True, key=fits) if fits(most) else None

@@ -2,7 +2,16 @@ import pytest
 
 from dtlib import pi
 from dtlib.lab.checks import Verdict, judge_on_this_rank, predict
-from dtlib.lab.exercises import EXERCISES, collectives_wrong, data_parallel_wrong, pi_wrong, start_wrong
+from dtlib.lab.exercises import (
+    EXERCISES,
+    collectives_wrong,
+    data_parallel_wrong,
+    pi_wrong,
+    start_wrong,
+    zero2_wrong,
+    zero3_wrong,
+    zero_wrong,
+)
 from dtlib.lab.exercises.hangs import HANGS
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
@@ -69,6 +78,8 @@ def test_right_answers_pass(world):
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
     answers |= {"average_with_hooks": hooks_right, "MyDataParallel": data_parallel_wrong.Right, "golf": golf_right}
     answers |= RIGHT_RATES
+    answers |= {"share_gradients": shares_right, "ShardedAdam": zero_wrong.Right, "OnDemand": zero3_wrong.RightLayer}
+    answers |= {"fit": FIT}
     for exercise in EXERCISES:
         verdict = judge_on_this_rank(exercise, answers)
         assert verdict.passed, verdict.text()
@@ -304,6 +315,179 @@ def test_every_right_data_parallelism_passes(world):
         for answer in answers:
             verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
             assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+
+
+WRONG_ZERO = {
+    exercise: {answer.__name__: (answer, mistake) for answer, mistake in answers.items()}
+    for lesson in (zero_wrong, zero2_wrong, zero3_wrong) for exercise, answers in lesson.WRONG.items()
+}  # fmt: skip
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("exercise,answer,mistake", [
+    pytest.param(exercise, answer, mistake, id=answer)
+    for exercise, answers in WRONG_ZERO.items() for answer, (_, mistake) in answers.items()
+])  # fmt: skip
+def test_each_wrong_zero_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: WRONG_ZERO[exercise][answer][0]})
+    assert verdict.mistake == mistake, verdict.text()
+    assert verdict.hints
+    assert answer in verdict.judged
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("exercise", WRONG_ZERO)
+def test_whole_states_and_forgotten_memory_are_found_on_four_ranks_too(world, exercise):
+    for answer, mistake in WRONG_ZERO[exercise].values():
+        if mistake in ("whole-states", "gradients-kept", "memory-kept", "not-freed", "whole-at-rest", "too-many-bytes"):
+            verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
+            assert verdict.mistake == mistake, f"{answer.__name__}: {verdict.text()}"
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("case", zero3_wrong.FITS)
+def test_each_wrong_fit_is_rejected_for_its_own_reason(world, case):
+    fit, mistake = zero3_wrong.FITS[case]
+    verdict = judge_on_this_rank("fit-it", {"fit": fit})
+    assert verdict.mistake == mistake, verdict.text()
+    assert verdict.hints
+
+
+FIT = {"stage": 3, "ranks": 8, "gigabytes": 15}
+
+
+def shares_right(comm, module):
+    def act(parameter, flat, length):
+        parameter.grad = None
+        return zero2_wrong.scattered(comm, flat, length)
+
+    return zero2_wrong.with_hooks(comm, module, act)
+
+
+def shares_a_copy_without_padding(comm, module):
+    """Travels in place; what is kept is a copy, without the padding, divided afterwards."""
+
+    def act(parameter, flat, length):
+        parameter.grad = None
+        own = comm.reduce_scatter(zero2_wrong.part_of(flat, comm.rank, length), flat)
+        return own[: max(0, parameter.numel() - comm.rank * length)] / comm.size
+
+    return zero2_wrong.with_hooks(comm, module, act)
+
+
+class AdamWithCopies(zero_wrong.Right):
+    """The model keeps its own memory; values are copied to and fro, and each owner broadcasts its part."""
+
+    def use(self, flat):
+        pass
+
+    def gather(self):
+        for rank in range(self.comm.size):
+            self.comm.broadcast(self.part(self.flat, rank), root=rank)
+        for parameter, view in zip(self.parameters, self.views(self.flat), strict=True):
+            parameter.data.copy_(view.view_as(parameter))
+
+
+class AdamReducesToOwners(zero_wrong.ByHand):
+    """One reduce for each part, to its owner, and a division afterwards."""
+
+    def reduce(self, gradients):
+        for rank in range(self.comm.size):
+            self.comm.reduce(self.part(gradients, rank), root=rank)
+        return self.part(gradients) / self.comm.size
+
+
+class LayerInTwoParts(zero3_wrong.RightLayer):
+    """Weight and bias are shared out and gathered one by one."""
+
+    def __init__(self, comm, layer):
+        import torch
+
+        self.comm, self.shapes, self.own = comm, [layer.weight.shape, layer.bias.shape], []
+        for tensor in (layer.weight.detach().flatten(), layer.bias.detach()):
+            length = -(-len(tensor) // comm.size)
+            padded = torch.nn.functional.pad(tensor, (0, length * comm.size - len(tensor)))
+            self.own.append(zero2_wrong.part_of(padded, comm.rank, length).clone())
+
+    def __call__(self, x):
+        import torch
+
+        whole = []
+        for shape, own in zip(self.shapes, self.own, strict=True):
+            gathered = self.comm.all_gather(torch.empty(len(own) * self.comm.size, dtype=own.dtype), own)
+            whole.append(gathered[: shape.numel()].view(shape))
+        return torch.nn.functional.linear(x, *whole)
+
+
+RIGHT_TO_LESSON_06 = {
+    "zero2-mend": (shares_right, shares_a_copy_without_padding),
+    "sharded-adam": (zero_wrong.Right, zero_wrong.ByHand, AdamWithCopies, AdamReducesToOwners),
+    "gather-on-demand": (zero3_wrong.RightLayer, LayerInTwoParts),
+}
+
+
+@on_ranks(1, 2, 3, 4)
+def test_every_right_zero_passes(world):
+    for exercise, answers in RIGHT_TO_LESSON_06.items():
+        for answer in answers:
+            verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
+            assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+    verdict = judge_on_this_rank("fit-it", {"fit": FIT})
+    assert "8 ranks at stage 3 hold 15 GB" in verdict.score and "105 ranks" in verdict.score
+
+
+def test_memory_is_found_wherever_it_is_kept():
+    """On a function, in a closure, behind a view, as a gradient, and in a tensor that was there before."""
+    import torch
+
+    from dtlib.lab.exercises.held import Snapshot, beside, nbytes
+
+    old, untouched, weight = torch.zeros(100), torch.zeros(1000), torch.nn.Parameter(torch.zeros(10))
+    untouched.add_(1)
+    another = torch.nn.Parameter(torch.zeros(1))
+    another.data = untouched[:10]  # the same storage, with a count of changes of its own
+
+    def closure(hidden):
+        return lambda: hidden
+
+    def keeps():
+        keeps.on_function = torch.zeros(20)
+        view = torch.zeros(30)[:1]
+        weight.grad = torch.zeros(10)
+        old.add_(1)
+        torch.zeros(5000)  # and gone
+        return closure(torch.zeros(40)), view
+
+    with Snapshot() as before:
+        kept = keeps()
+        found = before.new(also=[weight])
+    assert sorted(len(storage) for storage in found) == [10, 10, 20, 30, 40, 100]
+    assert nbytes(beside(found, torch.ones(1))) == 4 * 110, "what has the known value does not count"
+    assert len(kept) == 2 and len(untouched) == 1000
+
+
+@pytest.fixture
+def cells_of_lesson_06(cells_with):
+    begins = {
+        "zero2-mend": ("def share_gradients(", "all-reduced"), "sharded-adam": ("class ShardedAdam", "not-copied-back"),
+        "gather-on-demand": ("class OnDemand", "type"), "fit-it": ("fit = {", "type"),
+    }  # fmt: skip
+    return [
+        (exercise, cells_with(text, version, "06_zero")[0], mistake if version == "learner" else "")
+        for exercise, (text, mistake) in begins.items()
+        for version in ("learner", "solved")
+    ]
+
+
+@on_ranks(2, 3)
+def test_the_stubs_of_lesson_06_are_wrong_and_their_solutions_right(world, cells_of_lesson_06):
+    import torch
+
+    for exercise, source, expected in cells_of_lesson_06:
+        names = {"torch": torch, "nn": torch.nn, "linear": torch.nn.functional.linear}
+        exec(source, names)
+        verdict = judge_on_this_rank(exercise, names)
+        assert verdict.mistake == expected, verdict.text()
 
 
 @on_ranks(3)

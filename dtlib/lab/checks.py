@@ -192,10 +192,18 @@ def _first_line(name: str, namespace: dict) -> str:
     thing = namespace.get(name)
     if callable(thing):
         try:
-            return inspect.getsource(thing).strip().splitlines()[0]
-        except (OSError, TypeError):
+            return _first_line_of_class(thing) if inspect.isclass(thing) else inspect.getsource(thing).splitlines()[0]
+        except (OSError, TypeError, StopIteration):
             return f"{name} (a {type(thing).__name__})"
     return f"{name} = {thing!r:.60} on rank 0" if name in namespace else f"{name} (not defined)"
+
+
+def _first_line_of_class(kind) -> str:
+    """Python keeps the lines of a cell for its functions and not for its classes: look above the first method."""
+    method = next(value for value in vars(kind).values() if inspect.isfunction(value))
+    lines, _ = inspect.findsource(method)
+    above = lines[: method.__code__.co_firstlineno]
+    return next(line.rstrip() for line in reversed(above) if line.startswith(f"class {kind.__name__}"))
 
 
 def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:

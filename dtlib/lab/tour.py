@@ -48,6 +48,8 @@ def _stops(folder: Path, ranks: int):
     yield "04 Data parallelism", "3 steps on digits, against one process", data_parallel_steps, (3,), "equal to 1e-12"
     what = f"{ranks} ranks of 16 digits, and one process of {16 * ranks}, 10 steps"
     yield "05 Large batches", what, ranks_or_one_large_batch, (), f"rate {0.02 * ranks:g}, losses equal to 1e-12"
+    expected = "losses equal to 1e-12, bytes by the formula"
+    yield "06 ZeRO", "3 steps at stages 0 to 3, states counted", zero_stages, (3,), expected
 
 
 def _row(engines, lesson, what, function, arguments, expected):
@@ -134,6 +136,38 @@ def ranks_or_one_large_batch() -> str:
         mean = engine.train_batch(iter([(x[comm.rank :: comm.size], y[comm.rank :: comm.size])]))
         furthest = max(furthest, abs(loss.item() - mean.item()))
     return f"rate {rate:g}, losses {'equal to' if furthest < 1e-12 else f'{furthest:.0e} apart, not'} 1e-12"
+
+
+def zero_stages(steps: int) -> str:
+    """Train at each stage of ZeRO: are the losses those of data parallelism, and model states what the formula says?"""
+    import torch
+
+    import dtlib
+    from dtlib.lab import digits
+    from dtlib.zero_theory import Scheme, zero_bytes
+
+    comm = dtlib.init().comm
+    (x, y), _ = digits.load(torch.float64)
+    losses_at, furthest, wrong = [], 0.0, []
+    for stage in range(4):
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 24,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = dtlib.initialize(model=digits.net(dtype=torch.float64), config=config)
+        parts = [
+            slice(24 * comm.size * step + comm.rank, 24 * comm.size * (step + 1), comm.size) for step in range(steps)
+        ]
+        with dtlib.memory(engine) as held:
+            losses = [engine.train_batch(iter([(x[part], y[part])])).item() for part in parts]
+        losses_at.append(losses)
+        furthest = max(furthest, *(abs(a - b) for a, b in zip(losses, losses_at[0], strict=True)))
+        formula = zero_bytes(held.sizes[0], comm.size, stage, Scheme(8, 8, 0, 16), comm.rank)
+        wrong += [stage] * any(held.lines[line] != count for line, count in formula.items())
+    apart = "equal to" if furthest < 1e-12 else f"{furthest:.0e} apart, not"
+    return f"losses {apart} 1e-12, bytes {f'of stages {wrong} not ' * bool(wrong)}by the formula"
 
 
 def count_points(points: int) -> int:

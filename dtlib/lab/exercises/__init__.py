@@ -2,7 +2,7 @@
 prove to be rejected, each for its own reason."""
 
 from dtlib.lab.checks import Exercise
-from dtlib.lab.exercises import collectives, data_parallel, hangs, large_batches, pi, start
+from dtlib.lab.exercises import collectives, data_parallel, hangs, large_batches, pi, start, zero, zero2, zero3
 
 EXERCISES = {
     "first-sum": Exercise("total", start.observe_total, start.judge_total),
@@ -15,5 +15,9 @@ EXERCISES = {
     "byte-golf": Exercise("golf", data_parallel.observe_golf, data_parallel.judge_golf),
     "warmup-mend": Exercise("warmup_settings", large_batches.observe_settings, large_batches.judge_settings),
     "scale-the-rate": Exercise("scaled_rate", large_batches.observe_scaled, large_batches.judge_scaled),
+    "zero2-mend": Exercise("share_gradients", zero2.observe_shared, zero2.judge_shared),
+    "sharded-adam": Exercise("ShardedAdam", zero.observe_adam, zero.judge_adam),
+    "gather-on-demand": Exercise("OnDemand", zero3.observe_on_demand, zero3.judge_on_demand),
+    "fit-it": Exercise("fit", zero3.observe_fit, zero3.judge_fit),
     "hangs": Exercise("explained", hangs.observe_hangs, hangs.judge_hangs),
 }

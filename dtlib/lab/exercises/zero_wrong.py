@@ -1,0 +1,299 @@
+"""Plausible wrong ways to shard Adam, and the mistake that the check must recognise in each."""
+
+import torch
+from torch import nn
+
+# build: ShardedAdam(comm, parameters, **settings) with step()
+
+
+class Right:
+    """The right answer, in pieces that the wrong ones replace."""
+
+    def __init__(self, comm, parameters, **settings):
+        self.comm, self.parameters, self.settings = comm, list(parameters), settings
+        self.count = sum(parameter.numel() for parameter in self.parameters)
+        self.length = self.length_of_a_part()
+        self.flat = self.filled(parameter.detach() for parameter in self.parameters)
+        self.use(self.flat)
+        self.prepare()
+
+    def length_of_a_part(self):
+        return -(-self.count // self.comm.size)
+
+    def filled(self, tensors):
+        flat = torch.zeros(self.length * self.comm.size, dtype=self.parameters[0].dtype)
+        values = torch.cat([tensor.flatten() for tensor in tensors])
+        room = min(len(flat), len(values))
+        flat[:room] = values[:room]
+        return flat
+
+    def views(self, flat):
+        return flat[: self.count].split([parameter.numel() for parameter in self.parameters])
+
+    def use(self, flat):
+        """The model's parameters become views of the flat memory."""
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+            parameter.data = view.view_as(parameter)
+
+    def part(self, flat, rank=None):
+        rank = self.comm.rank if rank is None else rank
+        return flat[rank * self.length : (rank + 1) * self.length]
+
+    def prepare(self):
+        self.own = nn.Parameter(self.part(self.flat))
+        self.adam = torch.optim.AdamW([self.own], **self.settings)
+
+    def gradients(self):
+        return self.filled(parameter.grad for parameter in self.parameters)
+
+    def reduce(self, gradients):
+        return self.comm.reduce_scatter(torch.empty_like(self.own), gradients, op="mean")
+
+    def gather(self):
+        self.comm.all_gather(self.flat, self.part(self.flat))
+
+    def step(self):
+        self.own.grad = self.reduce(self.gradients())
+        self.adam.step()
+        self.gather()
+
+
+class WholeStates(Right):
+    """Data parallelism: as many bytes on the wire, the same values, and the states N times over."""
+
+    def prepare(self):
+        self.adam = torch.optim.AdamW(self.parameters, **self.settings)
+
+    def step(self):
+        flat = self.comm.all_reduce(self.gradients(), op="mean", algorithm="ring")
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+            parameter.grad = view.view_as(parameter)
+        self.adam.step()
+
+
+class ByHand(Right):
+    """Right: Adam written out, with moments of this rank's part."""
+
+    def prepare(self):
+        self.own = self.part(self.flat)
+        self.first, self.second = self.moments()
+        self.steps = 0
+
+    def moments(self):
+        return torch.zeros_like(self.own), torch.zeros_like(self.own)
+
+    def own_moments(self):
+        return self.first, self.second
+
+    def step(self):
+        gradient = self.reduce(self.gradients())
+        (beta1, beta2), lr = self.settings["betas"], self.settings["lr"]
+        self.steps += 1
+        first, second = self.own_moments()
+        first.lerp_(gradient, 1 - beta1)
+        second.lerp_(gradient**2, 1 - beta2)
+        self.own.mul_(1 - lr * self.settings["weight_decay"])
+        root = (second / (1 - beta2**self.steps)).sqrt() + self.settings["eps"]
+        self.own -= lr * first / (1 - beta1**self.steps) / root
+        self.gather()
+
+
+class StatesOfFullLength(ByHand):
+    """Allocated for all parameters, used for this rank's part: the rest is zero, and is held all the same."""
+
+    def moments(self):
+        return torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+
+    def own_moments(self):
+        return self.part(self.first), self.part(self.second)
+
+
+class StatesGathered(ByHand):
+    """Every rank keeps a copy of all moments on the class, after the update."""
+
+    everything = ()
+
+    def gather(self):
+        super().gather()
+        StatesGathered.everything = [
+            self.comm.all_gather(torch.empty_like(self.flat), moment) for moment in (self.first, self.second)
+        ]
+
+
+class StatesHidden(WholeStates):
+    """Whole states, in a closure instead of on the object."""
+
+    def prepare(self):
+        adam = torch.optim.AdamW(self.parameters, **self.settings)
+        self.update = lambda: adam.step()
+
+    @property
+    def adam(self):
+        return self
+
+    def step(self):
+        flat = self.comm.all_reduce(self.gradients(), op="mean", algorithm="ring")
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+            parameter.grad = view.view_as(parameter)
+        self.update()
+
+
+class ReducesEverything(Right):
+    """An all-reduce, of which a part is used."""
+
+    def reduce(self, gradients):
+        return self.part(self.comm.all_reduce(gradients, op="mean", algorithm="ring")).clone()
+
+
+class GathersByAllReduce(Right):
+    """An all-gather as a sum with zeros: right values, twice the bytes."""
+
+    def gather(self):
+        with torch.no_grad():
+            others = torch.zeros_like(self.flat)
+            self.part(others).copy_(self.own)
+            self.flat.copy_(self.comm.all_reduce(others, algorithm="ring"))
+
+
+class ReducesChunks(Right):
+    """Each part is reduced for everybody, one after the other."""
+
+    def reduce(self, gradients):
+        for rank in range(self.comm.size):
+            self.comm.all_reduce(self.part(gradients, rank), op="mean", algorithm="ring")
+        return self.part(gradients).clone()
+
+
+class SumOfGradients(Right):
+    def reduce(self, gradients):
+        return self.comm.reduce_scatter(torch.empty_like(self.own), gradients)
+
+
+class DividedTwice(Right):
+    def reduce(self, gradients):
+        return super().reduce(gradients) / self.comm.size
+
+
+class OwnGradientsOnly(Right):
+    """Nothing is reduced: each part follows the samples of one rank."""
+
+    def reduce(self, gradients):
+        return self.part(gradients).clone()
+
+
+class NotGathered(Right):
+    def gather(self):
+        pass
+
+
+class NotCopiedBack(Right):
+    """The flat memory is updated, and the model does not use it."""
+
+    def use(self, flat):
+        pass
+
+
+class TailForgotten(Right):
+    """Parts are rounded down: the last parameters belong to nobody."""
+
+    def length_of_a_part(self):
+        return self.count // self.comm.size
+
+    def use(self, flat):
+        pass
+
+    def gather(self):
+        super().gather()
+        room = len(self.flat)
+        values = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        values[:room] = self.flat
+        for parameter, view in zip(self.parameters, self.views(values), strict=True):
+            parameter.data.copy_(view.view_as(parameter))
+
+
+class PaddingCounted(Right):
+    """Padding lies in front of the gradients and behind the values: every gradient meets another parameter."""
+
+    def gradients(self):
+        gradients = super().gradients()
+        return gradients.roll(len(gradients) - self.count)
+
+
+class OnlyDivides(Right):
+    """Nobody has thought of a remainder."""
+
+    def filled(self, tensors):
+        return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+class NewStatesEachStep(Right):
+    def step(self):
+        self.adam = torch.optim.AdamW([self.own], **self.settings)
+        super().step()
+
+
+class GradientsAddUp(Right):
+    """One flat memory for gradients, which is never cleared."""
+
+    memory = None
+
+    def gradients(self):
+        gradients = super().gradients()
+        self.memory = gradients if self.memory is None else self.memory + gradients
+        return self.memory
+
+
+class GradientsKept(Right):
+    """One flat memory for gradients, made once, which stays."""
+
+    memory = None
+
+    def gradients(self):
+        self.memory = super().gradients()
+        return self.memory
+
+
+class PartKeepsTheWhole(Right):
+    """The gradient of the part is a view of all gradients."""
+
+    def reduce(self, gradients):
+        return self.comm.reduce_scatter(self.part(gradients), gradients, op="mean")
+
+
+class SettingsForgotten(Right):
+    def prepare(self):
+        self.own = nn.Parameter(self.part(self.flat))
+        self.adam = torch.optim.AdamW([self.own], lr=self.settings["lr"])
+
+
+class OnlyRank0Steps(Right):
+    def step(self):
+        if self.comm.rank == 0:
+            super().step()
+
+
+WRONG = {
+    "sharded-adam": {
+        WholeStates: "whole-states",
+        StatesOfFullLength: "whole-states",
+        StatesGathered: "too-many-bytes",
+        StatesHidden: "whole-states",
+        ReducesEverything: "too-many-bytes",
+        GathersByAllReduce: "too-many-bytes",
+        ReducesChunks: "too-many-bytes",
+        SumOfGradients: "not-divided",
+        DividedTwice: "divided-twice",
+        OwnGradientsOnly: "not-averaged",
+        NotGathered: "not-gathered",
+        NotCopiedBack: "not-copied-back",
+        TailForgotten: "tail-forgotten",
+        PaddingCounted: "padding",
+        OnlyDivides: "only-divides",
+        NewStatesEachStep: "second-step",
+        GradientsAddUp: "second-step",
+        GradientsKept: "gradients-kept",
+        PartKeepsTheWhole: "gradients-kept",
+        SettingsForgotten: "other-values",
+        OnlyRank0Steps: "waited",
+    },
+}

@@ -1,0 +1,274 @@
+# %% [markdown] tags=["half-day", "two-hours"]
+# # 06 ZeRO: exercises
+#
+# Five exercises: *predict* bytes (five minutes), *mend* a stage 2 that saves nothing (five minutes), *build* sharded Adam (thirty
+# minutes), *build* a layer that is gathered on demand (fifteen minutes), and *fit* a large model (ten minutes). A check looks at
+# your answer on all ranks: at values, at bytes on the wire, and at the memory that is really held. Check again for the next hint.
+#
+# **You need** the lecture [06 ZeRO](../lectures/06_zero.ipynb). Answers:
+# [solutions](../solutions/06_zero_exercises.ipynb).
+
+# %% tags=["half-day", "two-hours", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(3)
+
+# %% tags=["half-day", "two-hours"]
+# %%px
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+
+from dtlib.lab import digits
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict: what a rank holds
+#
+# The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with AdamW, which keeps two
+# moments of each parameter. How many bytes of parameters, of gradients (between backward and step) and of optimizer states does
+# rank 0 hold at each stage? Stage 0 is data parallelism. A share that does not divide is rounded up: 0.1 % off counts as right.
+#
+# Replace each `None`. You may write terms of `P`.
+
+# %% tags=["half-day", "stub"]
+P = 64 * 128 + 128 + 128 * 10 + 10  # parameters
+my_bytes = [
+    # parameters, gradients, optimizer states
+    (None, None, None),  # stage 0
+    (None, None, None),  # stage 1
+    (None, None, None),  # stage 2
+    (None, None, None),  # stage 3
+]
+
+# %% tags=["half-day", "solution"]
+P = 64 * 128 + 128 + 128 * 10 + 10  # parameters
+my_bytes = [
+    # parameters, gradients, optimizer states
+    (4 * P, 4 * P, 8 * P),  # stage 0
+    (4 * P, 4 * P, 8 * P // 3),  # stage 1
+    (4 * P, 4 * P // 3, 8 * P // 3),  # stage 2
+    (4 * P // 3, 4 * P // 3, 8 * P // 3),  # stage 3
+]
+
+# %% [markdown] tags=["half-day"]
+# Now the run. `dtlib.memory` counts the storages of tensors, each once.
+
+# %% tags=["half-day"]
+# %%px
+(x, y), _ = digits.load()
+
+def held(stage):
+    config = {"train_micro_batch_size_per_gpu": 48, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "AdamW"}
+    engine, *_ = dtlib.initialize(model=digits.net(hidden=128), config=config, comm=world.comm)
+    with dtlib.memory(engine) as m:
+        engine.backward(cross_entropy(engine(x[:48]), y[:48]))
+        engine.step()
+    return m.parameters, m.gradients, m.optimizer_states
+
+came = [held(stage) for stage in range(4)]
+
+# %% tags=["half-day"]
+kinds = "parameters", "gradients", "optimizer states"
+for stage, (mine, counted) in enumerate(zip(my_bytes, lab.values("came")[0], strict=True)):
+    print(f"Stage {stage}")
+    for kind, guess, count in zip(kinds, mine, counted, strict=True):
+        hint = f"Does stage {stage} share out {kind}? 4 bytes a number; Adam keeps two."
+        print(f"  {kind}:", end=" ")
+        lab.predict(guess, count, tolerance=1e-3, hint=hint)
+
+# %% [markdown] tags=["half-day", "two-hours"]
+# ## Mend: a stage 2 that saves nothing
+#
+# `share_gradients(comm, module)` sets a hook on each parameter. After `backward()` the dictionary that it returned has, for each
+# parameter, this rank's part of the averaged gradient: flat, `length` elements, the last ones padding. The values are right. But each
+# rank sends as much as in data parallelism, and holds as much. Mend both: the wire, and the memory.
+
+# %% tags=["half-day", "two-hours", "stub"]
+# %%px
+def share_gradients(comm, module):
+    parts = {}
+
+    def gradient_has_come(parameter):
+        length = -(-parameter.numel() // comm.size)  # rounded up
+        flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        comm.all_reduce(flat, op="mean")
+        parts[parameter] = flat[comm.rank * length : (comm.rank + 1) * length]
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+    return parts
+
+# %% tags=["half-day", "two-hours", "solution"]
+# %%px
+def share_gradients(comm, module):
+    parts = {}
+
+    def gradient_has_come(parameter):
+        length = -(-parameter.numel() // comm.size)  # rounded up
+        flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        own = torch.empty(length, dtype=parameter.dtype)
+        comm.reduce_scatter(own, flat, op="mean")
+        parts[parameter] = own
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+    return parts
+
+# %% tags=["half-day", "two-hours"]
+lab.check("zero2-mend")
+
+# %% [markdown] tags=["half-day", "two-hours"]
+# With the bug in it `parts` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps the whole
+# memory behind it. Sizes that one prints are not bytes that one holds: look at `tensor.untyped_storage().nbytes()`.
+
+# %% [markdown] tags=["half-day"]
+# ## Build: sharded Adam
+#
+# Stage 1 by hand. Write a class with two methods:
+#
+# - `ShardedAdam(comm, parameters, **settings)`: `settings` are those of `torch.optim.AdamW`. The parameters have the same values on
+#   all ranks, and one type.
+# - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters that one process would have on the mean of
+#   all ranks' gradients. Every parameter has a gradient.
+#
+# 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides by `comm.size`. Let each
+#    `parameter.data` be a view of it.
+# 2. This rank's part of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
+# 3. A step: `reduce_scatter` of flat gradients, AdamW on the own part, `all_gather` of the new values.
+#
+# Example: 535 parameters on 3 ranks are parts of 179 elements, the last 2 of which, on rank 2, are padding.
+#
+# Between two steps a rank holds its parameters, 2/N of them in states, and the gradient of its own part. Nothing else that is long: flat
+# gradients are gone when `step()` returns. The check counts every tensor in the memory of the process, whoever holds it.
+
+# %% tags=["half-day", "stub"]
+# %%px
+class ShardedAdam:
+    def __init__(self, comm, parameters, **settings):
+        self.comm, self.parameters = comm, list(parameters)
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+
+    def step(self):
+        ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+class ShardedAdam:
+    def __init__(self, comm, parameters, **settings):
+        self.comm, self.parameters = comm, list(parameters)
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.flat = self.flattened(parameter.detach() for parameter in self.parameters)
+        views = self.flat[: sum(self.sizes)].split(self.sizes)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view.view_as(parameter)
+        self.own = nn.Parameter(self.flat.chunk(comm.size)[comm.rank])
+        self.adam = torch.optim.AdamW([self.own], **settings)
+
+    def flattened(self, tensors):
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return nn.functional.pad(flat, (0, -len(flat) % self.comm.size))
+
+    def step(self):
+        gradients = self.flattened(parameter.grad for parameter in self.parameters)
+        self.own.grad = torch.empty_like(self.own)
+        self.comm.reduce_scatter(self.own.grad, gradients, op="mean")
+        self.adam.step()
+        self.comm.all_gather(self.flat, self.own.detach())
+
+# %% tags=["half-day"]
+lab.check("sharded-adam")
+
+# %% [markdown] tags=["half-day"]
+# As much travels as in data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam has moved in between. An
+# optimizer that works element by element does not notice that its one parameter begins in the middle of a weight.
+#
+# The library's `ZeroOptimizer` is this, with buckets, groups, unused parameters, clipping, and masters for 16 bits.
+#
+# ## Build: gather on demand
+#
+# Stage 3 for one layer, forward only: the check calls it under `torch.no_grad()`. Write a class that stands in for an `nn.Linear`:
+#
+# - `OnDemand(comm, layer)`: `layer` is the same on all ranks. Keep this rank's part of its weight and bias, padded as before, and let
+#   go of the rest.
+# - `__call__(x)`, on every rank with other samples: gather the parameters, compute, free them, return the output.
+#
+# Whatever is long, and is still there before or after a call, is found.
+
+# %% tags=["half-day", "stub"]
+# %%px
+class OnDemand:
+    def __init__(self, comm, layer):
+        self.comm, self.shape = comm, layer.weight.shape  # (outputs, inputs)
+
+    def __call__(self, x):
+        ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+class OnDemand:
+    def __init__(self, comm, layer):
+        self.comm, self.shape = comm, layer.weight.shape  # (outputs, inputs)
+        flat = torch.cat([layer.weight.detach().flatten(), layer.bias.detach()])
+        flat = nn.functional.pad(flat, (0, -len(flat) % comm.size))
+        self.own = flat.chunk(comm.size)[comm.rank].clone()
+
+    def __call__(self, x):
+        whole = torch.empty(len(self.own) * self.comm.size, dtype=self.own.dtype)
+        self.comm.all_gather(whole, self.own)
+        outputs, inputs = self.shape
+        weight, bias = whole[: outputs * inputs], whole[outputs * inputs :][:outputs]
+        return linear(x, weight.view(self.shape), bias)
+
+# %% tags=["half-day"]
+lab.check("gather-on-demand")
+
+# %% [markdown] tags=["half-day"]
+# To free means here: a local name goes out of scope. In training autograd would keep `weight` until the backward pass, and all
+# layers would be whole at the end of the forward pass. So `fully_shard` empties the storage behind the tensor that autograd keeps, and
+# fills it again, with another `all_gather`, when the backward pass comes back to the layer.
+#
+# ## Fit it
+#
+# A model has 7.5 billion parameters. It is trained with Adam in mixed precision, as in the ZeRO paper: 2 bytes a parameter, 2 for
+# its gradient, 12 for the optimizer (a master weight and two moments in float32). A rank has 16 GB for them; 1 GB is 10^9 bytes.
+# Activations and buffers have memory of their own.
+#
+# On how few ranks does it fit? Say at which stage, on how many ranks, and how many gigabytes each then holds.
+
+# %% tags=["half-day", "stub"]
+# %%px
+fit = {"stage": None, "ranks": None, "gigabytes": None}
+
+# %% tags=["half-day", "solution"]
+# %%px
+from math import ceil
+
+parameters, budget = 7.5e9, 16e9
+ranks = ceil(16 * parameters / budget)  # stage 3: 16 / N bytes a parameter
+fit = {"stage": 3, "ranks": ranks, "gigabytes": 16 * parameters / ranks / 1e9}
+
+# %% tags=["half-day"]
+lab.check("fit-it")
+
+# %% [markdown] tags=["half-day"]
+# Stage 1 never fits: 4 bytes a parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so that the rest has to fit into one
+# gigabyte: that takes many ranks. Who has them sends a third less than stage 3 would on as many. And with cards of 16 GiB?
+#
+# ## If you have time
+#
+# - Which stages would fit if gradients were kept in float32 (18 bytes a parameter)?
+# - Let `ShardedAdam` reduce in buckets during the backward pass, and free gradients: that is stage 2. What does gradient accumulation
+#   cost on the wire now?
+# - Make `OnDemand` trainable: a `torch.autograd.Function` that saves `x` alone, gathers again in `backward`, and calls
+#   `reduce_scatter` for the gradients.
