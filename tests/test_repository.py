@@ -24,7 +24,7 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
-    ("errors", "machine", "processes", "theory"),
+    ("errors", "machine", "processes", "theory", "schedule"),
     ("zero_theory",),
     ("launch",),
     ("comm",),

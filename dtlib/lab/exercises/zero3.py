@@ -192,7 +192,7 @@ def _judge_place(rank: int, stage: int, ranks: int) -> None:
     held, best = held_by(ranks, stage), _fewest(3)
     came = f"stage {stage} on {ranks} ranks: {held / GB:.2f} GB"
     expected = f"at most {BUDGET / GB:.0f} GB of model states a rank"
-    if held > BUDGET:
+    if _fewest(stage) is None or ranks < _fewest(stage):
         if stage == 0:
             raise Wrong(
                 "nothing-shared", rank, expected, came, "Data parallelism holds everything on every rank.",

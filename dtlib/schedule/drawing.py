@@ -1,0 +1,41 @@
+"""A schedule as text: one row a rank, time across."""
+
+from math import ceil
+
+from dtlib.schedule.simulation import Simulation, simulate
+
+
+def draw(schedule, unit: float | None = None) -> str:
+    """The text equivalent of a picture of a schedule.
+
+        rank 0  F0 F1 .. .. B0 -- .. B1 --
+        rank 1  .. F0 B0 -- F1 B1 -- .. ..
+
+    ``F0`` starts here (``0F0`` where a rank has several stages), ``--`` it goes on, ``..`` the rank is idle. A cell
+    shows what the rank does in the middle of it.
+
+    Args:
+        schedule: what ``simulate`` returned, or a schedule, which is drawn with B twice as long as F.
+        unit: time of a cell, or the shortest action; what is shorter than a cell may be left out.
+    """
+    simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
+    durations = [simulation.end[action] - simulation.start[action] for action in simulation.end]
+    unit = unit or min((duration for duration in durations if duration > 0), default=1.0)
+
+    def first_cell(time):
+        # Rounded, so that sums of times such as 0.1 fall into the same cell on every rank.
+        return ceil(round(time / unit - 0.5, 6))
+
+    one_stage = all(len({action.stage for action in actions}) == 1 for actions in simulation.schedule)
+    names = {action: str(action).lstrip("0123456789") if one_stage else str(action) for action in simulation.end}
+    width = max(map(len, names.values()))
+    columns = ceil(round(simulation.makespan / unit, 6))
+    rows = []
+    for rank, actions in enumerate(simulation.schedule):
+        cells = [".."] * columns
+        for action in actions:
+            first, after = first_cell(simulation.start[action]), first_cell(simulation.end[action])
+            cells[first:after] = [names[action], *["-" * width] * (after - first - 1)][: after - first]
+        row = " ".join(cell.ljust(width) for cell in cells)
+        rows.append(f"rank {rank:<{len(str(len(simulation.schedule) - 1))}}  {row}".rstrip())
+    return "\n".join(rows)

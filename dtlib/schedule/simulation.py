@@ -1,0 +1,128 @@
+"""When each action runs, how long ranks are idle, and how many activations they hold.
+
+An action starts as soon as its rank has ended the one before and what it needs has arrived. Messages travel while ranks
+compute, any number at a time, and cost the sender nothing: a machine with asynchronous sends and a network that is
+never full. What is left out on purpose: the optimizer, the all-reduce of gradients, and that ranks share cores.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dtlib.schedule.actions import Action, ScheduleError, needs
+from dtlib.schedule.checking import possible_order, validate
+
+Time = float | dict[int, float] | Callable[[int], float]
+
+
+@dataclass(frozen=True, repr=False)
+class Simulation:
+    """What ``simulate`` found; times are in the unit of its arguments, and the step begins at 0.
+
+    Two figures go by the name of bubble, of which the first is never above 1. Say which one is meant:
+
+        bubble            idle time / makespan     the share of the step that is lost: GPipe (p-1)/(m+p-1)
+        idle_over_ideal   idle time / busy time    how much longer than ideal:         GPipe (p-1)/m
+    """
+
+    schedule: list[list[Action]]
+    start: dict[Action, float]
+    end: dict[Action, float]
+
+    @property
+    def makespan(self) -> float:
+        """The end of the last action of any rank."""
+        return max(self.end.values())
+
+    @property
+    def busy(self) -> list[float]:
+        """The time that each rank computes."""
+        return [sum(self.end[action] - self.start[action] for action in actions) for actions in self.schedule]
+
+    @property
+    def bubble_of_ranks(self) -> list[float]:
+        """(makespan - busy) / makespan of each rank."""
+        return [1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy]
+
+    @property
+    def bubble(self) -> float:
+        """The same over all ranks: their mean."""
+        return sum(self.bubble_of_ranks) / len(self.schedule)
+
+    @property
+    def idle_over_ideal(self) -> float:
+        """Idle time of all ranks over their busy time, which is what the step would take if no rank ever waited."""
+        busy = sum(self.busy)
+        return len(self.schedule) * self.makespan / busy - 1 if busy else 0.0
+
+    @property
+    def peak_activations(self) -> list[int]:
+        return peak_activations(self.schedule)
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(map(str, self.peak_activations))
+        return f"<Simulation: makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak activations {peaks}>"
+
+
+def simulate(
+    schedule,
+    forward: Time = 1.0,
+    backward: Time = 2.0,
+    input_gradient: Time | None = None,
+    weight_gradient: Time | None = None,
+    message: float = 0.0,
+) -> Simulation:
+    """Times of all actions, if every rank starts each as early as it can.
+
+    Args:
+        forward, backward, input_gradient, weight_gradient: how long F, B, I and W take: a number, a dictionary by
+            stage, or a function of the stage. I and W take half of B each if nothing is said.
+        message: from the end of an action to the moment at which another rank has its result.
+    """
+    validate(schedule, lookahead=None)
+    if message < 0:
+        raise ScheduleError(f"A message takes {message!r}; a time cannot be negative.")
+
+    def half_of_backward(stage):
+        return _at(backward, stage) / 2
+
+    times = {
+        "F": forward,
+        "B": backward,
+        "I": half_of_backward if input_gradient is None else input_gradient,
+        "W": half_of_backward if weight_gradient is None else weight_gradient,
+    }
+    needed, ranks = needs(schedule), len(schedule)
+    start, end = {}, {}
+    free = [0.0] * ranks  # the end of each rank's latest action
+    for action in possible_order(schedule):
+        rank = action.stage % ranks
+        arrivals = [end[need] + (message if need.stage % ranks != rank else 0.0) for need in needed[action]]
+        start[action] = max([free[rank], *arrivals])
+        end[action] = free[rank] = start[action] + _at(times[action.kind], action.stage)
+    return Simulation(schedule, start, end)
+
+
+def peak_activations(schedule) -> list[int]:
+    """The most forward passes whose activations each rank holds at a time: from the start of F to the end of B or W.
+
+    One is what a single stage keeps for a single micro-batch, so with v stages a rank it is 1/v as large. In truth a
+    rank can drop some activations between I and W; all are counted until W. This depends on the order alone, not on
+    times.
+    """
+    peaks = []
+    for actions in schedule:
+        held = peak = 0
+        for action in actions:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+def _at(time: Time, stage: int) -> float:
+    if isinstance(time, dict) and stage not in time:
+        raise ScheduleError(f"Stage {stage} has no time; there are times for {', '.join(map(str, time)) or 'none'}.")
+    value = time[stage] if isinstance(time, dict) else time(stage) if callable(time) else time
+    if value < 0:
+        raise ScheduleError(f"An action of stage {stage} takes {value!r}; a time cannot be negative.")
+    return value
