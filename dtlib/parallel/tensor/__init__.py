@@ -1,0 +1,60 @@
+"""Tensor parallelism: each layer's weights are cut among ranks, and all ranks work on the same batch.
+
+A multi-layer perceptron Z = act(X A) B is cut along its hidden features: A by columns, B by rows. Between the two each
+rank needs nothing from the others, as the activation works element by element:
+
+                  A = [A0 | A1]                B = [B0]
+                                                   [B1]
+              .--> rank 0: act(X A0) = Y0 ---> Y0 B0 --.
+    X --> f --|                                        |--> g --> Z = Y0 B0 + Y1 B1, + bias
+              '--> rank 1: act(X A1) = Y1 ---> Y1 B1 --'
+
+    f    forward: X as it is            backward: all_reduce of the gradient of X
+    g    forward: all_reduce            backward: the gradient of Z as it is
+
+Attention is cut the same way by heads, and the embedding and the loss by words. functions.py has f and g, layers.py
+what is cut by columns, rows and words, cross_entropy.py the loss, blocks.py the perceptron and attention, whole.py a
+model in parts seen as one.
+
+What travels, for activations X of B bytes on N ranks; an all_reduce of B bytes by ring sends 2 B (N-1) / N from each
+rank, an all_gather B (N-1) / N (both on average, where B does not divide by N):
+
+                                  forward                                backward
+    ColumnParallelLinear          with gather_output: all_gather of      all_reduce of X's gradient
+                                  the output
+    RowParallelLinear             all_reduce of the output               without input_is_parallel: all_gather of
+                                                                         the input's gradient
+    ParallelMLP                   all_reduce of B                        all_reduce of B
+    ParallelAttention             all_reduce of B                        all_reduce of B
+    VocabParallelEmbedding        all_reduce of B                        nothing
+    vocab_parallel_cross_entropy  two all_reduces: 3 numbers a token,    nothing
+                                  and N more
+
+Where an input needs no gradient, nothing travels for it in the backward pass. Every rank of ``comm`` has the same batch
+and calls the same layers in the same order; dropout outside the cut parts has to draw the same numbers on all of them.
+
+M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism",
+arXiv:1909.08053, section 3; D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
+"""
+
+from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
+from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from dtlib.parallel.tensor.functions import copy_to_ranks, gather_from_ranks, reduce_from_ranks, scatter_to_ranks
+from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from dtlib.parallel.tensor.whole import clip_grad_norm_, whole_state_dict
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "clip_grad_norm_",
+    "copy_to_ranks",
+    "gather_from_ranks",
+    "reduce_from_ranks",
+    "scatter_to_ranks",
+    "vocab_parallel_cross_entropy",
+    "whole_state_dict",
+]

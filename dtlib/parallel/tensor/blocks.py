@@ -1,0 +1,108 @@
+"""The two blocks of a transformer, cut: by columns, then by rows, so that each needs f and g once.
+
+M. Shoeybi et al., arXiv:1909.08053, section 3 and figure 3.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, check_same
+
+
+class ParallelMLP(nn.Module):
+    """Two linear layers around an activation, cut along the hidden features.
+
+    Args:
+        width, hidden: features of input and output, and between the layers; ``hidden`` need not divide by the ranks.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        activation: works element by element.
+
+    Cost for an input of B bytes on N ranks: one all_reduce of B forward and one backward, so that by ring each rank
+    sends 2 B (N-1) / N in each. Without tensor parallelism: nothing, but N times the weights.
+    """
+
+    def __init__(self, width: int, hidden: int, comm, activation=functional.gelu):
+        super().__init__()
+        comm = as_communicator(comm)
+        self.activation = activation
+        self.linear1 = ColumnParallelLinear(width, hidden, comm, gather_output=False)
+        self.linear2 = RowParallelLinear(hidden, width, comm, input_is_parallel=True)
+
+    def forward(self, x):
+        return self.linear2(self.activation(self.linear1(x)))
+
+
+class ParallelAttention(nn.Module):
+    """Multi-head self-attention, cut by heads: each rank has ``heads / size`` of them, which need nothing from others.
+
+    Args:
+        width: features of input and output, a multiple of ``heads``.
+        heads: a multiple of the number of ranks.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        causal: a token looks at itself and those before it.
+
+    Takes and gives ``(..., tokens, width)``, equal on all ranks. Rows of ``in_proj`` are ordered head by head, each
+    with its query, key and value, so that an equal cut gives whole heads. There is no dropout.
+
+    Cost for an input of B bytes on N ranks: one all_reduce of B forward and one backward, as for ``ParallelMLP``.
+    Counterpart: ``torch.nn.MultiheadAttention``, which keeps all queries first, then keys, then values.
+
+    Raises:
+        DtlibError: where heads do not divide by ranks, or the width by heads; on every rank.
+    """
+
+    def __init__(self, width: int, heads: int, comm, causal: bool = False):
+        self._build(lambda: (nn.Linear(width, 3 * width), nn.Linear(width, width)), width, heads, comm, causal)
+
+    @classmethod
+    def from_attention(cls, attention: nn.MultiheadAttention, comm, causal: bool = False) -> "ParallelAttention":
+        """The parts of a self-attention that is there already; rank 0's values count."""
+        if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+            raise DtlibError(
+                "ParallelAttention is self-attention alone: build the nn.MultiheadAttention without kdim, vdim, "
+                "add_bias_kv and add_zero_attn."
+            )
+        if attention.dropout:
+            raise DtlibError("ParallelAttention has no dropout: build the nn.MultiheadAttention with dropout=0.")
+        width, heads = attention.embed_dim, attention.num_heads
+
+        def whole():
+            in_proj = nn.Linear(width, 3 * width, bias=attention.in_proj_bias is not None, device="meta")
+            for name, rows in (("weight", attention.in_proj_weight), ("bias", attention.in_proj_bias)):
+                if rows is not None:
+                    setattr(in_proj, name, nn.Parameter(_by_heads(rows.detach(), heads), rows.requires_grad))
+            return in_proj, attention.out_proj
+
+        made = cls.__new__(cls)
+        made._build(whole, width, heads, comm, causal)
+        return made
+
+    def _build(self, whole, width, heads, comm, causal) -> None:
+        super().__init__()
+        comm = as_communicator(comm)
+        check_same(comm, "ParallelAttention", width=width, heads=heads, causal=causal)
+        if heads < 1 or heads % comm.size:
+            raise DtlibError(
+                f"ParallelAttention: {heads} heads cannot be shared among {comm.size} ranks, as each has as many: "
+                f"choose a multiple of {comm.size}."
+            )
+        if width % heads:
+            raise DtlibError(f"ParallelAttention: width={width} is no multiple of {heads} heads.")
+        in_proj, out_proj = whole()
+        self.heads_here, self.head_width, self.causal = heads // comm.size, width // heads, causal
+        self.in_proj = ColumnParallelLinear.from_linear(in_proj, comm, gather_output=False)
+        self.out_proj = RowParallelLinear.from_linear(out_proj, comm, input_is_parallel=True)
+
+    def forward(self, x):
+        by_heads = self.in_proj(x).unflatten(-1, (self.heads_here, 3, self.head_width))
+        query, key, value = (each.transpose(-3, -2) for each in by_heads.unbind(-2))  # (..., heads, tokens, head_width)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return self.out_proj(mixed.transpose(-3, -2).flatten(-2))
+
+
+def _by_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of queries, keys and values, one kind after the other, as ``in_proj`` orders them: head by head."""
+    return rows.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)

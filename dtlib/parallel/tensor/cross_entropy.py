@@ -1,0 +1,95 @@
+"""Cross-entropy of logits whose words are shared among ranks, without ever gathering them.
+
+loss = log(sum over words of exp(logit - highest)) - (logit of the target - highest)
+
+    rank r   highest of its logits                  --- all_reduce max --->   highest
+    rank r   sum of exp, and the target's logit     --- all_reduce sum --->   the two summands of the loss
+             if it has that word (else 0)
+
+Gathering would send V numbers a token; this sends three. The gradient, softmax - 1 at the target, needs nothing from
+others. M. Shoeybi et al., arXiv:1909.08053, section 3.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dtlib.errors import DtlibError
+from dtlib.parallel.tensor.functions import with_verbs
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def vocab_parallel_cross_entropy(
+    logits_part: torch.Tensor, targets: torch.Tensor, comm, reduction: str = "none", ignore_index: int = -100
+) -> torch.Tensor:
+    """``torch.nn.functional.cross_entropy`` of logits in parts.
+
+    Args:
+        logits_part: this rank's logits, ``(..., words here)``; ranks have consecutive words, in rank order.
+        targets: words, int64, of shape ``(...)``, equal on all ranks.
+        comm: a dtlib communicator.
+        reduction: ``"none"`` gives the loss of each sample, of the shape of ``targets``; ``"mean"`` and ``"sum"`` one
+            number. The mean is over targets that are not ignored.
+        ignore_index: a target that counts for nothing.
+
+    The loss is equal on all ranks. That of 16-bit logits is computed and returned in float32.
+    Counterpart: Megatron-LM's ``vocab_parallel_cross_entropy``.
+
+    Raises:
+        DtlibError: for shapes that do not fit, a target that is no word, and an unknown reduction.
+    """
+    if reduction not in REDUCTIONS:
+        raise DtlibError(
+            f"vocab_parallel_cross_entropy(reduction={reduction!r}): choose one of {', '.join(REDUCTIONS)}."
+        )
+    if logits_part.shape[:-1] != targets.shape:
+        raise DtlibError(
+            f"vocab_parallel_cross_entropy takes logits (..., words) with targets (...), and got "
+            f"{tuple(logits_part.shape)} with {tuple(targets.shape)}."
+        )
+    counts = targets != ignore_index
+    losses = _CrossEntropy.apply(logits_part, targets, with_verbs(comm), counts).masked_fill(~counts, 0)
+    if reduction == "mean":
+        return losses.sum() / counts.sum()
+    return losses.sum() if reduction == "sum" else losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, comm, counts):
+        ctx.dtype = logits.dtype
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        highest, first, words = _highest_and_place(logits, comm)
+        if targets[counts].numel() and not 0 <= targets[counts].min() <= targets[counts].max() < words:
+            raise DtlibError(
+                f"Targets are words 0 to {words - 1}, and some are {int(targets[counts].min())} to "
+                f"{int(targets[counts].max())}."
+            )
+        shifted = logits - highest.unsqueeze(-1)  # so that exp cannot overflow
+        exponentials = shifted.exp()
+        is_here = (targets >= first) & (targets < first + logits.shape[-1])
+        index = (targets - first).masked_fill(~is_here, 0).unsqueeze(-1)
+        of_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0)
+        total, of_target = comm.all_reduce(torch.stack([exponentials.sum(-1), of_target]))
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), index, is_here)
+        return total.log() - of_target
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        softmax, index, is_here = ctx.saved_tensors
+        by_logit = softmax.scatter_add(-1, index, -is_here.to(softmax.dtype).unsqueeze(-1))
+        return (by_logit * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def _highest_and_place(logits, comm):
+    """The highest logit over all ranks, this rank's first word, and how many words there are.
+
+    Along with the maxima travels, at place r, how many words rank r has: zero is less on the others.
+    """
+    widths = logits.new_zeros(comm.size)
+    widths[comm.rank] = logits.shape[-1]
+    together = comm.all_reduce(torch.cat([logits.amax(-1).flatten(), widths]), op="max")
+    widths = [int(width) for width in together[-comm.size :].tolist()]
+    highest = together[: -comm.size].view(logits.shape[:-1])
+    return highest, sum(widths[: comm.rank]), sum(widths)

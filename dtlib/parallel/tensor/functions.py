@@ -1,0 +1,114 @@
+"""How activations come to ranks and back, and what becomes of their gradients: two pairs, each the other's reverse.
+
+                        forward                                 backward
+    copy_to_ranks       x  ->  x on every rank                  all_reduce       Megatron-LM's f
+    reduce_from_ranks   all_reduce                              dy  ->  dy       Megatron-LM's g
+
+    scatter_to_ranks    [x0 x1 x2]  ->  rank r keeps xr         all_gather
+    gather_from_ranks   all_gather                              [d0 d1 d2]  ->  rank r keeps dr
+
+Why f adds up gradients: every rank used the same x with its own part of the weights, and x's gradient is the sum of
+what came of each. Why g does not: the sum is the same on all ranks, and so is its gradient, which every summand gets.
+
+``comm`` is a dtlib communicator here: ``dtlib.comm.as_communicator`` makes one, once, of what a program has. Parts are
+of the last dimension, in rank order, and differ by one element at most.
+"""
+
+import torch
+from torch import nn
+
+from dtlib.errors import DtlibError
+
+
+def copy_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
+    """Megatron-LM's f: ``x``, equal on all ranks, goes into computations that differ between ranks; the gradients of
+    all of them are added up."""
+    return _Copy.apply(x, with_verbs(comm))
+
+
+def reduce_from_ranks(x: torch.Tensor, comm) -> torch.Tensor:
+    """Megatron-LM's g: the sum of all ranks' ``x``, on every rank; each ``x`` has the gradient of the sum."""
+    return _Reduce.apply(x, with_verbs(comm))
+
+
+def scatter_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
+    """This rank's part of ``x``, which is equal on all ranks: shape ``(..., n)`` to about ``(..., n / size)``."""
+    return _Scatter.apply(x, with_verbs(comm))
+
+
+def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.Tensor:
+    """All ranks' parts ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
+
+    ``count`` is the length of the whole last dimension, to be given where parts differ in length.
+    """
+    return _Gather.apply(x, with_verbs(comm), x.shape[-1] * comm.size if count is None else count)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return reduce_from_ranks(gradient, ctx.comm), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        # In memory of its own: the caller, or autograd, may need x as it is.
+        return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return copy_to_ranks(gradient, ctx.comm), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm, ctx.count = comm, x.shape[-1]
+        return x[..., part_of(x.shape[-1], comm.rank, comm.size)].contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gather_from_ranks(gradient, ctx.comm, ctx.count), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm, count):
+        ctx.comm = comm
+        return whole_of(x, comm, count)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scatter_to_ranks(gradient, ctx.comm), None, None
+
+
+def part_of(count: int, rank: int, ranks: int) -> slice:
+    """Which of ``count`` elements a rank has; parts differ by one at most."""
+    return slice(count * rank // ranks, count * (rank + 1) // ranks)
+
+
+def whole_of(part: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Tensor:
+    """All ranks' parts of ``count`` elements along ``dim``, one after the other; without gradients."""
+    last = part.movedim(dim, -1)
+    # all_gather carries equal parts: the shorter ones are padded, and cut again.
+    padded = nn.functional.pad(last, (0, -(-count // comm.size) - last.shape[-1])).contiguous()
+    everyones = comm.all_gather(padded.new_empty(comm.size, *padded.shape), padded)
+    slices = [part_of(count, rank, comm.size) for rank in range(comm.size)]
+    trimmed = [other[..., : piece.stop - piece.start] for other, piece in zip(everyones, slices, strict=True)]
+    return torch.cat(trimmed, -1).movedim(-1, dim)
+
+
+def with_verbs(comm):
+    if not hasattr(comm, "all_reduce"):
+        raise DtlibError(
+            f"comm={comm!r:.60} lacks dtlib's verbs: make a communicator of it once, with "
+            "dtlib.comm.as_communicator(comm), and pass that."
+        )
+    return comm

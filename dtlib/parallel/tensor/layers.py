@@ -1,0 +1,224 @@
+"""Layers of which each rank has a part of the weights.
+
+    ColumnParallelLinear      weight, (out_features, in_features) as torch keeps it, cut along out_features
+    RowParallelLinear         ... cut along in_features
+    VocabParallelEmbedding    weight, (num_embeddings, embedding_dim), cut along num_embeddings
+
+Y = X A is written with A of shape (in_features, out_features), so A's columns are the rows of torch's weight.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+from dtlib.parallel.tensor.functions import (
+    copy_to_ranks,
+    gather_from_ranks,
+    part_of,
+    reduce_from_ranks,
+    scatter_to_ranks,
+)
+
+
+class ParallelLayer(nn.Module):
+    """What the layers share: this rank's parts of the parameters of a whole layer, which has rank 0's values.
+
+    ``partition_dim`` says along which dimension each parameter is cut; one that it does not name is whole, and equal,
+    on every rank. ``whole_shapes`` are those before the cut.
+    """
+
+    shared = ""  # the size that ranks share among them
+    partition_dim: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, whole: nn.Module, comm):
+        super().__init__()
+        self.comm = as_communicator(comm)
+        parameters = dict(whole.named_parameters(recurse=False))
+        self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        dtypes = {name: str(parameter.dtype) for name, parameter in parameters.items()}
+        check_same(self.comm, type(self).__name__, shapes=self.whole_shapes, dtypes=dtypes)
+        count = getattr(whole, self.shared)
+        if count < self.comm.size:
+            raise DtlibError(
+                f"{type(self).__name__}: {self.comm.size} ranks cannot share {self.shared}={count}, as each needs one "
+                f"at least: use at most {count} ranks, or a larger {self.shared}."
+            )
+        self.part = part_of(count, self.comm.rank, self.comm.size)
+        for name, parameter in parameters.items():
+            values = self.comm.broadcast(parameter.detach().clone(memory_format=torch.contiguous_format))
+            if name in self.partition_dim:
+                part = values.narrow(self.partition_dim[name], self.part.start, self.part.stop - self.part.start)
+                values = part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
+            self.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
+
+    def extra_repr(self) -> str:
+        return f"{self.whole_shapes}, {self.shared} {self.part.start} to {self.part.stop} here"
+
+
+class ColumnParallelLinear(ParallelLayer):
+    """``nn.Linear`` whose output features are shared among ranks: each computes some columns of ``x A + b``.
+
+    Args:
+        in_features, out_features, bias: as for ``nn.Linear``. Where ``out_features`` does not divide by the ranks,
+            parts differ by one.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        gather_output: give all ranks the whole output, of shape ``(..., out_features)``; else each has its part of
+            the last dimension, ready for ``RowParallelLinear(..., input_is_parallel=True)``.
+
+    The input, of shape ``(..., in_features)``, is equal on all ranks. Initial values are those of one ``nn.Linear`` on
+    rank 0: every rank draws all numbers and keeps its part, so that generators stay in step.
+    Counterpart: Megatron-LM's ``ColumnParallelLinear``.
+
+    Raises:
+        DtlibError: for fewer output features than ranks, and for sizes that differ between ranks; on every rank.
+    """
+
+    shared = "out_features"
+    partition_dim: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(self, in_features: int, out_features: int, comm, bias: bool = True, gather_output: bool = True):
+        self._build(nn.Linear(in_features, out_features, bias), comm, gather_output)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, comm, gather_output: bool = True) -> "ColumnParallelLinear":
+        """The parts of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        made = cls.__new__(cls)
+        made._build(linear, comm, gather_output)
+        return made
+
+    def _build(self, linear, comm, gather_output) -> None:
+        super().__init__(linear, comm)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.gather_output = gather_output
+        if linear.bias is None:
+            self.register_parameter("bias", None)
+
+    def forward(self, x):
+        check_width(x, self.in_features, f"in_features={self.in_features} of ColumnParallelLinear")
+        mine = functional.linear(copy_to_ranks(x, self.comm), self.weight, self.bias)
+        return gather_from_ranks(mine, self.comm, self.out_features) if self.gather_output else mine
+
+
+class RowParallelLinear(ParallelLayer):
+    """``nn.Linear`` whose input features are shared among ranks: each computes a summand of ``x A``; ``b`` comes last.
+
+    Args:
+        in_features, out_features, bias: as for ``nn.Linear``. Where ``in_features`` does not divide by the ranks,
+            parts differ by one.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        input_is_parallel: each rank passes its part of the input, as ``ColumnParallelLinear(gather_output=False)``
+            gives it; else all pass the whole one, of shape ``(..., in_features)``.
+
+    The output, of shape ``(..., out_features)``, is equal on all ranks, and so are the bias and its gradient.
+    Initial values are those of one ``nn.Linear`` on rank 0. Counterpart: Megatron-LM's ``RowParallelLinear``.
+
+    Raises:
+        DtlibError: for fewer input features than ranks, and for sizes that differ between ranks; on every rank.
+    """
+
+    shared = "in_features"
+    partition_dim: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(self, in_features: int, out_features: int, comm, bias: bool = True, input_is_parallel: bool = False):
+        self._build(nn.Linear(in_features, out_features, bias), comm, input_is_parallel)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, comm, input_is_parallel: bool = False) -> "RowParallelLinear":
+        """The parts of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        made = cls.__new__(cls)
+        made._build(linear, comm, input_is_parallel)
+        return made
+
+    def _build(self, linear, comm, input_is_parallel) -> None:
+        super().__init__(linear, comm)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.input_is_parallel = input_is_parallel
+        if linear.bias is None:
+            self.register_parameter("bias", None)
+
+    def forward(self, x):
+        if self.input_is_parallel:
+            check_width(x, self.weight.shape[1], "this rank's part, as RowParallelLinear(input_is_parallel=True) takes")
+        else:
+            check_width(x, self.in_features, f"in_features={self.in_features} of RowParallelLinear")
+            x = scatter_to_ranks(x, self.comm)
+        whole = reduce_from_ranks(functional.linear(x, self.weight), self.comm)
+        # After the sum, or it would be added once a rank.
+        return whole if self.bias is None else whole + self.bias
+
+
+class VocabParallelEmbedding(ParallelLayer):
+    """``nn.Embedding`` whose words are shared among ranks: each looks up those that it has, and the rest are zeros.
+
+        words           7  2  5
+        rank 0 (0-3)    .  w  .
+        rank 1 (4-7)    w  .  w       the sum over ranks has every row once
+
+    Args:
+        num_embeddings, embedding_dim: as for ``nn.Embedding``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+
+    Takes words of any shape, equal on all ranks; gives ``(..., embedding_dim)``, equal on all ranks. Initial values are
+    those of one ``nn.Embedding`` on rank 0. To tie the output layer, which has the same part of the words:
+
+        output = ColumnParallelLinear(embedding_dim, num_embeddings, comm, bias=False, gather_output=False)
+        output.weight = embedding.weight
+        loss = vocab_parallel_cross_entropy(output(hidden), targets, comm)
+
+    Counterpart: Megatron-LM's ``VocabParallelEmbedding``.
+
+    Raises:
+        DtlibError: for fewer words than ranks, for sizes that differ between ranks, and for a word that is none.
+    """
+
+    shared = "num_embeddings"
+    partition_dim: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, comm):
+        self._build(nn.Embedding(num_embeddings, embedding_dim), comm)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, comm) -> "VocabParallelEmbedding":
+        """The parts of a layer that is there already; rank 0's values count, and ``embedding`` stays as it is."""
+        for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            value = getattr(embedding, option)
+            if value is not None and value is not False:  # padding_idx=0 is an option too
+                raise DtlibError(f"VocabParallelEmbedding has no {option}: build the nn.Embedding without it.")
+        made = cls.__new__(cls)
+        made._build(embedding, comm)
+        return made
+
+    def _build(self, embedding, comm) -> None:
+        super().__init__(embedding, comm)
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+
+    def forward(self, words):
+        # A word that is none would be zeros on all ranks, and nobody would notice.
+        if words.numel() and not 0 <= words.min() <= words.max() < self.num_embeddings:
+            raise DtlibError(
+                f"VocabParallelEmbedding has words 0 to {self.num_embeddings - 1} and got {int(words.min())} to "
+                f"{int(words.max())}."
+            )
+        elsewhere = (words < self.part.start) | (words >= self.part.stop)
+        rows = functional.embedding((words - self.part.start).masked_fill(elsewhere, 0), self.weight)
+        return reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
+
+
+def check_same(comm, who: str, **arguments) -> None:
+    """Refuse arguments that differ between ranks, on every rank."""
+    for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
+        for name, value in theirs.items():
+            if value != everyones[0][name]:
+                raise DtlibError(
+                    f"{who} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
+                    f"{rank}. Build the same layer on all ranks."
+                )
+
+
+def check_width(x, width: int, what: str) -> None:
+    if x.shape[-1:] != (width,):
+        raise DtlibError(f"An input of shape {tuple(x.shape)} came where the last dimension is {width}: {what}.")

@@ -1,0 +1,519 @@
+"""Tensor parallelism against the unsplit modules in one process, and against torch's DTensor."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+import dtlib
+from benchmarks.peers import torch_group
+from dtlib.comm import as_communicator
+from dtlib.comm.selection import DOUBLING_UP_TO
+from dtlib.errors import DtlibError
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.tensor import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    clip_grad_norm_,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    scatter_to_ranks,
+    vocab_parallel_cross_entropy,
+    whole_state_dict,
+)
+from dtlib.parallel.tensor.functions import part_of
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.theory import elements_sent
+from tests.models import OPTIMIZERS
+from tests.ranks import on_ranks
+
+EXACT = 1e-12  # the design's bound for float64
+WIDTH, HEADS, HIDDEN, WORDS, STEPS = 24, 12, 29, 11, 5  # heads divide by 2, 3 and 4; hidden features and words do not
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, width=WIDTH, hidden=HIDDEN):
+        super().__init__()
+        self.linear1 = nn.Linear(width, hidden)
+        self.linear2 = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.linear2(functional.gelu(self.linear1(x)))
+
+
+class PlainAttention(nn.Module):
+    """Causal self-attention that computes one head after the other; ``in_proj`` is ordered head by head."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        later = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1).to(x.device)
+        mixed = []
+        for one in self.in_proj(x).chunk(HEADS, -1):
+            query, key, value = one.chunk(3, -1)
+            scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
+            mixed.append(scores.softmax(-1) @ value)
+        return self.out_proj(torch.cat(mixed, -1))
+
+
+class Language(nn.Module):
+    """A small language model whose output layer is its embedding: unsplit, or with ``comm`` in parts."""
+
+    def __init__(self, comm=None):
+        super().__init__()
+        self.comm = comm
+        self.embedding = VocabParallelEmbedding(WORDS, WIDTH, comm) if comm else nn.Embedding(WORDS, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.attention = ParallelAttention(WIDTH, HEADS, comm, causal=True) if comm else PlainAttention()
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = ParallelMLP(WIDTH, HIDDEN, comm) if comm else PlainMLP()
+        if comm:
+            self.output = ColumnParallelLinear(WIDTH, WORDS, comm, bias=False, gather_output=False)
+        else:
+            self.output = nn.Linear(WIDTH, WORDS, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x) / WIDTH**0.5
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return self.output(x)
+
+    def loss(self, logits, targets):
+        if self.comm:
+            return vocab_parallel_cross_entropy(logits, targets, self.comm, reduction="mean")
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def seeded(make, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return make().to(dtype)
+
+
+def texts(steps=STEPS, count=8):
+    torch.manual_seed(1)
+    made = torch.randint(0, WORDS, (steps, count, 7))
+    return [(text[:, :-1], text[:, 1:]) for text in made]
+
+
+def train(model, optimizer, data, language=None, clip=None):
+    language = language or model
+    for x, y in data:
+        language.loss(model(x), y).backward()
+        if clip:
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def difference(model, reference, grad=False) -> float:
+    """The largest difference between each parameter here, or its gradient, and the same part of the reference's."""
+    largest = 0.0
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        layer, whole = model.get_submodule(path), reference.get_parameter(name)
+        whole = whole.grad if grad else whole.detach()
+        if leaf in getattr(layer, "partition_dim", {}):
+            dim, size, rank = layer.partition_dim[leaf], layer.comm.size, layer.comm.rank
+            whole = whole[(slice(None),) * dim + (part_of(whole.shape[dim], rank, size),)]
+        value = parameter.grad if grad else parameter.detach()
+        assert value.shape == whole.shape, name
+        largest = max(largest, float((value.double() - whole.double()).abs().max()))
+    return largest
+
+
+def apart(ours, theirs) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours.detach().double() - theirs.detach().double()).abs().max())
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def check_step(ours, reference, x):
+    """Outputs and all gradients of one forward and backward pass."""
+    ours_x, reference_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = ours(ours_x), reference(reference_x)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).to(y.device).view(y.shape)  # no output like another
+    (y * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert apart(y, expected) <= EXACT
+    assert apart(ours_x.grad, reference_x.grad) <= EXACT
+    assert difference(ours, reference, grad=True) <= EXACT
+
+
+@on_ranks(1, 2, 3, 4)
+def test_the_four_functions_and_their_gradients(world):
+    comm, r = world.comm, world.rank
+    whole = torch.arange(2 * 7, dtype=torch.float64).view(2, 7)
+    mine = part_of(7, r, world.size)
+
+    x = whole.clone().requires_grad_()
+    y = copy_to_ranks(x, comm)
+    assert torch.equal(y, whole)
+    (y * (r + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, sum(range(1, world.size + 1))))
+
+    x = (whole + r).requires_grad_()
+    y = reduce_from_ranks(x, comm)
+    assert torch.equal(y, whole * world.size + sum(range(world.size))) and torch.equal(x, whole + r)
+    (y * whole).sum().backward()
+    assert torch.equal(x.grad, whole)
+
+    x = whole.clone().requires_grad_()
+    y = scatter_to_ranks(x, comm)
+    assert torch.equal(y, whole[:, mine])
+    (y * whole[:, mine]).sum().backward()
+    assert torch.equal(x.grad, whole)
+
+    x = whole[:, mine].clone().requires_grad_()
+    y = gather_from_ranks(x, comm, 7)
+    assert torch.equal(y, whole)
+    (y * whole).sum().backward()
+    assert torch.equal(x.grad, whole[:, mine])
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("features", [12, 13])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_equal_the_unsplit_one(world, features, bias):
+    torch.manual_seed(2)
+    narrow, wide = torch.randn(3, 4, 6, dtype=torch.float64), torch.randn(3, 4, features, dtype=torch.float64)
+    reference = seeded(lambda: nn.Linear(6, features, bias))
+    whole = seeded(lambda: ColumnParallelLinear(6, features, world.comm, bias))
+    assert difference(whole, reference) == 0  # the same initial values
+    check_step(whole, reference, narrow)
+    # Of another seed here: rank 0's values count.
+    given = seeded(lambda: nn.Linear(6, features, bias), seed=world.rank)
+    parts = ColumnParallelLinear.from_linear(given, world.comm, gather_output=False)
+    assert difference(parts, reference) == 0 and parts.weight.untyped_storage().nbytes() == parts.weight.nbytes
+    assert torch.equal(parts(narrow), functional.linear(narrow, parts.weight, parts.bias))
+
+    reference = seeded(lambda: nn.Linear(features, 5, bias))
+    whole = seeded(lambda: RowParallelLinear(features, 5, world.comm, bias), seed=world.rank)
+    assert difference(whole, reference) == 0
+    check_step(whole, reference, wide)
+    given = seeded(lambda: nn.Linear(features, 5, bias), seed=world.rank)
+    parts = RowParallelLinear.from_linear(given, world.comm, input_is_parallel=True)
+    assert apart(parts(scatter_to_ranks(wide, world.comm)), reference(wide)) <= EXACT
+    if bias:
+        grads = world.comm.all_gather_object(whole.bias.grad)
+        assert all(torch.equal(grads[0], grad) for grad in grads)
+
+
+@on_ranks(2, 3, 4)
+def test_embedding_and_cross_entropy_equal_the_unsplit_ones(world):
+    words = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(0))
+    reference = seeded(lambda: nn.Embedding(WORDS, 5))
+    ours = seeded(lambda: VocabParallelEmbedding(WORDS, 5, world.comm))
+    other = VocabParallelEmbedding.from_embedding(seeded(lambda: nn.Embedding(WORDS, 5), seed=world.rank), world.comm)
+    assert difference(ours, reference) == difference(other, reference) == 0
+    assert torch.equal(ours(words), reference(words))
+    for model in (ours, reference):
+        model(words).square().sum().backward()
+    assert difference(ours, reference, grad=True) <= EXACT
+
+    logits = torch.randn(4, 6, WORDS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = part_of(WORDS, world.rank, world.size)
+    for scale, reduction in ((1, "none"), (1e4, "mean"), (1, "sum")):  # exp(1e4) would overflow
+        whole, targets = (logits * scale).requires_grad_(), words.clone()
+        targets[0, :3] = -100
+        ours = whole[..., mine].detach().clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(ours, targets, world.comm, reduction)
+        expected = functional.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction=reduction)
+        assert apart(loss, expected.view(loss.shape)) <= EXACT * scale
+        for value in (loss, expected):
+            (value.flatten() * torch.arange(1.0, value.numel() + 1)).sum().backward()
+        assert apart(ours.grad, whole.grad[..., mine]) <= EXACT
+    impossible = logits.clone()
+    impossible[..., mine if world.rank == 0 else slice(0)] = -torch.inf  # rank 0's words, as padding of a vocabulary
+    loss = vocab_parallel_cross_entropy(impossible[..., mine], torch.full_like(words, WORDS - 1), world.comm)
+    assert torch.isfinite(loss).all()
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_mlp_has_parity_with_one_process_and_with_dtensor(world, optimizer):
+    data = [seeded(lambda: nn.Linear(WIDTH, 10), seed=step).weight.detach() for step in range(STEPS)]
+
+    def trained(model, dtype):
+        step = OPTIMIZERS[optimizer](model)
+        for x in data:
+            (model(x.to(dtype)) - x.to(dtype)).square().mean().backward()
+            step.step()
+            step.zero_grad()
+        return model
+
+    def plain(dtype):
+        return seeded(lambda: PlainMLP(WIDTH, 36), dtype)
+
+    mesh = DeviceMesh.from_group(torch_group(world), "cpu")
+    plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    exact = trained(plain(torch.float64), torch.float64)
+    errors = {}
+    for dtype in (torch.float64, torch.float32):
+        ours = trained(seeded(lambda: ParallelMLP(WIDTH, 36, world.comm), dtype), dtype)
+        theirs = trained(parallelize_module(plain(dtype), mesh, plan), dtype).state_dict()
+        peer = max(apart(full(theirs[name]), value) for name, value in exact.state_dict().items())
+        errors[dtype] = difference(ours, exact), peer
+    assert max(errors[torch.float64]) <= EXACT
+    assert errors[torch.float32][0] <= max(2 * errors[torch.float32][1], 1e-5)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_language_model_with_tied_embedding_has_parity(world, optimizer):
+    data = texts()
+    reference, ours = seeded(Language), seeded(lambda: Language(world.comm))
+    assert difference(ours, reference) == 0
+    (x, y), *_ = data
+    losses = [model.loss(model(x), y) for model in (ours, reference)]
+    assert apart(*losses) <= EXACT
+    for model, loss in zip((ours, reference), losses, strict=True):
+        loss.backward()
+        assert model.output.weight is model.embedding.weight
+    assert difference(ours, reference, grad=True) <= EXACT
+    # What is whole on every rank stays equal to the last bit.
+    whole = ("norm1.", "norm2.", "attention.out_proj.bias", "mlp.linear2.bias")
+    grads = [parameter.grad for name, parameter in ours.named_parameters() if name.startswith(whole)]
+    everyones = world.comm.all_gather_object(grads)
+    assert len(grads) == 6 and all(torch.equal(a, b) for their in everyones for a, b in zip(grads, their, strict=True))
+    for model in (ours, reference):
+        model.zero_grad()
+        train(model, OPTIMIZERS[optimizer](model), data)
+    assert difference(ours, reference) <= EXACT
+    whole = whole_state_dict(ours)
+    assert max(apart(whole[name], value) for name, value in reference.state_dict().items()) <= EXACT
+    seeded(Language, seed=9).load_state_dict(whole)
+
+
+@on_ranks(2, 3)
+def test_norms_are_clipped_as_one(world):
+    reference, ours = seeded(Language), seeded(lambda: Language(world.comm))
+    norms = []
+    for model, clip in (
+        (ours, lambda: clip_grad_norm_(ours, 0.1, world.comm)),
+        (reference, lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.1)),
+    ):
+        train(model, OPTIMIZERS["sgd"](model), texts(), clip=lambda clip=clip: norms.append(float(clip())))
+    assert norms[0] > 0.1
+    torch.testing.assert_close(norms[:STEPS], norms[STEPS:], rtol=EXACT, atol=EXACT)
+    assert difference(ours, reference) <= EXACT
+
+
+def attention_of_torch(bias, seed):
+    attention = seeded(lambda: nn.MultiheadAttention(WIDTH, HEADS, bias=bias, batch_first=True), seed=seed)
+    if bias:  # torch begins with zeros, among which no order shows
+        nn.init.normal_(attention.in_proj_bias)
+        nn.init.normal_(attention.out_proj.bias)
+    return attention
+
+
+@on_ranks(2, 3, 4)
+def test_attention_equals_that_of_torch(world):
+    torch.manual_seed(3)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    for bias, causal in ((True, False), (False, True)):
+        reference = attention_of_torch(bias, seed=0)
+        ours = ParallelAttention.from_attention(attention_of_torch(bias, seed=world.rank), world.comm, causal)
+        mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64) if causal else None
+        ours_x, reference_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = ours(ours_x), reference(reference_x, reference_x, reference_x, attn_mask=mask)[0]
+        assert apart(y, expected) <= EXACT
+        for value in (y, expected):
+            value.square().sum().backward()
+        assert apart(ours_x.grad, reference_x.grad) <= EXACT
+        rows = reference.in_proj_weight.grad.view(3, HEADS, -1, WIDTH).transpose(0, 1).reshape(3 * WIDTH, WIDTH)
+        assert apart(ours.in_proj.weight.grad, rows[ours.in_proj.part]) <= EXACT
+        assert apart(ours.out_proj.weight.grad, reference.out_proj.weight.grad[:, ours.out_proj.part]) <= EXACT
+
+
+def sent(world, run) -> dict[str, list[int]]:
+    """The bytes of every verb that ``run()`` calls, by verb."""
+    with dtlib.trace() as trace:
+        run()
+    verbs = {}
+    for event in trace.events:
+        verbs.setdefault(event.name, []).append(event.bytes)
+    return verbs
+
+
+@on_ranks(2, 3, 4)
+def test_cost_is_that_of_the_docstrings(world):
+    n, tokens, words = world.size, 12 * 240, 24
+    ring = next(limit for ranks, limit in DOUBLING_UP_TO.items() if n <= ranks)
+    x = torch.randn(12, 240, WIDTH, dtype=torch.float64)
+    assert x.nbytes > ring and (tokens * WIDTH) % n == 0
+    whole = 2 * x.nbytes * (n - 1) // n  # what a ring sends from each rank
+    for block in (
+        ParallelMLP(WIDTH, 48, world.comm).double(),
+        ParallelAttention(WIDTH, HEADS, world.comm).double(),
+        ColumnParallelLinear(WIDTH, 2 * WIDTH, world.comm, gather_output=False).double(),
+        RowParallelLinear(WIDTH, WIDTH, world.comm).double(),
+        ColumnParallelLinear(WIDTH, WIDTH, world.comm).double(),
+    ):
+        forward, backward = {"all_reduce": [whole]}, {"all_reduce": [whole]}
+        if isinstance(block, RowParallelLinear):
+            backward = {"all_gather": [whole // 2]}
+        if isinstance(block, ColumnParallelLinear):
+            forward = {"all_gather": [whole // 2]} if block.gather_output else {}
+        y = []
+        assert sent(world, lambda block=block, y=y: y.append(block(x.requires_grad_()))) == forward, block
+        assert sent(world, lambda y=y: y[0].sum().backward()) == backward, block
+        # An input without gradients costs nothing on the way back, and evaluation leaves nothing behind.
+        y = block(x.detach())
+        assert sent(world, lambda y=y: y.sum().backward()) == {}, block
+        with torch.no_grad():
+            y = []
+            assert sent(world, lambda block=block, y=y: y.append(block(x))) == forward, block
+            assert not y[0].requires_grad
+
+    embedding = VocabParallelEmbedding(words, WIDTH, world.comm).double()
+    y = []
+    assert sent(world, lambda: y.append(embedding(torch.zeros(12, 240, dtype=torch.int64)))) == {"all_reduce": [whole]}
+    assert sent(world, lambda: y[0].sum().backward()) == {}
+
+    logits = torch.randn(12, 240, words // n, requires_grad=True)
+    y = []
+    first, second = (
+        4 * elements_sent("all_reduce", "ring" if 4 * count > ring else "recursive_doubling", n, world.rank, count)
+        for count in (tokens + n, 2 * tokens)
+    )
+    targets = torch.zeros(12, 240, dtype=torch.int64)
+    verbs = sent(world, lambda: y.append(vocab_parallel_cross_entropy(logits, targets, world.comm, "mean")))
+    assert verbs == {"all_reduce": [first, second]}
+    assert sent(world, lambda: y[0].backward()) == {}
+
+
+@on_ranks(2)
+def test_on_a_process_group_and_on_an_mpi4py_communicator(world):
+    from mpi4py import MPI
+
+    reference = seeded(Language)
+    train(reference, OPTIMIZERS["sgd"](reference), texts())
+    for comm in (torch_group(world), MPI.COMM_WORLD):
+        ours = seeded(lambda comm=comm: Language(as_communicator(comm)))
+        assert difference(train(ours, OPTIMIZERS["sgd"](ours), texts()), reference) <= EXACT
+        mlp, plain = seeded(lambda comm=comm: ParallelMLP(WIDTH, HIDDEN, comm)), seeded(PlainMLP)
+        check_step(mlp, plain, torch.ones(3, WIDTH, dtype=torch.float64))
+        with pytest.raises(DtlibError, match=r"dtlib\.comm\.as_communicator"):
+            copy_to_ranks(torch.ones(1), comm)
+
+
+@on_ranks(2, 3)
+def test_bfloat16_is_as_near_as_the_unsplit_model(world):
+    (x, y), *_ = texts()
+
+    def step(comm, dtype):
+        model = seeded(lambda: Language(comm), torch.bfloat16).to(dtype)
+        loss = model.loss(model(x), y)
+        loss.backward()
+        assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
+        return model, float(loss)
+
+    (exact, loss), (plain, plain_loss), (ours, our_loss) = (
+        step(comm, dtype)
+        for comm, dtype in ((None, torch.float64), (None, torch.bfloat16), (world.comm, torch.bfloat16))
+    )
+    # Sums of parts are rounded to 8 bits before they are added: about as far off as the unsplit model's own rounding.
+    assert abs(our_loss - loss) <= max(2 * abs(plain_loss - loss), 0.02)
+    assert difference(ours, exact, grad=True) <= max(2 * difference(plain, exact, grad=True), 0.01)
+
+
+@on_ranks(2, 3)
+def test_gradients_of_gradients_and_checkpointed_activations(world):
+    x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    reference, ours = seeded(PlainMLP), seeded(lambda: ParallelMLP(WIDTH, HIDDEN, world.comm))
+    for model in (ours, reference):
+        at = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(at).square().sum(), at, create_graph=True)
+        slope.square().sum().backward()
+    assert difference(ours.linear1, reference.linear1, grad=True) <= EXACT
+    ours.zero_grad(), reference.zero_grad()
+    reference(x).square().sum().backward()
+    torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False).square().sum().backward()
+    assert difference(ours, reference, grad=True) <= EXACT
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("data_axis", ["DataParallel", "ZeroOptimizer 1", "ZeroOptimizer 2"])
+def test_data_times_tensor(world, data_axis):
+    mesh = world.mesh(data=2, tensor=2)
+    data, comm, settings = texts(), mesh["data"], {"lr": 0.1, "momentum": 0.9}
+    clipped = data_axis == "DataParallel"
+    reference = seeded(Language)
+    clip = (lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.5)) if clipped else None
+    train(reference, torch.optim.SGD(reference.parameters(), **settings), data, clip=clip)
+    # Parts differ along the tensor axis and have to be equal along the data axis, whatever the seeds.
+    language = seeded(lambda: Language(mesh["tensor"]), seed=mesh.coordinates["data"])
+    half = part_of(len(data[0][0]), comm.rank, comm.size)
+    mine = [(x[half], y[half]) for x, y in data]
+    if clipped:
+        model = DataParallel(language, comm, bucket_cap_mb=0.002)
+        assert len(model.buckets) > 1
+        optimizer = torch.optim.SGD(model.parameters(), **settings)
+        train(model, optimizer, mine, language, lambda: clip_grad_norm_(model, 0.5, mesh["tensor"]))
+    else:
+        stage = int(data_axis[-1])
+        train(language, ZeroOptimizer(language.parameters(), torch.optim.SGD, comm, stage, **settings), mine)
+    assert difference(language, reference) <= EXACT
+
+
+@on_ranks(2, 3)
+def test_what_it_cannot_do_is_refused_on_every_rank(world):
+    comm, n = world.comm, world.size
+    few = n - 1
+    shared = {"linear": nn.Linear(2 + world.rank, 8), "padded": nn.Embedding(8, 2, padding_idx=0)}
+    with_dropout = nn.MultiheadAttention(12, 6, dropout=0.1)
+    for make, words in (
+        (lambda: ColumnParallelLinear(4, few, comm), f"{n} ranks cannot share out_features={few}"),
+        (lambda: RowParallelLinear(few, 4, comm), f"{n} ranks cannot share in_features={few}"),
+        (lambda: VocabParallelEmbedding(few, 4, comm), f"{n} ranks cannot share num_embeddings={few}"),
+        (lambda: ParallelAttention(20, 5, comm), f"5 heads cannot be shared among {n} ranks"),
+        (lambda: ParallelAttention(20, 6 + world.rank, comm), "heads is 6 on rank 0 and 7 on rank 1"),
+        (lambda: ParallelAttention(20, 6, comm), "width=20 is no multiple of 6 heads"),
+        (lambda: ColumnParallelLinear.from_linear(shared["linear"], comm), r"shapes is .*\(8, 2\).* \(8, 3\)"),
+        (lambda: RowParallelLinear(8, 2, comm, bias=world.rank == 0), "RowParallelLinear differs between ranks"),
+        (lambda: VocabParallelEmbedding.from_embedding(shared["padded"], comm), "has no padding_idx"),
+        (lambda: ParallelAttention.from_attention(with_dropout, comm), "dropout=0"),
+        (lambda: ColumnParallelLinear(4, 8, "gloo"), "comm='gloo' is no communicator"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            make()
+    with pytest.raises(DtlibError, match=r"shape \(1, 5\) .* is 4: in_features=4"):
+        ColumnParallelLinear(4, 8, comm)(torch.ones(1, 5))
+    with pytest.raises(DtlibError, match="this rank's part"):
+        RowParallelLinear(12, 8, comm, input_is_parallel=True)(torch.ones(1, 12))
+    with pytest.raises(DtlibError, match="has words 0 to 7 and got 3 to 8"):
+        VocabParallelEmbedding(8, 2, comm)(torch.tensor([3, 8]))
+    logits, targets = torch.zeros(2, 6), torch.tensor([0, 6 * n])
+    with pytest.raises(DtlibError, match=f"words 0 to {6 * n - 1}, and some are 0 to {6 * n}"):
+        vocab_parallel_cross_entropy(logits, targets, comm)
+    with pytest.raises(DtlibError, match="reduction='average'"):
+        vocab_parallel_cross_entropy(logits, targets, comm, reduction="average")
+    with pytest.raises(DtlibError, match=r"got \(2, 6\) with \(3,\)"):
+        vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64), comm)
+    comm.barrier()  # nobody is left behind
+
+
+@pytest.mark.gpu
+@on_ranks(1, 2)
+def test_on_a_gpu(world):
+    data = [(x.to(world.device), y.to(world.device)) for x, y in texts()]
+    reference = seeded(Language).to(world.device)
+    ours = seeded(lambda: Language(world.comm)).to(world.device)
+    for model in (ours, reference):
+        train(model, OPTIMIZERS["sgd"](model), data)
+    # Kernels of a GPU may add in another order every time.
+    assert difference(ours, reference) <= 1e-9
