@@ -1,0 +1,22 @@
+"""Pipeline parallelism: stages of a model on different ranks, which work on micro-batches in turn.
+
+    rank 0   F0 F1 F2 F3 .  .  .  B0 B1 B2 B3
+    rank 1      F0 F1 F2 F3 .  B0 B1 B2 B3            time -->
+
+An order of actions is data (dtlib/schedule): here it runs.
+"""
+
+from dtlib.parallel.pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from dtlib.parallel.pipeline.linear import Linear, weights_later
+from dtlib.parallel.pipeline.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZeroBubbleH1,
+)
+from dtlib.parallel.pipeline.stage import PipelineStage
+
+__all__ = [
+    "LayerSpec", "Linear", "PipelineModule", "PipelineStage", "Schedule1F1B", "ScheduleGPipe",
+    "ScheduleInterleaved1F1B", "ScheduleZeroBubbleH1", "TiedLayerSpec", "weights_later",
+]  # fmt: skip

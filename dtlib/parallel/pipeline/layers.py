@@ -1,0 +1,210 @@
+"""A model as a list of layers, of which each rank builds its own part.
+
+    layers       embed | block block block | block block head         cuts [0, 1, 4, 7]
+    stage        0     | 1                 | 2
+
+Names and arguments are DeepSpeed's (``deepspeed.pipe``).
+"""
+
+import time
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+
+
+class LayerSpec:
+    """A layer that is built later, on the rank that has it: ``LayerSpec(nn.Linear, 4, 8)``."""
+
+    def __init__(self, typename, *module_args, **module_kwargs):
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise DtlibError(f"LayerSpec takes a class of modules and its arguments, and got {typename!r:.60}.")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self) -> nn.Module:
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self):
+        return f"LayerSpec({self.typename.__name__})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose weight is shared with all others of the same ``key``, also on other stages.
+
+    ``forward_fn(module, x)`` is called instead of the module; ``tied_weight_attr`` names what is shared.
+    """
+
+    def __init__(self, key, typename, *module_args, forward_fn=None, tied_weight_attr="weight", **module_kwargs):
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
+
+
+class PipelineModule(nn.Module):
+    """This rank's part of a model that is given as a list of layers.
+
+    Args:
+        layers: LayerSpecs, TiedLayerSpecs, modules, or functions of what the layer before gives.
+        num_stages: into how many parts it is cut; part s is on rank s of ``comm``.
+        loss_fn: a function of output and target, for the last stage.
+        partition_method: ``"parameters"`` (parts with about equally many), ``"uniform"`` (equally many layers),
+            ``"time"`` (measured, with ``sample``), or the cuts themselves, such as ``[0, 1, 4, 7]``.
+        comm: by default that of all ranks.
+        base_seed: layer i is built with the seed ``base_seed + i``, on whatever rank.
+        sample: an input of the first layer, for ``"time"``.
+
+    Counterpart: ``deepspeed.pipe.PipelineModule``.
+
+    Raises:
+        DtlibError: for layers that cannot be cut so; on every rank.
+    """
+
+    def __init__(
+        self, layers, num_stages: int, loss_fn=None, partition_method="parameters", comm=None, base_seed: int = 1234,
+        sample=None,
+    ):  # fmt: skip
+        super().__init__()
+        from dtlib.world import init
+
+        self.comm = as_communicator(comm) if comm is not None else init().comm
+        self.loss_fn, self.num_stages, self.base_seed = loss_fn, num_stages, base_seed
+        specs = list(layers)
+        if not 1 <= num_stages <= self.comm.size:
+            raise DtlibError(f"PipelineModule(num_stages={num_stages}): there are {self.comm.size} ranks for stages.")
+        self.cuts = self._cuts(specs, partition_method, sample)
+        self.stage_index = self.comm.rank if self.comm.rank < num_stages else None
+        first, last = (0, 0) if self.stage_index is None else self.cuts[self.stage_index : self.stage_index + 2]
+        self.layers, self._functions, tied = nn.ModuleDict(), [], {}
+        for i in range(first, last):
+            spec = specs[i]
+            module = self._build(specs, i)
+            if isinstance(spec, TiedLayerSpec):
+                weight = tied.setdefault(spec.key, getattr(module, spec.tied_weight_attr))
+                setattr(module, spec.tied_weight_attr, weight)
+            if isinstance(module, nn.Module):
+                self.layers[str(i)] = module
+            forward = getattr(spec, "forward_fn", None)
+            self._functions.append((lambda x, f=forward, m=module: f(m, x)) if forward else module)
+        self._tied = self._share_tied(specs, tied)
+
+    def forward(self, *inputs):
+        value = inputs[0] if len(inputs) == 1 else inputs
+        for function in self._functions:
+            value = function(value)
+        return value
+
+    def reduce_tied_gradients(self) -> None:
+        """After a step of the schedule: add the gradients of tied weights over the stages that have them."""
+        for comm, weight in self._tied:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            comm.all_reduce(weight.grad)
+
+    def _build(self, specs, i: int):
+        """Layer i, with the values that it has on whatever rank; of tied layers those of the first."""
+        spec = specs[i]
+        if not isinstance(spec, LayerSpec):
+            return spec
+        key = getattr(spec, "key", None)
+        first = next(j for j, s in enumerate(specs) if j == i or (key is not None and getattr(s, "key", None) == key))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.base_seed + i)
+            module = spec.build()
+            if first != i:
+                torch.manual_seed(self.base_seed + first)
+                source = specs[first]
+                value = getattr(source.build(), source.tied_weight_attr).detach()
+                with torch.no_grad():
+                    getattr(module, spec.tied_weight_attr).copy_(value)
+        return module
+
+    def _share_tied(self, specs, tied: dict) -> list:
+        """For each key that several stages have: a communicator of these stages, and the weight."""
+        found = []
+        for key in sorted({spec.key for spec in specs if isinstance(spec, TiedLayerSpec)}):
+            comm = self.comm.split(0 if key in tied else None)
+            if comm is not None and comm.size > 1:
+                found.append((comm, tied[key]))
+        return found
+
+    def _cuts(self, specs, method, sample) -> list[int]:
+        if isinstance(method, (list, tuple)):
+            cuts = list(method)
+            fits = len(cuts) == self.num_stages + 1 and cuts[0] == 0 and cuts[-1] == len(specs)
+            if not fits or any(a >= b for a, b in pairwise(cuts)):
+                raise DtlibError(
+                    f"partition_method={cuts} does not cut {len(specs)} layers into {self.num_stages} stages: give "
+                    f"{self.num_stages + 1} rising numbers from 0 to {len(specs)}."
+                )
+            return cuts
+        if len(specs) < self.num_stages:
+            raise DtlibError(f"{len(specs)} layers cannot be cut into {self.num_stages} stages: take fewer stages.")
+        match method:
+            case "uniform":
+                costs = [1] * len(specs)
+            case "parameters":
+                costs = [_parameters_of(spec) for spec in specs]
+            case "time":
+                if sample is None:
+                    raise DtlibError("partition_method='time' measures with an input: pass sample=x.")
+                # Rank 0's times count: measurements differ between ranks, and cuts must not.
+                costs = self.comm.broadcast_object(self._times(specs, sample) if self.comm.rank == 0 else None)
+            case _:
+                raise DtlibError(
+                    f"partition_method={method!r}: choose 'parameters', 'uniform', 'time', or a list of cuts."
+                )
+        return balanced_cuts(costs, self.num_stages)
+
+    def _times(self, specs, sample) -> list[float]:
+        """Seconds of forward and backward of each layer, the quicker of two."""
+        times, value = [], sample
+        for i, spec in enumerate(specs):
+            module, forward = self._build(specs, i), getattr(spec, "forward_fn", None)
+            best = float("inf")
+            for _ in range(2):
+                if value.is_floating_point():
+                    value = value.detach().requires_grad_()
+                began = time.perf_counter()
+                output = forward(module, value) if forward else module(value)
+                if output.requires_grad:
+                    output.sum().backward()
+                best = min(best, time.perf_counter() - began)
+            times.append(best)
+            value = output.detach()
+        return times
+
+
+def balanced_cuts(costs, stages: int) -> list[int]:
+    """Where to cut a list so that the most expensive part is as cheap as can be; every part has an element.
+
+    best[s][i]: the cheapest most expensive part if the first i elements are cut into s parts.
+    """
+    count = len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
+    cut = [[0] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = 0
+    for s in range(1, stages + 1):
+        for i in range(s, count + 1):
+            for j in range(s - 1, i):
+                worst = max(best[s - 1][j], sums[i] - sums[j])
+                if worst < best[s][i]:
+                    best[s][i], cut[s][i] = worst, j
+    cuts = [count]
+    for s in range(stages, 0, -1):
+        cuts.append(cut[s][cuts[-1]])
+    return cuts[::-1]
+
+
+def _parameters_of(spec) -> int:
+    """Trainable elements of a layer, counted without memory for them."""
+    if isinstance(spec, LayerSpec):
+        with torch.device("meta"):
+            spec = spec.build()
+    if not isinstance(spec, nn.Module):
+        return 0
+    return sum(parameter.numel() for parameter in spec.parameters() if parameter.requires_grad)

@@ -1,0 +1,236 @@
+"""Pipelines against the unsplit model, and against torch.distributed.pipelining."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import pipelining
+
+from benchmarks.peers import torch_group
+from dtlib import schedule as schedules
+from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline import (
+    LayerSpec,
+    Linear,
+    PipelineModule,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZeroBubbleH1,
+    TiedLayerSpec,
+)
+from tests.ranks import on_ranks
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zb-h1": ScheduleZeroBubbleH1
+}  # fmt: skip
+STEPS = 3
+WORDS, WIDTH = 11, 6
+
+
+def layers(count):
+    """Layers of different sizes; a weight is tied between the first and the last."""
+    inner = [
+        LayerSpec(Linear, WIDTH, WIDTH) if i % 2 else LayerSpec(nn.LayerNorm, WIDTH) for i in range(count - 2)
+    ]  # fmt: skip
+    embed = TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH)
+    head = TiedLayerSpec("words", nn.Linear, WIDTH, WORDS)
+    return [embed, *inner, head]
+
+
+def loss_fn(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def unsplit(count, comm):
+    """All layers in one process, with the same values."""
+    return PipelineModule(layers(count), 1, loss_fn, comm=comm.split(comm.rank)).double()
+
+
+def batches(samples, length=5):
+    torch.manual_seed(3)
+    made = [torch.randint(0, WORDS, (samples, length + step % 2)) for step in range(STEPS)]
+    return [(words[:, :-1], words[:, 1:]) for words in made]
+
+
+def train_alone(model, data):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for x, y in data:
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def difference(reference, parts) -> float:
+    """Between the layers of this rank and those of the unsplit model."""
+    theirs = dict(reference.layers.named_parameters(remove_duplicate=False))
+    return max(
+        (
+            float((p - theirs[name]).detach().abs().max())
+            for part in parts
+            for name, p in part.layers.named_parameters()
+        ),
+        default=0.0,
+    )
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parity_with_the_unsplit_model(world, name, recompute):
+    """Tied first and last layers, uneven stages, uneven micro-batches, texts of different lengths."""
+    comm, microbatches = world.comm, 2 * world.size
+    chunks = 2 if name == "interleaved" else 1
+    count = 2 * world.size * chunks + 1
+    data = batches(2 * microbatches + 1)
+    reference = unsplit(count, comm)
+    expected = train_alone(reference, data)
+    if chunks == 1:
+        parts = [PipelineModule(layers(count), world.size, loss_fn).double()]
+        stages = [PipelineStage(parts[0], world.rank, world.size, comm)]
+    else:
+        # Two stages a rank: each a model of its own, cut by hand, and without ties between ranks.
+        parts, stages = [], []
+        cuts = schedules_cuts(count, world.size * chunks)
+        for index in range(world.rank, world.size * chunks, world.size):
+            part = Part(count, cuts[index], cuts[index + 1]).double()
+            parts.append(part)
+            stages.append(PipelineStage(part, index, world.size * chunks, comm))
+        reference = untied(count).double()
+        expected = train_alone(reference, data)
+    schedule = SCHEDULES[name](stages, microbatches, loss_fn, recompute=recompute)
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1, momentum=0.9)
+    first, last = stages[0].is_first, stages[-1].is_last
+    for (x, y), loss in zip(data, expected, strict=True):
+        losses = []
+        out = schedule.step(*([x] if first else []), target=y if last else None, losses=losses)
+        if chunks == 1:
+            parts[0].reduce_tied_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        if last:
+            sizes = [len(part) for part in y.tensor_split(microbatches)]
+            mean = sum(size * value.item() for size, value in zip(sizes, losses, strict=True)) / len(y)
+            assert abs(mean - loss) <= 1e-12 and out.shape[:2] == y.shape
+    assert difference(reference, parts) <= 1e-12
+    # What it keeps is what the simulation says.
+    simulated = schedules.simulate(SCHEDULES[name].order(world.size, microbatches, world.size * chunks))
+    if name != "zb-h1":  # where layers that cannot be split keep less
+        assert schedule.peak_in_flight == simulated.peak_activations[world.rank]
+    with torch.no_grad():
+        whole = reference(data[0][0])
+    out = schedule.eval(*([data[0][0]] if first else []))
+    assert (out is None) == (not last)
+    if last:
+        assert (out - whole).abs().max() <= 1e-12
+
+
+class Part(nn.Module):
+    def __init__(self, count, first, last):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): untied_layer(count, i) for i in range(first, last)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def untied_layer(count, i):
+    with torch.random.fork_rng():
+        torch.manual_seed(i)
+        return layers(count)[i].build()
+
+
+def untied(count):
+    return Part(count, 0, count)
+
+
+def schedules_cuts(count, stages):
+    return [count * s // stages for s in range(stages + 1)]
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_parity_with_torch_pipelining(world, name):
+    comm, microbatches = world.comm, 2 * world.size
+    peer = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[name]
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(world.size)]
+    ours, theirs = modules[world.rank], nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double()
+    theirs.load_state_dict(ours.state_dict())
+    x, y = torch.randn(3 * microbatches, 5).double(), torch.randn(3 * microbatches, 5).double()
+    mse = nn.functional.mse_loss
+    stage = PipelineStage(ours, world.rank, world.size, comm)
+    their_stage = pipelining.PipelineStage(
+        theirs, world.rank, world.size, torch.device("cpu"), group=torch_group(world)
+    )
+    arguments, target = ([x] if world.rank == 0 else []), y if stage.is_last else None
+    SCHEDULES[name](stage, microbatches, mse).step(*arguments, target=target)
+    peer(their_stage, microbatches, mse).step(*arguments, target=target)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (mine.grad - other.grad).abs().max() <= 1e-12
+
+
+@on_ranks(2)
+def test_what_it_cannot_do_is_refused(world):
+    comm = world.comm
+    specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
+    for arguments, words in {
+        (3, "parameters"): r"num_stages=3\): there are 2 ranks",
+        (2, (0, 3)): r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: give 3 rising numbers",
+        (2, "by-eye"): "partition_method='by-eye': choose 'parameters'",
+        (2, "time"): "pass sample=x",
+    }.items():
+        with pytest.raises(DtlibError, match=words):
+            PipelineModule(specs, arguments[0], partition_method=arguments[1])
+    with pytest.raises(DtlibError, match="1 layers cannot be cut into 2 stages"):
+        PipelineModule(specs[:1], 2)
+    with pytest.raises(DtlibError, match=r"Stage \d of 2 is on rank \d of 2"):
+        PipelineStage(nn.Linear(2, 2), 1 - world.rank, 2, comm)
+    stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, comm)
+    with pytest.raises(DtlibError):
+        ScheduleGPipe(stage, 0)
+    with pytest.raises(DtlibError, match=r"stages 0, 2 of 4|stages 1, 3 of 4"):
+        ScheduleInterleaved1F1B([PipelineStage(nn.Linear(2, 2), world.rank, 4, comm)], 4)
+    schedule = ScheduleGPipe(stage, 4)
+    if world.rank == 0:
+        with pytest.raises(DtlibError, match="3 samples cannot be cut into 4 micro-batches"):
+            schedule.step(torch.zeros(3, 2))
+        with pytest.raises(DtlibError, match="needs the inputs"):
+            schedule.step()
+    comm.barrier()
+
+
+def test_cuts():
+    from dtlib.parallel.pipeline.layers import balanced_cuts
+
+    assert balanced_cuts([1, 1, 1, 1], 2) == [0, 2, 4]
+    assert balanced_cuts([9, 1, 1, 1], 3)[1] == 1
+    assert balanced_cuts([0, 0, 0], 3) == [0, 1, 2, 3]
+
+
+def test_a_linear_layer_in_two_halves():
+    from dtlib.parallel.pipeline import weights_later
+
+    torch.manual_seed(0)
+    ours, x = Linear(3, 4).double(), torch.randn(2, 5, 3).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w, b: _apply(ours, x, w, b), (x, ours.weight, ours.bias))
+    ours(x).square().sum().backward()
+    whole = [p.grad.clone() for p in (*ours.parameters(), x)]
+    ours.zero_grad()
+    x.grad = None
+    with weights_later() as halves:
+        ours(x).square().sum().backward()
+    assert ours.weight.grad is None and torch.equal(x.grad, whole[2]) and len(halves) == 1
+    halves[0]()
+    assert torch.equal(ours.weight.grad, whole[0]) and torch.equal(ours.bias.grad, whole[1])
+
+
+def _apply(layer, x, weight, bias):
+    from dtlib.parallel.pipeline.linear import _Linear
+
+    return _Linear.apply(x, weight, bias)
