@@ -1,0 +1,67 @@
+"""An optimizer whose gradients are averaged over replicas before the step."""
+
+import torch
+
+from dtlib.errors import DtlibError
+from dtlib.parallel.replicator.exchange import AllReduce
+
+
+class ReplicatedOptimizer:
+    """What ``replicator.wrap_optimizer`` gives: ``minimize(loss)`` stands for backward, average, step.
+
+    The torch optimizer inside, ``optimizer``, does the step, on every process or once for all replicas in it. So its
+    learning rate may be scheduled, its states saved, and its step hooks see the averaged gradients, to clip them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, exchange, number: int):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise DtlibError("LBFGS computes the loss several times a step: wrap one that does it once, such as AdamW.")
+        self.optimizer = optimizer
+        self.number = number  # by which a graph names it
+        self._exchange = exchange
+        groups = [group["params"] for group in optimizer.param_groups]
+        self.parameters = [parameter for group in groups for parameter in group if parameter.requires_grad]
+        if not self.parameters:
+            raise DtlibError("wrap_optimizer: no parameter of this optimizer requires a gradient.")
+
+    def __repr__(self):
+        return f"ReplicatedOptimizer({type(self.optimizer).__name__}, {len(self.parameters)} parameters)"
+
+    def minimize(self, loss: torch.Tensor) -> None:
+        """Compute this replica's gradients of ``loss``, average them over replicas, and step.
+
+        ``loss`` is one number. A parameter that no replica has used keeps ``grad=None``; one that some have used
+        counts as zero on the others. The averages stay in ``.grad``.
+        """
+        if loss.dim() or not loss.requires_grad:
+            raise DtlibError(
+                f"minimize(loss) needs one number that depends on the parameters; this has shape {tuple(loss.shape)}"
+                f"{'' if loss.requires_grad else ' and no gradient'}."
+            )
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        averages = [None] * len(gradients)
+        # All gradients of a type travel in one message, and behind them a number a parameter: is it used here?
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
+            of_type = [i for i, parameter in enumerate(self.parameters) if parameter.dtype == dtype]
+            pieces = [self._flat(gradients[i], i) for i in of_type]
+            used_here = [torch.full_like(pieces[0][:1], float(gradients[i] is not None)) for i in of_type]
+            flat = AllReduce.apply(torch.cat([*pieces, *used_here]).detach(), "mean", self._exchange)
+            *parts, used = flat.split([*(len(piece) for piece in pieces), len(of_type)])
+            for i, part, flag in zip(of_type, parts, used.unbind(), strict=True):
+                averages[i] = part.view_as(self.parameters[i]), flag
+        flags = torch.stack([flag.to(torch.float32) for _, flag in averages])
+        self._exchange.apply(self, [average for average, _ in averages], flags)
+
+    def _flat(self, gradient, i):
+        if gradient is None:
+            return torch.zeros_like(self.parameters[i]).flatten()
+        if gradient.layout != torch.strided:
+            shape = tuple(self.parameters[i].shape)
+            raise DtlibError(f"The gradient of parameter {i}, of shape {shape}, is sparse: build it with sparse=False.")
+        return gradient.flatten()
+
+    def apply(self, gradients, used) -> None:
+        """Step with gradients that are averaged already."""
+        for parameter, gradient, share in zip(self.parameters, gradients, used.tolist(), strict=True):
+            parameter.grad = gradient if share else None
+        self.optimizer.step()

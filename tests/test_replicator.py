@@ -1,0 +1,449 @@
+"""TF-Replicator's model: the same user code, a process a replica or all replicas in one graph, and plain torch."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import dtlib
+from dtlib.errors import DtlibError
+from dtlib.parallel.replicator import Replicator
+from tests.models import batches as batches_of
+from tests.models import build, difference, loss_of
+from tests.ranks import on_ranks
+
+STEPS = 10
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4),
+}
+
+
+# What a user writes: it knows neither processes nor graphs. Each gives a loss of one replica's inputs.
+
+
+def plain(replicator, model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def centred(replicator, model, x, y):
+    """Each replica's outputs, less the mean output of all of them."""
+    outputs = model(x)
+    mean = replicator.map_reduce(outputs.mean(0), "mean")
+    return ((outputs - mean) * (y[:, None] + 1)).square().mean()
+
+
+def contrastive(replicator, model, x, y):
+    """Each sample against the samples of all replicas (the whole batch gives it all negatives)."""
+    outputs = nn.functional.normalize(model(x), dim=1)
+    everyones = replicator.map_gather(outputs)
+    mine = torch.arange(len(x)) + replicator.replica_id * len(x)
+    return nn.functional.cross_entropy(outputs @ everyones.T / 0.5, mine)
+
+
+def extreme(replicator, model, x, y):
+    """The largest, the smallest and the sum of all replicas' outputs; and a number that is gathered."""
+    outputs = model(x)
+    spread = replicator.map_reduce(outputs.amax(0), "max") - replicator.map_reduce(outputs.amin(0), "min")
+    parts = replicator.map_gather(outputs.square().mean())
+    mean = replicator.map_reduce(outputs.mean(), "sum") / replicator.replicas
+    return (spread - 2).square().mean() + (mean - 1).square() + parts.std()
+
+
+def extreme_alone(replicas, model, x, y):
+    outputs = model(x)
+    parts = torch.stack([part.square().mean() for part in outputs.chunk(replicas)])
+    spread = outputs.amax(0) - outputs.amin(0)
+    return (spread - 2).square().mean() + (outputs.mean() - 1).square() + parts.std()
+
+
+LOSSES = {"plain": plain, "centred": centred, "contrastive": contrastive, "extreme": extreme}
+
+
+class Alone:
+    """One replica that has the whole batch: what it exchanges is what it has."""
+
+    replicas, replica_id = 1, 0
+
+    def map_reduce(self, value, op):
+        return value
+
+    def map_gather(self, value):
+        return value
+
+
+def train(replicator, model, optimizer, loss_fn, data):
+    """User code: losses per step and replica."""
+    optimizer = replicator.wrap_optimizer(optimizer(list(model.parameters())))
+
+    def input_fn(replica_id):
+        return [tuple(part.chunk(replicator.replicas)[replica_id] for part in batch) for batch in data]
+
+    def step_fn(inputs):
+        loss = loss_fn(replicator, model, *inputs)
+        optimizer.minimize(loss)
+        return loss
+
+    return replicator.run(step_fn, input_fn, steps=len(data))
+
+
+def train_alone(model, optimizer, loss_fn, data, replicas):
+    optimizer = optimizer(list(model.parameters()))
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = extreme_alone(replicas, model, *batch) if loss_fn is extreme else loss_fn(Alone(), model, *batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.fixture
+def in_graph(ranks, name, optimizer):
+    """Losses and parameters of ``ranks`` replicas in this process, which have been compared with plain torch."""
+    data = batches_of("plain", STEPS, 4 * ranks)
+    alone, model = build("plain"), build("plain")
+    expected = train_alone(alone, OPTIMIZERS[optimizer], LOSSES[name], data, ranks)
+    losses = train(Replicator(replicas=ranks), model, OPTIMIZERS[optimizer], LOSSES[name], data)
+    assert losses.shape == (STEPS, ranks)
+    assert (losses.mean(1) - expected).abs().max() <= 1e-12
+    assert difference(model, alone) <= 1e-12
+    assert model.unused.weight.grad is None
+    # As arrays: torch would pass tensors to other processes in shared memory.
+    return losses.numpy(), [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_both_ways_and_one_process_with_the_whole_batch_agree(world, name, optimizer, in_graph):
+    data = batches_of("plain", STEPS, 4 * world.size)
+    model = build("plain", seed=world.rank)  # rank 0's values will be everyone's
+    losses = train(Replicator(world.comm), model, OPTIMIZERS[optimizer], LOSSES[name], data)
+    assert losses.shape == in_graph[0].shape
+    assert (losses - torch.from_numpy(in_graph[0])).abs().max() <= 1e-12
+    for ours, theirs in zip(model.parameters(), in_graph[1], strict=True):
+        assert (ours - torch.from_numpy(theirs)).abs().max() <= 1e-12
+    assert model.unused.weight.grad is None
+
+
+@on_ranks(2, 3, 4)
+def test_payload_of_a_process_is_one_message_of_gradients_a_step(world):
+    model = build("plain")
+    replicator = Replicator(world.comm)
+    data = batches_of("plain", STEPS, 4 * world.size)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.zeros(sum(p.numel() for p in trained) + len(trained), dtype=torch.float64)
+    with dtlib.trace() as once:
+        world.comm.all_reduce(flat, op="mean")
+    with dtlib.trace() as trace:
+        train(replicator, model, OPTIMIZERS["sgd"], plain, data)
+    assert trace.sent("all_reduce") == tuple(STEPS * part for part in once.sent())
+    # Beside it: a byte a step, whether each replica has inputs; and once the losses of all steps, 8 bytes each.
+    assert trace.sent("all_gather")[1] == (world.size - 1) * (STEPS + 8 * STEPS)
+
+
+def test_the_transformer_in_one_graph():
+    """Tied weights, a layer used twice, and attention."""
+    data = batches_of("transformer", 4, 6)
+    alone, graph = build("transformer"), build("transformer")
+    expected = train_alone(alone, OPTIMIZERS["sgd"], lambda _, model, *batch: loss_of(model, batch), data, 3)
+    losses = train(
+        Replicator(replicas=3), graph, OPTIMIZERS["sgd"], lambda _, model, *batch: loss_of(model, batch), data
+    )
+    assert (losses.mean(1) - expected).abs().max() <= 1e-12
+    assert difference(graph, alone) <= 1e-12
+
+
+# The graph
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_every_mark_becomes_one_exchange_and_none_is_left(replicas):
+    replicator, model = Replicator(replicas=replicas), build("plain")
+    train(replicator, model, OPTIMIZERS["sgd"], contrastive, batches_of("plain", 2, 4 * replicas))
+    graph = replicator.graph()
+    # A gather, its gradient, the average of all gradients, and the step.
+    expected = ["all_gather", "reduce_scatter", "all_reduce", "apply_gradients"]
+    assert [node.meta["exchange"].split()[0] for node in graph.exchanges] == expected
+    assert "torch.ops.dtlib" not in graph.code
+    for node in graph.exchanges[:3]:
+        assert len(node.args[0]) == replicas
+        assert [tensor.meta["replica"] for tensor in node.args[0]] == list(range(replicas))
+    # One set of variables for all replicas.
+    variables = {node.target for node in graph.module.graph.nodes if node.op == "get_attr"}
+    assert len({id(getattr(graph.module, name)) for name in variables}) == len(variables)
+    trained = {id(p) for name, p in model.named_parameters() if not name.startswith("unused")}
+    assert trained <= {id(getattr(graph.module, name)) for name in variables}
+    lines = str(graph).splitlines()
+    assert lines[0].split() == " ".join(f"replica {r}" for r in range(replicas)).split()
+    assert sum(line.startswith("====") for line in lines) == 4
+    assert graph.dot().count("doubleoctagon") == 4
+    assert graph.dot().count("subgraph cluster_") == replicas
+
+
+def test_a_graph_is_captured_once_and_again_when_python_has_changed():
+    replicator, model = Replicator(replicas=2), build("plain").eval()
+    settings = {"scale": 1.0}
+    calls = []
+
+    def scaled(x):
+        return x * settings["scale"]
+
+    def step_fn(x):
+        calls_of_tracing()
+        return scaled(model(x)).mean()
+
+    def calls_of_tracing(record=calls.append):
+        tracing.count += 1
+
+    class Tracing:
+        count = 0
+
+    tracing = Tracing  # a class is not looked into
+    x = torch.ones(2, 6, dtype=torch.float64)
+    first = replicator.run(step_fn, lambda r: [x] * 5)
+    captured = replicator.graph()
+    # Replica 0 is captured twice, to compare.
+    assert tracing.count == 3
+    assert first.shape == (5, 2)
+    assert (replicator.run(step_fn, lambda r: [x]) == first[:1]).all()
+    assert replicator.graph() is captured
+    settings["scale"] = 2.0
+    assert (replicator.run(step_fn, lambda r: [x]) == 2 * first[:1]).all()
+    assert replicator.graph() is not captured
+    model.train()
+    replicator.run(step_fn, lambda r: [x])
+    assert tracing.count == 9
+
+
+def two_steps(replicator):
+    """Two losses and two optimizers a step, as for a GAN; the second loss sees what the first step has changed."""
+    one, two = build("plain", seed=3), build("plain", seed=4)
+    first = replicator.wrap_optimizer(torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9))
+    second = replicator.wrap_optimizer(torch.optim.AdamW(two.parameters(), lr=0.1, eps=1e-4))
+    schedule = torch.optim.lr_scheduler.StepLR(first.optimizer, 1, 0.5)
+    data = batches_of("plain", 6, 4 * replicator.replicas)
+
+    def input_fn(replica_id):
+        for x, _ in data:
+            yield {"x": x.chunk(replicator.replicas)[replica_id]}
+
+    def step_fn(inputs):
+        before = (one(inputs["x"]) - two(inputs["x"])).square().mean()
+        first.minimize(before)
+        after = (one(inputs["x"]) - two(inputs["x"]).tanh()).square().mean()
+        second.minimize(after)
+        return {"before": before, "after": [after], "nothing": None}
+
+    losses = []
+    for _ in range(2):
+        losses.append(replicator.run(step_fn, input_fn))
+        schedule.step()  # is no part of the graph
+    return torch.stack([torch.stack([loss["before"], *loss["after"]]) for loss in losses]), losses[0]["nothing"]
+
+
+@pytest.fixture
+def two_in_graph(ranks):
+    return two_steps(Replicator(replicas=ranks))[0].numpy()
+
+
+@on_ranks(2, 3)
+def test_two_optimizers_in_a_step_and_a_schedule(world, two_in_graph):
+    losses, nothing = two_steps(Replicator(world.comm))
+    assert nothing is None
+    assert losses.shape == (2, 2, 6, world.size)
+    assert (losses - torch.from_numpy(two_in_graph)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_loss_from_before_a_step_has_no_gradients_after_it(between):
+    comm = dtlib.comm.solo(0, 1)
+    replicator = Replicator(comm) if between else Replicator(replicas=2)
+    model = build("plain")
+    optimizer = replicator.wrap_optimizer(OPTIMIZERS["sgd"](list(model.parameters())))
+
+    def step_fn(x):
+        one, two = model(x).mean(), model(x).square().mean()
+        optimizer.minimize(one)
+        optimizer.minimize(two)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        replicator.run(step_fn, lambda r: [torch.ones(2, 6, dtype=torch.float64)])
+
+
+def use_one_parameter_each(replicator):
+    weights = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)]
+    optimizer = replicator.wrap_optimizer(torch.optim.SGD(weights, lr=1.0))
+
+    def step_fn(x):
+        optimizer.minimize((weights[replicator.replica_id] * x).sum())
+
+    assert replicator.run(step_fn, lambda r: [torch.full((2,), 1.0 + r, dtype=torch.float64)]) is None
+    assert weights[2].grad is None
+    assert [weight.tolist() for weight in weights] == [[0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_replica_uses_counts_as_zero_on_the_other(world):
+    use_one_parameter_each(Replicator(world.comm))
+
+
+def test_a_parameter_that_one_replica_of_a_graph_uses_counts_as_zero_on_the_other():
+    use_one_parameter_each(Replicator(replicas=2))
+
+
+def take_inputs_of_all_kinds(replicator):
+    n, items = replicator.replicas, torch.arange(12.0)
+
+    def step_fn(x):
+        total = replicator.map_reduce(lambda r: items[r::n].sum())
+        return total + replicator.map_gather(x + replicator.replica_id).sum()
+
+    got = replicator.run(step_fn, lambda r: lambda: torch.ones(2), steps=3)
+    assert (got == 66 + 2 * n + n * (n - 1)).all() and got.shape == (3, n)
+    # The run ends with the first replica that has no more inputs.
+    assert len(replicator.run(step_fn, lambda r: [torch.ones(2)] * (5 - r))) == 5 - (n - 1)
+    with pytest.raises(DtlibError, match=rf"input_fn\({n - 1}\) gave inputs for {6 - n} of 5 steps"):
+        replicator.run(step_fn, lambda r: [torch.ones(2)] * (5 - r), steps=5)
+
+
+@on_ranks(2, 3)
+def test_functions_of_the_replica_and_inputs_from_a_function_and_of_different_length(world):
+    take_inputs_of_all_kinds(Replicator(world.comm))
+
+
+def test_the_same_in_a_graph():
+    take_inputs_of_all_kinds(Replicator(replicas=3))
+
+
+# Refusals: what a graph would freeze.
+
+model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+counter = 0
+history = []
+
+
+def counts(x):
+    global counter
+    counter += 1
+    return x.sum()
+
+
+REFUSED = {
+    "if": (lambda x: x.sum() if x.sum() > 1 else -x.sum(), r"capture __bool__ in 'test_replicator.py:\d+.*torch.where"),
+    "item": (lambda x: x.sum() * x.max().item(), "capture item .*a process a replica"),
+    "float": (lambda x: x.sum() * float(x.max()), "capture __float__"),
+    "list": (lambda x: x.sum() * x.tolist()[0][0], "capture tolist|capture item"),
+    "numpy": (lambda x: torch.from_numpy(x.numpy()).sum(), "capture numpy"),
+    "text": (lambda x: (f"{x.sum():.3f}", x.sum())[1], "capture __format__"),
+    "shape by values": (lambda x: x[x > 0].sum(), "capture aten.nonzero.default, whose result depends on values"),
+    "equality": (lambda x: x.sum() if torch.equal(x, x) else x.mean(), "aten.equal.default, whose result depends"),
+    "dropout": (lambda x: nn.functional.dropout(x).sum(), r"bernoulli.*random numbers.*draw them in input_fn"),
+    "noise": (lambda x: (x + torch.randn_like(x)).sum(), "aten.randn_like.default, which draws random numbers"),
+    "python's random": (lambda x: x.sum() * random.random(), "captured twice.*mul.*from input_fn"),
+    "a random constant": (lambda x: x.sum() * torch.tensor([random.random()]), "captured twice .the constant"),
+    "running statistics": (lambda x: model(x).sum(), "aten.add_.Tensor, which changes .*track_running_stats=False"),
+    "statistics, functional": (
+        lambda x: nn.functional.batch_norm(x, model[1].running_mean, model[1].running_var, training=True).sum(),
+        "batch_norm.*, which changes a tensor",
+    ),
+    "a parameter": (lambda x: (model[0].weight.data.mul_(2), x.sum())[1], "aten.mul_.Tensor, which changes a tensor"),
+    "an input": (lambda x: x.view(-1).add_(1).sum(), "aten.add_.Tensor, which changes a tensor"),
+    "an output": (lambda x: torch.add(x[0], 1, out=model[0].bias.data).sum(), "aten.add.out, which changes a tensor"),
+    "a counter": (counts, r"step_fn changes counter \(\d+, then \d+\), .*return it as a tensor"),
+    "a list": (lambda x: (history.append(1), x.sum())[1], "step_fn changes history, and a graph"),
+    "an attribute": (lambda x: (setattr(model, "last", 1), x.sum())[1], "step_fn changes model.last"),
+    "backward": (lambda x: model[0](x).sum().backward(), "capture backward .*minimize"),
+    "a python result": (lambda x: 1.0, "step_fn gives tensors, and gave float 1.0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_graph_would_freeze_is_refused_by_name(what):
+    step_fn, sentence = REFUSED[what]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.rand(4, 3)
+    kept = x.clone()
+    replicator = Replicator(replicas=2)
+    try:
+        with pytest.raises(DtlibError, match=sentence):
+            replicator.run(step_fn, lambda r: [x])
+        # A refusal leaves the model and the inputs as they were, and the replicator fit for use.
+        assert all((value == state[name]).all() for name, value in model.state_dict().items())
+        assert (x == kept).all() and all(p.grad is None for p in model.parameters())
+        assert (replicator.run(torch.sum, lambda r: [x]) == kept.sum()).all()
+    finally:
+        model.__dict__.pop("last", None)
+        history.clear()
+
+
+def test_what_changes_memory_of_the_step_itself_is_captured():
+    def step_fn(x):
+        total = replicator.map_reduce(x)
+        total.add_(1 + replicator.replica_id)  # every replica has its own
+        own = torch.zeros(3)
+        own += total
+        own[0] = 7
+        return own
+
+    replicator = Replicator(replicas=2)
+    got = replicator.run(step_fn, lambda r: [torch.ones(3)] * 2)
+    assert got.tolist() == [[[7, 3, 3], [7, 4, 4]]] * 2
+
+
+def test_inputs_and_replicas_that_do_not_fit_the_graph_are_refused():
+    replicator = Replicator(replicas=2)
+    with pytest.raises(DtlibError, match=r"inputs \(4, 3\) float32 of replica 1 and got \(2, 3\) float32: keep shapes"):
+        replicator.run(torch.sum, lambda r: [torch.ones(4, 3), torch.ones(4 - 2 * r, 3)])
+    with pytest.raises(DtlibError, match=r"input_fn\(0\) gave 3, .*torch.tensor\(3\)"):
+        replicator.run(torch.sum, lambda r: [3])
+    with pytest.raises(DtlibError, match=r"exchange 0 is all_reduce sum of \(1,\) float32 on replica 0 and .*\(2,\)"):
+        replicator.run(lambda x: replicator.map_reduce(x).sum(), lambda r: [torch.ones(1 + r)])
+    with pytest.raises(DtlibError, match=r"exchange 0 is all_gather .* and the end on replica 1"):
+        replicator.run(lambda x: x if replicator.replica_id else replicator.map_gather(x), lambda r: [torch.ones(2)])
+    with pytest.raises(DtlibError, match="has made no step"):
+        replicator.run(torch.sum, lambda r: [])
+
+
+def test_wrong_arguments_are_refused():
+    model = nn.Linear(2, 2)
+    for arguments in ({}, {"comm": dtlib.comm.solo(0, 2), "replicas": 2}, {"replicas": 0}, {"replicas": 1.5}):
+        with pytest.raises(DtlibError, match="Replicator"):
+            Replicator(**arguments)
+    replicator = Replicator(replicas=2)
+    with pytest.raises(DtlibError, match="LBFGS computes the loss several times"):
+        replicator.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(DtlibError, match="no parameter of this optimizer"):
+        replicator.wrap_optimizer(torch.optim.SGD(nn.Linear(1, 1).requires_grad_(False).parameters()))
+    optimizer = replicator.wrap_optimizer(torch.optim.SGD(model.parameters()))
+    embedding = nn.Embedding(3, 2, sparse=True)
+    sparse = replicator.wrap_optimizer(torch.optim.SGD(embedding.parameters()))
+    words = torch.tensor([0, 1])
+    for step_fn, sentence in {
+        lambda x: optimizer.minimize(model(x)): r"needs one number .* shape \(1, 2\)",
+        lambda x: optimizer.minimize(x.sum()): "and no gradient",
+        lambda x: sparse.minimize(embedding(words).sum()): "parameter 0, of shape .3, 2., is sparse",
+        lambda x: replicator.map_reduce(x, "prod"): "no op 'prod': choose one of sum, mean, max, min",
+        lambda x: replicator.map_reduce(x.long(), "mean"): "does not take int64",
+        lambda x: replicator.map_gather(x.cfloat()): "does not carry complex64",
+        lambda x: replicator.map_reduce(3): "map_reduce takes a tensor, or a function of replica_id, and got int",
+    }.items():
+        with pytest.raises(DtlibError, match=sentence):
+            replicator.run(step_fn, lambda r: [torch.ones(1, 2)])
+    for made in (replicator, Replicator(dtlib.comm.solo(0, 2))):
+        with pytest.raises(DtlibError, match=r"nothing has run yet|a process a replica has none"):
+            made.graph()
+    with pytest.raises(DtlibError, match=r"inside step_fn: hand it to replicator.run"):
+        replicator.map_reduce(torch.ones(1))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    data = [(x.cuda(), y.cuda()) for x, y in batches_of("plain", 4, 8)]
+    alone, graph = build("plain").cuda(), build("plain").cuda()
+    expected = train_alone(alone, OPTIMIZERS["sgd"], centred, data, 2)
+    losses = train(Replicator(replicas=2), graph, OPTIMIZERS["sgd"], centred, data)
+    assert (losses.mean(1) - expected).abs().max() <= 1e-12
