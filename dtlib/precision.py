@@ -90,13 +90,14 @@ def all_finite(gradients, comm=None) -> bool:
     return finite
 
 
-def clip_by_norm(gradients, largest: float, comm=None) -> float:
+def clip_by_norm(gradients, largest: float, comm=None, counted=None) -> float:
     """Scale gradients down together so that their joint 2-norm is at most ``largest``; returns the norm before.
 
-    With ``comm`` they are shards: every rank has others, and the norm is that of all.
+    With ``comm`` they are shards: every rank has others, and the norm is that of all. ``counted`` are those that count
+    in it, if not all do: what several ranks have must count on one of them.
     """
     gradients = [gradient for gradient in gradients if gradient is not None]
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(gradient) for gradient in (gradients if counted is None else counted)]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if comm is not None:
         norm = comm.all_reduce(norm.double().square()).sqrt().to(norm.dtype)

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from dtlib.backward import BackwardPass, progress_for
-from dtlib.comm import as_communicator, types
+from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
+from dtlib.same_model import check_same_model
 
 
 class DataParallelNaive(nn.Module):
@@ -247,24 +248,4 @@ def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
     for name, module in modules:
         if getattr(module, "sparse", False):
             raise DtlibError(f"DataParallel averages dense gradients: build {name or 'the module'} with sparse=False.")
-    for name, parameter in named.items():
-        if types.type_name(parameter) not in types.FLOATS:
-            raise DtlibError(
-                f"DataParallel averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: convert "
-                f"it, or freeze it with {name}.requires_grad_(False)."
-            )
-    mine = {name: (tuple(parameter.shape), types.type_name(parameter)) for name, parameter in named.items()}
-    everyones = comm.all_gather_object(mine)
-    for rank, theirs in enumerate(everyones):
-        for name in everyones[0].keys() | theirs.keys():
-            if everyones[0].get(name) != theirs.get(name):
-                raise DtlibError(
-                    f"The models differ: {name} is {_said(everyones[0].get(name))} on rank 0 and "
-                    f"{_said(theirs.get(name))} on rank {rank}. Build the same model on all ranks."
-                )
-    if any(list(theirs) != list(mine) for theirs in everyones):
-        raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
-
-
-def _said(parameter) -> str:
-    return f"{parameter[0]} {parameter[1]}" if parameter else "missing"
+    check_same_model(named, comm, "DataParallel")

@@ -25,11 +25,12 @@ import torch
 from torch import nn, optim
 
 from dtlib.backward import progress_for
-from dtlib.comm import as_communicator, types
+from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, Shards, buckets_of
 from dtlib.precision import MasterWeights, clip_by_norm
 from dtlib.reduction import GradientShard, Reducer, exchange_used, share_by_samples
+from dtlib.same_model import check_same_model
 
 # Optimizers whose update of an element depends on nothing but that element: a part of a parameter is like a whole one.
 ELEMENTWISE = (
@@ -92,7 +93,9 @@ class ZeroOptimizer(optim.Optimizer):
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
         names = _names_of(self.param_groups)
-        _check_parameters(names, self.comm)
+        if not names:
+            raise DtlibError("ZeroOptimizer: no parameter requires a gradient, so there is nothing to share out.")
+        check_same_model({name: parameter for parameter, name in names.items()}, self.comm, "ZeroOptimizer")
         self.progress = progress_for(self.comm, names, progress, "ZeroOptimizer")
         for parameter in (p for group in self.param_groups for p in group["params"] if not p.requires_grad):
             self.comm.broadcast(parameter)
@@ -309,29 +312,3 @@ def _names_of(groups) -> dict:
         given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
         names.update((p, name) for p, name in zip(group["params"], given, strict=True) if p.requires_grad)
     return names
-
-
-def _check_parameters(names: dict, comm) -> None:
-    if not names:
-        raise DtlibError("ZeroOptimizer: no parameter requires a gradient, so there is nothing to share out.")
-    for parameter, name in names.items():
-        if types.type_name(parameter) not in types.FLOATS:
-            raise DtlibError(
-                f"ZeroOptimizer averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: "
-                "convert it, or leave it out."
-            )
-    mine = [(tuple(parameter.shape), types.type_name(parameter)) for parameter in names]
-    everyones = comm.all_gather_object(mine)
-    for rank, theirs in enumerate(everyones):
-        if len(theirs) != len(everyones[0]):
-            raise DtlibError(
-                f"The models differ: rank 0 has {len(everyones[0])} parameters to train and rank {rank} has "
-                f"{len(theirs)}. Build the same model on all ranks."
-            )
-    for rank, theirs in enumerate(everyones):
-        for name, here, there in zip(names.values(), everyones[0], theirs, strict=True):
-            if here != there:
-                raise DtlibError(
-                    f"The models differ: {name} is {here[0]} {here[1]} on rank 0 and {there[0]} {there[1]} on rank "
-                    f"{rank}. Build the same model on all ranks."
-                )

@@ -71,6 +71,15 @@ class ZeroOptimization:
 
 
 @dataclass
+class Pipeline:
+    """How a ``PipelineModule`` runs: ``gpipe``, ``1f1b`` or ``zero_bubble_h1``. With an
+    ``activation_checkpoint_interval`` above 0 a stage keeps its inputs only, and computes activations anew."""
+
+    schedule: str = "1f1b"
+    activation_checkpoint_interval: int = 0
+
+
+@dataclass
 class Config:
     """A whole config. ``train_batch_size`` is the product of the two below it and the number of ranks."""
 
@@ -83,11 +92,13 @@ class Config:
     fp16: Float16 = field(default_factory=Float16)
     gradient_clipping: float = 0.0
     zero_optimization: ZeroOptimization = field(default_factory=ZeroOptimization)
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
 
 _SECTIONS = {
     "optimizer": TypeAndParams, "scheduler": TypeAndParams, "bf16": BFloat16, "fp16": Float16,
     "zero_optimization": ZeroOptimization, "zero_optimization.offload_optimizer": OffloadOptimizer,
+    "pipeline": Pipeline,
 }  # fmt: skip
 _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",

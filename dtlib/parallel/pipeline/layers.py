@@ -14,6 +14,7 @@ from torch import nn
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.world import init
 
 
 class LayerSpec:
@@ -51,7 +52,8 @@ class PipelineModule(nn.Module):
         loss_fn: a function of output and target, for the last stage.
         partition_method: ``"parameters"`` (parts with about equally many), ``"uniform"`` (equally many layers),
             ``"time"`` (measured, with ``sample``), or the cuts themselves, such as ``[0, 1, 4, 7]``.
-        comm: by default that of all ranks.
+        comm: the ranks of one pipeline. By default all ranks form as many pipelines as they can, side by side:
+            ``world.mesh(data=-1, pipe=num_stages)``, and ``data_comm`` joins those with the same part.
         base_seed: layer i is built with the seed ``base_seed + i``, on whatever rank.
         sample: an input of the first layer, for ``"time"``.
 
@@ -66,13 +68,17 @@ class PipelineModule(nn.Module):
         sample=None,
     ):  # fmt: skip
         super().__init__()
-        from dtlib.world import init
-
-        self.comm = as_communicator(comm) if comm is not None else init().comm
+        ranks = init().size if comm is None else as_communicator(comm).size
+        if not 1 <= num_stages <= ranks or (comm is None and ranks % num_stages):
+            raise DtlibError(f"PipelineModule(num_stages={num_stages}): there are {ranks} ranks for stages.")
+        if comm is None:
+            mesh = init().mesh(data=-1, pipe=num_stages)
+            self.comm, self.data_comm, self.everyone = mesh["pipe"], mesh["data"], init().comm
+        else:
+            self.comm = self.everyone = as_communicator(comm)
+            self.data_comm = None
         self.loss_fn, self.num_stages, self.base_seed = loss_fn, num_stages, base_seed
         specs = list(layers)
-        if not 1 <= num_stages <= self.comm.size:
-            raise DtlibError(f"PipelineModule(num_stages={num_stages}): there are {self.comm.size} ranks for stages.")
         self.cuts = self._cuts(specs, partition_method, sample)
         self.stage_index = self.comm.rank if self.comm.rank < num_stages else None
         first, last = (0, 0) if self.stage_index is None else self.cuts[self.stage_index : self.stage_index + 2]
@@ -88,6 +94,7 @@ class PipelineModule(nn.Module):
             forward = getattr(spec, "forward_fn", None)
             self._functions.append((lambda x, f=forward, m=module: f(m, x)) if forward else module)
         self._tied = self._share_tied(specs, tied)
+        self.has_ties = any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
     def forward(self, *inputs):
         value = inputs[0] if len(inputs) == 1 else inputs
@@ -101,6 +108,10 @@ class PipelineModule(nn.Module):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             comm.all_reduce(weight.grad)
+
+    def counted(self, parameter) -> bool:
+        """False for a tied weight that a stage before this one has too: its gradient counts once in a norm."""
+        return not any(weight is parameter and comm.rank for comm, weight in self._tied)
 
     def _build(self, specs, i: int):
         """Layer i, with the values that it has on whatever rank; of tied layers those of the first."""

@@ -1,0 +1,172 @@
+"""A unit: the parameters of a module that are gathered and freed together, and the hooks that do it."""
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dtlib.backward import progress_for
+from dtlib.errors import DtlibError
+from dtlib.flat import FlatBuffer, Shards
+from dtlib.parallel.sharded.places import bring_to_life, own_modules, places_of
+from dtlib.reduction import GradientShard
+from dtlib.same_model import check_same_model
+
+
+class Unit:
+    """The parameters of a module that are gathered and freed together."""
+
+    def __init__(self, module, comm, reshard_after_forward, prefetch, progress, device, plan_of):
+        self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
+        bring_to_life(module, device)
+        self.names = {parameter: places[0][2] for parameter, places in places_of(module).items()}
+        _check(self.names, comm)
+        for owner in own_modules(module):
+            for buffer in owner.buffers(recurse=False):
+                comm.broadcast(buffer)
+        self.progress = progress_for(comm, self.names, progress, "fully_shard")
+        self.prefetch = self.progress == "thread" if prefetch is None else prefetch
+        kinds = {}
+        for parameter, places in places_of(module).items():
+            kind = parameter.dtype, parameter.device, parameter.requires_grad
+            kinds.setdefault(kind, {})[parameter] = places
+        self.flats = [Flat(same, comm) for same in kinds.values()]
+        for leaf in (leaf for flat in self.flats if flat.gradients for leaf in flat.leaves):
+            leaf.register_post_accumulate_grad_hook(self._gradient_has_come)
+        self.plan, self._plan_of = None, plan_of
+        self._gathering = []  # handles of a gathering under way
+        self._uses = 0  # forward passes through this module that have not ended
+        module.register_forward_pre_hook(self._before_forward, prepend=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
+
+    def start_gathering(self) -> None:
+        """Begin to make all parameters whole."""
+        for flat in self.flats:
+            if flat.is_free():
+                flat.make_room()
+                self._gathering.append(self.comm.all_gather(flat.memory(), flat.shard, async_op=True))
+
+    def gather(self) -> None:
+        """Make all parameters whole, and give them to the modules."""
+        self.start_gathering()
+        while self._gathering:
+            self._gathering.pop(0).wait()
+        for flat in self.flats:
+            flat.show(flat.leaves)
+
+    def free(self) -> None:
+        """Back to this rank's parts."""
+        while self._gathering:
+            self._gathering.pop(0).wait()
+        for flat in self.flats:
+            flat.free()
+
+    # What autograd and modules call
+
+    def _before_forward(self, module, inputs) -> None:
+        self._uses += 1
+        self.plan = self._plan_of(module)
+        if not in_backward():  # else activation checkpointing computes it once more
+            self.plan.enter(self)
+        self.gather()
+        if self.prefetch and not in_backward():
+            self.plan.prefetch(self, +1)
+
+    def _after_forward(self, module, inputs, output) -> None:
+        self._uses -= 1
+        differentiable = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if differentiable:
+            torch.autograd.graph.register_multi_grad_hook(differentiable, self._before_backward, mode="any")
+        if not in_backward():
+            if not self._uses and (self.reshard_after_forward or not differentiable):
+                self.free()
+            self.plan.leave(self, raised=output is None)
+
+    def _before_backward(self, gradient) -> None:
+        self.plan.backward_begins()
+        self.gather()
+        if self.prefetch:
+            self.plan.prefetch(self, -1)
+
+    def _gradient_has_come(self, leaf) -> None:
+        if self.plan.synchronising:
+            self.plan.reducer.gradient_has_come(leaf)
+
+
+class Flat:
+    """Parameters of one kind in a unit, one after the other: this rank's part at rest, all of it in between.
+
+    ``places`` says for each parameter which modules have it, and under which attribute: several where it is tied.
+    """
+
+    def __init__(self, places: dict, comm):
+        first = next(iter(places))
+        trained = first.requires_grad
+        self.places = list(places.values())
+        self.shards = Shards([parameter.shape for parameter in places], comm.rank, comm.size)
+        self.whole = FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
+        for parameter, view in zip(places, self.whole.views, strict=True):
+            view.copy_(parameter.detach())
+            parameter.sharded_as = places[parameter][0][2]
+        self.shard = torch.zeros(self.shards.length, dtype=first.dtype, device=first.device)
+        comm.scatter(self.shard, self.memory(), 0)
+        self.leaves = [nn.Parameter(view, trained) for view in self.whole.views]
+        self.pieces = [nn.Parameter(view, trained) for view in self.shards.views(self.shard)]
+        for piece, part in zip(self.pieces, self.shards.parts, strict=True):
+            piece.part = part
+        self.gradients = GradientShard(self.leaves, self.shards) if trained else None
+        self.averages = self.shards.views(self.gradients.average) if trained else []
+        self._bytes = self.whole.flat.untyped_storage().nbytes()
+        self.free()
+
+    def is_free(self) -> bool:
+        return self.whole.flat.untyped_storage().nbytes() == 0 and self._bytes > 0
+
+    def memory(self) -> torch.Tensor:
+        """All parameters, under another tensor: whoever looks at one with numpy fixes the size of its storage, and
+        whoever writes into one through torch changes it in the eyes of autograd."""
+        return torch.from_dlpack(self.whole.flat)
+
+    def make_room(self) -> None:
+        self.whole.flat.untyped_storage().resize_(self._bytes)
+
+    def free(self) -> None:
+        """The tensors stay, as autograd knows them; their memory goes."""
+        self.show(self.pieces)
+        self.whole.flat.untyped_storage().resize_(0)
+
+    def show(self, parameters) -> None:
+        """Let modules find these under the names of their parameters."""
+        for parameter, places in zip(parameters, self.places, strict=True):
+            for module, attribute, _ in places:
+                module._parameters[attribute] = parameter
+
+    def begin(self) -> None:
+        """A backward pass begins: its averages are added to those that pieces have, if they have any."""
+        kept = [piece.grad is not None for piece in self.pieces]
+        self.gradients.forget()
+        self.gradients.collected = any(kept)
+        for piece, view in zip(self.pieces, self.averages, strict=True):
+            if any(kept) and piece.grad is None:
+                view.zero_()
+            elif any(kept) and piece.grad is not view:  # changed from outside
+                view.copy_(piece.grad)
+
+    def finish(self, used) -> None:
+        """All averages have come. A parameter that no rank has used keeps what it had."""
+        for piece, view in zip(self.pieces, self.averages, strict=True):
+            if next(used):
+                piece.grad = view
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check(names: dict, comm) -> None:
+    for parameter, name in names.items():
+        if hasattr(parameter, "sharded_as"):
+            raise DtlibError(
+                f"{name} is shared with {parameter.sharded_as} of another unit: call fully_shard on a module that "
+                "contains both, and not on either of them."
+            )
+    check_same_model({name: parameter for parameter, name in names.items()}, comm, "fully_shard")

@@ -1,0 +1,34 @@
+"""Strategies rely on the same model on all ranks, with parameters that can be averaged: refuse others by name."""
+
+from dtlib.comm import types
+from dtlib.errors import DtlibError
+
+
+def check_same_model(parameters: dict, comm, who: str) -> None:
+    """Compare parameters, by name, between ranks; all ranks call it.
+
+    Raises:
+        DtlibError: on every rank, where ``who`` cannot average a parameter's type, or where ranks differ in names,
+            shapes, types or order.
+    """
+    for name, parameter in parameters.items():
+        if types.type_name(parameter) not in types.FLOATS:
+            raise DtlibError(
+                f"{who} averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: convert it, or "
+                f"freeze it with {name}.requires_grad_(False)."
+            )
+    mine = {name: (tuple(parameter.shape), types.type_name(parameter)) for name, parameter in parameters.items()}
+    first, *others = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(others, 1):
+        for name in first | theirs:
+            if first.get(name) != theirs.get(name):
+                raise DtlibError(
+                    f"The models differ: {name} is {_said(first.get(name))} on rank 0 and {_said(theirs.get(name))} on "
+                    f"rank {rank}. Build the same model on all ranks."
+                )
+        if list(theirs) != list(first):
+            raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
+
+
+def _said(parameter) -> str:
+    return f"{parameter[0]} {parameter[1]}" if parameter else "missing"

@@ -1,0 +1,166 @@
+"""Pipelines, data parallelism, tensor parallelism and ZeRO on the axes of a mesh, against one process."""
+
+import pytest
+import torch
+from torch import nn
+
+import dtlib
+from dtlib.comm.recorder import recording
+from dtlib.errors import DtlibError
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B
+from dtlib.parallel.tensor import ParallelMLP
+from dtlib.pipe import LayerSpec, PipelineModule
+from tests.ranks import on_ranks
+from tests.test_pipeline import layers, loss_fn
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}}
+
+
+def config(stage, schedule="1f1b", accumulate=4, **others):
+    return {
+        "train_batch_size": 16, "gradient_accumulation_steps": accumulate, "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5, "pipeline": {"schedule": schedule}, **others,
+    }  # fmt: skip
+
+
+def plain_layers():
+    return [
+        LayerSpec(nn.Linear, 6, 8),
+        LayerSpec(nn.LayerNorm, 8),
+        LayerSpec(nn.Linear, 8, 8),
+        LayerSpec(nn.Linear, 8, 3),
+    ]
+
+
+def data_of(steps, tied):
+    torch.manual_seed(5)
+    if tied:
+        words = [torch.randint(0, 11, (16, 5)) for _ in range(steps)]
+        return [(w[:, :-1], w[:, 1:]) for w in words]
+    return [(torch.randn(16, 6).double(), torch.randint(0, 3, (16,))) for _ in range(steps)]
+
+
+def clipped(model, data, loss):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), []
+    for x, y in data:
+        value = loss(model(x), y)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage,schedule,tied", [
+    (0, "1f1b", True), (0, "gpipe", False), (1, "1f1b", False), (2, "zero_bubble_h1", False)
+])  # fmt: skip
+def test_two_pipelines_side_by_side_train_like_one_process(world, stage, schedule, tied):
+    data, steps = data_of(3, tied), 4
+    specs = layers(5) if tied else plain_layers()
+    loss = loss_fn if tied else nn.functional.cross_entropy
+    reference = PipelineModule(specs, 1, loss, comm=world.comm.split(world.rank)).double()
+    expected = clipped(reference, data, loss)
+    model = PipelineModule(specs, 2, loss).double()
+    engine, *_ = dtlib.initialize(model=model, config=config(stage, schedule))
+    place = model.data_comm.rank
+    for (x, y), value in zip(data, expected, strict=True):
+        mine = slice(8 * place, 8 * place + 8)  # of this pipeline
+        batches = zip(x[mine].chunk(steps), y[mine].chunk(steps), strict=True)
+        assert abs(engine.train_batch(batches).item() - value) <= 1e-12
+    theirs = dict(reference.layers.named_parameters(remove_duplicate=False))
+    for name, parameter in model.layers.named_parameters():
+        assert (parameter - theirs[name]).detach().abs().max() <= 1e-12
+    x, y = data[0]
+    whole = loss(reference(x), y).item()
+    mine = slice(8 * place, 8 * place + 8)
+    assert abs(engine.eval_batch(zip(x[mine].chunk(4), y[mine].chunk(4), strict=True)).item() - whole) <= 1e-12
+
+
+@on_ranks(4)
+def test_accumulation_costs_stage_2_a_reduce_scatter_a_micro_batch(world):
+    """What DeepSpeed refuses: it works, and this is its price on the wire."""
+    sent = {}
+    for stage in (1, 2):
+        model = PipelineModule(plain_layers(), 2, nn.functional.cross_entropy).double()
+        engine, *_ = dtlib.initialize(model=model, config=config(stage))
+        x, y = data_of(1, False)[0]
+        batches = list(zip(x[:8].chunk(4), y[:8].chunk(4), strict=True))
+        with recording() as events:
+            engine.train_batch(iter(batches))
+        sent[stage] = sum(event.bytes for event in events if event.name == "reduce_scatter")
+    assert sent[2] == 4 * sent[1] > 0
+
+
+@on_ranks(4)
+def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
+    untied, tied = (PipelineModule(specs, 2) for specs in (plain_layers(), layers(5)))
+    for model, settings, words in (
+        (untied, config(3), "stage is 3, and a pipeline has cut the parameters already"),
+        (tied, config(1), "stage is 1, and tied layers of a pipeline need whole gradients"),
+        (untied, config(0, "1b1f"), "pipeline.schedule is '1b1f': choose one of gpipe, 1f1b, zero_bubble_h1"),
+        (untied, config(0, fp16={"enabled": True}), "use bf16"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            dtlib.initialize(model=model, config=settings)
+    engine, *_ = dtlib.initialize(model=untied, config=config(0))
+    with pytest.raises(DtlibError, match=r"use train_batch\(\)"):
+        engine(torch.zeros(2, 6))
+    with pytest.raises(DtlibError, match=r"num_stages=3\): there are 4 ranks"):
+        PipelineModule(plain_layers(), 3)
+
+
+class Block(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(6), mlp
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def one_step(world, shape, stages):
+    """Data, pipe and tensor axes at once; gradients of this rank's part against those of one process."""
+    mesh = world.mesh(**shape)
+    sizes = {axis: mesh[axis].size for axis in shape}
+    alone = world.comm.split(world.rank)
+
+    def block(i, comm):
+        torch.manual_seed(i)
+        return Block(ParallelMLP(6, 8, comm)).double()
+
+    reference = nn.Sequential(*[block(i, alone) for i in range(stages)])
+    torch.manual_seed(9)
+    x, y = torch.randn(2, 8 * sizes["data"], 6).double()
+    mse = nn.functional.mse_loss
+    mse(reference(x), y).backward()
+    place = mesh.coordinates
+    mine = block(place["pipe"], mesh["tensor"])
+    stage = PipelineStage(DataParallel(mine, mesh["data"]), place["pipe"], stages, mesh["pipe"])
+    rows = slice(8 * place["data"], 8 * place["data"] + 8)
+    target = y[rows] if stage.is_last else None
+    Schedule1F1B(stage, 4, mse).step(*([x[rows]] if stage.is_first else []), target=target)
+    theirs = reference[place["pipe"]]
+    assert (mine.norm.weight.grad - theirs.norm.weight.grad).abs().max() <= 1e-12
+    for name, gradient in ((n, p.grad) for n, p in mine.mlp.named_parameters()):
+        whole = dict(theirs.mlp.named_parameters())[name].grad
+        if gradient.shape != whole.shape:
+            axis = next(i for i in range(whole.dim()) if gradient.shape[i] != whole.shape[i])
+            whole = whole.chunk(sizes["tensor"], axis)[place["tensor"]]
+        assert (gradient - whole).abs().max() <= 1e-12, name
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [
+    {"data": 2, "pipe": 2, "tensor": 1}, {"data": 2, "pipe": 1, "tensor": 2}, {"data": 1, "pipe": 2, "tensor": 2}
+])  # fmt: skip
+def test_every_mesh_of_two_axes_on_four_ranks(world, shape):
+    one_step(world, shape, shape["pipe"])
+
+
+@pytest.mark.slow
+@on_ranks(8, time_limit=170)
+def test_all_three_axes_on_eight_ranks(world):
+    one_step(world, {"data": 2, "pipe": 2, "tensor": 2}, 2)
