@@ -194,7 +194,7 @@ def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5, 2.5])
+@pytest.mark.parametrize("seconds", [0.8, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.3, 1.5, 2.5))])
 def test_stop_while_engines_start_leaves_one_set_or_none(notebooks, workshop_folder, seconds):
     notebook = notebooks()
     notebook.run("from dtlib import lab")

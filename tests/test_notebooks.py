@@ -10,7 +10,8 @@ from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
-LONG = ("04_data_parallel", "05_large_batches")  # lectures that measure and train for a minute or more
+# The fast tier runs the first lessons and the newest; the others are slow, and run with them in CI.
+QUICK = ("00_start_here", "02_pi", "02_pi_exercises", "06_zero", "06_zero_exercises")
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 
@@ -62,7 +63,10 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(source, marks=pytest.mark.slow if source.stem in LONG else (), id=source.stem) for source in SOURCES],
+    [
+        pytest.param(source, marks=() if source.stem in QUICK else pytest.mark.slow, id=source.stem)
+        for source in SOURCES
+    ],
 )
 def test_solutions_print_what_is_stored(source, workshop_folder):
     """Strict nbval, in a copy of the workshop: whoever has notebooks open in this one is left alone."""
