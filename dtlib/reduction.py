@@ -8,6 +8,7 @@ two launches later, or at the end   the part is added to what this rank keeps, a
 import torch
 
 from dtlib.backward import BackwardPass
+from dtlib.errors import DtlibError
 from dtlib.flat import FlatBuffer, Shards
 
 
@@ -80,6 +81,8 @@ class Reducer:
         self._weight = self._weight_of_this_rank()
 
     def _launch(self, shard: GradientShard) -> None:
+        for parameter in shard.parameters:
+            check_dense(parameter.grad)
         if len(self._travelling) == 2:
             self._travelling.pop(0).collect()
         shard.launch(self.comm, self._memory_for(shard), self._weight)
@@ -116,6 +119,12 @@ class Reducer:
 
     def staging(self) -> list[torch.Tensor]:
         return [memory for pair in self._staging.values() for memory in pair]
+
+
+def check_dense(gradient) -> None:
+    """Flat memory has room for every element."""
+    if gradient is not None and gradient.is_sparse:
+        raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
 
 
 def exchange_used(comm, used: list[torch.Tensor]):

@@ -227,7 +227,7 @@ def test_what_it_cannot_do_is_refused(world):
     model = nn.Linear(2, 2)
     for arguments, words in {
         (model.parameters, torch.optim.LBFGS, 1): "LBFGS is not known to work element by element",
-        (model.parameters, torch.optim.SGD, 3): "stage 3 is dtlib.parallel.fully_shard",
+        (model.parameters, torch.optim.SGD, 3): "stage 3 is fully_shard in dtlib.parallel.sharded",
         (nn.Linear(2, 2).requires_grad_(False).parameters, torch.optim.SGD, 1): "no parameter requires a gradient",
         (nn.Linear(2, 2 + world.rank).parameters, torch.optim.SGD, 2): r"parameter 0 of group 0 is .* on rank 1",
         (nn.Linear(2, 2, bias=world.rank == 0).parameters, torch.optim.SGD, 2): "1 of group 0 is .* missing on rank 1",
@@ -236,6 +236,11 @@ def test_what_it_cannot_do_is_refused(world):
         parameters, kind, stage = arguments
         with pytest.raises(DtlibError, match=words):
             ZeroOptimizer(parameters(), kind, world.comm, stage)
+    for stage in (1, 2):
+        words = nn.Embedding(3, 2, sparse=True)
+        ZeroOptimizer(words.parameters(), torch.optim.SGD, world.comm.split(world.rank), stage)
+        with pytest.raises(DtlibError, match="only dense ones are averaged"):
+            words(torch.tensor([1])).sum().backward()
     zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, world.comm)
     state = zero.state_dict()
     with pytest.raises(DtlibError, match=r"use dtlib\.checkpoint"):

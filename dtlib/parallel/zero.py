@@ -29,7 +29,7 @@ from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, Shards, buckets_of
 from dtlib.precision import MasterWeights, clip_by_norm
-from dtlib.reduction import GradientShard, Reducer, exchange_used, share_by_samples
+from dtlib.reduction import GradientShard, Reducer, check_dense, exchange_used, share_by_samples
 from dtlib.same_model import check_same_model
 
 # Optimizers whose update of an element depends on nothing but that element: a part of a parameter is like a whole one.
@@ -63,7 +63,8 @@ class ZeroOptimizer(optim.Optimizer):
 
     ``optimizer.batch_size = len(x)`` before a backward pass weights this rank's gradients by its samples; a rank
     without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is left
-    alone. ``step()`` uses gradients up: they are None afterwards, and at stage 2 after ``backward()`` already.
+    alone. ``step()`` uses gradients up: they are None afterwards, and at stage 2 after ``backward()`` already. Clip
+    with ``optimizer.clip_grad_norm_``: before ``step()`` no rank has the averages that torch's function looks for.
 
     Counterparts: ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is stage 1 and needs
     ``DistributedDataParallel`` beside it; DeepSpeed's ZeRO stages 1 and 2.
@@ -84,7 +85,9 @@ class ZeroOptimizer(optim.Optimizer):
                 f"one of {', '.join(known)}."
             )
         if stage not in STAGES:
-            raise DtlibError(f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is dtlib.parallel.fully_shard.")
+            raise DtlibError(
+                f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.sharded."
+            )
         if bucket_cap_mb <= 0:
             raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
         self.comm = as_communicator(comm)
@@ -144,6 +147,7 @@ class ZeroOptimizer(optim.Optimizer):
         """A hook of stage 1: a gradient moves into flat memory, where those of later passes are added to it."""
         view = self._views[parameter]
         if parameter.grad is not view:
+            check_dense(parameter.grad)
             view.copy_(parameter.grad)
             parameter.grad = view
 

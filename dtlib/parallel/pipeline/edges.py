@@ -42,16 +42,17 @@ def room_for(header: torch.Tensor, device) -> list[torch.Tensor]:
 class Activations:
     """The receiving end of an edge, forward: micro-batches in their order."""
 
-    def __init__(self, comm, source: int, edge: int, microbatches: int, device):
+    def __init__(self, comm, source: int, edge: int, device):
         self.comm, self.source, self.tag, self.device = comm, source, TAGS * edge, device
-        # Headers are small: all are asked for at once.
-        self._headers = [torch.zeros(HEADER, dtype=torch.int64) for _ in range(microbatches)]
-        self._announced = [comm.recv(header, source, self.tag, async_op=True) for header in self._headers]
+        self._headers, self._announced = [], []  # with their handles
         self._arriving, self._asked = {}, 0
 
     def post(self, microbatch: int, wait: bool = False) -> None:
         """Make room for micro-batches up to this one and ask for them, if their headers have come, or ``wait`` for
         that. In their order, as messages of one tag are matched in the order in which they are asked for."""
+        while len(self._headers) <= microbatch:
+            self._headers.append(torch.zeros(HEADER, dtype=torch.int64))
+            self._announced.append(self.comm.recv(self._headers[-1], self.source, self.tag, async_op=True))
         while self._asked <= microbatch and (wait or self._announced[self._asked].done()):
             self._announced[self._asked].wait()
             tensors = room_for(self._headers[self._asked], self.device)

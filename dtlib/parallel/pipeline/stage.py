@@ -74,7 +74,7 @@ class RunningStage:
         index = stage.stage_index
         self._activations = self._gradients = None
         if not stage.is_first and index - 1 not in neighbours:
-            self._activations = Activations(comm, (index - 1) % comm.size, index, microbatches, stage.device)
+            self._activations = Activations(comm, (index - 1) % comm.size, index, stage.device)
         if not stage.is_last and index + 1 not in neighbours:
             self._gradients = Gradients(comm, (index + 1) % comm.size, index + 1)
 

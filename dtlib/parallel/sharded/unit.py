@@ -65,10 +65,10 @@ class Unit:
     def _before_forward(self, module, inputs) -> None:
         self._uses += 1
         self.plan = self._plan_of(module)
-        if not in_backward():  # else activation checkpointing computes it once more
+        if not _in_backward():  # else activation checkpointing computes it once more
             self.plan.enter(self)
         self.gather()
-        if self.prefetch and not in_backward():
+        if self.prefetch and not _in_backward():
             self.plan.prefetch(self, +1)
 
     def _after_forward(self, module, inputs, output) -> None:
@@ -76,7 +76,7 @@ class Unit:
         differentiable = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if differentiable:
             torch.autograd.graph.register_multi_grad_hook(differentiable, self._before_backward, mode="any")
-        if not in_backward():
+        if not _in_backward():
             if not self._uses and (self.reshard_after_forward or not differentiable):
                 self.free()
             self.plan.leave(self, raised=output is None)
@@ -158,7 +158,7 @@ class Flat:
                 piece.grad = view
 
 
-def in_backward() -> bool:
+def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
