@@ -27,7 +27,7 @@ import inspect
 
 from tabulate import tabulate
 
-from dtlib import flat, theory
+from dtlib import backward, flat, theory
 from dtlib.lab import emulated
 from dtlib.parallel import data
 
@@ -458,7 +458,7 @@ print(inspect.getsource(flat.buckets_of))
 # before it.
 
 # %% tags=["half-day"]
-print(inspect.getsource(data.DataParallel._gradient_has_come))
+print(inspect.getsource(backward.BackwardPass.gradient_has_come))
 
 # %% tags=["half-day"]
 print(inspect.getsource(data.DataParallel._launch))

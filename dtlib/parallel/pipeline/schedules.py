@@ -76,7 +76,6 @@ class _Schedule:
             running[stage.stage_index] = RunningStage(
                 stage, self.comm, self.n_microbatches, inputs, targets, self.loss_fn, weights, self.recompute, running
             )
-            running[stage.stage_index].handed = {}
         self.peak_in_flight = 0
         for place, action in enumerate(actions):
             for coming in actions[place : place + 1 + AHEAD]:

@@ -67,6 +67,7 @@ class RunningStage:
         self.inputs, self.targets, self.loss_fn, self.weights = inputs, targets, loss_fn, weights
         self.recompute, self.neighbours = recompute, neighbours
         self.sending = []  # handles
+        self.handed = {}  # tensors for neighbours on this rank, by micro-batch and direction
         self.losses, self.outputs = {}, {}
         self._received, self._sent = {}, {}  # by micro-batch, until its backward pass
         self._halves = {}  # second halves of backward passes, by micro-batch
