@@ -673,3 +673,13 @@ def test_loading_executes_no_code(tmp_path):
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
     with safe_open(data_file(tmp_path, 0), "pt") as file:
         assert set(file.keys()) == {"weight/value", "bias/value", "random/cpu"}
+
+
+def test_what_killed_runs_left_is_deleted_and_other_files_are_not(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path, model)
+    for name in (".tmpAb3xYz", "index-0123abcd.tmp", "rank3-0123abcd.safetensors", "notes.txt", ".tmp"):
+        (tmp_path / name).write_text("x")
+    save(tmp_path, model)
+    kept = {path.name for path in tmp_path.iterdir() if not path.name.startswith("rank0-")}
+    assert kept == {"index.json", "notes.txt", ".tmp"} and len(list(tmp_path.iterdir())) == 4

@@ -27,6 +27,7 @@ INDEX = "index.json"
 FORMAT, VERSION = "dtlib checkpoint", 1
 CONTENTS = ("id", "files", "tensors", "aliases", "optimizer", "extra")
 OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.tmp")
+LEFT_OVER = re.compile(rf"{OURS.pattern}|\.tmp\w{{6}}")  # the latter is what safetensors calls a file while it writes
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 TYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS, "complex64", "bool")}
@@ -91,7 +92,7 @@ def commit(folder: Path, index: dict) -> None:
             f"{folder / INDEX} cannot be written ({problem}): make room, and save again."
         ) from problem
     for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in index["files"]:
+        if LEFT_OVER.fullmatch(path.name) and path.name not in index["files"]:
             with suppress(OSError):
                 path.unlink()
 
