@@ -1,6 +1,8 @@
 """ZeRO stage 3 against one process, and against torch's FSDP2."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -130,6 +132,15 @@ def gathered(model) -> list[str]:
         name for name, module in model.named_modules()
         if "_unit" in module.__dict__ and module._unit.flats and not any(flat.is_free() for flat in module._unit.flats)
     ]  # fmt: skip
+
+
+@on_ranks(2)
+def test_nobody_keeps_the_whole_parameters(world):
+    model = build("transformer")
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    sharded(model, world.comm)
+    gc.collect()
+    assert not any(reference() is not None for reference in originals)
 
 
 @on_ranks(2)

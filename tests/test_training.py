@@ -298,3 +298,8 @@ def test_checkpoints_that_cannot_be_are_refused(world, tmp_path):
     engine = dtlib.initialize(model=build("plain"), config=config, runtime="torch")[0]
     with pytest.raises(DtlibError, match="torch has sharded this engine"):
         engine.save_checkpoint(tmp_path)
+    engine = dtlib.initialize(model=build("plain"), config=config)[0]
+    folder = world.comm.broadcast_object(str(tmp_path))
+    dtlib.checkpoint.save(folder, engine.module, engine.optimizer)
+    with pytest.raises(DtlibError, match="was not saved by an engine"):
+        engine.load_checkpoint(folder)

@@ -110,6 +110,8 @@ class Engine:
     def load_checkpoint(self, folder):
         """Go on from what ``save_checkpoint`` saved; returns its ``client_state``. All ranks call it."""
         extra = checkpoint.load(folder, **self._saved())
+        if not isinstance(extra, dict) or "counts" not in extra:
+            raise DtlibError(f"{folder} was not saved by an engine, so it has no counters: use dtlib.checkpoint.load.")
         parts = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
         for name, part in parts.items():
             if hasattr(part, "load_state_dict") and name in extra:

@@ -18,15 +18,15 @@ class Unit:
     def __init__(self, module, comm, reshard_after_forward, prefetch, progress, device, plan_of):
         self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
         bring_to_life(module, device)
-        self.names = {parameter: places[0][2] for parameter, places in places_of(module).items()}
-        _check(self.names, comm)
+        all_places = places_of(module)
+        _check({parameter: places[0][2] for parameter, places in all_places.items()}, comm)
         for owner in own_modules(module):
             for buffer in owner.buffers(recurse=False):
                 comm.broadcast(buffer)
-        self.progress = progress_for(comm, self.names, progress, "fully_shard")
+        self.progress = progress_for(comm, all_places, progress, "fully_shard")
         self.prefetch = self.progress == "thread" if prefetch is None else prefetch
         kinds = {}
-        for parameter, places in places_of(module).items():
+        for parameter, places in all_places.items():
             kind = parameter.dtype, parameter.device, parameter.requires_grad
             kinds.setdefault(kind, {})[parameter] = places
         self.flats = [Flat(same, comm) for same in kinds.values()]
