@@ -1,5 +1,7 @@
-"""Pipelines against torch.distributed.pipelining on gloo; with ``--ranks 4`` sleeping stages against the simulation."""
+"""Pipelines against torch.distributed.pipelining on gloo, tensor parallelism against torch's DTensor; with
+``--ranks 4`` sleeping stages against the simulation."""
 
+import os
 import time
 from functools import partial
 
@@ -7,15 +9,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks import tensor_parallel
 from benchmarks.compare import in_turns, row, seconds_of
 from benchmarks.peers import torch_group
 from dtlib import schedule as schedules
 from dtlib.parallel.pipeline import (
+    Linear,
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZeroBubbleH1,
+    weights_later,
 )
 from dtlib.parallel.pipeline.linear import defer
 
@@ -24,11 +29,19 @@ SLEEP = 0.02  # seconds of a forward pass, of a gradient of inputs, of a gradien
 MICROBATCHES = 8
 SIZES = {"width 256, micro-batches of 8": (256, 8), "width 1024, micro-batches of 32": (1024, 32)}
 LAYERS = 4  # linear layers a stage
+HOPS = 24
+KINDS = {  # with the stages that a rank has
+    "GPipe": (ScheduleGPipe, 1),
+    "1F1B": (Schedule1F1B, 1),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
+    "ZB-H1": (ScheduleZeroBubbleH1, 1),
+}
 
 
 def rows(world, repeats: int):
     if world.size == 2:
         yield from _against_torch(world, repeats)
+        yield from tensor_parallel.rows(world, repeats)
     else:
         yield from _against_simulation(world, repeats)
 
@@ -45,7 +58,7 @@ def _against_torch(world, repeats):
         x, y = torch.randn(2, MICROBATCHES * samples, width)
         arguments, target = ([x], None) if world.rank == 0 else ([], y)
         for name, (ours, theirs) in pairs.items():
-            first, second = (_stage(width) for _ in range(2))
+            first, second = _stage(width, Linear), _stage(width, nn.Linear)
             device, group = torch.device("cpu"), torch_group(world)
             ours = ours(PipelineStage(first, world.rank, 2, world.comm), MICROBATCHES, mse)
             theirs = theirs(pipelining.PipelineStage(second, world.rank, 2, device, group=group), MICROBATCHES, mse)
@@ -57,8 +70,16 @@ def _against_torch(world, repeats):
             yield row(f"{name}, {size}", "torch pipelining, gloo", seconds["ours"], seconds["theirs"])
 
 
-def _stage(width: int) -> nn.Module:
-    return nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.Tanh())])
+def _stage(width: int, linear) -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(LAYERS) for layer in (linear(width, width), nn.Tanh())])
+
+
+def takes(seconds: float) -> None:
+    """Leave the core to others for so long, and not the tenths of a millisecond longer that a sleep takes."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - 0.0005))
+    while time.perf_counter() < end:
+        os.sched_yield()
 
 
 class Sleeping(torch.autograd.Function):
@@ -67,13 +88,13 @@ class Sleeping(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, seconds):
         ctx.seconds = seconds
-        time.sleep(seconds)
+        takes(seconds)
         return x + weight
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        defer(lambda: time.sleep(ctx.seconds))
+        takes(ctx.seconds)
+        defer(lambda: takes(ctx.seconds))
         return gradient, None, None
 
 
@@ -86,29 +107,74 @@ class SleepingStage(nn.Module):
         return Sleeping.apply(x, self.weight, self.seconds)
 
 
-def _against_simulation(world, repeats):
-    """All ranks begin together; the step is over when the last one has finished."""
-    kinds = {
-        "GPipe": (ScheduleGPipe, 1), "1F1B": (Schedule1F1B, 1), "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
-        "ZB-H1": (ScheduleZeroBubbleH1, 1),
+def _seconds_of_a_message(world) -> float:
+    """How much longer than its sleeps a chain takes in which each rank waits for 4 kB, sleeps, and sends them on."""
+    comm, x = world.comm, torch.zeros(1, 1024)
+
+    def chain():
+        for hop in range(HOPS):
+            if hop % comm.size == comm.rank:
+                if hop:
+                    comm.recv(x, (comm.rank - 1) % comm.size)
+                takes(SLEEP)
+                if hop < HOPS - 1:
+                    comm.send(x, (comm.rank + 1) % comm.size)
+
+    return (seconds_of(comm, chain) - HOPS * SLEEP) / HOPS
+
+
+def _seconds_of_actions(seconds: float, repeats: int) -> dict:
+    """What a sleeping stage takes on its own: its sleeps, and what autograd adds to them on a core that has slept."""
+    stage, moments = SleepingStage(seconds), []
+    for _ in range(repeats):
+        moments.append([time.perf_counter()])
+        output = stage(torch.zeros(1, 1024, requires_grad=True))
+        moments[-1].append(time.perf_counter())
+        with weights_later() as halves:
+            output.backward(torch.ones_like(output))
+        moments[-1].append(time.perf_counter())
+        halves[0]()
+        moments[-1].append(time.perf_counter())
+    forward, of_input, of_weight = np.median(np.diff(moments), axis=0).tolist()
+    return {
+        "forward": forward, "backward": of_input + of_weight,
+        "input_gradient": of_input, "weight_gradient": of_weight,
     }  # fmt: skip
-    for name, (kind, chunks) in kinds.items():
-        stages, seconds = world.size * chunks, SLEEP / chunks
-        own = [
-            PipelineStage(SleepingStage(seconds), index, stages, world.comm)
-            for index in range(world.rank, stages, world.size)
-        ]
-        schedule = kind(own, MICROBATCHES, lambda output, target: output.mean())
-        x = torch.zeros(MICROBATCHES, 1024)  # a micro-batch has 4 kB
-        arguments, target = ([x] if world.rank == 0 else []), x if own[-1].is_last else None
-        step = partial(schedule.step, *arguments, target=target)
-        times = {"forward": seconds, "backward": 2 * seconds, "input_gradient": seconds, "weight_gradient": seconds}
-        simulated = schedules.simulate(kind.order(world.size, MICROBATCHES, stages), **times)
+
+
+def _against_simulation(world, repeats):
+    """All ranks begin together; the step is over when the last one has finished. Simulated twice: with the times that
+    stages are told to sleep, and with those that a stage takes on its own and a message from rank to rank."""
+    message = float(np.median([_seconds_of_a_message(world) for _ in range(repeats)]))
+    for name, (kind, chunks) in KINDS.items():
+        schedule, step = _sleeping(world, kind, chunks)
         step()
+        seconds = SLEEP / chunks
+        told = {"forward": seconds, "backward": 2 * seconds, "input_gradient": seconds, "weight_gradient": seconds}
+        alone = _seconds_of_actions(seconds, repeats)
         measured = np.array([seconds_of(world.comm, step) for _ in range(repeats)])
-        yield row(f"makespan of {name}, {world.size} ranks", "simulation", measured, simulated.makespan)
+        order = kind.order(world.size, MICROBATCHES, world.size * chunks)
+        for peer, times in {
+            "simulation": told,
+            f"simulation with measured times, {1000 * message:.1f} ms a message": alone | {"message": message},
+        }.items():
+            simulated = schedules.simulate(order, **times)
+            yield row(f"makespan of {name}, {world.size} ranks", peer, measured, simulated.makespan)
         peaks = world.comm.all_gather_object(schedule.peak_in_flight)
         yield row(
             f"activations in flight of {name}, most of any rank", "simulation",
             np.array([float(max(peaks))]), float(max(simulated.peak_activations)),
         )  # fmt: skip
+
+
+def _sleeping(world, kind, chunks):
+    """A schedule whose stages sleep, and its step."""
+    stages = world.size * chunks
+    own = [
+        PipelineStage(SleepingStage(SLEEP / chunks), index, stages, world.comm)
+        for index in range(world.rank, stages, world.size)
+    ]
+    schedule = kind(own, MICROBATCHES, lambda output, target: output.mean())
+    x = torch.zeros(MICROBATCHES, 1024)  # a micro-batch has 4 kB
+    arguments, target = ([x] if world.rank == 0 else []), x if own[-1].is_last else None
+    return schedule, partial(schedule.step, *arguments, target=target)

@@ -9,6 +9,8 @@ P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 
 import torch
 
+from dtlib.errors import DtlibError
+
 
 class MasterWeights:
     """float32 copies of parameters in 16 bits; an optimizer is made of ``masters`` instead of the parameters.
@@ -88,6 +90,20 @@ def all_finite(gradients, comm=None) -> bool:
     if comm is not None:
         return bool(comm.all_reduce(torch.tensor(finite), op="min"))
     return finite
+
+
+def refuse_parts(parameters, what: str) -> None:
+    """A norm over parameters that tensor parallelism has cut would be that of one rank's parts.
+
+    Raises:
+        DtlibError: on every rank, as all have parts.
+    """
+    count = sum(getattr(parameter, "tensor_parallel", False) for parameter in parameters)
+    if count:
+        raise DtlibError(
+            f"{what}: {count} parameters are parts of tensor-parallel layers, and their norm is not that of the whole: "
+            "train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward and step."
+        )
 
 
 def clip_by_norm(gradients, largest: float, comm=None, counted=None) -> float:

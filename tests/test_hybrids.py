@@ -10,6 +10,7 @@ from dtlib.errors import DtlibError
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B
 from dtlib.parallel.tensor import ParallelMLP
+from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.pipe import LayerSpec, PipelineModule
 from tests.ranks import on_ranks
 from tests.test_pipeline import layers, loss_fn
@@ -55,7 +56,8 @@ def clipped(model, data, loss):
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage,schedule,tied", [
-    (0, "1f1b", True), (0, "gpipe", False), (1, "1f1b", False), (2, "zero_bubble_h1", False)
+    (0, "1f1b", True), (0, "gpipe", False), (1, "1f1b", False), (2, "zero_bubble_h1", False),
+    (0, "zero_bubble_h1", True),
 ])  # fmt: skip
 def test_two_pipelines_side_by_side_train_like_one_process(world, stage, schedule, tied):
     data, steps = data_of(3, tied), 4
@@ -110,6 +112,18 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
         engine(torch.zeros(2, 6))
     with pytest.raises(DtlibError, match=r"num_stages=3\): there are 4 ranks"):
         PipelineModule(plain_layers(), 3)
+
+
+@on_ranks(2)
+def test_a_norm_of_parts_is_refused(world):
+    words = "3 parameters are parts of tensor-parallel layers"
+    mlp = ParallelMLP(6, 8, world.comm)
+    with pytest.raises(DtlibError, match=f"gradient_clipping is 0.5: {words}"):
+        dtlib.initialize(model=mlp, config=config(0, accumulate=1), comm=world.comm.split(world.rank))
+    optimizer = ZeroOptimizer(mlp.parameters(), torch.optim.SGD, world.comm.split(world.rank), lr=0.1)
+    mlp(torch.zeros(1, 6)).sum().backward()
+    with pytest.raises(DtlibError, match=r"clip_grad_norm_\(1.0\): .* clip with dtlib.parallel.tensor"):
+        optimizer.clip_grad_norm_(1.0)
 
 
 class Block(nn.Module):

@@ -64,17 +64,11 @@ def train_alone(model, data):
     return losses
 
 
-def difference(reference, parts) -> float:
+def difference(reference, part) -> float:
     """Between the layers of this rank and those of the unsplit model."""
     theirs = dict(reference.layers.named_parameters(remove_duplicate=False))
-    return max(
-        (
-            float((p - theirs[name]).detach().abs().max())
-            for part in parts
-            for name, p in part.layers.named_parameters()
-        ),
-        default=0.0,
-    )
+    pairs = [(p, theirs[name]) for name, p in part.layers.named_parameters()]
+    return max(((mine - other).detach().abs().max().item() for mine, other in pairs), default=0.0)
 
 
 @on_ranks(2, 3, 4)
@@ -84,40 +78,28 @@ def test_parity_with_the_unsplit_model(world, name, recompute):
     """Tied first and last layers, uneven stages, uneven micro-batches, texts of different lengths."""
     comm, microbatches = world.comm, 2 * world.size
     chunks = 2 if name == "interleaved" else 1
-    count = 2 * world.size * chunks + 1
+    stages = world.size * chunks
+    count = 2 * stages + 1
     data = batches(2 * microbatches + 1)
     reference = unsplit(count, comm)
     expected = train_alone(reference, data)
-    if chunks == 1:
-        parts = [PipelineModule(layers(count), world.size, loss_fn).double()]
-        stages = [PipelineStage(parts[0], world.rank, world.size, comm)]
-    else:
-        # Two stages a rank: each a model of its own, cut by hand, and without ties between ranks.
-        parts, stages = [], []
-        cuts = schedules_cuts(count, world.size * chunks)
-        for index in range(world.rank, world.size * chunks, world.size):
-            part = Part(count, cuts[index], cuts[index + 1]).double()
-            parts.append(part)
-            stages.append(PipelineStage(part, index, world.size * chunks, comm))
-        reference = untied(count).double()
-        expected = train_alone(reference, data)
-    schedule = SCHEDULES[name](stages, microbatches, loss_fn, recompute=recompute)
-    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1, momentum=0.9)
-    first, last = stages[0].is_first, stages[-1].is_last
+    part = PipelineModule(layers(count), stages, loss_fn, stages_per_rank=chunks).double()
+    schedule = SCHEDULES[name](part.stages(), microbatches, loss_fn, recompute=recompute)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    first, last = 0 in part.stage_indices, stages - 1 in part.stage_indices
     for (x, y), loss in zip(data, expected, strict=True):
         losses = []
         out = schedule.step(*([x] if first else []), target=y if last else None, losses=losses)
-        if chunks == 1:
-            parts[0].reduce_tied_gradients()
+        part.reduce_tied_gradients()
         optimizer.step()
         optimizer.zero_grad()
         if last:
             sizes = [len(part) for part in y.tensor_split(microbatches)]
             mean = sum(size * value.item() for size, value in zip(sizes, losses, strict=True)) / len(y)
             assert abs(mean - loss) <= 1e-12 and out.shape[:2] == y.shape
-    assert difference(reference, parts) <= 1e-12
+    assert difference(reference, part) <= 1e-12
     # What it keeps is what the simulation says.
-    simulated = schedules.simulate(SCHEDULES[name].order(world.size, microbatches, world.size * chunks))
+    simulated = schedules.simulate(SCHEDULES[name].order(world.size, microbatches, stages))
     if name != "zb-h1":  # where layers that cannot be split keep less
         assert schedule.peak_in_flight == simulated.peak_activations[world.rank]
     with torch.no_grad():
@@ -128,51 +110,32 @@ def test_parity_with_the_unsplit_model(world, name, recompute):
         assert (out - whole).abs().max() <= 1e-12
 
 
-class Part(nn.Module):
-    def __init__(self, count, first, last):
-        super().__init__()
-        self.layers = nn.ModuleDict({str(i): untied_layer(count, i) for i in range(first, last)})
-
-    def forward(self, x):
-        for layer in self.layers.values():
-            x = layer(x)
-        return x
-
-
-def untied_layer(count, i):
-    with torch.random.fork_rng():
-        torch.manual_seed(i)
-        return layers(count)[i].build()
-
-
-def untied(count):
-    return Part(count, 0, count)
-
-
-def schedules_cuts(count, stages):
-    return [count * s // stages for s in range(stages + 1)]
+PEERS = {
+    "gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B, "zb-h1": pipelining.ScheduleInterleavedZeroBubble,
+}  # fmt: skip
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_parity_with_torch_pipelining(world, name):
     comm, microbatches = world.comm, 2 * world.size
-    peer = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[name]
-    torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(world.size)]
-    ours, theirs = modules[world.rank], nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double()
-    theirs.load_state_dict(ours.state_dict())
-    x, y = torch.randn(3 * microbatches, 5).double(), torch.randn(3 * microbatches, 5).double()
-    mse = nn.functional.mse_loss
-    stage = PipelineStage(ours, world.rank, world.size, comm)
-    their_stage = pipelining.PipelineStage(
-        theirs, world.rank, world.size, torch.device("cpu"), group=torch_group(world)
-    )
-    arguments, target = ([x] if world.rank == 0 else []), y if stage.is_last else None
-    SCHEDULES[name](stage, microbatches, mse).step(*arguments, target=target)
-    peer(their_stage, microbatches, mse).step(*arguments, target=target)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert (mine.grad - other.grad).abs().max() <= 1e-12
+    stages = world.size * (2 if name == "interleaved" else 1)
+    indices, device, group = range(world.rank, stages, world.size), torch.device("cpu"), torch_group(world)
+    x, y = torch.randn(2, 3 * microbatches, 5, generator=torch.Generator().manual_seed(0)).double()
+    arguments, target = ([x] if world.rank == 0 else []), y if world.rank == world.size - 1 else None
+
+    def gradients(schedule, stage_class, **where):
+        torch.manual_seed(world.rank)
+        modules = [nn.Sequential(Linear(5, 5), nn.Tanh()).double() for _ in indices]
+        own = [stage_class(module, i, stages, **where) for module, i in zip(modules, indices, strict=True)]
+        several = name in ("interleaved", "zb-h1")  # torch's take a list
+        schedule(own if several else own[0], microbatches, nn.functional.mse_loss).step(*arguments, target=target)
+        return [parameter.grad for module in modules for parameter in module.parameters()]
+
+    ours = gradients(SCHEDULES[name], PipelineStage, comm=comm)
+    theirs = gradients(PEERS[name], pipelining.PipelineStage, device=device, group=group)
+    assert max((mine - other).abs().max() for mine, other in zip(ours, theirs, strict=True)) <= 1e-12
 
 
 @on_ranks(2)
@@ -187,6 +150,10 @@ def test_what_it_cannot_do_is_refused(world):
     }.items():
         with pytest.raises(DtlibError, match=words):
             PipelineModule(specs, arguments[0], partition_method=arguments[1])
+    with pytest.raises(DtlibError, match=r"num_stages=3, stages_per_rank=2\): there are 2 ranks"):
+        PipelineModule(specs, 3, stages_per_rank=2)
+    with pytest.raises(DtlibError, match="This rank has 2 stages: run them by a schedule"):
+        PipelineModule([*specs, *specs], 4, stages_per_rank=2)(torch.zeros(1, 2))
     with pytest.raises(DtlibError, match="1 layers cannot be cut into 2 stages"):
         PipelineModule(specs[:1], 2)
     with pytest.raises(DtlibError, match=r"Stage \d of 2 is on rank \d of 2"):
@@ -228,6 +195,49 @@ def test_a_linear_layer_in_two_halves():
     assert ours.weight.grad is None and torch.equal(x.grad, whole[2]) and len(halves) == 1
     halves[0]()
     assert torch.equal(ours.weight.grad, whole[0]) and torch.equal(ours.bias.grad, whole[1])
+
+
+def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
+    from dtlib.parallel.pipeline.linear import weights_at_once, weights_later
+
+    torch.manual_seed(0)
+    ours, plain = Linear(3, 4).double(), nn.Linear(3, 4).double()
+    plain.load_state_dict(ours.state_dict())
+    parts = torch.randn(3, 5, 3).double()
+    for x in parts:
+        plain(x).square().sum().backward()
+        with weights_at_once():
+            ours(x).square().sum().backward()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad - other.grad).abs().max() <= 1e-12
+    seen = []
+    ours.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    with weights_later() as halves:
+        ours(parts[0]).square().sum().backward()
+    assert len(seen) == 1 and not halves, "a hook sees each gradient, when autograd has added it"
+
+
+@on_ranks(2)
+def test_what_a_header_cannot_say_is_refused(world):
+    from dtlib.parallel.pipeline.edges import header_of, room_for
+
+    kept = [torch.zeros(2, 3, requires_grad=True), torch.zeros((), dtype=torch.int64)]
+    room = room_for(header_of(kept), "cpu")
+    assert [(t.shape, t.dtype, t.requires_grad) for t in room] == [(t.shape, t.dtype, t.requires_grad) for t in kept]
+    with pytest.raises(DtlibError, match=r"30 tensors of together 60 dimensions .* room for 64 numbers: join some"):
+        header_of([torch.zeros(1, 1)] * 30)
+    with pytest.raises(DtlibError, match=r"gives torch\.complex64 to the next one: it may give float32, "):
+        header_of([torch.zeros(1, dtype=torch.complex64)])
+    stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, world.comm)
+    schedule = ScheduleGPipe(stage, 2, lambda output, target: output)
+    x = torch.zeros(2, 2)
+    if world.rank == 0:
+        schedule.comm.time_limit = 1
+        with pytest.raises(DtlibError):
+            schedule.step(x)
+    else:
+        with pytest.raises(DtlibError, match=r"loss_fn gave shape \(1, 2\): it gives one number"):
+            schedule.step(target=x)
 
 
 def _apply(layer, x, weight, bias):

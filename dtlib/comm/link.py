@@ -62,28 +62,24 @@ class IncomingLink:
 
         self.messages = self.bytes = 0
         self._link = link
-        self._status = MPI.Status()
+        self._mpi, self._status = MPI, MPI.Status()
         self._too_long = False
 
     def recv(self, array, source):
         return self._link.recv(array, source)
 
     def all_done(self, requests: list) -> bool:
-        from mpi4py import MPI
-
         try:
             return requests[0].Test(self._status)
-        except MPI.Exception as error:
-            self._too_long = error.Get_error_class() == MPI.ERR_TRUNCATE
+        except self._mpi.Exception as error:
+            self._too_long = error.Get_error_class() == self._mpi.ERR_TRUNCATE
             if self._too_long:
                 return True
             raise
 
     def length(self) -> int | None:
         """Bytes of the message that came last; None where it was longer than there was room for."""
-        from mpi4py import MPI
-
-        return None if self._too_long else self._status.Get_count(MPI.BYTE)
+        return None if self._too_long else self._status.Get_count(self._mpi.BYTE)
 
 
 class SlowLink(Link):

@@ -28,7 +28,7 @@ from dtlib.backward import progress_for
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, Shards, buckets_of
-from dtlib.precision import MasterWeights, clip_by_norm
+from dtlib.precision import MasterWeights, clip_by_norm, refuse_parts
 from dtlib.reduction import GradientShard, Reducer, check_dense, exchange_used, share_by_samples
 from dtlib.same_model import check_same_model
 
@@ -179,7 +179,12 @@ class ZeroOptimizer(optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint 2-norm, over the
-        parts of all ranks, is at most ``max_norm``; returns the norm before."""
+        parts of all ranks, is at most ``max_norm``; returns the norm before.
+
+        Raises:
+            DtlibError: for parameters that tensor parallelism has cut, as their other parts are not here.
+        """
+        refuse_parts((p for group in self.param_groups for p in group["params"]), f"clip_grad_norm_({max_norm})")
         self.reduce_gradients()
         return clip_by_norm([master.grad for master in self.masters.masters], max_norm, self.comm)
 

@@ -7,13 +7,14 @@ import torch
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import PipelineModule
+from dtlib.precision import refuse_parts
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.engine import Engine
 from dtlib.training.pipeline_engine import PipelineEngine, check_pipeline
 from dtlib.training.rates import SCHEDULERS
-from dtlib.training.strategies import STRATEGIES
+from dtlib.training.strategies import STRATEGIES, Alone
 from dtlib.world import init
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
@@ -60,6 +61,8 @@ def initialize(
     stage = settings.zero_optimization.stage
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
+    if settings.gradient_clipping:
+        refuse_parts(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
     if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
         raise DtlibError(
             "This optimizer was made for whole parameters, which stage 3 replaces by parts: pass a function that makes "
@@ -70,7 +73,10 @@ def initialize(
         return [p for name, p in model.named_parameters() if p.requires_grad and name in wanted]
 
     make = partial(_optimizer, settings, optimizer)
-    strategy = STRATEGIES[runtime][stage](model, as_communicator(comm), trained, make, settings.zero_optimization)
+    comm, kind = as_communicator(comm), STRATEGIES[runtime][stage]
+    if stage == 0 and isinstance(model, PipelineModule) and comm.size == 1:
+        kind = Alone
+    strategy = kind(model, comm, trained, make, settings.zero_optimization)
     scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer)
     loader = None
     if training_data is not None:

@@ -22,6 +22,11 @@ def check_pipeline(model, settings, runtime: str) -> None:
         raise DtlibError(f"initialize(runtime={runtime!r}) has no pipelines: use runtime='dtlib'.")
     if schedule not in SCHEDULES:
         raise ConfigError(f"pipeline.schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
+    if len(model.stage_indices) > 1:
+        raise DtlibError(
+            "train_batch() runs one stage a rank: with stages_per_rank=1, or by a schedule of your own, "
+            "ScheduleInterleaved1F1B(model.stages(), ...)."
+        )
     if settings.fp16.enabled:
         raise ConfigError("fp16.enabled is true, and a pipeline does not scale its loss: use bf16.")
     if stage == 3:

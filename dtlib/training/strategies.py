@@ -37,7 +37,7 @@ class Replicated:
 
     def __init__(self, model, comm, trained, make_optimizer, zero):
         self.forward = self.wrap(model, comm, zero)
-        self.no_sync = self.forward.no_sync
+        self.no_sync = getattr(self.forward, "no_sync", nullcontext)
         self.masters = MasterWeights(trained())
         self.optimizer = self.distribute(make_optimizer(self.masters.masters), comm)
 
@@ -55,6 +55,14 @@ class Replicated:
     def step(self) -> None:
         self.optimizer.step()
         self.masters.give_values()
+
+
+class Alone(Replicated):
+    """Stage 0 of a pipeline that is the only one: nothing to average, and no hooks, so that a schedule may split
+    backward passes."""
+
+    def wrap(self, model, comm, zero):
+        return model
 
 
 class TorchReplicated(Replicated):

@@ -8,7 +8,11 @@ Messages of one edge and one direction come in the order of micro-batches, so a 
 micro-batch lets shapes differ between micro-batches: a last uneven one, texts of different lengths.
 """
 
+from functools import lru_cache
+
 import torch
+
+from dtlib.errors import DtlibError
 
 HEADER = 64  # numbers; the longest that is needed for six tensors of eight dimensions
 DTYPES = (
@@ -19,13 +23,28 @@ TAGS = 3  # an edge has one for headers, one for activations, one for gradients
 
 
 def header_of(tensors) -> torch.Tensor:
+    """What ``room_for`` needs to know of tensors; int64.
+
+    Raises:
+        DtlibError: for a type that does not travel, and for more tensors or dimensions than a header has room for.
+    """
+    return _header(tuple((t.dtype, t.requires_grad, tuple(t.shape)) for t in tensors))
+
+
+@lru_cache(maxsize=1024)  # most micro-batches are like the one before
+def _header(kinds) -> torch.Tensor:
     """Number of tensors; for each its type, whether it takes a gradient, its number of dimensions, and these."""
-    numbers = [len(tensors)]
-    for tensor in tensors:
-        numbers += [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
-    header = torch.zeros(HEADER, dtype=torch.int64)
-    header[: len(numbers)] = torch.tensor(numbers)
-    return header
+    if odd := next((dtype for dtype, *_ in kinds if dtype not in DTYPES), None):
+        raise DtlibError(f"A stage gives {odd} to the next one: it may give {', '.join(str(d)[6:] for d in DTYPES)}.")
+    numbers = [len(kinds)]
+    for dtype, takes_gradient, shape in kinds:
+        numbers += [DTYPES.index(dtype), int(takes_gradient), len(shape), *shape]
+    if len(numbers) > HEADER:
+        raise DtlibError(
+            f"A stage gives {len(kinds)} tensors of together {sum(len(shape) for *_, shape in kinds)} dimensions to "
+            f"the next one, and their header has room for {HEADER} numbers: join some of them, with torch.stack or cat."
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
 
 
 def room_for(header: torch.Tensor, device) -> list[torch.Tensor]:

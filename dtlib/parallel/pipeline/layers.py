@@ -7,6 +7,7 @@ Names and arguments are DeepSpeed's (``deepspeed.pipe``).
 """
 
 import time
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline.stage import PipelineStage
 from dtlib.world import init
 
 
@@ -48,7 +50,8 @@ class PipelineModule(nn.Module):
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules, or functions of what the layer before gives.
-        num_stages: into how many parts it is cut; part s is on rank s of ``comm``.
+        num_stages: into how many parts it is cut; part s is on rank s of ``comm``, modulo its ranks.
+        stages_per_rank: more than 1 for ``ScheduleInterleaved1F1B``; ``stages()`` gives them.
         loss_fn: a function of output and target, for the last stage.
         partition_method: ``"parameters"`` (parts with about equally many), ``"uniform"`` (equally many layers),
             ``"time"`` (measured, with ``sample``), or the cuts themselves, such as ``[0, 1, 4, 7]``.
@@ -65,14 +68,16 @@ class PipelineModule(nn.Module):
 
     def __init__(
         self, layers, num_stages: int, loss_fn=None, partition_method="parameters", comm=None, base_seed: int = 1234,
-        sample=None,
+        sample=None, stages_per_rank: int = 1,
     ):  # fmt: skip
         super().__init__()
         ranks = init().size if comm is None else as_communicator(comm).size
-        if not 1 <= num_stages <= ranks or (comm is None and ranks % num_stages):
-            raise DtlibError(f"PipelineModule(num_stages={num_stages}): there are {ranks} ranks for stages.")
+        needed, left = divmod(num_stages, stages_per_rank)
+        if left or not 1 <= needed <= ranks or (comm is None and ranks % needed):
+            many = f", stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
+            raise DtlibError(f"PipelineModule(num_stages={num_stages}{many}): there are {ranks} ranks for stages.")
         if comm is None:
-            mesh = init().mesh(data=-1, pipe=num_stages)
+            mesh = init().mesh(data=-1, pipe=needed)
             self.comm, self.data_comm, self.everyone = mesh["pipe"], mesh["data"], init().comm
         else:
             self.comm = self.everyone = as_communicator(comm)
@@ -80,27 +85,27 @@ class PipelineModule(nn.Module):
         self.loss_fn, self.num_stages, self.base_seed = loss_fn, num_stages, base_seed
         specs = list(layers)
         self.cuts = self._cuts(specs, partition_method, sample)
-        self.stage_index = self.comm.rank if self.comm.rank < num_stages else None
-        first, last = (0, 0) if self.stage_index is None else self.cuts[self.stage_index : self.stage_index + 2]
-        self.layers, self._functions, tied = nn.ModuleDict(), [], {}
-        for i in range(first, last):
-            spec = specs[i]
-            module = self._build(specs, i)
-            if isinstance(spec, TiedLayerSpec):
-                weight = tied.setdefault(spec.key, getattr(module, spec.tied_weight_attr))
-                setattr(module, spec.tied_weight_attr, weight)
-            if isinstance(module, nn.Module):
-                self.layers[str(i)] = module
-            forward = getattr(spec, "forward_fn", None)
-            self._functions.append((lambda x, f=forward, m=module: f(m, x)) if forward else module)
+        self.stage_indices = range(self.comm.rank, num_stages if self.comm.rank < needed else 0, needed)
+        self.layers, tied = nn.ModuleDict(), {}
+        # Not in a ModuleList: their layers are those of self.layers, and have one name each.
+        self._parts = [
+            _Part([self._layer(specs, i, tied) for i in range(self.cuts[stage], self.cuts[stage + 1])])
+            for stage in self.stage_indices
+        ]
         self._tied = self._share_tied(specs, tied)
         self.has_ties = any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
     def forward(self, *inputs):
-        value = inputs[0] if len(inputs) == 1 else inputs
-        for function in self._functions:
-            value = function(value)
-        return value
+        if len(self._parts) > 1:
+            raise DtlibError(f"This rank has {len(self._parts)} stages: run them by a schedule, from stages().")
+        return self._parts[0](*inputs) if self._parts else inputs[0]
+
+    def stages(self) -> list[PipelineStage]:
+        """This rank's stages, for a schedule."""
+        return [
+            PipelineStage(part, index, self.num_stages, self.comm)
+            for part, index in zip(self._parts, self.stage_indices, strict=True)
+        ]
 
     def reduce_tied_gradients(self) -> None:
         """After a step of the schedule: add the gradients of tied weights over the stages that have them."""
@@ -112,6 +117,17 @@ class PipelineModule(nn.Module):
     def counted(self, parameter) -> bool:
         """False for a tied weight that a stage before this one has too: its gradient counts once in a norm."""
         return not any(weight is parameter and comm.rank for comm, weight in self._tied)
+
+    def _layer(self, specs, i: int, tied: dict):
+        """Layer i as a function; its module is registered, and its weight shared with layers tied to it."""
+        spec, module = specs[i], self._build(specs, i)
+        if isinstance(spec, TiedLayerSpec):
+            weight = tied.setdefault(spec.key, getattr(module, spec.tied_weight_attr))
+            setattr(module, spec.tied_weight_attr, weight)
+        if isinstance(module, nn.Module):
+            self.layers[str(i)] = module
+        forward = getattr(spec, "forward_fn", None)
+        return partial(forward, module) if forward else module
 
     def _build(self, specs, i: int):
         """Layer i, with the values that it has on whatever rank; of tied layers those of the first."""
@@ -185,6 +201,21 @@ class PipelineModule(nn.Module):
             times.append(best)
             value = output.detach()
         return times
+
+
+class _Part(nn.Module):
+    """Layers one after the other: one stage."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.functions = functions
+        self.layers = nn.ModuleList(f for f in functions if isinstance(f, nn.Module))
+
+    def forward(self, *inputs):
+        value = inputs[0] if len(inputs) == 1 else inputs
+        for function in self.functions:
+            value = function(value)
+        return value
 
 
 def balanced_cuts(costs, stages: int) -> list[int]:

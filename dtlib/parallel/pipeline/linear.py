@@ -7,6 +7,9 @@
 
 The stage before waits for the first half only, so a schedule may put the second half where it would be idle: P. Qi et
 al., "Zero bubble pipeline parallelism", ICLR 2024, section 2.
+
+In a pipeline the second half adds to the weight's gradient while it multiplies. Autograd would write the gradient of
+each micro-batch first and add it then, which for wide layers and small micro-batches costs as much as multiplying.
 """
 
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_later = []  # the lists that second halves are put into at the moment; the innermost counts
+_takers = []  # functions that second halves are given to at the moment; the innermost counts
 
 
 @contextmanager
@@ -22,24 +25,35 @@ def weights_later():
     """Backward passes in this context keep the second halves of ``Linear`` in the list that this yields: functions
     without arguments, which add the gradients of weight and bias."""
     halves = []
-    _later.append(halves)
-    try:
+    with _given_to(halves.append):
         yield halves
+
+
+def weights_at_once():
+    """A context in which ``Linear`` does both halves one after the other."""
+    return _given_to(lambda half: half())
+
+
+@contextmanager
+def _given_to(taker):
+    _takers.append(taker)
+    try:
+        yield
     finally:
-        _later.remove(halves)
+        _takers.remove(taker)
 
 
-def defer(half) -> bool:
+def defer(half) -> None:
     """Keep a second half for later where a schedule splits backward passes, else do it now; for layers of one's own."""
-    if not _later:
+    if _takers:
+        _takers[-1](half)
+    else:
         half()
-        return False
-    _later[-1].append(half)
-    return True
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` that a zero-bubble schedule can split; like it elsewhere."""
+    """``nn.Linear`` that a zero-bubble schedule can split, and that adds up gradients of micro-batches in place; like
+    it elsewhere, and where others watch its parameters (``register_post_accumulate_grad_hook``)."""
 
     def forward(self, x):
         return _Linear.apply(x, self.weight, self.bias)
@@ -49,8 +63,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        ctx.bias = bias
-        ctx.weight = weight
+        ctx.weight, ctx.bias = weight, bias
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -58,20 +71,26 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-
-        def of_weight():
-            return rows.T @ columns if ctx.needs_input_grad[1] else None
-
-        def of_bias():
-            return rows.sum(0) if ctx.bias is not None and ctx.needs_input_grad[2] else None
-
-        if not _later:
-            return of_input, of_weight(), of_bias()
-        parameter, bias = ctx.weight, ctx.bias
-        defer(lambda: (_add(parameter, of_weight()), _add(bias, of_bias())))
+        weights, biases = ctx.needs_input_grad[1:]
+        if not _takers or _watched(ctx.weight) or _watched(ctx.bias):
+            return of_input, rows.T @ columns if weights else None, rows.sum(0) if biases else None
+        weight, bias = ctx.weight if weights else None, ctx.bias if biases else None
+        defer(lambda: _add(weight, bias, rows, columns))
         return of_input, None, None
 
 
-def _add(parameter, gradient) -> None:
-    if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+def _watched(parameter) -> bool:
+    """True if autograd itself has to add this gradient, as somebody waits for that or it goes on from here."""
+    return parameter is not None and bool(
+        parameter._post_accumulate_grad_hooks or parameter._backward_hooks or not parameter.is_leaf
+    )
+
+
+def _add(weight, bias, rows, columns) -> None:
+    if weight is not None:
+        if weight.grad is None:
+            weight.grad = rows.T @ columns
+        else:
+            weight.grad.addmm_(rows.T, columns)
+    if bias is not None:
+        bias.grad = rows.sum(0) if bias.grad is None else bias.grad.add_(rows.sum(0))

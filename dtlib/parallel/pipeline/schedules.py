@@ -93,7 +93,7 @@ class _Schedule:
         return _joined([last.outputs[m] for m in sorted(last.outputs)]) if return_outputs else None
 
     def _perform(self, stage: RunningStage, action) -> None:
-        with recorder.phase(str(action), self.comm.rank):
+        with recorder.phase(action, self.comm.rank):
             match action.kind:
                 case "F":
                     stage.forward(action.microbatch)
@@ -158,8 +158,12 @@ class ScheduleInterleaved1F1B(_Schedule):
 
 
 class ScheduleZeroBubbleH1(_Schedule):
-    """1F1B whose backward passes come in two halves. Exact for stages of our ``Linear``; other layers do all of the
-    backward pass in the first half. P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 2.1."""
+    """1F1B whose backward passes come in two halves. P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024,
+    section 2.1.
+
+    Backward passes of our ``Linear`` are split; those of other layers, and of layers whose parameters have hooks (of
+    data parallelism or ZeRO), are done in the first half.
+    """
 
     @staticmethod
     def order(ranks, microbatches, stages):

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, send_activations, send_gradients
-from dtlib.parallel.pipeline.linear import weights_later
+from dtlib.parallel.pipeline.linear import weights_at_once, weights_later
 
 
 class PipelineStage:
@@ -103,8 +103,12 @@ class RunningStage:
             self.outputs[microbatch] = output
             if self.loss_fn is not None and self.targets is not None:
                 loss = self.loss_fn(output, self.targets[microbatch])
+                if loss.numel() != 1:
+                    raise DtlibError(
+                        f"loss_fn gave shape {tuple(loss.shape)}: it gives one number, the mean of samples."
+                    )
                 self.losses[microbatch] = loss.detach()
-                sent = [loss * self.weights[microbatch]]
+                sent = [loss]
             if torch.is_grad_enabled():
                 self.outputs[microbatch] = _detached(output)
         else:
@@ -119,25 +123,26 @@ class RunningStage:
         module = self.stage.submodule
         # Gradients of a module that averages them over ranks are averaged once, with the last micro-batch.
         with module.no_sync() if hasattr(module, "no_sync") and self._left else nullcontext():
-            gradients = [None] if self.stage.is_last else self._take_gradients(microbatch, sent)
-            with weights_later() if later else nullcontext() as halves:
+            gradients = self._take_gradients(microbatch, sent)
+            with weights_later() if later else weights_at_once() as halves:
                 pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad]
                 if pairs:
                     torch.autograd.backward(*zip(*pairs, strict=True))
-        self._halves[microbatch] = halves or []
+        if halves:
+            self._halves[microbatch] = halves
         del self._sent[microbatch]
         if not self.stage.is_first:
             self._give_gradients(microbatch, received)
 
     def weights_of(self, microbatch: int) -> None:
         """The second half of a backward pass."""
-        for half in self._halves.pop(microbatch):
+        for half in self._halves.pop(microbatch, ()):
             half()
 
     @property
     def in_flight(self) -> int:
         """Micro-batches whose activations are kept."""
-        return len(self._received.keys() | {m for m, halves in self._halves.items() if halves})
+        return len(self._received) + len(self._halves)
 
     # Neighbours on this rank are given tensors; others are sent messages.
 
@@ -155,6 +160,8 @@ class RunningStage:
             self.sending += send_activations(self.comm, (index + 1) % self.comm.size, index + 1, tensors)
 
     def _take_gradients(self, microbatch, sent):
+        if self.stage.is_last:
+            return [None if self.weights is None else torch.full_like(sent[0], self.weights[microbatch])]
         after = self.neighbours.get(self.stage.stage_index + 1)
         if after is None:
             return self._gradients.take(microbatch, sent)

@@ -53,7 +53,9 @@ class ParallelLayer(nn.Module):
             if name in self.partition_dim:
                 part = values.narrow(self.partition_dim[name], self.part.start, self.part.stop - self.part.start)
                 values = part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
-            self.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
+            parameter = nn.Parameter(values, parameter.requires_grad)
+            parameter.tensor_parallel = self.comm.size > 1 and name in self.partition_dim  # who takes norms asks for it
+            self.register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
         return f"{self.whole_shapes}, {self.shared} {self.part.start} to {self.part.stop} here"

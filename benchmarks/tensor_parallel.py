@@ -1,0 +1,35 @@
+"""The tensor-parallel MLP against torch's DTensor plan on gloo: forward and backward pass."""
+
+import torch
+from torch import nn
+
+from benchmarks.compare import compare
+from benchmarks.peers import torch_group
+from dtlib.parallel.tensor import ParallelMLP
+
+RANKS = 2
+SIZES = {"width 256, 64 samples": (256, 64), "width 1024, 256 samples": (1024, 256)}
+
+
+def rows(world, repeats: int):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch_group(world)
+    mesh = DeviceMesh("cpu", list(range(world.size)))
+    for size, (width, samples) in SIZES.items():
+        ours = ParallelMLP(width, 4 * width, world.comm)
+        theirs = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        theirs = parallelize_module(theirs, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        torch.manual_seed(0)
+        x = torch.randn(samples, width, requires_grad=True)
+        case = f"tensor-parallel MLP, {size}"
+        yield compare(world.comm, case, "torch DTensor, gloo", _step(ours, x), _step(theirs, x), repeats)
+
+
+def _step(module, x):
+    def step():
+        x.grad = None
+        module(x).square().mean().backward()
+
+    return step
