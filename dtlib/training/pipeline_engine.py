@@ -73,6 +73,12 @@ class PipelineEngine(Engine):
         """The mean loss of as many micro-batches, over all ranks, without training."""
         return self._run(self._schedule.eval, data_iter)
 
+    def _saved(self):
+        raise DtlibError(
+            "A checkpoint holds a whole model, and a rank of a pipeline has one stage: save each stage in a folder of "
+            "its own, with dtlib.checkpoint.save(folder, model, optimizer, comm=model.data_comm)."
+        )
+
     def _run(self, run, data_iter):
         batches = data_iter if data_iter is not None else self._batches
         if batches is None:
