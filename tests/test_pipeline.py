@@ -7,6 +7,7 @@ from torch.distributed import pipelining
 
 from benchmarks.peers import torch_group
 from dtlib import schedule as schedules
+from dtlib.comm.recorder import recording
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import (
     LayerSpec,
@@ -219,15 +220,15 @@ def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
 
 @on_ranks(2)
 def test_what_a_header_cannot_say_is_refused(world):
-    from dtlib.parallel.pipeline.edges import header_of, room_for
+    from dtlib.parallel.pipeline.edges import header_of, kinds_of, read_header, runs_of
 
-    kept = [torch.zeros(2, 3, requires_grad=True), torch.zeros((), dtype=torch.int64)]
-    room = room_for(header_of(kept), "cpu")
-    assert [(t.shape, t.dtype, t.requires_grad) for t in room] == [(t.shape, t.dtype, t.requires_grad) for t in kept]
+    kinds = kinds_of([torch.zeros(2, 3, requires_grad=True), torch.zeros((), dtype=torch.int64)])
+    assert read_header(header_of(kinds, 5)) == (kinds, 5)
+    assert runs_of(list("aaabccb")) == [2, 1, 0, 0, 1, 0, 0]
     with pytest.raises(DtlibError, match=r"30 tensors of together 60 dimensions .* room for 64 numbers: join some"):
-        header_of([torch.zeros(1, 1)] * 30)
+        header_of(kinds_of([torch.zeros(1, 1)] * 30), 0)
     with pytest.raises(DtlibError, match=r"gives torch\.complex64 to the next one: it may give float32, "):
-        header_of([torch.zeros(1, dtype=torch.complex64)])
+        header_of(kinds_of([torch.zeros(1, dtype=torch.complex64)]), 0)
     stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, world.comm)
     schedule = ScheduleGPipe(stage, 2, lambda output, target: output)
     x = torch.zeros(2, 2)
@@ -238,6 +239,44 @@ def test_what_a_header_cannot_say_is_refused(world):
     else:
         with pytest.raises(DtlibError, match=r"loss_fn gave shape \(1, 2\): it gives one number"):
             schedule.step(target=x)
+
+
+@on_ranks(2)
+def test_micro_batches_that_are_alike_are_announced_once(world):
+    stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, world.comm)
+    schedule = ScheduleGPipe(stage, 4, nn.functional.mse_loss)
+    for samples, headers in ((8, 1), (9, 2), (10, 2)):  # 2 2 2 2, then 3 2 2 2 and 3 3 2 2
+        x = torch.zeros(samples, 2)
+        arguments, target = ([x] if world.rank == 0 else []), x if world.rank else None
+        with recording() as events:
+            schedule.step(*arguments, target=target)
+        messages, sent = (sum(getattr(event, name) for event in events) for name in ("messages", "bytes"))
+        assert (messages, sent) == ((4 + headers, 8 * samples + 512 * headers) if world.rank == 0 else (4, 8 * samples))
+
+
+class Growing(nn.Linear):
+    """More features with each micro-batch, which no header of an earlier one can know."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x).repeat(1, self.calls)
+
+
+@on_ranks(2)
+def test_activations_that_change_shape_without_a_reason_are_refused(world):
+    stage = PipelineStage(Growing(2, 2), world.rank, 2, world.comm)
+    schedule = ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+    if world.rank == 0:
+        with pytest.raises(
+            DtlibError, match=r"gave activations of shapes \[\(1, 2\)\] and then \[\(1, 4\)\]: pad them"
+        ):
+            schedule.step(torch.zeros(2, 2))
+    else:
+        schedule.comm.time_limit = 1
+        with pytest.raises(DtlibError):
+            schedule.step(target=torch.zeros(2, 2))
 
 
 def _apply(layer, x, weight, bias):

@@ -1,11 +1,14 @@
 """What travels between neighbouring stages: activations forward, their gradients backward.
 
-    stage s    header: how many tensors, of which types and shapes     -->  stage s+1, which makes room
-               the tensors                                             -->
-               gradients of those that have one                        <--  into tensors like those that were sent
+    stage s    header: how many tensors, of which types and shapes,     -->  stage s+1, which makes room
+               and how many micro-batches after this one are like it
+               the tensors                                              -->
+               the tensors of the next one                              -->
+               gradients of those that have one                         <--  into tensors like those that were sent
 
-Messages of one edge and one direction come in the order of micro-batches, so a tag for each is enough. A header a
-micro-batch lets shapes differ between micro-batches: a last uneven one, texts of different lengths.
+Messages of one edge and one direction come in the order of micro-batches, so a tag for each is enough. Micro-batches
+may differ in shape, as a last uneven one does, or texts of different lengths: then another header comes. As long as
+they do not, room for the next ones is ready before they are sent.
 """
 
 from functools import lru_cache
@@ -14,7 +17,7 @@ import torch
 
 from dtlib.errors import DtlibError
 
-HEADER = 64  # numbers; the longest that is needed for six tensors of eight dimensions
+HEADER = 64  # numbers; enough for six tensors of six dimensions
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -22,21 +25,21 @@ DTYPES = (
 TAGS = 3  # an edge has one for headers, one for activations, one for gradients
 
 
-def header_of(tensors) -> torch.Tensor:
-    """What ``room_for`` needs to know of tensors; int64.
+def kinds_of(tensors) -> tuple:
+    """Of each tensor the type, whether it takes a gradient, and the shape."""
+    return tuple((tensor.dtype, tensor.requires_grad, tuple(tensor.shape)) for tensor in tensors)
+
+
+@lru_cache(maxsize=1024)  # most steps are like the one before
+def header_of(kinds: tuple, alike: int) -> torch.Tensor:
+    """What announces tensors of these kinds, now and in the next ``alike`` micro-batches; int64.
 
     Raises:
         DtlibError: for a type that does not travel, and for more tensors or dimensions than a header has room for.
     """
-    return _header(tuple((t.dtype, t.requires_grad, tuple(t.shape)) for t in tensors))
-
-
-@lru_cache(maxsize=1024)  # most micro-batches are like the one before
-def _header(kinds) -> torch.Tensor:
-    """Number of tensors; for each its type, whether it takes a gradient, its number of dimensions, and these."""
     if odd := next((dtype for dtype, *_ in kinds if dtype not in DTYPES), None):
         raise DtlibError(f"A stage gives {odd} to the next one: it may give {', '.join(str(d)[6:] for d in DTYPES)}.")
-    numbers = [len(kinds)]
+    numbers = [alike, len(kinds)]
     for dtype, takes_gradient, shape in kinds:
         numbers += [DTYPES.index(dtype), int(takes_gradient), len(shape), *shape]
     if len(numbers) > HEADER:
@@ -47,15 +50,15 @@ def _header(kinds) -> torch.Tensor:
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
 
 
-def room_for(header: torch.Tensor, device) -> list[torch.Tensor]:
-    """Tensors like those that a header announces."""
+def read_header(header: torch.Tensor) -> tuple[tuple, int]:
+    """The kinds and the number that made a header."""
     numbers = iter(header.tolist())
-    tensors = []
-    for _ in range(next(numbers)):
+    alike, count = next(numbers), next(numbers)
+    kinds = []
+    for _ in range(count):
         dtype, takes_gradient, dimensions = DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
-        shape = [next(numbers) for _ in range(dimensions)]
-        tensors.append(torch.empty(shape, dtype=dtype, device=device).requires_grad_(takes_gradient))
-    return tensors
+        kinds.append((dtype, takes_gradient, tuple(next(numbers) for _ in range(dimensions))))
+    return tuple(kinds), alike
 
 
 class Activations:
@@ -63,21 +66,37 @@ class Activations:
 
     def __init__(self, comm, source: int, edge: int, device):
         self.comm, self.source, self.tag, self.device = comm, source, TAGS * edge, device
-        self._headers, self._announced = [], []  # with their handles
-        self._arriving, self._asked = {}, 0
+        self.alike = []  # of each micro-batch that was asked for, how many after it are like it
+        self._header = self._kinds = None
+        self._arriving, self._announced = {}, 0  # micro-batches from here on need a header
 
     def post(self, microbatch: int, wait: bool = False) -> None:
-        """Make room for micro-batches up to this one and ask for them, if their headers have come, or ``wait`` for
-        that. In their order, as messages of one tag are matched in the order in which they are asked for."""
-        while len(self._headers) <= microbatch:
-            self._headers.append(torch.zeros(HEADER, dtype=torch.int64))
-            self._announced.append(self.comm.recv(self._headers[-1], self.source, self.tag, async_op=True))
-        while self._asked <= microbatch and (wait or self._announced[self._asked].done()):
-            self._announced[self._asked].wait()
-            tensors = room_for(self._headers[self._asked], self.device)
+        """Make room for micro-batches up to this one and ask for them, as far as they have been announced, or ``wait``
+        for that. In their order, as messages of one tag are matched in the order in which they are asked for."""
+        while len(self.alike) <= microbatch:
+            if len(self.alike) == self._announced and not self._next_header(wait):
+                return
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=self.device, requires_grad=takes_gradient)
+                for dtype, takes_gradient, shape in self._kinds
+            ]
             handles = [self.comm.recv(t.detach(), self.source, self.tag + 1, async_op=True) for t in tensors]
-            self._arriving[self._asked] = tensors, handles
-            self._asked += 1
+            self._arriving[len(self.alike)] = tensors, handles
+            self.alike.append(self._announced - len(self.alike) - 1)
+
+    def _next_header(self, wait: bool) -> bool:
+        """Ask for it, and read it if it has come."""
+        if self._header is None:
+            header = torch.zeros(HEADER, dtype=torch.int64)
+            self._header = header, self.comm.recv(header, self.source, self.tag, async_op=True)
+        header, handle = self._header
+        if not wait and not handle.done():
+            return False
+        handle.wait()
+        self._kinds, alike = read_header(header)
+        self._announced += 1 + alike
+        self._header = None
+        return True
 
     def take(self, microbatch: int) -> list[torch.Tensor]:
         self.post(microbatch, wait=True)
@@ -85,6 +104,36 @@ class Activations:
         for handle in handles:
             handle.wait()
         return tensors
+
+
+class NextStage:
+    """The sending end of an edge, forward."""
+
+    def __init__(self, comm, dest: int, edge: int):
+        self.comm, self.dest, self.tag = comm, dest, TAGS * edge
+        self._kinds, self._alike = None, 0
+
+    def send(self, tensors, alike: int) -> list:
+        """Send a micro-batch on, of which the inputs were like those of the next ``alike``; returns handles.
+
+        Raises:
+            DtlibError: for tensors of other shapes than those of a micro-batch whose inputs had the same.
+        """
+        kinds, handles = kinds_of(tensors), []
+        if self._alike:
+            self._alike -= 1
+            if kinds != self._kinds:
+                before, now = ([shape for *_, shape in each] for each in (self._kinds, kinds))
+                raise DtlibError(
+                    f"Micro-batches whose inputs are alike gave activations of shapes {before} and then {now}: pad "
+                    "them, as the next stage was told to make room for the first."
+                )
+        else:
+            self._kinds, self._alike = kinds, alike
+            handles.append(self.comm.send(header_of(kinds, alike), self.dest, self.tag, async_op=True))
+        return handles + [
+            self.comm.send(t.detach().contiguous(), self.dest, self.tag + 1, async_op=True) for t in tensors
+        ]
 
 
 class Gradients:
@@ -108,13 +157,16 @@ class Gradients:
         return room
 
 
-def send_activations(comm, dest: int, edge: int, tensors) -> list:
-    """Send a micro-batch on; returns handles."""
-    handles = [comm.send(header_of(tensors), dest, TAGS * edge, async_op=True)]
-    return handles + [comm.send(t.detach().contiguous(), dest, TAGS * edge + 1, async_op=True) for t in tensors]
-
-
 def send_gradients(comm, dest: int, edge: int, received) -> list:
     """Send back the gradients of what was received; what was not used has gradients of zero."""
     gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received if t.requires_grad]
     return [comm.send(gradient.contiguous(), dest, TAGS * edge + 2, async_op=True) for gradient in gradients]
+
+
+def runs_of(kinds: list) -> list[int]:
+    """For each place in a list, how many equal elements follow it: [a, a, a, b] gives [2, 1, 0, 0]."""
+    alike = [0] * len(kinds)
+    for place in reversed(range(len(kinds) - 1)):
+        if kinds[place] == kinds[place + 1]:
+            alike[place] = alike[place + 1] + 1
+    return alike

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline.edges import Activations, Gradients, send_activations, send_gradients
+from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, kinds_of, runs_of, send_gradients
 from dtlib.parallel.pipeline.linear import weights_at_once, weights_later
 
 
@@ -73,11 +73,16 @@ class RunningStage:
         self._halves = {}  # second halves of backward passes, by micro-batch
         self._left = microbatches  # backward passes
         index = stage.stage_index
-        self._activations = self._gradients = None
+        self._activations = self._gradients = self._next = None
         if not stage.is_first and index - 1 not in neighbours:
             self._activations = Activations(comm, (index - 1) % comm.size, index, stage.device)
         if not stage.is_last and index + 1 not in neighbours:
+            self._next = NextStage(comm, (index + 1) % comm.size, index + 1)
             self._gradients = Gradients(comm, (index + 1) % comm.size, index + 1)
+        if self._activations:
+            self._alike = self._activations.alike
+        else:
+            self._alike = runs_of([_kinds_of_inputs(*one) for one in inputs]) if inputs else [0] * microbatches
 
     def post(self, kind: str, microbatch: int) -> None:
         """Ask for what an action will need, as far as one can before it."""
@@ -157,7 +162,7 @@ class RunningStage:
         if index + 1 in self.neighbours:
             self.handed[microbatch, "F"] = tensors
         else:
-            self.sending += send_activations(self.comm, (index + 1) % self.comm.size, index + 1, tensors)
+            self.sending += self._next.send(tensors, self._alike[microbatch])
 
     def _take_gradients(self, microbatch, sent):
         if self.stage.is_last:
@@ -173,6 +178,12 @@ class RunningStage:
             self.handed[microbatch, "B"] = received
         else:
             self.sending += send_gradients(self.comm, (index - 1) % self.comm.size, index, received)
+
+
+def _kinds_of_inputs(positional, keywords) -> tuple:
+    """What the shapes of activations may depend on."""
+    tensors = [value for value in (*positional, *keywords.values()) if isinstance(value, torch.Tensor)]
+    return kinds_of(tensors)
 
 
 def _detached(output):
