@@ -207,6 +207,9 @@ def test_a_linear_layer_in_two_halves():
     assert ours.weight.grad is None and torch.equal(x.grad, whole[2]) and len(halves) == 1
     halves[0]()
     assert torch.equal(ours.weight.grad, whole[0]) and torch.equal(ours.bias.grad, whole[1])
+    halves[0]()  # adds, and leaves no graph behind
+    torch.testing.assert_close(ours.weight.grad, 2 * whole[0])
+    assert not ours.weight.grad.requires_grad
 
 
 def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
@@ -263,6 +266,26 @@ def test_micro_batches_that_are_alike_are_announced_once(world):
             schedule.step(*arguments, target=target)
         messages, sent = (sum(getattr(event, name) for event in events) for name in ("messages", "bytes"))
         assert (messages, sent) == ((4 + headers, 8 * samples + 512 * headers) if world.rank == 0 else (4, 8 * samples))
+
+
+@on_ranks(1)
+def test_stages_of_one_rank_wait_for_no_messages(world):
+    from dtlib.comm import waiting
+
+    own = [PipelineStage(nn.Linear(2, 2), index, 2, world.comm) for index in range(2)]
+    schedule = ScheduleInterleaved1F1B(own, 2, nn.functional.mse_loss)
+    schedule.step(torch.zeros(2, 2), target=torch.zeros(2, 2))
+    assert waiting.idle()
+
+
+@on_ranks(4)
+def test_actions_are_recorded_for_ranks_as_the_world_counts_them(world):
+    part = PipelineModule([LayerSpec(nn.Linear, 2, 2)] * 2, 2)
+    x = torch.zeros(2, 2)
+    schedule = ScheduleGPipe(part.stages(), 2, nn.functional.mse_loss)
+    with recording() as events:
+        schedule.step(*([x] if 0 in part.stage_indices else []), target=x if 1 in part.stage_indices else None)
+    assert {event.rank for event in events if event.kind == "phase"} == {world.rank}
 
 
 class Growing(nn.Linear):

@@ -86,3 +86,20 @@ def test_an_emulated_network_is_labelled(world):
     with dtlib.trace() as trace:
         slow.all_reduce(torch.ones(1))
     assert trace.gather().emulated
+    with dtlib.trace() as trace:
+        slow.split(0).all_reduce(torch.ones(1))
+    assert trace.gather().emulated, "a part of a slow network is slow, too"
+
+
+@on_ranks(2)
+def test_a_verb_ends_when_it_ends(world):
+    with dtlib.trace() as trace:
+        if world.rank == 0:
+            world.comm.send(torch.ones(1), 1)
+            received = None
+        else:
+            world.comm.recv(torch.ones(1), 0)
+            received = time.monotonic()
+        world.comm.barrier()  # looks after whatever is under way
+    if received is not None:
+        assert next(event for event in trace.events if event.name == "recv").end <= received

@@ -206,7 +206,11 @@ class Communicator(Runner):
         mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         self._splits += 1
         name = f"{self.name}/{self._splits}.{color}"
-        return None if color is None else Communicator(mpi, self.time_limit, self.verify, name)
+        if color is None:
+            return None
+        part = Communicator(mpi, self.time_limit, self.verify, name)
+        part.wire = self.wire  # the same network card
+        return part
 
     def emulate_network(self, latency: float, bandwidth: float) -> "Communicator":
         """A communicator of the same ranks whose messages take longer: ``latency`` seconds each, ``bandwidth`` bytes a

@@ -63,6 +63,11 @@ class ProcessGroupCommunicator:
         self.backends = backends_of(group)
         self._members = tuple(members or range(self.size))
 
+    @property
+    def world_rank(self) -> int:
+        """This rank as the world counts it."""
+        return self._members[self.rank]
+
     def __repr__(self):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, {', '.join(self.backends.values())})"
 
@@ -268,7 +273,7 @@ class ProcessGroupCommunicator:
 
     def _call(self, verb, detail="", tensor=None, peers=None) -> Call:
         members = self._members if peers is None else [self._members[peer] for peer in peers]
-        return Call(verb, detail, tensor, self._members[self.rank], members, self.name)
+        return Call(verb, detail, tensor, self.world_rank, members, self.name)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):
         """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""

@@ -44,13 +44,18 @@ class Runner:
     def __repr__(self):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
+    @property
+    def world_rank(self) -> int:
+        """This rank as the world counts it."""
+        return self._members[self.rank]
+
     def wait_for(self, request, buffers, description: str):
         """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
         call = self._call(description, peers=self._members)
         self._start(call, iter([[request]]), self._side_link(0), lambda: None, buffers, False, post)
 
     def _call(self, verb, detail="", tensor=None, peers=(), number=0) -> Call:
-        return Call(verb, detail, tensor, self._members[self.rank], peers, self.name, number)
+        return Call(verb, detail, tensor, self.world_rank, peers, self.name, number)
 
     def _link(self, tag: int) -> Link:
         """The messages of one verb."""

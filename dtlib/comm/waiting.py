@@ -72,7 +72,7 @@ class Task:
             self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}") if stopped else error)
             if stopped:
                 raise
-        if self.event is not None:
+        if self.event is not None and self.event.end is None:
             self.event.end = time.monotonic()
             self.event.messages, self.event.bytes = self._link.messages, self._link.bytes
         return True

@@ -50,6 +50,8 @@ def _stops(folder: Path, ranks: int):
     yield "05 Large batches", what, ranks_or_one_large_batch, (), f"rate {0.02 * ranks:g}, losses equal to 1e-12"
     expected = "losses equal to 1e-12, bytes by the formula"
     yield "06 ZeRO", "3 steps at stages 0 to 3, states counted", zero_stages, (3,), expected
+    expected = "losses equal to 1e-12, bubbles by the formula"
+    yield "07 Pipelines", "3 steps by each of four schedules", pipeline_steps, (3,), expected
 
 
 def _row(engines, lesson, what, function, arguments, expected):
@@ -168,6 +170,45 @@ def zero_stages(steps: int) -> str:
         wrong += [stage] * any(held.lines[line] != count for line, count in formula.items())
     apart = "equal to" if furthest < 1e-12 else f"{furthest:.0e} apart, not"
     return f"losses {apart} 1e-12, bytes {f'of stages {wrong} not ' * bool(wrong)}by the formula"
+
+
+def pipeline_steps(steps: int) -> str:
+    """Train by each schedule: are losses those of the unsplit model, and the simulated bubble that of the formula?"""
+    import torch
+    from torch import nn
+
+    import dtlib
+    from dtlib.lab import digits
+    from dtlib.lab.explorer import ORDERS, simulate
+    from dtlib.parallel.pipeline import LayerSpec, Linear, PipelineModule
+    from dtlib.schedule import formulas
+
+    comm, (x, y), loss_fn = dtlib.init().comm, digits.load(torch.float64)[0], nn.functional.cross_entropy
+    specs = [
+        LayerSpec(kind, *sizes) for _ in range(2 * comm.size) for kind, sizes in ((Linear, (64, 64)), (nn.Tanh, ()))
+    ]
+    microbatches, furthest, wrong = 2 * comm.size, 0.0, []
+    for name, order in ORDERS.items():
+        alone = PipelineModule(specs, 1, comm=comm.split(comm.rank)).double()
+        part = PipelineModule(specs, comm.size * order.chunks, comm=comm, stages_per_rank=order.chunks).double()
+        schedule = order.runs(part.stages(), microbatches, loss_fn)
+        last = part.num_stages - 1 in part.stage_indices
+        for images, labels in zip(x.split(8 * microbatches)[:steps], y.split(8 * microbatches)[:steps], strict=True):
+            losses = []
+            schedule.step(*([images] if comm.rank == 0 else []), target=labels if last else None, losses=losses)
+            loss = loss_fn(alone(images), labels)
+            loss.backward()
+            for model in (part, alone):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            if last:
+                furthest = max(furthest, abs(torch.stack(losses).mean() - loss).item())
+        formula = formulas.bubble(order.formulas, comm.size, microbatches, order.chunks)
+        wrong += [name] * (abs(simulate(name, comm.size, microbatches).bubble - formula) > 1e-12)
+    furthest = comm.all_reduce(torch.tensor(furthest), op="max").item()
+    apart = "equal to" if furthest < 1e-12 else f"{furthest:.0e} apart, not"
+    return f"losses {apart} 1e-12, bubbles {f'of {wrong} not ' * bool(wrong)}by the formula"
 
 
 def count_points(points: int) -> int:

@@ -86,6 +86,7 @@ def _watched(parameter) -> bool:
     )
 
 
+@torch.no_grad()
 def _add(weight, bias, rows, columns) -> None:
     if weight is not None:
         if weight.grad is None:

@@ -93,7 +93,7 @@ class _Schedule:
         return _joined([last.outputs[m] for m in sorted(last.outputs)]) if return_outputs else None
 
     def _perform(self, stage: RunningStage, action) -> None:
-        with recorder.phase(action, self.comm.rank):
+        with recorder.phase(action, self.comm.world_rank):
             match action.kind:
                 case "F":
                     stage.forward(action.microbatch)

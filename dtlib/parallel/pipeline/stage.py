@@ -74,9 +74,10 @@ class RunningStage:
         self._left = microbatches  # backward passes
         index = stage.stage_index
         self._activations = self._gradients = self._next = None
-        if not stage.is_first and index - 1 not in neighbours:
+        alone = comm.size == 1  # otherwise the stages before and behind are on other ranks
+        if not stage.is_first and not alone:
             self._activations = Activations(comm, (index - 1) % comm.size, index, stage.device)
-        if not stage.is_last and index + 1 not in neighbours:
+        if not stage.is_last and not alone:
             self._next = NextStage(comm, (index + 1) % comm.size, index + 1)
             self._gradients = Gradients(comm, (index + 1) % comm.size, index + 1)
         if self._activations:

@@ -1,0 +1,221 @@
+"""The schedule explorer: sliders, what the simulation says, and the same schedule on the engines.
+
+The stages are EMULATED: each computes a small layer and then sleeps for as long as its action is to take, so that more
+ranks than cores can work at the same time. The schedule, its messages and the gradients are real.
+"""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import dtlib
+from dtlib import schedule as schedules
+from dtlib.comm.waiting import progress_thread
+from dtlib.lab.pipelines import measured, picture
+from dtlib.parallel import pipeline
+from dtlib.parallel.pipeline.linear import defer
+from dtlib.timeline import Timeline
+
+SECONDS = 0.02  # of a forward pass of a rank
+STAGES_A_RANK = 2  # of the interleaved schedule
+ROWS, ELEMENTS = 16, 64  # of a micro-batch of float32
+MESSAGE_BYTES = 4 * ROWS * ELEMENTS
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule by its name: the lists of actions, the class that runs them, and stages a rank."""
+
+    formulas: str
+    runs: type
+    chunks: int = 1
+
+    def actions(self, ranks: int, microbatches: int) -> list:
+        return self.runs.order(ranks, microbatches, ranks * self.chunks)
+
+
+ORDERS = {
+    "GPipe": Order("gpipe", pipeline.ScheduleGPipe),
+    "1F1B": Order("one_f_one_b", pipeline.Schedule1F1B),
+    "interleaved 1F1B": Order("interleaved", pipeline.ScheduleInterleaved1F1B, STAGES_A_RANK),
+    "ZB-H1": Order("zero_bubble_h1", pipeline.ScheduleZeroBubbleH1),
+}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, stage):
+        ctx.stage = stage
+        time.sleep(stage.forward_seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        half = ctx.stage.backward_seconds / 2
+        time.sleep(half)
+        defer(lambda: time.sleep(half))  # a zero-bubble schedule does this half later
+        return gradient, None
+
+
+class EmulatedStage(nn.Module):
+    """A module on an EMULATED accelerator: its values are real, then it sleeps, and leaves the core to others.
+
+    ``forward`` and ``backward`` are the seconds that its passes take.
+    """
+
+    def __init__(self, module: nn.Module, forward: float, backward: float):
+        super().__init__()
+        self.module, self.forward_seconds, self.backward_seconds = module, forward, backward
+
+    def forward(self, x):
+        return _Sleep.apply(self.module(x), self)
+
+
+def simulate(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0):
+    """Simulation of an entry of ``ORDERS``; times in forward passes of a rank, all its stages together."""
+    order = ORDERS[name]
+    actions = order.actions(ranks, microbatches)
+    return schedules.simulate(actions, 1 / order.chunks, backward / order.chunks, message=message)
+
+
+def run(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0,
+        one_by_one: bool = False, thread: bool = True) -> tuple:  # fmt: skip
+    """One step on the first ``ranks`` ranks; all ranks call it. Returns this rank's trace, and how many activations it
+    held at most.
+
+    ``backward`` and ``message`` count in forward passes, of ``SECONDS``. A message takes ``message`` on an EMULATED
+    network: as latency, so that many can be under way, or, if ``one_by_one``, for lack of bandwidth, so that they leave
+    one after the other. ``thread`` moves messages on while the rank sleeps.
+    """
+    world, order = dtlib.init(), ORDERS[name]
+    comm = world.comm.split(0 if world.rank < ranks else None)
+    if comm is not None:
+        schedule = _schedule(order, comm, microbatches)
+        x = torch.ones(ROWS * microbatches, ELEMENTS)
+        inputs, target = ([x] if comm.rank == 0 else []), (x if schedule.stages[-1].is_last else None)
+        schedule.step(*inputs, target=target)  # the first step of a process takes longer
+        for stage in schedule.stages:
+            stage.submodule.forward_seconds = SECONDS / order.chunks
+            stage.submodule.backward_seconds = backward * SECONDS / order.chunks
+        if message:
+            travel = message * SECONDS
+            latency, bandwidth = (0.0, MESSAGE_BYTES / travel) if one_by_one else (travel, 1e12)
+            schedule.comm = comm.emulate_network(latency, bandwidth)
+    world.comm.barrier()
+    with dtlib.trace() as trace, progress_thread() if thread else nullcontext():
+        if comm is not None:
+            schedule.step(*inputs, target=target)
+    return trace, schedule.peak_in_flight if comm is not None else 0
+
+
+def _schedule(order: Order, comm, microbatches: int):
+    """A schedule of stages that do not sleep yet."""
+    stages = comm.size * order.chunks
+    own = [
+        pipeline.PipelineStage(EmulatedStage(_Scale(), 0, 0), index, stages, comm)
+        for index in range(comm.rank, stages, comm.size)
+    ]
+    return order.runs(own, microbatches, lambda output, target: output.mean())
+
+
+class _Scale(nn.Module):
+    """As little computing as a layer can do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ELEMENTS))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@dataclass
+class Measured:
+    """A step on the engines: ``simulation`` in forward passes, and the most activations that each rank held."""
+
+    simulation: schedules.Simulation
+    peaks: list[int]
+
+
+def measure(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0, **other) -> Measured:
+    """``run`` on the engines of this notebook. For ``other`` see there."""
+    from dtlib.lab.engine_set import current
+
+    answers = current().view.apply_async(run, name, ranks, microbatches, backward, message, **other)
+    while not answers.done():
+        answers.wait(0.1)  # so that Stop gets through
+    traces, peaks = zip(*answers.get()[:ranks], strict=True)
+    return Measured(measured(Timeline(list(traces)), SECONDS), list(peaks))
+
+
+def show(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0,
+         found: Measured | None = None) -> None:  # fmt: skip
+    """The simulated schedule, and below it the one that was measured."""
+    order = ORDERS[name]
+    panels = {f"{name}, simulated": simulate(name, ranks, microbatches, backward, message)}
+    if found:
+        panels["EMULATED stages, measured"] = found.simulation
+    picture(panels)
+    by_formula = schedules.formulas.bubble(order.formulas, ranks, microbatches, order.chunks)
+    print(f"By the formula the bubble is {by_formula:.1%} of the makespan.")
+    if found:
+        print(f"Activations held on the engines, by rank: {' '.join(map(str, found.peaks))}")
+
+
+class Explorer:
+    """The sliders; ``box`` is the widget. Where widgets are not shown, ``show`` draws the same."""
+
+    def __init__(self, engines: int):
+        import ipywidgets
+
+        look = {"style": {"description_width": "130px"}, "layout": {"width": "450px"}}
+
+        def slider(kind, value, low, high, step, description):
+            limits = {"value": value, "min": low, "max": high, "step": step}
+            return kind(**limits, description=description, continuous_update=False, **look)
+
+        whole, real = ipywidgets.IntSlider, ipywidgets.FloatSlider
+        self.engines = engines
+        self.name = ipywidgets.Dropdown(options=list(ORDERS), description="schedule", **look)
+        self.ranks = slider(whole, 4, 1, 8, 1, "ranks")
+        self.microbatches = slider(whole, 8, 1, 16, 1, "micro-batches")
+        self.backward = slider(real, 2.0, 0.5, 4.0, 0.5, "backward / forward")
+        self.message = slider(real, 0.0, 0.0, 2.0, 0.25, "message / forward")
+        self.button = ipywidgets.Button(layout=look["layout"])
+        self.output = ipywidgets.Output()
+        self.settings = [self.name, self.ranks, self.microbatches, self.backward, self.message]
+        for setting in self.settings:
+            setting.observe(lambda _: self.draw(), names="value")
+        self.button.on_click(lambda _: self.draw(run=True))
+        self.box = ipywidgets.VBox([*self.settings, self.button, self.output])
+        self.draw()
+
+    def draw(self, run: bool = False) -> None:
+        """Simulate, and run on the engines if asked to; what is impossible is said in a sentence."""
+        arguments = [setting.value for setting in self.settings]
+        self._label("runs on the engines", False)
+        self.output.clear_output(wait=True)
+        with self.output:
+            try:
+                show(*arguments, found=measure(*arguments) if run else None)
+            except schedules.ScheduleError as problem:
+                print(problem)
+        if self.ranks.value <= self.engines:
+            self._label("run it on the engines", True)
+        else:
+            self._label(f"needs {self.ranks.value} engines, and there are {self.engines}", False)
+
+    def _label(self, text: str, enabled: bool) -> None:
+        self.button.description, self.button.disabled = text, not enabled
+
+
+def explore():
+    """Sliders for ranks, micro-batches, schedule and times; a button runs the schedule on the engines."""
+    from IPython.display import display
+
+    from dtlib.lab.engine_set import current
+
+    display(Explorer(current().size).box)

@@ -1,0 +1,155 @@
+"""The figures of lesson 07, each with its text: schedules that were simulated, and schedules that ran."""
+
+import re
+
+from dtlib.lab.pictures import _print_table, rank_colour
+from dtlib.schedule import Simulation, draw, parse
+
+# What an action is drawn with, and what it is called in the legend; kinds differ by hatch as well as by shade.
+KINDS = {
+    "F": ("", 0.4, "forward"),
+    "B": ("///", 1.0, "backward"),
+    "I": ("\\\\\\", 1.0, "gradient of the input"),
+    "W": ("...", 0.7, "gradients of the weights"),
+}
+WIDEST_TEXT = 99  # columns; what is longer goes on below
+
+
+def measured(timeline, unit: float = 1.0) -> Simulation:
+    """A step that ran, in the form of one that was simulated: when each action computed, in units of ``unit`` seconds.
+
+    ``timeline`` has the events of the ranks 0, 1, ... of one pipeline. The phase of an action begins with waiting for
+    what it needs:
+
+        phase 1F0   |---------------------|
+        waits        |----|  |---|               for the header, for the tensor
+        computes                 |--------|
+    """
+    phases = [event for event in timeline.events if event.kind == "phase" and re.fullmatch(r"\d+[FBIW]\d+", event.name)]
+    schedule, start, end = [[] for _ in {event.rank for event in phases}], {}, {}
+    for phase in phases:
+        action = parse(phase.name)
+        waited = [
+            event.end for event in timeline.events
+            if event.kind == "wait" and event.rank == phase.rank and phase.start <= event.start < phase.end
+        ]  # fmt: skip
+        schedule[phase.rank].append(action)
+        start[action], end[action] = max([phase.start, *waited]), phase.end
+    begin = min(start.values())
+
+    def moved(times):
+        return {action: (time - begin) / unit for action, time in times.items()}
+
+    return Simulation(schedule, moved(start), moved(end))
+
+
+def picture(panels: dict) -> None:
+    """Time across, ranks down, one panel a schedule; the grey that shows through is idle time, the bubble.
+
+    ``panels`` maps titles to simulations, of the simulator or of ``measured``, in forward passes. A number is a
+    micro-batch; where a rank has several stages, a later one is paler.
+    """
+    import matplotlib.pyplot as plt
+
+    longest = max(simulation.makespan for simulation in panels.values())
+    rows = [len(simulation.schedule) for simulation in panels.values()]
+    _, grid = plt.subplots(
+        len(panels), 1, figsize=(10, 0.33 * sum(rows) + 0.45 * len(rows) + 0.7), sharex=True, squeeze=False,
+        height_ratios=rows, layout="constrained",
+    )  # fmt: skip
+    for axes, (title, simulation) in zip(grid[:, 0], panels.items(), strict=True):
+        _draw(axes, simulation, longest)
+        axes.set_title(f"{title}: bubble {simulation.bubble:.1%} of the makespan", fontsize=10, loc="left")
+    grid[-1, 0].set(xlabel="time in forward passes", xlim=(0, 1.01 * longest))
+    _legend(grid[-1, 0], panels.values())
+    plt.show()
+    for title, simulation in panels.items():
+        print(f"{title}:")
+        print(_as_text(simulation), end="\n\n")
+    summary(panels)
+
+
+def _as_text(simulation) -> str:
+    """The schedule drawn as text, a column for half a forward pass or a whole one, in parts that fit on a page."""
+    shortest = min(simulation.end[action] - simulation.start[action] for action in simulation.end)
+    rows = draw(simulation, 0.5 if shortest < 0.75 else 1.0).splitlines()
+    begin = len("rank 0  ")
+    width = 1 + rows[0].index(" ", begin) - begin  # of a column, with the space behind it
+    step = WIDEST_TEXT // width * width
+    parts = range(begin, max(map(len, rows)), step)
+    return "\n  ...\n".join("\n".join(row[:begin] + row[at : at + step].rstrip() for row in rows) for at in parts)
+
+
+def summary(panels: dict) -> None:
+    """Makespan, both bubbles, and the most activations that each rank holds, of each entry of ``panels``."""
+    rows = [
+        (title, f"{found.makespan:.1f}", f"{found.bubble:.1%}", f"{found.idle_over_ideal:.1%}",
+         " ".join(map(str, found.peak_activations)))
+        for title, found in panels.items()
+    ]  # fmt: skip
+    _print_table(rows, ("", "makespan", "idle / makespan", "idle / ideal", "activations held, by rank"))
+
+
+def _draw(axes, simulation, longest: float) -> None:
+    ranks = len(simulation.schedule)
+    for rank, actions in enumerate(simulation.schedule):
+        axes.barh(rank, simulation.makespan, height=0.8, color="#e4e4e4", lw=0)
+        for action in actions:
+            hatch, alpha, _ = KINDS[action.kind]
+            begin, took = simulation.start[action], simulation.end[action] - simulation.start[action]
+            paler = 0.5 if action.stage >= ranks else 1
+            style = {"hatch": hatch, "edgecolor": "white", "lw": 0.6}
+            axes.barh(rank, took, left=begin, height=0.8, color="white", lw=0)  # no grey below what is pale
+            axes.barh(rank, took, left=begin, height=0.8, color=rank_colour(rank), alpha=alpha * paler, **style)
+            if took > 0.013 * longest:
+                box = {"facecolor": "white", "pad": 0.8, "lw": 0, "alpha": 0.85}
+                middle = begin + took / 2, rank
+                axes.text(*middle, action.microbatch, ha="center", va="center", fontsize=7, bbox=box)
+    axes.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _legend(axes, simulations) -> None:
+    from matplotlib.patches import Patch
+
+    present = {action.kind for simulation in simulations for action in simulation.end}
+    style = {"edgecolor": "white", "lw": 0}
+    handles = [
+        Patch(facecolor="#555555", hatch=hatch, alpha=alpha, label=name, **style)
+        for kind, (hatch, alpha, name) in KINDS.items() if kind in present
+    ]  # fmt: skip
+    handles.append(Patch(facecolor="#e4e4e4", label="idle", **style))
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+
+
+def in_flight(panels: dict) -> None:
+    """How many activations each rank holds, over time: one panel a simulation, one line and mark a rank."""
+    import matplotlib.pyplot as plt
+
+    most = max(max(simulation.peak_activations) for simulation in panels.values())
+    _, grid = plt.subplots(1, len(panels), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained")
+    for axes, (title, simulation) in zip(grid[0], panels.items(), strict=True):
+        for rank, actions in enumerate(simulation.schedule):
+            times, counts = _held(simulation, actions)
+            style = {"color": rank_colour(rank), "linestyle": ("-", "--", "-.", ":")[rank % 4], "lw": 1.8}
+            shift = 0.05 * rank  # so that lines do not hide each other
+            axes.step(times, [count + shift for count in counts], where="post", label=f"rank {rank}", **style)
+        axes.set(title=title, xlabel="time in forward passes", ylim=(0, most + 0.6), yticks=range(0, most + 1, 2))
+    grid[0, 0].set_ylabel("micro-batches held")
+    grid[0, -1].legend(fontsize=8, frameon=False)
+    plt.show()
+    rows = [(title, *simulation.peak_activations) for title, simulation in panels.items()]
+    ranks = max(len(row) for row in rows) - 1
+    _print_table(rows, ("most at a time", *(f"rank {rank}" for rank in range(ranks))))
+
+
+def _held(simulation, actions) -> tuple[list, list]:
+    """When the number of activations changes, and what it is from then on."""
+    times, counts = [0.0], [0]
+    for action in actions:
+        if action.kind == "I":
+            continue
+        times.append(simulation.start[action] if action.kind == "F" else simulation.end[action])
+        counts.append(counts[-1] + (1 if action.kind == "F" else -1))
+    return [*times, simulation.makespan], [*counts, counts[-1]]

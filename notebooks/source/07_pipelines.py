@@ -1,0 +1,837 @@
+# %% [markdown] tags=["two-hours", "half-day"]
+# # 07 Pipelines
+#
+# Two hours; twenty minutes in the two-hour workshop. You cut a model between its layers and put the parts on different
+# ranks. At first all ranks but one wait; you cut the batch too, and count what is still lost. A schedule becomes a
+# list, which you draw, prove free of deadlock, time without ranks, and run on ranks.
+#
+# **Questions.** What do you do with a model that does not fit, and ranks that wait for each other? How much time does
+# a pipeline lose? How many activations does it keep? Which order of work is best, and when is the formula wrong?
+#
+# **Afterwards you can** cut a model into stages and train it, with the same numbers as one process; compute a
+# pipeline's bubble and memory, and say what the bubble is a share of; read a schedule's picture; choose among GPipe,
+# 1F1B, interleaved 1F1B and ZB-H1.
+#
+# **You need** [03 Collectives](03_collectives.ipynb) (send, recv) and the beginning of [04 Data
+# parallelism](04_data_parallel.ipynb).
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(4)
+
+# %% tags=["two-hours", "half-day"]
+import csv
+import inspect
+from pathlib import Path
+
+from tabulate import tabulate
+
+from dtlib import Timeline
+from dtlib import schedule as schedules
+from dtlib.lab import explorer, pipelines
+from dtlib.parallel.pipeline import schedules as interpreter
+from dtlib.schedule import ScheduleError, draw, formulas, gpipe, one_f_one_b, parse, simulate
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dtlib.lab import digits
+from dtlib.lab.explorer import EmulatedStage
+
+world = dtlib.init()
+comm = world.comm
+(x, y), test = digits.load(torch.float64)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## A model that does not fit
+#
+# Data parallelism (lesson 04) does not help: each rank holds the whole model. Here is ours, as a list of layers. A
+# `LayerSpec` is a layer that is built later, on the rank that gets it. `PipelineModule` cuts the list, and builds only
+# this rank's part:
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib.parallel.pipeline import LayerSpec, Linear, PipelineModule
+
+
+def layers(width=96):
+    """Nine layers: 64 pixels in, scores of ten digits out."""
+    specs = []
+    for inputs in (64, width, width, width):
+        specs += [LayerSpec(Linear, inputs, width), LayerSpec(nn.Tanh)]
+    return [*specs, LayerSpec(Linear, width, 10)]
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+alone = PipelineModule(layers(), 1, comm=comm.split(world.rank))  # all layers, on every rank
+part = PipelineModule(layers(), num_stages=4)
+held = (" ".join(part.layers), count(part), count(alone))
+
+# %% tags=["two-hours", "half-day"]
+rows = [(rank, *held) for rank, held in enumerate(lab.values("held"))]
+print(tabulate(rows, ("rank", "its layers", "its parameters", "in data parallelism"), intfmt=","))
+
+# %% [markdown] tags=["half-day"]
+# ## Two branches
+#
+# The simplest case first. A net has two branches that do not need each other: one reads the upper half of an image, the
+# other the lower half, and a head joins them. Frameworks place such operations on two devices by hand, as in
+# TensorFlow's `with tf.device("/gpu:1"):`, and run at the same time what does not wait for anything. Here each branch
+# gets a rank. (Ranks 0 and 1 are a pair. Ranks 2 and 3 do the same.)
+#
+# Two cores cannot compute four things at once. So from here on, where time is shown, a module's values are real and
+# its time is **EMULATED**: `EmulatedStage` computes, then sleeps, as a core does that waits for its accelerator.
+
+# %% tags=["half-day"]
+# %%px
+pair = comm.split(world.rank // 2)
+
+
+def part_of(seed, *sizes, seconds=0.05):
+    """A linear layer and tanh. EMULATED: forward takes so long, and backward twice as long."""
+    torch.manual_seed(seed)
+    return EmulatedStage(nn.Sequential(nn.Linear(*sizes), nn.Tanh()).double(), seconds, 2 * seconds)
+
+
+class Branches(nn.Module):
+    """A branch on each of two ranks; rank 0 joins them."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = part_of(pair.rank, 32, 48)
+        self.head = part_of(7, 96, 10) if pair.rank == 0 else None
+
+    def forward(self, images):
+        with dtlib.phase("branch"):
+            self.mine = self.branch(images[:, 32 * pair.rank :][:, :32])
+        if pair.rank == 1:
+            return pair.send(self.mine.detach(), 0)
+        self.others = pair.recv(torch.empty_like(self.mine), 1).requires_grad_()
+        with dtlib.phase("head"):
+            return self.head(torch.cat([self.mine, self.others], dim=1))
+
+# %% [markdown] tags=["half-day"]
+# autograd ends where the message begins: `detach()` on one side, a fresh tensor on the other. So the backward pass has
+# to cross by hand. Rank 0 sends back the gradient of what it received, and rank 1 goes on from there.
+
+# %% tags=["half-day"]
+# %%px
+def backward(self, loss=None):
+    if pair.rank == 0:
+        with dtlib.phase("backward"):
+            loss.backward()
+        return pair.send(self.others.grad, 1)
+    gradient = pair.recv(torch.empty_like(self.mine), 0)
+    with dtlib.phase("backward"):
+        self.mine.backward(gradient)
+
+
+Branches.backward = backward
+net = Branches()
+for _ in range(2):  # the first step of a process takes longer
+    net.zero_grad()
+    pair.barrier()
+    with dtlib.trace() as trace:
+        scores = net(x[:96])
+        net.backward(cross_entropy(scores, y[:96]) if pair.rank == 0 else None)
+
+# %% tags=["half-day", "nbval-ignore-output"]
+timeline = Timeline(lab.values("trace")[:2])
+lab.pictures.timeline(timeline)
+ends = [event.end for event in timeline.events if event.name == "branch"]
+begin = next(event.start for event in timeline.events if event.name == "head")
+assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
+
+# %% [markdown] tags=["half-day"]
+# The branches overlap; the head does not. And the values? Every strategy in this course is compared with one process:
+
+# %% tags=["half-day"]
+# %%px
+sizes = {0: (32, 48), 1: (32, 48), 7: (96, 10)}
+whole = [part_of(seed, *size, seconds=0) for seed, size in sizes.items()]
+joined = torch.cat([whole[0](x[:96, :32]), whole[1](x[:96, 32:])], dim=1)
+cross_entropy(whole[2](joined), y[:96]).backward()
+
+
+def apart(module, reference):
+    """The largest difference between the gradients of two modules."""
+    pairs = zip(module.parameters(), reference.parameters(), strict=True)
+    return max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs)
+
+
+assert apart(net.branch, whole[pair.rank]) < 1e-12
+if world.rank == 0:
+    assert apart(net.head, whole[2]) < 1e-12
+    print("Gradients of both branches and of the head: those of one process, to 1e-12.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Two devices, one after the other
+#
+# Most models are no branches but a stack: each layer needs the one before. The classic way to spread it over two
+# GPUs is in torch's tutorials:
+#
+#     class TwoDevices(nn.Module):
+#         def __init__(self):
+#             super().__init__()
+#             self.net1 = nn.Linear(64, 48).to("cuda:0")
+#             self.net2 = nn.Linear(48, 10).to("cuda:1")
+#
+#         def forward(self, x):
+#             hidden = torch.tanh(self.net1(x.to("cuda:0")))
+#             return self.net2(hidden.to("cuda:1"))
+#
+# With a rank for each device, `.to()` is a send and a receive:
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+class TwoRanks(nn.Module):
+    """net1 on rank 0, net2 on rank 1. EMULATED: each takes 50 ms forward, 100 ms backward."""
+
+    def __init__(self, pair):
+        super().__init__()
+        self.pair, sizes = pair, ((64, 48), (48, 10))[pair.rank]
+        torch.manual_seed(pair.rank)
+        self.net = EmulatedStage(nn.Linear(*sizes).double(), 0.05, 0.1)
+
+    def forward(self, x):
+        if self.pair.rank == 1:
+            x = self.hidden = self.pair.recv(torch.empty(len(x), 48).double(), 0).requires_grad_()
+        with dtlib.phase("forward"):
+            out = self.net(x)
+        if self.pair.rank == 0:
+            self.hidden = torch.tanh(out)
+            self.pair.send(self.hidden.detach(), 1)
+        return out
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+def backward(self, loss):
+    gradient = self.pair.recv(torch.empty_like(self.hidden), 1) if self.pair.rank == 0 else None
+    with dtlib.phase("backward"):
+        self.hidden.backward(gradient) if self.pair.rank == 0 else loss.backward()
+    if self.pair.rank == 1:
+        self.pair.send(self.hidden.grad, 0)
+
+
+TwoRanks.backward = backward
+two = TwoRanks(comm.split(world.rank // 2))
+for _ in range(2):  # the first step of a process takes longer
+    comm.barrier()
+    with dtlib.trace() as trace:
+        scores = two(x[:96])
+        two.backward(cross_entropy(scores, y[:96]) if two.pair.rank else None)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Predict.** What percentage of the time does each of the two ranks compute?
+
+# %% tags=["two-hours", "half-day", "stub"]
+percentage = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+percentage = 50
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+timeline = Timeline(lab.values("trace")[:2])
+lab.pictures.timeline(timeline)
+phases = [event for event in timeline.events if event.kind == "phase"]
+step = max(e.end for e in phases) - min(e.start for e in phases)
+busy = [sum(e.end - e.start for e in phases if e.rank == rank) / step for rank in (0, 1)]
+lab.predict(percentage, 100 * busy[0], tolerance=0.15, hint="When does the other rank begin?")
+assert sum(busy) <= 1  # never both at once
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **Two devices, and at every moment one of them waits.** The model fits now, and not a second is won. With four ranks
+# each would compute a quarter of the time.
+#
+# ## Micro-batches
+#
+# GPipe (Y. Huang et al., 2019) cuts the batch, too: while rank 1 works on one micro-batch, rank 0 works on the next.
+# All forward passes, then all backward passes, then one optimizer step; the gradients add up to those of the whole
+# batch. Its picture is the best-known one of the field. Here it is data: a list of actions for each rank. `2F1` is
+# stage 2, forward, micro-batch 1.
+
+# %% tags=["two-hours", "half-day"]
+schedule = gpipe(4, 4)  # ranks, micro-batches
+for rank, actions in enumerate(schedule):
+    print(f"rank {rank} ", *actions)
+
+# %% tags=["two-hours", "half-day"]
+print(draw(schedule))  # a backward pass takes twice as long as a forward pass
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# `..` is time in which a rank is idle: the *bubble*. Nothing ran: `simulate` starts each action as soon as its rank is
+# free and what it needs is there.
+#
+# The bubble goes by two figures. Say which one you mean. With p ranks and m micro-batches, GPipe has
+#
+# - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1), the share that is lost;
+# - idle time / **ideal time** (what it would take if nobody waited): (p-1) / m, how much longer it takes.
+#
+# **Predict.** 4 ranks and 8 micro-batches. What percentage of the makespan is lost?
+
+# %% tags=["two-hours", "half-day", "stub"]
+lost = None
+
+# %% tags=["two-hours", "half-day", "solution"]
+lost = 27.3
+
+# %% tags=["two-hours", "half-day"]
+rows = []
+for m in (1, 2, 4, 8, 16, 32):
+    found = simulate(gpipe(4, m))
+    bubbles = f"{found.bubble:.1%}", f"{found.idle_over_ideal:.1%}"
+    rows.append((m, *bubbles, found.peak_activations[0]))
+    assert abs(found.bubble - 3 / (m + 3)) < 1e-12 and abs(found.idle_over_ideal - 3 / m) < 1e-12
+headers = ("micro-batches", "idle / makespan", "idle / ideal", "activations that rank 0 holds")
+print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+lab.predict(lost, 100 * 3 / (8 + 3), tolerance=0.01, hint="(p-1) / (m+p-1), with p = 4, m = 8.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# More micro-batches, less bubble. Why not a thousand? Smaller ones keep an accelerator less busy, and with GPipe a rank
+# keeps the activations of all of them (last column). Of both later.
+#
+# Now on the engines, with stages that sleep (EMULATED) and real messages. `dtlib.trace` records each action. The
+# measured schedule has the same form as the simulated one, so it is drawn by the same code:
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+found = explorer.measure("GPipe", ranks=4, microbatches=8)
+explorer.show("GPipe", ranks=4, microbatches=8, found=found)
+assert found.simulation.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# The pattern is the simulated one. What is measured on top is overhead: messages, and four ranks that share cores.
+#
+# **Your turn.** Run the last cell with 2 micro-batches, and with 3 ranks. Predict the bubble first.
+
+# %% [markdown] tags=["half-day"]
+# ## Will it hang?
+#
+# A schedule is a list, so a wrong one can be written down: each rank's order looks reasonable, and all wait forever.
+# `validate` finds out without ranks: is every action there, does each come after what it needs, do ranks wait in a
+# circle? **Predict:** which of these two orders for 2 ranks hangs?
+
+# %% tags=["half-day"]
+orders = {
+    "A": ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"],
+    "B": ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+}
+
+# %% tags=["half-day", "stub"]
+hangs = None
+
+# %% tags=["half-day", "solution"]
+hangs = "B"
+
+# %% tags=["half-day"]
+came = None
+for name, ranks in orders.items():
+    try:
+        schedules.validate([[parse(action) for action in rank.split()] for rank in ranks])
+        print(f"{name} can run.")
+    except ScheduleError as problem:
+        came = name
+        print(f"{name}: {problem}")
+lab.predict(hangs, came, hint="What does rank 0 need for 0B0, and when does rank 1 come to it?")
+
+# %% [markdown] tags=["half-day"]
+# How a *send* behaves matters as well. If it waits for its receiver, a correct order can hang: rank 0 sends
+# activations down while rank 1 sends gradients up, and neither receives. The library posts receives ahead and sends
+# without waiting. With `lookahead=0` we see what would happen otherwise, to 1F1B, an order that you will meet below:
+
+# %% tags=["half-day"]
+try:
+    schedules.validate(one_f_one_b(2, 4), lookahead=0)
+except ScheduleError as problem:
+    print(problem)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## The same numbers
+#
+# Now real training. `PipelineStage` is this rank's part with its neighbours, `ScheduleGPipe` runs the list; names and
+# arguments are those of `torch.distributed.pipelining`. The first rank gets the images, the last the labels.
+#
+# 1440 images in batches of 250 leave a last batch of 190, and 7 micro-batches divide neither: they differ by an image.
+# **Predict:** how far are gradients from those of one process that sees whole batches?
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
+
+
+def pipeline(kind, microbatches=7, cuts="parameters", **options):
+    """This rank's part of the net, and a schedule that trains it."""
+    part = PipelineModule(layers(), num_stages=4, partition_method=cuts).double()
+    stage = PipelineStage(part, world.rank, 4, comm)
+    return part, kind(stage, microbatches, cross_entropy, **options)
+
+
+def train(part, schedule, size=250):
+    """One epoch; the loss of each batch."""
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.5, momentum=0.9)
+    history = []
+    for images, labels in zip(x.split(size), y.split(size), strict=True):
+        losses = []
+        optimizer.zero_grad()
+        if world.rank == 0:
+            schedule.step(images)
+        elif world.rank < 3:
+            schedule.step()
+        else:
+            schedule.step(target=labels, losses=losses)
+            sizes = [len(some) for some in labels.tensor_split(len(losses))]
+            history.append(sum(map(torch.mul, losses, sizes)).item() / len(labels))
+        optimizer.step()
+    return history
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+def train_alone(size=250):
+    """The same on whole batches in one process: the net, and its losses."""
+    whole = PipelineModule(layers(), 1, comm=comm.split(world.rank)).double()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
+    history = []
+    for images, labels in zip(x.split(size), y.split(size), strict=True):
+        optimizer.zero_grad()
+        loss = cross_entropy(whole(images), labels)
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    return whole, history
+
+
+whole, alone_losses = train_alone()
+part, schedule = pipeline(ScheduleGPipe)
+losses = train(part, schedule)
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+def off(part):
+    """The largest difference from one process, of parameters and of their last gradients."""
+    theirs = dict(whole.layers.named_parameters())
+    pairs = [(p, theirs[name]) for name, p in part.layers.named_parameters()]
+    return max(max((p - q).abs().max(), (p.grad - q.grad).abs().max()).item() for p, q in pairs)
+
+
+assert off(part) < 1e-12
+if world.rank == 3:
+    assert max(abs(a - b) for a, b in zip(losses, alone_losses, strict=True)) < 1e-12
+    print(f"{len(losses)} batches; the loss goes from {losses[0]:.4f} to {losses[-1]:.4f}.")
+    print("Losses, gradients and parameters are those of one process, to 1e-12.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# **A pipeline changes no mathematics**, if each micro-batch counts by its number of images. (torch's schedules
+# count micro-batches alike, whatever their size.)
+#
+# ## The interpreter
+#
+# What runs a list? A rank works it off. For each action it takes what has come, computes, and sends on without waiting.
+# There is no second one: GPipe and all that follows run here.
+
+# %% tags=["two-hours", "half-day"]
+print(inspect.getsource(interpreter._Schedule._perform))
+
+# %% [markdown] tags=["half-day"]
+# ## Where to cut
+#
+# A pipeline is as fast as its slowest stage. Equally many layers (`"uniform"`) are rarely equal work. Parameters say
+# more, and time says it all: `partition_method="time"` runs each layer with a sample. In this list two layers are slow
+# (EMULATED) and have few parameters, as convolutions do.
+
+# %% tags=["half-day", "nbval-ignore-output"]
+# %%px
+slow = {"forward": 0.05, "backward": 0.1}  # seconds
+specs = [LayerSpec(EmulatedStage, nn.Linear(8, 8), **slow) for _ in range(2)]
+specs += [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+specs += [LayerSpec(nn.Linear, 8, 512), LayerSpec(nn.Linear, 512, 8)]
+cuts = {
+    way: PipelineModule(specs, 2, partition_method=way, sample=torch.ones(4, 8)).cuts
+    for way in ("uniform", "parameters", "time")
+}
+assert cuts["time"][1] == 1  # between the two slow ones
+
+# %% tags=["half-day", "nbval-ignore-output"]
+for way in ("uniform", "parameters", "time"):
+    _, cut, end = lab.values("cuts")[0][way]
+    slow_ones = f"{min(cut, 2)} and {2 - min(cut, 2)} slow ones"
+    print(f"{way:10}  stage 0: layers 0-{cut - 1}, stage 1: layers {cut}-{end - 1}; {slow_ones}")
+
+# %% [markdown] tags=["half-day"]
+# Exact cuts are possible, too: `partition_method=[0, 3, 8]`. **Your turn.** A stage that takes twice as long as the
+# other three: what does it do to the makespan? Guess, then `simulate(gpipe(4, 8), {0: 1, 1: 2, 2: 1, 3: 1},
+# {0: 2, 1: 4, 2: 2, 3: 2})` in a new cell. (A dictionary gives each stage its time.)
+
+# %% [markdown] tags=["half-day"]
+# ## Memory: 1F1B
+#
+# Between its forward and its backward pass, a micro-batch's activations stay. GPipe does all forward passes first, so
+# it holds all m. *1F1B* (D. Narayanan et al.) does a backward pass as soon as it can: *one forward, one backward*.
+# **Predict** for 4 ranks and 8 micro-batches: how many does rank 0 hold with 1F1B? And rank 3?
+
+# %% tags=["half-day", "stub"]
+held_by_rank_0 = None
+held_by_rank_3 = None
+
+# %% tags=["half-day", "solution"]
+held_by_rank_0 = 4
+held_by_rank_3 = 1
+
+# %% tags=["half-day", "nbval-ignore-output"]
+both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
+pipelines.picture(both)
+lab.predict(held_by_rank_0, both["1F1B"].peak_activations[0], hint="p - rank.")
+lab.predict(held_by_rank_3, both["1F1B"].peak_activations[3], hint="p - rank.")
+
+# %% tags=["half-day", "nbval-ignore-output"]
+pipelines.in_flight(both)
+
+# %% [markdown] tags=["half-day"]
+# The bubble is the same; what is held is not. On the engines, for our net: `peak_in_flight` counts micro-batches, and
+# `dtlib.memory` the bytes that autograd kept (on rank 0 with the batch itself). A third way is *recomputation* (lesson
+# 06): keep a stage's input only, and run its forward pass again before the backward pass.
+
+# %% tags=["half-day"]
+# %%px
+import gc
+
+from dtlib.parallel.pipeline import Schedule1F1B
+
+
+def kept_by(kind, recompute=False):
+    """Micro-batches in flight and bytes of activations of one step, on this rank."""
+    part, schedule = pipeline(kind, 8, cuts=[0, 2, 4, 6, 9], recompute=recompute)
+    images = x[:640].clone()  # memory of its own
+    gc.collect()  # what earlier cells have left behind
+    with dtlib.memory(part) as m:
+        if world.rank == 0:
+            schedule.step(images)
+        elif world.rank < 3:
+            schedule.step()
+        else:
+            schedule.step(target=y[:640])
+    return schedule.peak_in_flight, m.activations
+
+
+kept = {
+    "GPipe": kept_by(ScheduleGPipe),
+    "1F1B": kept_by(Schedule1F1B),
+    "GPipe, recomputing": kept_by(ScheduleGPipe, recompute=True),
+}
+
+# %% tags=["half-day"]
+every, names = lab.values("kept"), ("GPipe", "1F1B", "GPipe, recomputing")
+for at, what in enumerate(("micro-batches in flight", "bytes of activations")):
+    rows = [(name, *(kept[name][at] for kept in every)) for name in names]
+    print(tabulate(rows, (what, *(f"rank {rank}" for rank in range(4))), intfmt=","), end="\n\n")
+assert [kept["GPipe"][0] for kept in every] == simulate(gpipe(4, 8)).peak_activations
+assert [kept["1F1B"][0] for kept in every] == simulate(one_f_one_b(4, 8)).peak_activations
+
+# %% [markdown] tags=["half-day"]
+# Published: the largest AmoebaNet-D that fits accelerators of 8 GB, without a pipeline, and with GPipe on 2 and on 8
+# of them. GPipe recomputes. It holds the inputs of all micro-batches, and the activations of one.
+
+# %% tags=["half-day"]
+def published(name):
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        if (file := folder / "data" / name).exists():
+            return list(csv.DictReader(file.open(newline="")))
+    raise FileNotFoundError(f"data/{name}")
+
+
+columns = {
+    "params_gpipe": "parameters",
+    "model_memory_GB_gpipe": "model (GB)",
+    "peak_activation_GB_gpipe": "activations (GB)",
+}
+table = published("gpipe_table1_memory.csv")
+rows = [(row["experiment"], *(row[column] for column in columns)) for row in table]
+print("GPipe, table 1; memory over all accelerators")
+print(tabulate(rows, ("", *columns.values()), disable_numparse=True))
+
+# %% [markdown] tags=["half-day"]
+# ## Other orders
+#
+# All of them run on the interpreter above; what differs is the list.
+#
+# - **Interleaved 1F1B** (D. Narayanan et al., 2021): v stages a rank, not neighbours, so that a micro-batch goes around
+#   v times. Each stage takes 1/v of the time, so the bubble is v times smaller; messages are v times as many.
+# - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass has two halves. The stage before waits for the gradient
+#   of the input (`I`); nobody waits for the gradients of the weights (`W`), so they fill idle time.
+
+# %% tags=["half-day", "nbval-ignore-output"]
+four = {name: explorer.simulate(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
+pipelines.picture(four)
+
+# %% [markdown] tags=["half-day"]
+# The papers give formulas (`dtlib.schedule.formulas` has them all, with their sources). **Predict:** of the four, which
+# has the smallest bubble, and which holds the most activations on rank 0? (An interleaved stage's are half as large.)
+
+# %% tags=["half-day", "stub"]
+smallest_bubble = None  # a name
+most_held = None
+
+# %% tags=["half-day", "solution"]
+smallest_bubble = "ZB-H1"
+most_held = "GPipe"
+
+# %% tags=["half-day"]
+rows, weights = [], {}
+for name, found in four.items():
+    order = explorer.ORDERS[name]
+    sizes = (order.formulas, 4, 8, order.chunks)
+    weights[name] = found.peak_activations[0] / order.chunks
+    rows.append((name, f"{found.bubble:.1%}", f"{formulas.bubble(*sizes):.1%}", weights[name]))
+    assert abs(found.bubble - formulas.bubble(*sizes)) < 1e-12
+    assert found.peak_activations[0] == formulas.peak_activations(*sizes)
+headers = ("", "bubble, simulated", "by formula", "held by rank 0, in stages of 1F1B")
+print(tabulate(rows, headers, colalign=("left", "right", "right", "right")))
+lab.predict(smallest_bubble, min(four, key=lambda name: four[name].bubble), hint="See the table.")
+lab.predict(most_held, max(weights, key=weights.get), hint="See the table.")
+
+# %% [markdown] tags=["half-day"]
+# Beside it, the published table of schedules. ZB2P and ZBV are further zero-bubble schedules, which this library does
+# not have. One row is over the ideal time, the others over the makespan: as we said, ask which.
+
+# %% tags=["half-day"]
+rows = [
+    (r["schedule"], r["bubble"], r["activation_memory_vs_1F1B"], r["comm_volume_vs_1F1B"])
+    for r in published("pipeline_schedule_formulas.csv")
+]
+print("P. Qi et al. (README beside their code); D. Narayanan et al., 2021")
+print(tabulate(rows, ("", "bubble", "activations", "bytes sent"), disable_numparse=True))
+looped, plain = four["interleaved 1F1B"], four["1F1B"]
+assert abs(looped.idle_over_ideal - 3 / (2 * 8)) < 1e-12
+assert looped.peak_activations[0] / 2 / plain.peak_activations[0] == 1 + 3 / (4 * 2)
+
+# %% [markdown] tags=["half-day"]
+# And on the engines (EMULATED stages, real messages): the same four, measured.
+
+# %% tags=["half-day", "nbval-ignore-output"]
+runs = {name: explorer.measure(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
+pipelines.picture({f"{name}, measured": run.simulation for name, run in runs.items()})
+for name, run in runs.items():
+    assert run.peaks == four[name].peak_activations
+    assert run.simulation.makespan > four[name].makespan
+
+# %% [markdown] tags=["half-day"]
+# ## Explore
+#
+# Move the sliders; the button runs what you see on the engines. Try: fewer micro-batches than ranks. A backward pass
+# as short as a forward pass. Messages that take as long as a forward pass: which order suffers most?
+
+# %% tags=["half-day", "nbval-ignore-output"]
+explorer.explore()
+
+# %% [markdown] tags=["half-day"]
+# The same without sliders, for a page that only shows results:
+
+# %% tags=["half-day", "nbval-ignore-output"]
+settings = {"name": "1F1B", "ranks": 3, "microbatches": 6, "backward": 1.5, "message": 0.5}
+explorer.show(**settings, found=explorer.measure(**settings))
+
+# %% [markdown] tags=["half-day"]
+# ## When formulas miss
+#
+# The formulas know nothing of messages. `simulate(..., message=t)` lets each take a while. A rank that has work to do
+# meanwhile loses nothing; who waits for an answer pays twice, there and back. Here is the makespan of 4 ranks and 8
+# micro-batches:
+
+# %% tags=["half-day", "nbval-ignore-output"]
+times = [0, 0.25, 0.5, 1, 2]
+series = {
+    name: {t: explorer.simulate(name, 4, 8, message=t).makespan for t in times}
+    for name in explorer.ORDERS
+}
+title = "Simulated, in forward passes"
+lab.pictures.lines(series, "message", "makespan", title=title, log="", form=".1f")
+assert min(series, key=lambda name: series[name][0]) == "ZB-H1"
+assert min(series, key=lambda name: series[name][2]) == "GPipe"
+
+# %% [markdown] tags=["half-day"]
+# The order turns round. GPipe pays for messages at its beginning and its end only. 1F1B waits for an answer in every
+# turn, and the interleaved one sends twice as much.
+#
+# **Predict.** The simulator lets any number of messages be under way at once. On an EMULATED network that carries one
+# after the other, a message takes 2 forward passes. Is the measured makespan of GPipe above the simulated one?
+
+# %% tags=["half-day", "stub"]
+above = None  # True or False
+
+# %% tags=["half-day", "solution"]
+above = True
+
+# %% tags=["half-day", "nbval-ignore-output"]
+rows = []
+for message in (0, 0.5, 2):
+    simulated = explorer.simulate("GPipe", 4, 8, message=message).makespan
+    on = explorer.measure("GPipe", 4, 8, message=message, one_by_one=True).simulation.makespan
+    rows.append((message, formulas.makespan("gpipe", 4, 8), simulated, on))
+    assert on > simulated
+print("EMULATED network and stages; in forward passes")
+headers = ("message", "formula", "simulated", "measured, one after the other")
+print(tabulate(rows, headers, floatfmt=("g", ".1f", ".1f", ".1f")))
+last = rows[-1]
+lab.predict(above, last[3] > 1.1 * last[2], hint="8 messages of 2 leave rank 0 within 16.")
+
+# %% [markdown] tags=["half-day"]
+# A message that takes longer than the work between two messages makes the network the slowest stage. And there is a
+# third reason: somebody has to move a message. Our runs have a thread for that. Without it, a message that is not gone
+# at once lies there until its rank waits for something:
+
+# %% tags=["half-day", "nbval-ignore-output"]
+lazy = explorer.measure("GPipe", 4, 8, message=0.5, thread=False).simulation
+busy = explorer.measure("GPipe", 4, 8, message=0.5).simulation
+print(f"EMULATED: {busy.makespan:.1f} with a thread for messages, {lazy.makespan:.1f} without")
+
+# %% [markdown] tags=["half-day"]
+# So: formulas for an estimate, a simulation with *your* times of stages and messages for a choice, a trace for the
+# truth.
+#
+# ## GPipe's table 2
+#
+# Does a simulation this simple say anything about real machines? Here is the published throughput with K partitions and
+# M micro-batches, as a multiple of K = 2 and M = 1, beside the simulated one: equal stages, messages for nothing,
+# forward passes done again.
+
+# %% tags=["half-day"]
+def throughput(row):
+    """The same batch and model in every row; a backward pass takes 2, and 1 to recompute."""
+    p, m = int(row["K_partitions"]), int(row["M_microbatches"])
+    share = 1 / (p * m)
+    return 1 / simulate(gpipe(p, m), share, 3 * share).makespan
+
+
+table = published("gpipe_table2_throughput.csv")
+first = throughput(table[0])
+rows = [
+    (r["model"], r["K_partitions"], r["M_microbatches"], f"{throughput(r) / first:.2f}",
+     r["gpipe_normalised_throughput"], r["torchgpipe_P40_reproduction"])
+    for r in table
+]
+headers = ("model", "K", "M", "simulated", "GPipe", "torchgpipe")
+print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 5)))
+
+# %% [markdown] tags=["half-day"]
+# **Your turn.** Rank each column from slow to fast. Which pairs are the other way round than simulated?
+
+# %% tags=["half-day"]
+from itertools import combinations
+
+
+def other_way_round(rows, column):
+    """Pairs (K, M) that the simulation orders another way than the publication; no ties."""
+    for one, two in combinations(rows, 2):
+        simulated = round(throughput(one) - throughput(two), 9)
+        if simulated * (float(one[column]) - float(two[column])) < 0:
+            yield " and ".join(f"({r['K_partitions']}, {r['M_microbatches']})" for r in (one, two))
+
+
+for column in ("gpipe_normalised_throughput", "torchgpipe_P40_reproduction"):
+    for model in dict.fromkeys(r["model"] for r in table if r[column]):
+        pairs = list(other_way_round([r for r in table if r["model"] == model], column))
+        print(f"{column.split('_')[0]}, {model}: {'; '.join(pairs) or 'none'}")
+
+# %% [markdown] tags=["half-day"]
+# Of 10 pairs each, none or one is off, and the simulation does not know why. AmoebaNet on GPipe's accelerators gains
+# little from micro-batches alone, though the bubble shrinks. The Transformer on 8 partitions is faster than its bubble
+# allows: each accelerator does more in a second there than with K = 2 and M = 1, while the simulation takes that for
+# the same in all rows. Torchgpipe's figures, for AmoebaNet on GPUs, are in the simulated order. And sizes agree less
+# than order does: a simulation of equal stages without messages is a first guess, not a forecast.
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## The engine
+#
+# As in the lessons before, a config does it all. `dtlib.pipe` has DeepSpeed's names. The micro-batches are the config's
+# accumulation steps; `train_batch` is a whole step.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib.pipe import PipelineModule  # with DeepSpeed: from deepspeed.pipe import PipelineModule
+
+losses = {}
+for order in ("gpipe", "1f1b", "zero_bubble_h1"):
+    config = {
+        "train_batch_size": 96,
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+        "pipeline": {"schedule": order},
+    }
+    net = PipelineModule(layers(), num_stages=4, loss_fn=cross_entropy).double()
+    data = torch.utils.data.TensorDataset(x, y)
+    engine, *_ = dtlib.initialize(net, config, training_data=data)
+    losses[order] = [engine.train_batch().item() for _ in range(15)]
+for some in losses.values():
+    assert max(abs(a - b) for a, b in zip(some, losses["gpipe"], strict=True)) < 1e-12
+
+# %% tags=["two-hours", "half-day"]
+losses = lab.values("losses")[0]
+names = ("gpipe", "1f1b", "zero_bubble_h1")
+rows = [(step, *(f"{losses[name][step]:.8f}" for name in names)) for step in (0, 4, 9, 14)]
+print(tabulate(rows, ("loss at step", *names), disable_numparse=True))
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# The order changes when, never what. `PipelineModule(num_stages=2)` on four ranks gives two pipelines side by side, each
+# with its part of the batch: data parallelism between pipelines. The next lesson is about such grids.
+
+# %% [markdown] tags=["half-day"]
+# ## Who else?
+#
+# - **PipeDream** (D. Narayanan et al., 2019) never empties the pipeline: whole batches follow one another, each with its
+#   own update of the weights, asynchronously; 1F1B comes from there. Between a batch's forward and backward pass a stage's
+#   weights would change, so *weight stashing* keeps the version of the forward pass for the backward pass. Once it is
+#   filled it has no bubble; it keeps several versions of the weights, and its numbers are not those of one process.
+# - **HetPipe** (J. H. Park et al., 2020): GPUs of different kinds, some too small for the model, form *virtual workers*,
+#   each of which is a pipeline; between them there is data parallelism with parameter servers. *Wave synchronous*: a virtual
+#   worker sends its updates once a wave of minibatches, and workers may be a bounded number of waves apart.
+# - **DAPPLE** (S. Fan et al., 2021) stays synchronous, as we do here. *Early backward scheduling* is 1F1B with a flush, and
+#   a planner chooses how many stages, where to cut, and how often to replicate each stage, for data x pipeline.
+# - **Pipe-torch** (J. Zhan and J. Zhang, 2019): pipelines combined with data parallelism, on clusters of GPUs whose
+#   links are fast here and slow there, so that the network has a say in where to cut.
+#
+# ## What holds on GPUs, and what does not
+#
+# Seen here, and true there: values, schedules, bubbles for given times, activations in flight, who waits for whom, and that
+# slow messages turn the order of schedules round.
+#
+# Not shown here: speed. Stages slept. On GPUs smaller micro-batches compute less efficiently, so the best m is not the
+# largest; messages go from GPU to GPU, by NCCL, while kernels run; stages are never quite equal, and the last one has
+# the loss. Use `torch.distributed.pipelining`, Megatron-LM or DeepSpeed there. Speed here is measured by `python -m
+# benchmarks pipeline`, as a ratio in one run.
+#
+# ## Summary
+#
+# - Data parallelism copies the model, a pipeline cuts it between layers. Activations travel, and their gradients.
+# - Without micro-batches one rank computes at a time. With m of them, p ranks lose (p-1)/(m+p-1) of the makespan, which is
+#   (p-1)/m of the ideal time.
+# - GPipe holds the activations of m micro-batches, 1F1B those of p - rank at most. Same bubble.
+# - Interleaved: v times less bubble, v times the messages. ZB-H1: a third of the bubble, if F, I and W are equally long.
+# - A schedule is a list: check it, time it, draw it, run it. Gradients are those of one process, to 1e-12.
+# - Slow messages hurt those most who wait for an answer in every turn.
+#
+# Now the [exercises](../exercises/07_pipelines_exercises.ipynb), and a puzzle: [be the
+# schedule](../exercises/07_schedule_puzzle_exercises.ipynb). The next lesson, 08, cuts layers themselves.
+#
+# ## References
+#
+# - Y. Huang et al.: GPipe: efficient training of giant neural networks using pipeline parallelism. NeurIPS, 2019.
+# - C. Kim et al.: torchgpipe: on-the-fly pipeline parallelism for training giant models. arXiv:2004.09910, 2020.
+# - D. Narayanan et al.: PipeDream: generalized pipeline parallelism for DNN training. SOSP, 2019.
+# - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021.
+# - P. Qi, X. Wan, G. Huang, M. Lin: Zero bubble pipeline parallelism. ICLR, 2024.
+# - J. H. Park et al.: HetPipe: enabling large DNN training on (whimpy) heterogeneous GPU clusters through integration of
+#   pipelined model parallelism and data parallelism. USENIX ATC, 2020.
+# - S. Fan et al.: DAPPLE: a pipelined data parallel approach for training large models. PPoPP, 2021.
+# - J. Zhan, J. Zhang: Pipe-torch: pipeline-based distributed deep learning in a GPU cluster with heterogeneous
+#   networking. CBD, 2019.
+# - torch's tutorial on model parallelism, and its documentation of `torch.distributed.pipelining`.
+# - E. Alpaydin, C. Kaynak: Optical recognition of handwritten digits. UCI Machine Learning Repository, 1998.
