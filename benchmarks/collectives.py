@@ -6,7 +6,7 @@ On two ranks; with ``--ranks 4`` more ranks than this machine may have cores for
 import numpy as np
 import torch
 
-from benchmarks.compare import compare
+from benchmarks.compare import compare, repeated
 from benchmarks.peers import torch_group
 
 RANKS = 2
@@ -28,10 +28,10 @@ def rows(world, repeats: int):
         tensor = torch.zeros(count // 4)
         flat = tensor.numpy()
         times = _calls_for(count)
-        ours = _repeated(lambda tensor=tensor: comm.all_reduce(tensor), times)
-        raw = _repeated(lambda flat=flat: comm.mpi.Allreduce(_in_place(), flat), times)
+        ours = repeated(lambda tensor=tensor: comm.all_reduce(tensor), times)
+        raw = repeated(lambda flat=flat: comm.mpi.Allreduce(_in_place(), flat), times)
         yield compare(comm, f"all_reduce {name}", "MPI Allreduce", ours, raw, repeats)
-        theirs = _repeated(lambda tensor=tensor: torch.distributed.all_reduce(tensor, group=gloo), times)
+        theirs = repeated(lambda tensor=tensor: torch.distributed.all_reduce(tensor, group=gloo), times)
         yield compare(comm, f"all_reduce {name}", "gloo", ours, theirs, repeats)
     yield from _reduce_scatter(comm, gloo, repeats)
     if comm.size == 2:
@@ -73,14 +73,6 @@ def _send_and_receive(comm, repeats):
 def _calls_for(count: int) -> int:
     """How often a small call is repeated within one timing, so that the clock is not what is measured."""
     return max(1, min(100, 2**18 // count))
-
-
-def _repeated(call, times: int):
-    def repeated():
-        for _ in range(times):
-            call()
-
-    return repeated
 
 
 def _in_place():

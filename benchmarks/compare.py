@@ -46,6 +46,16 @@ def in_turns(comm, functions: dict, repeats: int = REPEATS) -> dict:
     return {name: np.array(seconds) for name, seconds in timed.items()}
 
 
+def repeated(function, times: int):
+    """A function that does something quick several times, as the noise of one time would be as large as it."""
+
+    def several():
+        for _ in range(times):
+            function()
+
+    return several
+
+
 def row(case: str, peer: str, ours, theirs) -> Row:
     """The ratio of two arrays of seconds, paired."""
     low, ratio, high = np.percentile(ours / theirs, (25, 50, 75))

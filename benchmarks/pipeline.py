@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import tensor_parallel
-from benchmarks.compare import in_turns, row, seconds_of
+from benchmarks.compare import in_turns, repeated, row, seconds_of
 from benchmarks.peers import torch_group
 from dtlib import schedule as schedules
 from dtlib.parallel.pipeline import (
@@ -27,7 +27,10 @@ from dtlib.parallel.pipeline.linear import defer
 RANKS = 2
 SLEEP = 0.02  # seconds of a forward pass, of a gradient of inputs, of a gradient of weights
 MICROBATCHES = 8
-SIZES = {"width 256, micro-batches of 8": (256, 8), "width 1024, micro-batches of 32": (1024, 32)}
+SIZES = {  # width, samples of a micro-batch, and steps that are timed together
+    "width 256, micro-batches of 8": (256, 8, 20),
+    "width 1024, micro-batches of 32": (1024, 32, 1),
+}
 LAYERS = 4  # linear layers a stage
 HOPS = 24
 KINDS = {  # with the stages that a rank has
@@ -50,7 +53,7 @@ def _against_torch(world, repeats):
     from torch.distributed import pipelining
 
     mse = nn.functional.mse_loss
-    for size, (width, samples) in SIZES.items():
+    for size, (width, samples, times) in SIZES.items():
         pairs = {
             "GPipe": (ScheduleGPipe, pipelining.ScheduleGPipe),
             "1F1B": (Schedule1F1B, pipelining.Schedule1F1B),
@@ -63,8 +66,8 @@ def _against_torch(world, repeats):
             ours = ours(PipelineStage(first, world.rank, 2, world.comm), MICROBATCHES, mse)
             theirs = theirs(pipelining.PipelineStage(second, world.rank, 2, device, group=group), MICROBATCHES, mse)
             steps = {
-                "ours": partial(ours.step, *arguments, target=target),
-                "theirs": partial(theirs.step, *arguments, target=target),
+                "ours": repeated(partial(ours.step, *arguments, target=target), times),
+                "theirs": repeated(partial(theirs.step, *arguments, target=target), times),
             }
             seconds = in_turns(world.comm, steps, repeats)
             yield row(f"{name}, {size}", "torch pipelining, gloo", seconds["ours"], seconds["theirs"])
@@ -146,6 +149,7 @@ def _against_simulation(world, repeats):
     """All ranks begin together; the step is over when the last one has finished. Simulated twice: with the times that
     stages are told to sleep, and with those that a stage takes on its own and a message from rank to rank."""
     message = float(np.median([_seconds_of_a_message(world) for _ in range(repeats)]))
+    idle = {}
     for name, (kind, chunks) in KINDS.items():
         schedule, step = _sleeping(world, kind, chunks)
         step()
@@ -153,6 +157,7 @@ def _against_simulation(world, repeats):
         told = {"forward": seconds, "backward": 2 * seconds, "input_gradient": seconds, "weight_gradient": seconds}
         alone = _seconds_of_actions(seconds, repeats)
         measured = np.array([seconds_of(world.comm, step) for _ in range(repeats)])
+        idle[name] = measured - MICROBATCHES * chunks * (alone["forward"] + alone["backward"])
         order = kind.order(world.size, MICROBATCHES, world.size * chunks)
         for peer, times in {
             "simulation": told,
@@ -165,6 +170,7 @@ def _against_simulation(world, repeats):
             f"activations in flight of {name}, most of any rank", "simulation",
             np.array([float(max(peaks))]), float(max(simulated.peak_activations)),
         )  # fmt: skip
+    yield row("idle time of ZB-H1", "1F1B", idle["ZB-H1"], idle["1F1B"])
 
 
 def _sleeping(world, kind, chunks):

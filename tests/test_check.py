@@ -7,7 +7,9 @@ from dtlib.lab.exercises import (
     collectives_wrong,
     data_parallel_wrong,
     pi_wrong,
+    replicator_wrong,
     start_wrong,
+    tensor_wrong,
     zero2_wrong,
     zero3_wrong,
     zero_wrong,
@@ -16,6 +18,7 @@ from dtlib.lab.exercises.hangs import HANGS
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
+from tests.test_pipeline_exercises import RIGHT_TO_LESSON_07
 
 
 @on_ranks(2, 3)
@@ -78,6 +81,9 @@ def test_right_answers_pass(world):
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
     answers |= {"average_with_hooks": hooks_right, "MyDataParallel": data_parallel_wrong.Right, "golf": golf_right}
     answers |= RIGHT_RATES
+    answers |= RIGHT_TO_LESSON_07
+    answers |= {"RowParallel": tensor_wrong.RightRow, "MyMLP": tensor_wrong.RightMLP}
+    answers |= {"build_step": replicator_wrong.step_right}
     answers |= {"share_gradients": shares_right, "ShardedAdam": zero_wrong.Right, "OnDemand": zero3_wrong.RightLayer}
     answers |= {"fit": FIT}
     for exercise in EXERCISES:

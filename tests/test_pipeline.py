@@ -150,6 +150,14 @@ def test_parity_with_torch_pipelining(world, name):
     assert max((mine - other).abs().max() for mine, other in zip(ours, theirs, strict=True)) <= 1e-12
 
 
+class Backwards(ScheduleGPipe):
+    @staticmethod
+    def order(ranks, microbatches, stages):
+        return [
+            actions[:microbatches] + actions[microbatches:][::-1] for actions in schedules.gpipe(ranks, microbatches)
+        ]
+
+
 @on_ranks(2)
 def test_what_it_cannot_do_is_refused(world):
     comm = world.comm
@@ -175,6 +183,8 @@ def test_what_it_cannot_do_is_refused(world):
         ScheduleGPipe(stage, 0)
     with pytest.raises(DtlibError, match=r"stages 0, 2 of 4|stages 1, 3 of 4"):
         ScheduleInterleaved1F1B([PipelineStage(nn.Linear(2, 2), world.rank, 4, comm)], 4)
+    with pytest.raises(DtlibError, match=rf"stage {world.rank} does B of micro-batches \[1, 0\]; messages come in the"):
+        Backwards(stage, 2)
     schedule = ScheduleGPipe(stage, 4)
     if world.rank == 0:
         with pytest.raises(DtlibError, match="3 samples cannot be cut into 4 micro-batches"):

@@ -6,6 +6,8 @@ does there; then all ranks look at all observations and come to the same verdict
     rank 0   observe(answer, comm) -> what it returned     \
     rank 1   observe(answer, comm) -> an error              } all_gather -> judge([...]) -> the verdict, on every rank
     rank 2   observe(answer, comm) -> waited for rank 1    /
+
+An exercise that needs no ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
 """
 
 import inspect
@@ -35,16 +37,20 @@ class Wrong(Exception):
 class Exercise:
     """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
     pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
-    score, it returns that as text."""
+    score, it returns that as text. ``picture(observations)`` draws as text what was handed in, right or wrong.
+    ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator."""
 
     name: str
     observe: Callable
     judge: Callable
+    picture: Callable | None = None
+    needs_ranks: bool = True
 
 
 @dataclass
 class Verdict:
-    """What all ranks agree on: ``rank`` is the lowest on which something was wrong, None if all is well."""
+    """What all ranks agree on: ``rank`` is the lowest on which something was wrong, None if all is well, or where it is
+    nobody's in particular. ``ranks`` is on how many it was judged: 0 for an exercise that needs none."""
 
     exercise: str
     judged: str
@@ -55,20 +61,23 @@ class Verdict:
     came: str = ""
     hints: tuple = ()
     score: str = ""  # where one can do better than pass
+    picture: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.rank is None
+        return not self.mistake
 
     def text(self, attempt: int = 0) -> str:
         """What the learner reads; later attempts get plainer hints."""
-        judged = f"Judged on {self.ranks} ranks: {self.judged}"
-        if self.passed and self.ranks < 3:
+        where = f"Judged on {self.ranks} ranks" if self.ranks else "Judged"
+        judged = f"{where}: {self.judged}" + (f"\n\n{self.picture}\n" if self.picture else "")
+        if self.passed and 0 < self.ranks < 3:
             few = " So few ranks hide mistakes: check it with lab.engines(3) too."
             return f"{judged}\nPassed: {self.exercise}.{few}{self._score()}"
         if self.passed:
             return f"{judged}\nPassed: {self.exercise}.{self._score()}"
-        lines = [judged, f"Not yet: {self.exercise}, on rank {self.rank}."]
+        place = "" if self.rank is None else f", on rank {self.rank}"
+        lines = [judged, f"Not yet: {self.exercise}{place}."]
         lines += [f"  expected: {self.expected}", f"  came:     {self.came}"]
         if self.hints:
             lines.append(f"  hint:     {self.hints[min(attempt, len(self.hints) - 1)]}")
@@ -79,7 +88,7 @@ class Verdict:
 
 
 def check(name: str) -> None:
-    """Judge exercise ``name`` on all ranks and print the verdict.
+    """Judge exercise ``name``, on all ranks if it needs them, and print the verdict.
 
     Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: mend it and check again; the second
     check gives the next hint.
@@ -97,8 +106,10 @@ def check(name: str) -> None:
         verdict = judge_on_this_rank(name)
         if init().rank == 0:
             _tell(verdict)
-    else:
+    elif EXERCISES[name].needs_ranks:
         _tell(_judge_from_notebook(name))
+    else:
+        _tell(judge_here(name))
 
 
 def _tell(verdict: Verdict) -> None:
@@ -137,10 +148,7 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
     from dtlib.world import fresh_communicator, init
 
     world = init()
-    if namespace is None:
-        from IPython import get_ipython
-
-        namespace = get_ipython().user_ns
+    namespace = _names_of_the_notebook() if namespace is None else namespace
     exercise = EXERCISES[name]
     # Fresh communicators: what an earlier answer left behind must meet neither this one nor the verdict.
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
@@ -148,7 +156,25 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
     for_answer.on_board = True
     observations = for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer))
     judged = for_verdict.broadcast_object(_first_line(exercise.name, namespace))
+    return _verdict(name, observations, judged, world.size if exercise.needs_ranks else 0)
+
+
+def judge_here(name: str, namespace: dict | None = None) -> Verdict:
+    """The verdict on an exercise that needs no ranks; no engines have to run."""
+    from dtlib.lab.exercises import EXERCISES
+
+    exercise = EXERCISES[name]
+    namespace = _names_of_the_notebook() if namespace is None else namespace
+    observation = _observe(exercise, namespace, None, None)
+    return _verdict(name, [observation], _first_line(exercise.name, namespace, ""), ranks=0)
+
+
+def _verdict(name: str, observations: list, judged: str, ranks: int) -> Verdict:
+    from dtlib.lab.exercises import EXERCISES
+
+    exercise = EXERCISES[name]
     problems = [seen for seen in observations if isinstance(seen, Problem)]
+    picture = exercise.picture(observations) if exercise.picture and not problems else ""
     try:
         if problems:
             # A rank that waited in vain is a consequence; what another rank did wrong is the cause.
@@ -157,8 +183,14 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
         score = exercise.judge(observations)
     except Wrong as wrong:
         because = wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints)
-        return Verdict(name, judged, world.size, *because)
-    return Verdict(name, judged, world.size, score=score or "")
+        return Verdict(name, judged, ranks, *because, picture=picture)
+    return Verdict(name, judged, ranks, score=score or "", picture=picture)
+
+
+def _names_of_the_notebook() -> dict:
+    from IPython import get_ipython
+
+    return get_ipython().user_ns
 
 
 @dataclass
@@ -166,21 +198,20 @@ class Problem:
     """Why there is nothing to observe on a rank; the fields are the arguments of ``Wrong``."""
 
     mistake: str
-    rank: int
+    rank: int | None
     expected: str
     came: str
     hint: str
 
 
-def _observe(exercise: Exercise, namespace: dict, rank: int, comm):
-    from mpi4py import MPI
-
+def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     if exercise.name not in namespace:
-        hint = f"Define `{exercise.name}` in a %%px cell, on all ranks."
-        return Problem("missing", rank, f"`{exercise.name}` on this rank", "no such name", hint)
+        cell = "a %%px cell, on all ranks" if exercise.needs_ranks else "a cell without %%px"
+        hint = f"Define `{exercise.name}` in {cell}."
+        return Problem("missing", rank, f"`{exercise.name}`", "no such name", hint)
     try:
         return exercise.observe(namespace[exercise.name], comm)
-    except (WaitTimeout, MPI.Exception) as error:
+    except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same verbs in the same order: is one of yours inside an if?"
         return Problem("waited", rank, "ranks that call the same verbs", str(error), hint)
     except Exception as error:
@@ -188,14 +219,24 @@ def _observe(exercise: Exercise, namespace: dict, rank: int, comm):
         return Problem("raised", rank, "no error", came, "Call it in a %%px cell of its own.")
 
 
-def _first_line(name: str, namespace: dict) -> str:
+def _errors_of_waiting(comm) -> tuple:
+    if comm is None:
+        return ()  # and MPI stays out of a notebook's process
+    from mpi4py import MPI
+
+    return WaitTimeout, MPI.Exception
+
+
+def _first_line(name: str, namespace: dict, where: str = " on rank 0") -> str:
     thing = namespace.get(name)
     if callable(thing):
         try:
             return _first_line_of_class(thing) if inspect.isclass(thing) else inspect.getsource(thing).splitlines()[0]
         except (OSError, TypeError, StopIteration):
             return f"{name} (a {type(thing).__name__})"
-    return f"{name} = {thing!r:.60} on rank 0" if name in namespace else f"{name} (not defined)"
+    if isinstance(thing, str) and len(lines := thing.split("\n")) > 1:
+        thing = f"{next(filter(str.strip, lines), '').strip()} ..."
+    return f"{name} = {thing!r:.60}{where}" if name in namespace else f"{name} (not defined)"
 
 
 def _first_line_of_class(kind) -> str:

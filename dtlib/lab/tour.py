@@ -52,6 +52,9 @@ def _stops(folder: Path, ranks: int):
     yield "06 ZeRO", "3 steps at stages 0 to 3, states counted", zero_stages, (3,), expected
     expected = "losses equal to 1e-12, bubbles by the formula"
     yield "07 Pipelines", "3 steps by each of four schedules", pipeline_steps, (3,), expected
+    expected = "parts equal to 1e-12, both ways equal to 1e-12"
+    what = "a perceptron in parts; the replicator both ways"
+    yield "08 Tensor and hybrid parallelism", what, layers_in_parts_and_replicas, (3,), expected
 
 
 def _row(engines, lesson, what, function, arguments, expected):
@@ -209,6 +212,48 @@ def pipeline_steps(steps: int) -> str:
     furthest = comm.all_reduce(torch.tensor(furthest), op="max").item()
     apart = "equal to" if furthest < 1e-12 else f"{furthest:.0e} apart, not"
     return f"losses {apart} 1e-12, bubbles {f'of {wrong} not ' * bool(wrong)}by the formula"
+
+
+def layers_in_parts_and_replicas(steps: int) -> str:
+    """A perceptron in parts against the whole one, gradients included; a step a process a replica against one graph."""
+    import torch
+
+    import dtlib
+    from dtlib.lab import digits
+    from dtlib.parallel.replicator import Replicator
+    from dtlib.parallel.tensor import ParallelMLP
+
+    comm = dtlib.init().comm
+    (x, y), _ = digits.load(torch.float64)
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.GELU(), torch.nn.Linear(100, 64)).double()
+    torch.manual_seed(0)
+    cut = ParallelMLP(64, 100, comm).double()
+    mine, theirs = (x[:24].clone().requires_grad_() for _ in range(2))
+    out, expected = cut(mine), whole(theirs)
+    for result in (out, expected):
+        result.square().sum().backward()
+    off = [out - expected, mine.grad - theirs.grad, cut.linear1.weight.grad - whole[0].weight.grad[cut.linear1.part]]
+    apart = max(difference.abs().max().item() for difference in off)
+
+    def train(replicator):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 10).double()
+        optimizer = replicator.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+        def step_fn(inputs):
+            loss = torch.nn.functional.cross_entropy(model(inputs[0]), inputs[1])
+            optimizer.minimize(loss)
+            return loss
+
+        batches = [slice(24 * i, 24 * i + 24) for i in range(steps * comm.size)]
+        parts = [(x[batch], y[batch]) for batch in batches]
+        return replicator.run(step_fn, lambda replica: parts[replica :: comm.size])
+
+    between, in_graph = train(Replicator(comm)), train(Replicator(replicas=comm.size))
+    ways = (between - in_graph).abs().max().item()
+    told = ["equal to 1e-12" if distance < 1e-12 else f"off by {distance:.1e}" for distance in (apart, ways)]
+    return f"parts {told[0]}, both ways {told[1]}"
 
 
 def count_points(points: int) -> int:

@@ -3,8 +3,7 @@
 A rank works off its list in order. Before an action it waits for the message that the action needs, if that comes from
 another rank; after it, it sends the result on. How a send behaves decides what is a deadlock:
 
-    lookahead=None    It never waits. This is how dtlib runs schedules: it posts all receives before the first action,
-                      each under a tag of its own for stage, direction and micro-batch, and sends asynchronously.
+    lookahead=None    It never waits. This is how dtlib runs schedules: sends are asynchronous.
     lookahead=n       It is synchronous: the rank stays where it is until the receiver has posted the receive. A rank
                       posts the receives of the action that it has come to, and of the n actions after it.
 

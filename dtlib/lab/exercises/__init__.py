@@ -2,7 +2,22 @@
 prove to be rejected, each for its own reason."""
 
 from dtlib.lab.checks import Exercise
-from dtlib.lab.exercises import collectives, data_parallel, hangs, large_batches, pi, start, zero, zero2, zero3
+from dtlib.lab.exercises import (
+    collectives,
+    data_parallel,
+    hangs,
+    large_batches,
+    pi,
+    pipelines,
+    puzzle,
+    replicator,
+    staged,
+    start,
+    tensor,
+    zero,
+    zero2,
+    zero3,
+)
 
 EXERCISES = {
     "first-sum": Exercise("total", start.observe_total, start.judge_total),
@@ -19,5 +34,15 @@ EXERCISES = {
     "sharded-adam": Exercise("ShardedAdam", zero.observe_adam, zero.judge_adam),
     "gather-on-demand": Exercise("OnDemand", zero3.observe_on_demand, zero3.judge_on_demand),
     "fit-it": Exercise("fit", zero3.observe_fit, zero3.judge_fit),
+    "row-mend": Exercise("RowParallel", tensor.observe_row, tensor.judge_row),
+    "mlp-build": Exercise("MyMLP", tensor.observe_mlp, tensor.judge_mlp),
+    "step-build": Exercise("build_step", replicator.observe_step, replicator.judge_step),
     "hangs": Exercise("explained", hangs.observe_hangs, hangs.judge_hangs),
+    "pipeline-mend": Exercise("train_step", staged.observe_batch, pipelines.judge_mend),
+    "gpipe-build": Exercise("my_gpipe", staged.observe_microbatches, pipelines.judge_gpipe),
+    "1f1b-build": Exercise("my_1f1b", staged.observe_microbatches, pipelines.judge_1f1b),
+    "schedule-puzzle": puzzle.exercise(1),
+    "schedule-puzzle-2": puzzle.exercise(2),
+    "schedule-puzzle-3": puzzle.exercise(3),
+    "schedule-puzzle-4": puzzle.exercise(4),
 }

@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        rows, columns = _matrix(gradient), _matrix(x.detach())  # detached, as later halves run outside of autograd
         weights, biases = ctx.needs_input_grad[1:]
         if not _takers or _watched(ctx.weight) or _watched(ctx.bias):
             return of_input, rows.T @ columns if weights else None, rows.sum(0) if biases else None
@@ -86,7 +86,10 @@ def _watched(parameter) -> bool:
     )
 
 
-@torch.no_grad()
+def _matrix(tensor):
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 def _add(weight, bias, rows, columns) -> None:
     if weight is not None:
         if weight.grad is None:

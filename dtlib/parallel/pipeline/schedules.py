@@ -29,7 +29,8 @@ class _Schedule:
         recompute: keep the inputs of micro-batches only, and compute activations anew for the backward pass.
 
     Raises:
-        DtlibError: for a number of micro-batches that the schedule cannot take, on every rank.
+        DtlibError: for a number of micro-batches that the schedule cannot take, and for an order of one's own in which
+            a stage does not take micro-batches in their order; on every rank that has one.
     """
 
     def __init__(self, stage, n_microbatches: int, loss_fn=None, recompute: bool = False):
@@ -44,6 +45,13 @@ class _Schedule:
         self.n_microbatches, self.loss_fn, self.recompute = n_microbatches, loss_fn, recompute
         comm = first.comm
         self.actions = self.order(comm.size, n_microbatches, first.num_stages)[comm.rank]
+        for stage, kind in {(action.stage, action.kind) for action in self.actions}:
+            turns = [action.microbatch for action in self.actions if (action.stage, action.kind) == (stage, kind)]
+            if turns != sorted(turns):
+                raise DtlibError(
+                    f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {turns}; messages come in the "
+                    "order of micro-batches, so each stage does all its F in this order, and all its B, I and W."
+                )
         # Messages of other parts of a program must not meet these.
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
         self.peak_in_flight = 0  # micro-batches whose activations this rank kept at a time, in the last step

@@ -72,6 +72,7 @@ class RunningStage:
         self._received, self._sent = {}, {}  # by micro-batch, until its backward pass
         self._halves = {}  # second halves of backward passes, by micro-batch
         self._left = microbatches  # backward passes
+        self._no_sync = getattr(stage.submodule, "no_sync", nullcontext)
         index = stage.stage_index
         self._activations = self._gradients = self._next = None
         alone = comm.size == 1  # otherwise the stages before and behind are on other ranks
@@ -99,7 +100,7 @@ class RunningStage:
         else:
             received, keywords = self._take_activations(microbatch), {}
         module = stage.submodule
-        with module.no_sync() if hasattr(module, "no_sync") else nullcontext():
+        with self._no_sync():
             if self.recompute and microbatch < self.microbatches - 1 and torch.is_grad_enabled():
                 output = checkpoint(module, *received, use_reentrant=False, **keywords)
             else:
@@ -126,9 +127,8 @@ class RunningStage:
         """``later``: the gradients of weights wait for ``weights_of``, as far as they can."""
         received, sent = self._received.pop(microbatch), self._sent[microbatch]
         self._left -= 1
-        module = self.stage.submodule
         # Gradients of a module that averages them over ranks are averaged once, with the last micro-batch.
-        with module.no_sync() if hasattr(module, "no_sync") and self._left else nullcontext():
+        with self._no_sync() if self._left else nullcontext():
             gradients = self._take_gradients(microbatch, sent)
             with weights_later() if later else weights_at_once() as halves:
                 pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad]

@@ -91,8 +91,7 @@ class Replicator:
             value: this replica's tensor, or a function that gives it: ``value(replica_id)``.
             op: ``sum``, ``mean``, ``max`` or ``min``.
 
-        The paper's ``map_reduce`` and ``map_gather`` take a list and a function, and share the list out to replicas.
-        Here the function chooses its share: ``lambda replica_id: total(items[replica_id::replicator.replicas])``.
+        A function can share work out: ``lambda replica_id: total(items[replica_id::replicator.replicas])``.
         """
         tensor = self._mapped(value, "map_reduce")
         if op not in OPERATIONS:

@@ -59,13 +59,16 @@ class StepGraph:
                 if node.meta.get("replica") == replica and node.op != "get_attr"
             ]
             lines.append("  }")
-        for node in self.module.graph.nodes:
-            if node.op == "get_attr":
-                lines.append(f'  {node.name} [shape=box, label="variable"];')
-            elif node in self.exchanges:
-                lines.append(f'  {node.name} [shape=doubleoctagon, style=bold, label="{node.meta["exchange"]}"];')
+        # Every replica asks for a variable by itself: those of one name are one box.
+        read = [node for node in self.module.graph.nodes if node.op == "get_attr" and node.users]
+        boxes = {name: f"variable_{number}" for number, name in enumerate(dict.fromkeys(node.target for node in read))}
+        lines += [f'  {box} [shape=box, label="variable"];' for box in boxes.values()]
         lines += [
-            f"  {source.name} -> {node.name};"
+            f'  {node.name} [shape=doubleoctagon, style=bold, label="{node.meta["exchange"]}"];'
+            for node in self.exchanges
+        ]
+        lines += [
+            f"  {boxes[source.target] if source.op == 'get_attr' else source.name} -> {node.name};"
             for node in self.module.graph.nodes
             if node.op != "output"
             for source in node.all_input_nodes

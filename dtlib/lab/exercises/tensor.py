@@ -1,0 +1,327 @@
+"""Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
+
+from dtlib.lab.checks import Wrong
+from dtlib.lab.exercises.held import Snapshot, nbytes
+from dtlib.lab.exercises.zero import NUMBER, SPARE, same
+
+BATCH, FEATURES, OUTPUTS = 4, 24, 5  # of the row-parallel layer; features divide by 2, 3 and 4
+WIDTH, HIDDEN = 6, 48  # of the perceptron; hidden features divide by 2, 3 and 4
+PASSES = 2
+FLAGS = 64  # bytes that may travel beside
+
+
+def make_linears(kind: str) -> list:
+    """The whole layers, the same on all ranks."""
+    import torch
+    from torch import nn
+
+    sizes = {"row": [(FEATURES, OUTPUTS)], "mlp": [(WIDTH, HIDDEN), (HIDDEN, WIDTH)]}[kind]
+    torch.manual_seed(2)
+    return [nn.Linear(*size).double() for size in sizes]
+
+
+def make_input(kind: str, step: int):
+    """The whole input and the gradient of the whole output; the perceptron's second one has a dimension more."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step + 1)
+    first = (BATCH,) if kind == "row" else ((5,), (2, 3))[step]
+    inside, outside = (FEATURES, OUTPUTS) if kind == "row" else (WIDTH, WIDTH)
+    return [torch.randn(*first, size, dtype=torch.float64, generator=generator) for size in (inside, outside)]
+
+
+def part(tensor, rank: int, ranks: int, dim: int = -1):
+    """This rank's part along a dimension that divides by the ranks."""
+    return tensor.chunk(ranks, dim)[rank]
+
+
+# What an answer does
+
+
+def observe_row(cls, comm) -> dict:
+    """mend: ``RowParallel(linear, comm)``, called with this rank's features."""
+    return _observe(cls, comm, "row", lambda whole: part(whole, comm.rank, comm.size))
+
+
+def observe_mlp(cls, comm) -> dict:
+    """build: ``MyMLP(linear1, linear2, comm)``, called with the whole input."""
+    return _observe(cls, comm, "mlp", lambda whole: whole)
+
+
+def _observe(cls, comm, kind: str, mine) -> dict:
+    """Bytes held, and in each of two passes: outputs, gradients, and bytes sent forward and backward."""
+    import torch
+
+    from dtlib.comm.recorder import recording
+
+    with Snapshot() as before:
+        model = cls(*make_linears(kind), comm)
+        seen = {"held": nbytes(before.new()), "passes": []}
+    for step in range(PASSES):
+        x, gradient = make_input(kind, step)
+        x = mine(x).clone().requires_grad_()
+        model.zero_grad()
+        one = {}
+        with recording() as forward:
+            out = model(x)
+        if type_of(out) != "Tensor":
+            return {"type": type_of(out)}
+        one["out"] = out.detach().tolist()
+        with recording() as backward:
+            if out.shape == gradient.shape and out.requires_grad:
+                out.backward(gradient)
+        one["x"] = numbers(x.grad)
+        with torch.no_grad():
+            one["quiet"] = numbers(model(x.detach()))
+        one["parameters"] = [(numbers(p), numbers(p.grad)) for p in model.parameters()]
+        one["sent"] = [sum(e.bytes for e in events if e.kind == "verb") for events in (forward, backward)]
+        seen["passes"].append(one)
+    return seen
+
+
+def type_of(thing) -> str:
+    import torch
+
+    return "Tensor" if isinstance(thing, torch.Tensor) else type(thing).__name__
+
+
+def numbers(tensor):
+    return None if tensor is None else tensor.detach().tolist()
+
+
+# What it should do
+
+
+def expected(kind: str, ranks: int, step: int) -> dict:
+    """Of the whole layers: the output, and what of each rank is right and what is wrong in a way that has a name."""
+    import torch
+
+    linears = make_linears(kind)
+    x, gradient = make_input(kind, step)
+    x.requires_grad_()
+    *first, last = linears
+    inside = torch.nn.functional.gelu(first[0](x)) if first else x
+    last(inside).backward(gradient, retain_graph=True)
+    ways = {"out": last(inside).detach(), "bias": last.bias.detach(), "summand": [], "x": [], "x_summand": []}
+    ways["parameters"] = [_parts_of(linears, rank, ranks) for rank in range(ranks)]
+    for rank in range(ranks):
+        features = [part(tensor, rank, ranks) for tensor in (inside, last.weight)]
+        summand = features[0] @ features[1].T
+        (of_this,) = torch.autograd.grad(summand, x, gradient, retain_graph=True)
+        ways["summand"].append(summand.detach())
+        ways["x"].append(x.grad if first else part(x.grad, rank, ranks))
+        ways["x_summand"].append(of_this)
+    return ways
+
+
+def _parts_of(linears, rank: int, ranks: int) -> dict:
+    """A rank's parameters by name: their values and gradients; the last layer is cut by rows, one before by columns."""
+    *first, last = linears
+    dims = {"the second weight" if first else "the weight": (last.weight, 1)}
+    for linear in first:
+        dims |= {"the first weight": (linear.weight, 0), "the first bias": (linear.bias, 0)}
+    parts = {
+        name: (part(whole.detach(), rank, ranks, dim), part(whole.grad, rank, ranks, dim))
+        for name, (whole, dim) in dims.items()
+    }
+    return parts | {"the second bias" if first else "the bias": (last.bias.detach(), last.bias.grad)}
+
+
+# The verdict
+
+
+def judge_row(observations) -> None:
+    """The output of the whole layer and its gradients, from parts, for one all_reduce forward and nothing backward."""
+    _judge(observations, "row")
+
+
+def judge_mlp(observations) -> None:
+    """The same for the perceptron, with one all_reduce more, backward."""
+    _judge(observations, "mlp")
+
+
+def _judge(observations, kind: str) -> None:
+    ranks = len(observations)
+    for rank, seen in enumerate(observations):
+        if "type" in seen:
+            raise Wrong(
+                "type", rank, "the output: a tensor", seen["type"], "forward returns the output.",
+                "linear(part, self.weight) is this rank's summand of the output.",
+            )  # fmt: skip
+    for step in range(PASSES):
+        ways = expected(kind, ranks, step)
+        for judge in (_judge_output, _judge_input_gradient):
+            for rank, seen in enumerate(observations):
+                judge(seen["passes"][step], ways, rank, ranks, step)
+        for rank, seen in enumerate(observations):
+            _judge_parameters(seen["passes"][step], ways, rank, ranks)
+    if ranks == 1:
+        return
+    for rank, seen in enumerate(observations):
+        _judge_held(seen["held"], ways["parameters"][rank], rank)
+        for step, one in enumerate(seen["passes"]):
+            x, out = make_input(kind, step)
+            counts = out.numel(), x.numel() if kind == "mlp" else 0
+            _judge_sent(one["sent"], counts, rank, ranks)
+
+
+def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
+    out, bias, summand = ways["out"], ways["bias"], ways["summand"][rank]
+    came = as_tensor(one["out"])
+    what = f"the output of the whole layers, of shape {tuple(out.shape)}"
+    if same(came, out):
+        if not same(as_tensor(one["quiet"]), out):
+            raise Wrong(
+                "no-grad", rank, f"{what}, under torch.no_grad() too", "something else",
+                "Is there a step that only happens where gradients are wanted?",
+            )  # fmt: skip
+        return
+    if step:
+        raise Wrong(
+            "second-pass", rank, what, "something else, after a first pass that was right",
+            "What did the first pass change? And does it work for any number of dimensions before the last?",
+        )  # fmt: skip
+    if same(came, summand) or same(came, summand + bias):
+        raise Wrong(
+            "not-reduced", rank, what, "the summand of this rank's features",
+            "Each rank has multiplied its features alone. Who adds up?",
+            "reduce_from_ranks(y, comm), Megatron-LM's g, gives every rank the sum.",
+        )  # fmt: skip
+    if same(came, out + (ranks - 1) * bias):
+        raise Wrong(
+            "bias-once-a-rank", rank, what, f"that, with the bias {ranks} times",
+            "The weight is cut, the bias is not. How often is it in the sum?", "Add the bias after the sum.",
+        )  # fmt: skip
+    if same(came, out - bias):
+        raise Wrong("no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.")
+    if same(came, (out - bias) / ranks + bias) or same(came, out / ranks):
+        raise Wrong(
+            "averaged", rank, what, "a mean over ranks", "Rows of a product are added: is it a sum, or a mean?",
+            'The op is "sum", which is what all_reduce does if it is not told otherwise.',
+        )  # fmt: skip
+    raise Wrong(
+        "other-values", rank, what, f"others, of shape {tuple(came.shape)}",
+        "Rank r has consecutive features, part r of them. Do both weights use the same ones?",
+        "torch keeps a weight as (outputs, inputs): columns of A are its rows.",
+    )  # fmt: skip
+
+
+def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
+    right, summand = ways["x"][rank], ways["x_summand"][rank]
+    what = "the gradient of this rank's input"
+    if one["x"] is None:
+        raise Wrong(
+            "no-gradient", rank, what, "none", "Is something detached on the way, or computed under no_grad?",
+            "reduce_from_ranks is known to autograd.",
+        )  # fmt: skip
+    came = as_tensor(one["x"])
+    if same(came, right):
+        return
+    if same(came, ranks * right):
+        raise _reduces_too(rank, what, ranks)
+    if same(came, summand):
+        raise Wrong(
+            "f-missing", rank, what, "what came of this rank's hidden features",
+            "All ranks used the same input. Whose gradients belong to it?",
+            "copy_to_ranks(x, comm), Megatron-LM's f: x as it is, and backward an all_reduce of its gradient.",
+        )  # fmt: skip
+    if same(came, right / ranks) or same(came, summand / ranks):
+        raise Wrong(
+            "gradient-averaged", rank, what, f"1/{ranks} of it",
+            "Data parallelism takes the mean over ranks, as each has other samples. Here all have the same samples.",
+            "The gradients of all ranks are added up; nothing divides.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-gradient", rank, what, "something else", "What does backward send, and in which order?",
+        "f: forward nothing, backward all_reduce. g: forward all_reduce, backward nothing.",
+    )  # fmt: skip
+
+
+def _reduces_too(rank: int, what: str, ranks: int) -> Wrong:
+    return Wrong(
+        "g-reduces-too", rank, what, f"{ranks} times as much",
+        "The output is the same on all ranks, and so is its gradient: what happens if all ranks' are added up?",
+        "The backward pass of the sum gives each summand the gradient as it is: reduce_from_ranks does that.",
+    )  # fmt: skip
+
+
+def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
+    for name, (value, right) in ways["parameters"][rank].items():
+        gradient = _gradient_of(one["parameters"], value, name, rank, [parts[name][0] for parts in ways["parameters"]])
+        what = f"the gradient of {name}"
+        if gradient is None:
+            raise Wrong(
+                "no-gradient", rank, what, "none", f"Does this rank compute with {name}, and does autograd know it?",
+                "What a rank has, it uses: a bias that one rank alone adds would drift apart from the others'.",
+            )  # fmt: skip
+        if same(gradient, right):
+            continue
+        if same(gradient, ranks * right) and "bias" not in name:
+            raise _reduces_too(rank, what, ranks)
+        if same(gradient, ranks * right) or same(gradient, right / ranks):
+            raise Wrong(
+                "gradient-scaled", rank, what, f"{ranks} times as much, or 1/{ranks} of it",
+                "Nothing is added up over ranks or divided by them for it.",
+                "The bias is added once, after the sum, on every rank alike.",
+            )  # fmt: skip
+        everyones = sum(parts[name][1] for parts in ways["parameters"])
+        if same(gradient, everyones) or same(gradient, everyones / ranks):
+            raise Wrong(
+                "parts-reduced", rank, what, "that of all ranks' parts together",
+                "Ranks have different features: do their gradients belong together?",
+                "A part's gradient is complete where it is: nothing travels for it.",
+            )  # fmt: skip
+        raise Wrong("other-gradient", rank, what, "something else", "Which features does this rank have?")
+
+
+def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
+    """The gradient of the parameter with these values, whatever its name; it may be kept transposed."""
+    for come, gradient in parameters:
+        come = as_tensor(come)
+        for turned in (lambda tensor: tensor, lambda tensor: tensor.T):
+            if come.dim() == value.dim() and same(turned(come), value):
+                return None if gradient is None else turned(as_tensor(gradient))
+    shapes = ", ".join(f"{tuple(as_tensor(come).shape)}" for come, _ in parameters) or "none"
+    expected = f"{name}, a parameter of shape {tuple(value.shape)}: this rank's features"
+    if any(same(as_tensor(come), other) for come, _ in parameters for other in of_all_ranks):
+        raise Wrong("other-part", rank, expected, "the part of another rank", "Rank r has part r, in rank order.")
+    raise Wrong(
+        "no-part", rank, expected, f"parameters of shapes {shapes}", "What does this rank keep, and what is trained?",
+        "self.weight = nn.Parameter(part.detach().clone()), where part has this rank's features.",
+    )  # fmt: skip
+
+
+def _judge_held(held: int, parts, rank: int) -> None:
+    wanted = sum(value.numel() for value, _ in parts.values()) * NUMBER
+    if held > wanted + SPARE:
+        raise Wrong(
+            "whole-held", rank, f"{wanted} bytes of parameters: this rank's parts", f"{held} bytes",
+            "The values are right, and memory is saved in name only. What keeps the whole weight alive?",
+            "A slice is a view, and keeps all of its memory: .clone() it. And keep no whole layer.",
+        )  # fmt: skip
+
+
+def _judge_sent(sent, counts, rank: int, ranks: int) -> None:
+    for direction, bytes_, count in zip(("forward", "backward"), sent, counts, strict=True):
+        limit = most_sent(count, ranks)
+        if bytes_ > limit + FLAGS:
+            allowed = f"one all_reduce of {count} numbers" if count else "nothing"
+            raise Wrong(
+                "too-many-bytes", rank, f"{limit} bytes {direction}: {allowed}", f"{bytes_} bytes",
+                "The values are right. But what has to travel: weights, inputs, hidden features, or a sum?",
+                "Forward: reduce_from_ranks of the last layer's product. Backward: what f adds up. No all_gather.",
+            )  # fmt: skip
+
+
+def most_sent(count: int, ranks: int) -> int:
+    """Bytes that a rank sends at most for an all_reduce of so many numbers, by any good algorithm."""
+    from dtlib.theory import elements_sent_by_the_busiest
+
+    algorithms = ("ring", "recursive_doubling", "tree")
+    return NUMBER * max(elements_sent_by_the_busiest("all_reduce", each, ranks, count) for each in algorithms)
+
+
+def as_tensor(values):
+    import torch
+
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,298 @@
+# %% [markdown] tags=["half-day", "two-hours"]
+# # 07 Pipelines: exercises
+#
+# Four exercises: *predict* bubble and activations (ten minutes), *mend* a pipeline whose gradients are too small (five minutes), *build*
+# the GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function on all ranks, with micro-batches
+# that are equal, unequal, few, and large. It looks at values, at who does what when, at messages, and at what autograd keeps. Check
+# again for the next hint. The schedule puzzle has [a notebook of its own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
+#
+# **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
+# [solutions](../solutions/07_pipelines_exercises.ipynb).
+
+# %% tags=["half-day", "two-hours", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(3)
+
+# %% tags=["half-day", "two-hours"]
+# %%px
+import time
+
+import dtlib
+import torch
+from torch import nn
+
+from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict: bubble and activations
+#
+# Three stages, one a rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What share of the step is a rank
+# idle, with GPipe and with 1F1B? Of how many micro-batches does each rank keep activations at most?
+#
+# Replace each `None`: a share between 0 and 1, and a list with a number for each rank.
+
+# %% tags=["half-day", "stub"]
+my_bubble = {"GPipe": None, "1F1B": None}
+my_activations = {"GPipe": None, "1F1B": None}
+
+# %% tags=["half-day", "solution"]
+p, m = 3, 6
+my_bubble = {"GPipe": (p - 1) / (m + p - 1), "1F1B": (p - 1) / (m + p - 1)}
+my_activations = {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1]}
+
+# %% [markdown] tags=["half-day"]
+# First the simulation.
+
+# %% tags=["half-day"]
+from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
+
+hints = {
+    "GPipe": "It is (p-1) / (m+p-1): over the whole step. When does the first B come?",
+    "1F1B": "Another order, as long a wait; but each B comes as early as it can: min(m, p - rank).",
+}
+for name, order in (("GPipe", gpipe(3, 6)), ("1F1B", one_f_one_b(3, 6))):
+    simulated = simulate(order)
+    print(f"{name}\n{draw(simulated)}")
+    lab.predict(my_bubble[name], simulated.bubble, tolerance=0.02, hint=hints[name])
+    lab.predict(my_activations[name], simulated.peak_activations, hint=hints[name])
+
+# %% [markdown] tags=["half-day"]
+# Then a run of the library's schedules on the engines. The stages are EMULATED: they sleep, so that the ranks do not share cores.
+
+# %% tags=["half-day"]
+# %%px
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        time.sleep(0.02)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.04)
+        return gradient, gradient.sum()
+
+class SleepingStage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return Sleep.apply(x, self.weight)
+
+# %% tags=["half-day"]
+# %%px
+def measured(kind):
+    stage = PipelineStage(SleepingStage(), world.rank, world.size, world.comm)
+    schedule = kind(stage, n_microbatches=6, loss_fn=nn.functional.mse_loss)
+    x = target = torch.ones(6, 1)
+    for _ in range(2):  # the first step only warms up
+        world.comm.barrier()
+        began = time.monotonic()
+        schedule.step(*[x] * (world.rank == 0), target=target)
+    times = world.comm.all_gather_object((began, time.monotonic()))
+    makespan = max(end for _, end in times) - min(begin for begin, _ in times)
+    peaks = world.comm.all_gather_object(schedule.peak_in_flight)
+    return 1 - 6 * (0.02 + 0.04) / makespan, peaks
+
+runs = [("GPipe", *measured(ScheduleGPipe)), ("1F1B", *measured(Schedule1F1B))]
+
+# %% tags=["half-day", "nbval-ignore-output"]
+for name, bubble, peaks in lab.values("runs")[0]:
+    print(f"{name}: bubble {bubble:.1%}, simulated {simulated.bubble:.1%}; in flight {peaks}")
+    assert 0 < bubble < 1 and peaks == {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1]}[name]
+
+# %% [markdown] tags=["half-day", "two-hours"]
+# ## Mend: gradients that are too small
+#
+# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The gradients
+# should be those of the mean over the batch. They point the right way, and a larger learning rate hides the mistake: but something
+# divides once too often. Mend it, and keep the four micro-batches.
+
+# %% tags=["half-day", "two-hours", "stub"]
+# %%px
+def train_step(comm, stage, x, target):
+    microbatches = 4
+
+    def loss_fn(output, target):
+        return (output - target).square().mean() / microbatches
+
+    stage = PipelineStage(stage, comm.rank, comm.size, comm)
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn)
+    if comm.rank == 0:
+        schedule.step(x, target=target)
+    else:
+        schedule.step(target=target)
+
+# %% tags=["half-day", "two-hours", "solution"]
+# %%px
+def train_step(comm, stage, x, target):
+    microbatches = 4
+
+    def loss_fn(output, target):
+        return (output - target).square().mean()
+
+    stage = PipelineStage(stage, comm.rank, comm.size, comm)
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn)
+    if comm.rank == 0:
+        schedule.step(x, target=target)
+    else:
+        schedule.step(target=target)
+
+# %% tags=["half-day", "two-hours"]
+lab.check("pipeline-mend")
+
+# %% [markdown] tags=["half-day", "two-hours"]
+# The schedule scales the loss of a micro-batch by its share of the samples, because gradients of micro-batches add up. Whoever accumulates
+# gradients by hand divides himself; whoever hands the loop to a library must know that it does.
+
+# %% [markdown] tags=["half-day"]
+# ## Build: the GPipe clock
+#
+# One step of GPipe, with nothing but `comm.send` and `comm.recv`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`, which every rank
+# calls:
+#
+# - `stage` is this rank's part of the model, an `nn.Module`; stage r is on rank r.
+# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are room for what the stage
+#   before gives: receive into them. They differ in length if the last micro-batch is smaller.
+# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there `loss_fn(output, target)` is
+#   called; it gives the mean over the samples of a micro-batch.
+# - Afterwards the parameters of each stage have the gradient of the mean over the whole batch, and the last rank returns that mean: the loss
+#   of the batch.
+#
+# 1. Forward, for each micro-batch: receive, compute, send the output on. Keep what the backward pass needs.
+# 2. Backward, for each micro-batch: receive the gradient of the output, call `backward`, send the gradient of the input back.
+#
+# Example: 3 ranks and micro-batches of 3, 3 and 1 samples. The last rank scales the three losses by 3/7, 3/7 and 1/7.
+#
+# A message carries values and no graph. So what arrives has to ask for its gradient, `x.requires_grad_()`, before `stage(x)`; afterwards
+# `x.grad` is what the rank before waits for. And what leaves is `output.detach()`. A gradient has the shape of its output:
+# `torch.empty_like(output)`.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def my_gpipe(comm, stage, inputs, targets, loss_fn):
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    samples = sum(len(x) for x in inputs)
+    outputs, losses = [], []
+    for x in inputs:
+        ...
+    for x, target in zip(inputs, targets, strict=True):
+        ...
+    return sum(losses)
+
+# %% tags=["half-day", "solution"]
+# %%px
+def my_gpipe(comm, stage, inputs, targets, loss_fn):
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    samples = sum(len(x) for x in inputs)
+    outputs, losses = [], []
+    for x in inputs:
+        if not first:
+            comm.recv(x, comm.rank - 1).requires_grad_()
+        outputs.append(stage(x))
+        if not last:
+            comm.send(outputs[-1].detach(), comm.rank + 1)
+    for x, output, target in zip(inputs, outputs, targets, strict=True):
+        if last:
+            losses.append(loss_fn(output, target) * len(x) / samples)
+            losses[-1].backward()
+        else:
+            output.backward(comm.recv(torch.empty_like(output), comm.rank + 1))
+        if not first:
+            comm.send(x.grad, comm.rank - 1)
+    return sum(losses)
+
+# %% tags=["half-day"]
+lab.check("gpipe-build")
+
+# %% [markdown] tags=["half-day"]
+# Each send waits until the message is on its way, and nobody waits in a circle: first all messages go down, then all go up. All
+# micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
+#
+# ## Build: 1F1B
+#
+# The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N has the activations of
+# at most N - r micro-batches, and the bubble is no larger than before.
+#
+# 1. Some forward passes to warm up: as many as there are ranks behind this one, and not more than there are micro-batches.
+# 2. One forward, one backward, until there is no forward pass left.
+# 3. The backward passes that are left.
+#
+# Example: rank 0 of 3 with four micro-batches works in the order `F0 F1 F2 B0 F3 B1 B2 B3`, and rank 2 in the order
+# `F0 B0 F1 B1 F2 B2 F3 B3`.
+#
+# Now messages go both ways at once. A rank that waits in a send for another that waits in a send waits for ever, if messages are large.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def my_1f1b(comm, stage, inputs, targets, loss_fn):
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    samples = sum(len(x) for x in inputs)
+    outputs, sending, losses = {}, [], []
+
+    def forward(m):
+        ...
+
+    def backward(m):
+        ...
+
+    for handle in sending:
+        handle.wait()
+    return sum(losses)
+
+# %% tags=["half-day", "solution"]
+# %%px
+def my_1f1b(comm, stage, inputs, targets, loss_fn):
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    samples = sum(len(x) for x in inputs)
+    outputs, sending, losses = {}, [], []
+
+    def forward(m):
+        if not first:
+            comm.recv(inputs[m], comm.rank - 1).requires_grad_()
+        outputs[m] = stage(inputs[m])
+        if not last:
+            sending.append(comm.send(outputs[m].detach(), comm.rank + 1, async_op=True))
+
+    def backward(m):
+        output, gradient = outputs.pop(m), None
+        if last:
+            output = loss_fn(output, targets[m]) * len(inputs[m]) / samples
+            losses.append(output.detach())
+        else:
+            gradient = comm.recv(torch.empty_like(output), comm.rank + 1)
+        output.backward(gradient)
+        if not first:
+            sending.append(comm.send(inputs[m].grad, comm.rank - 1, async_op=True))
+
+    ahead = min(comm.size - comm.rank - 1, len(inputs))
+    for m in range(ahead):
+        forward(m)
+    for m in range(len(inputs)):
+        if m + ahead < len(inputs):
+            forward(m + ahead)
+        backward(m)
+    for handle in sending:
+        handle.wait()
+    return sum(losses)
+
+# %% tags=["half-day"]
+lab.check("1f1b-build")
+
+# %% [markdown] tags=["half-day"]
+# Both functions do the same to a micro-batch; what differs is an order. So the library has one interpreter, and orders are data: compare
+# your loops with `dtlib.schedule.one_f_one_b`, and `forward` and `backward` with `dtlib/parallel/pipeline/stage.py`.
+#
+# ## If you have time
+#
+# - Write `my_schedule(actions, comm, stage, inputs, targets, loss_fn)`, where `actions` is this rank's list of a schedule of
+#   `dtlib.schedule`. Two of the four schedules run with it as they are.
+# - Ask for activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank post when the step begins?
+# - Keep only the inputs and compute the forward pass again before each backward pass. What does it save, and what does it cost?

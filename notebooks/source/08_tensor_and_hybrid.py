@@ -1,0 +1,886 @@
+# %% [markdown] tags=["half-day"]
+# # 08 Tensor and hybrid parallelism
+#
+# Ninety minutes. You cut single layers over ranks, count what then has to travel, put data, pipeline and tensor
+# parallelism on the axes of one mesh, and write a training step once that runs on many processes or in one graph.
+#
+# **Questions.** What if one layer is too large for a rank? Where do ranks that share a layer have to talk? Which kind
+# of parallelism belongs inside a machine, and which one between machines? Can the same code know nothing of all this?
+#
+# **Afterwards you can** cut a layer by columns and by rows, with the right gradients; say how many bytes each cut
+# sends; place ranks on a mesh and name their groups; read and write a program for TF-Replicator's model.
+#
+# **You need** [03 Collectives](03_collectives.ipynb), [04 Data parallelism](04_data_parallel.ipynb), and for the second
+# half of the mesh [06 ZeRO](06_zero.ipynb) and [07 Pipelines](07_pipelines.ipynb).
+
+# %% tags=["half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(4)
+
+# %% tags=["half-day"]
+import inspect
+
+from tabulate import tabulate
+
+from dtlib.lab import hybrid as figures
+from dtlib.parallel import tensor
+from dtlib.parallel.tensor import functions
+from dtlib.theory import elements_sent
+
+# %% tags=["half-day"]
+# %%px --local
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu
+
+from dtlib.lab import digits
+
+# %% tags=["half-day"]
+# %%px
+world = dtlib.init()
+comm = world.comm
+
+# %% [markdown] tags=["half-day"]
+# ## A layer too large for one rank
+#
+# Data parallelism and ZeRO cut the batch; a pipeline cuts between layers. Both need at least one layer, whole, on a
+# rank while it computes. If that is too much, or if there are more ranks than samples, cut the layer: *tensor
+# parallelism*. **All ranks then work on the same samples.**
+#
+# A linear layer is a product Y = X A, with X of shape (samples, inputs) and A of shape (inputs, outputs). (torch keeps
+# the weight as (outputs, inputs), so that A's columns are its rows.) There are two ways to cut A among N ranks:
+#
+# - **by columns**: rank r has part r of the columns, and computes X Aᵣ;
+# - **by rows**: rank r has part r of the rows, and that of the columns of X that meets them; it computes Xᵣ Aᵣ.
+#
+# **Predict.** After which of the two does Y need an `all_reduce`: `"columns"` or `"rows"`?
+
+# %% tags=["half-day", "stub"]
+needs_all_reduce = None
+
+# %% tags=["half-day", "solution"]
+needs_all_reduce = "rows"
+
+# %% tags=["half-day"]
+# %%px
+torch.manual_seed(0)  # so all ranks have the same
+X = torch.randn(6, 8, dtype=torch.float64)
+A = torch.randn(8, 12, dtype=torch.float64)
+Y = X @ A  # the whole, to compare with
+
+
+def mine(tensor, dim):
+    return tensor.chunk(comm.size, dim)[world.rank]
+
+
+def equal(a, b):
+    return a.shape == b.shape and bool((a - b).abs().max() < 1e-12)
+
+
+by_columns = X @ mine(A, 1)
+by_rows = mine(X, 1) @ mine(A, 0)
+
+# %% tags=["half-day"]
+# %%px
+without = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
+summed = comm.all_reduce(by_rows.clone())
+assert equal(summed, Y)
+if world.rank == 0:
+    print(f"by columns {tuple(by_columns.shape)}: is it part 0 of Y?     {without['columns']}")
+    print(f"by rows    {tuple(by_rows.shape)}: is it Y?            {without['rows']}")
+    print(f"by rows    {tuple(summed.shape)}, all_reduced: is it Y? {equal(summed, Y)}")
+
+# %% tags=["half-day"]
+complete = lab.values("without")[0]
+came = next(name for name, right in complete.items() if not right)
+lab.predict(needs_all_reduce, came, hint="Which of the products is only one summand of Y?")
+
+# %% [markdown] tags=["half-day"]
+# By columns a rank has some outputs, complete. By rows it has a summand of all of them, and the `all_reduce` adds up.
+#
+# Now the backward pass. The gradient G of Y comes in. Each rank gets the gradient of its part of A for itself. The
+# layer before wants the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an `all_reduce`?
+
+# %% tags=["half-day", "stub"]
+needs_it_backward = None
+
+# %% tags=["half-day", "solution"]
+needs_it_backward = "columns"
+
+# %% tags=["half-day"]
+# %%px
+G = torch.randn(6, 12, dtype=torch.float64)  # equal on all ranks, as the seed was
+dX, dA = G @ A.T, X.T @ G
+of_columns = mine(G, 1) @ mine(A, 1).T  # this rank has its columns of G alone
+of_rows = G @ mine(A, 0).T  # here it has all of G
+without = {"columns": equal(of_columns, dX), "rows": equal(of_rows, mine(dX, 1))}
+assert equal(comm.all_reduce(of_columns.clone()), dX)
+assert equal(X.T @ mine(G, 1), mine(dA, 1)) and equal(mine(X, 1).T @ G, mine(dA, 0))
+
+# %% tags=["half-day"]
+complete = lab.values("without")[0]
+came = next(name for name, right in complete.items() if not right)
+lab.predict(needs_it_backward, came, hint="X went to all ranks: from all comes its gradient.")
+figures.cuts(ranks=4)
+
+# %% [markdown] tags=["half-day"]
+# One is the other's mirror image. And nothing ever travels for the gradient of a *weight*: it is complete where the
+# weight is.
+#
+# ## f and g
+#
+# Megatron-LM (M. Shoeybi et al., 2019, section 3) has two operations for it, in the forward and in the backward pass:
+#
+# | | forward | backward | where |
+# |---|---|---|---|
+# | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
+# | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
+#
+# In the library f is `copy_to_ranks` and g is `reduce_from_ranks`. For autograd each is a function of its own, and
+# each is what the other one does backward:
+
+# %% tags=["half-day"]
+print(inspect.getsource(functions._Copy))
+print(inspect.getsource(functions._Reduce))
+
+# %% [markdown] tags=["half-day"]
+# Two layers one after the other, with an activation between them, as in every transformer: Z = gelu(X A) B. Cut A **by
+# columns, then B by rows**. The columns of gelu(X A) that a rank has are just those that its rows of B need, so
+# nothing travels in between. The other order would not do, as an activation of a sum is no sum of activations:
+
+# %% tags=["half-day"]
+one, two = torch.tensor(1.0), torch.tensor(2.0)
+print(f"gelu(1) + gelu(1) = {gelu(one) + gelu(one):.4f}    gelu(1 + 1) = {gelu(two):.4f}")
+print()
+print(tensor.__doc__.split("\n\n")[2])
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.parallel.tensor import copy_to_ranks as f
+from dtlib.parallel.tensor import reduce_from_ranks as g
+
+
+def pair(x, a, b):
+    """gelu(x A) B, of which this rank has columns of A and rows of B."""
+    return g(gelu(f(x, comm) @ a) @ b, comm)
+
+# %% [markdown] tags=["half-day"]
+# Does it compute the same as one process, gradients included? And what does it send? X has 1,024 rows (the tokens of
+# a batch) of 128 numbers in float64, and there are 512 hidden features.
+#
+# **Predict.** How many `all_reduce`s does a rank call in a forward and a backward pass, together?
+
+# %% tags=["half-day", "stub"]
+all_reduces = None
+
+# %% tags=["half-day", "solution"]
+all_reduces = 2
+
+# %% tags=["half-day"]
+# %%px
+torch.manual_seed(0)
+X, G = torch.randn(2, 1024, 128, dtype=torch.float64)
+whole_A = torch.randn(128, 512, dtype=torch.float64) / 128**0.5
+whole_B = torch.randn(512, 128, dtype=torch.float64) / 512**0.5
+
+x, a, b = (t.clone().requires_grad_() for t in (X, mine(whole_A, 1), mine(whole_B, 0)))
+with dtlib.trace() as forward:
+    z = pair(x, a, b)
+with dtlib.trace() as backward:
+    z.backward(G)
+
+X1, A1, B1 = (t.clone().requires_grad_() for t in (X, whole_A, whole_B))  # in one process
+Z = gelu(X1 @ A1) @ B1
+Z.backward(G)
+assert equal(z, Z) and equal(x.grad, X1.grad)
+assert equal(a.grad, mine(A1.grad, 1)) and equal(b.grad, mine(B1.grad, 0))
+sent = [(trace.sent("all_reduce"), [e.name for e in trace.events]) for trace in (forward, backward)]
+
+# %% tags=["half-day"]
+formula = 8 * elements_sent("all_reduce", "ring", ranks=4, rank=0, count=1024 * 128)
+assert formula == 2 * (1024 * 128 * 8) * 3 // 4  # 2 B (N-1) / N
+rows = []
+passes = zip(("forward", "backward"), lab.values("sent")[0], strict=True)
+for name, ((messages, count), verbs) in passes:
+    rows.append((name, ", ".join(verbs), messages, count, formula))
+    assert count == formula
+print(tabulate(rows, ("rank 0 of 4", "verbs", "messages", "bytes sent", "2 B (N-1)/N"), intfmt=","))
+total = sum(len(verbs) for _, verbs in lab.values("sent")[0])
+lab.predict(all_reduces, total, hint="g in the forward pass, f in the backward pass.")
+
+# %% [markdown] tags=["half-day"]
+# Output and all gradients are those of one process, to 1e-12. B is the number of bytes of X. What travels depends on
+# the activations, and not on the weights: *more hidden features cost no byte more*.
+#
+# **Your turn.** Someone does not trust the cut in the middle, and puts the hidden features together after the first
+# layer: `ColumnParallelLinear(gather_output=True)`, an `all_gather`. The hidden features are four times as many as
+# those of X. How many times as many bytes does the *forward* pass send now? (An `all_gather` of C bytes sends
+# C (N-1)/N.)
+
+# %% tags=["half-day", "stub"]
+times_as_many = None
+
+# %% tags=["half-day", "solution"]
+times_as_many = 3
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+sent_by = {}
+for gathered in (False, True):
+    column = ColumnParallelLinear(128, 512, comm, gather_output=gathered).double()
+    row = RowParallelLinear(512, 128, comm, input_is_parallel=not gathered).double()
+    with dtlib.trace() as trace:
+        row(gelu(column(X)))
+    sent_by[gathered] = trace.sent()[1]
+
+# %% tags=["half-day"]
+sent_by = lab.values("sent_by")[0]
+print(f"cut in the middle: {sent_by[False]:,} bytes; put together: {sent_by[True]:,} bytes")
+hint = "4 B (N-1)/N for the all_gather, and 2 B (N-1)/N as before."
+lab.predict(times_as_many, sent_by[True] / sent_by[False], hint=hint)
+
+# %% [markdown]
+# ## A transformer in parts
+#
+# Everything in a transformer can be cut in this way:
+#
+# - **the perceptron**: by hidden features, as above;
+# - **attention**: by heads. A head needs its own queries, keys and values alone; the first product is cut by columns,
+#   head after head, and the last by rows;
+# - **the embedding**: by words. A rank looks up the words that it has, gives zeros for the others, and g adds up;
+# - **the output layer and the loss**: by words too. The logits are never put together.
+#
+# Compare the forward passes of the library's blocks: neither mentions a rank.
+
+# %%
+print(inspect.getsource(tensor.ParallelMLP.forward))
+print(inspect.getsource(tensor.ParallelAttention.forward))
+
+# %% [markdown]
+# A small language model made of torch's own layers:
+
+# %%
+# %%px
+WORDS, WIDTH, HEADS, HIDDEN, TOKENS = 50, 32, 4, 128, 12
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words, targets):
+        x = self.embedding(words)
+        later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+        x = x + self.attention(x, x, x, attn_mask=later, need_weights=False)[0]
+        x = self.norm(x + self.mlp(x))
+        return cross_entropy(self.output(x).flatten(0, 1), targets.flatten())
+
+# %% [markdown]
+# And the same in parts. `from_linear` and its like take a layer that is there, and keep this rank's part.
+
+# %%
+# %%px
+from dtlib.parallel.tensor import ParallelAttention, VocabParallelEmbedding
+from dtlib.parallel.tensor import vocab_parallel_cross_entropy
+
+
+class Cut(nn.Module):
+    def __init__(self, whole, comm):
+        super().__init__()
+        self.comm, by_columns = comm, ColumnParallelLinear.from_linear
+        self.embedding = VocabParallelEmbedding.from_embedding(whole.embedding, comm)
+        self.attention = ParallelAttention.from_attention(whole.attention, comm, causal=True)
+        first, last = whole.mlp[0], whole.mlp[2]
+        last = RowParallelLinear.from_linear(last, comm, input_is_parallel=True)
+        self.mlp = nn.Sequential(by_columns(first, comm, gather_output=False), nn.GELU(), last)
+        self.norm = whole.norm  # every rank has all of it
+        self.output = by_columns(whole.output, comm, gather_output=False)
+
+    def forward(self, words, targets):
+        x = self.embedding(words)
+        x = x + self.attention(x)
+        x = self.norm(x + self.mlp(x))
+        return vocab_parallel_cross_entropy(self.output(x), targets, self.comm, "mean")
+
+# %%
+# %%px
+ADAM = {"lr": 0.01, "eps": 1e-4}
+t = torch.arange(TOKENS + 1)
+texts = torch.stack([(7 * s + 3 * t * t) % WORDS for s in range(16)])  # a rule gives the next word
+words, targets = texts[:, :-1], texts[:, 1:]
+
+
+def train(model, words, targets, steps=10):
+    adam, losses = torch.optim.AdamW(model.parameters(), **ADAM), []
+    for _ in range(steps):
+        adam.zero_grad()
+        losses.append(model(words, targets))
+        losses[-1].backward()
+        adam.step()
+    return torch.stack(losses).detach()
+
+
+alone, cut = Whole().double(), Cut(Whole().double(), comm)
+losses = [train(model, words, targets) for model in (alone, cut)]
+assert equal(*losses)
+assert equal(cut.mlp[0].weight.grad, mine(alone.mlp[0].weight.grad, 0))
+assert equal(cut.mlp[2].weight.grad, mine(alone.mlp[2].weight.grad, 1))
+assert equal(cut.norm.weight.grad, alone.norm.weight.grad)
+
+# %%
+losses = lab.values("losses")[0]
+rows = [(step, *(f"{some[step]:.8f}" for some in losses)) for step in (0, 1, 4, 9)]
+print(tabulate(rows, ("loss at step", "one process", "4 ranks"), disable_numparse=True))
+
+# %% [markdown]
+# Losses are equal to 1e-12 over ten steps of AdamW, and so are the gradients.
+#
+# **Predict.** Which share of the model's parameters does rank 0 of 4 hold, in percent? (Ten percent off will do.)
+
+# %% tags=["stub"]
+percent_held = None
+
+# %% tags=["solution"]
+percent_held = 26
+
+# %%
+# %%px
+def counts(model):
+    children = model.named_children()
+    parts = {name: sum(p.numel() for p in part.parameters()) for name, part in children}
+    return parts | {"together": sum(parts.values())}
+
+
+held, whole = counts(cut), counts(alone)
+
+# %%
+held, whole = lab.values("held")[0], lab.values("whole")[0]
+rows = [(name, whole[name], n, f"{100 * n / whole[name]:.1f} %") for name, n in held.items()]
+print(tabulate(rows, ("parameters", "one process", "rank 0 of 4", "share"), intfmt=","))
+share = 100 * held["together"] / whole["together"]
+lab.predict(percent_held, share, tolerance=0.1, hint="A quarter, and what nobody cuts.")
+
+# %% [markdown]
+# The norm, and the biases that are added after g, are whole on all ranks, and nothing is sent for them: each rank
+# computes the same gradient from the same activations and takes the same step, so they stay equal. Gradients, and what
+# Adam keeps, go with the parameters.
+#
+# **Predict.** The loss needs the softmax over all 50 words, and a rank has 12 or 13 of them. How many numbers *for
+# each token* does a rank give to `all_reduce`?
+
+# %% tags=["stub"]
+numbers_a_token = None
+
+# %% tags=["solution"]
+numbers_a_token = 3
+
+# %%
+# %%px
+logits = cut.output(torch.zeros(16, TOKENS, WIDTH, dtype=torch.float64))  # of this rank's words
+with dtlib.trace() as trace:
+    vocab_parallel_cross_entropy(logits, targets, comm, "mean")
+calls = [(event.what, event.bytes) for event in trace.events]
+
+# %%
+tokens, numbers = 16 * 12, 0
+for what, count in lab.values("calls")[0]:
+    numbers += count // 8 // 2  # by recursive doubling on 4 ranks: all of it goes twice
+    print(f"{what}: {count:,} bytes sent")
+print(f"{numbers} numbers for {tokens} tokens, among them one a rank, to know who has which words")
+hint = "The largest logit; the sum of exponentials; the logit of the target."
+lab.predict(numbers_a_token, (numbers - 4) // tokens, hint=hint)
+assert numbers == 3 * tokens + 4
+
+# %% [markdown]
+# Putting the logits together would send all 50 of them; real vocabularies have fifty thousand words and more.
+#
+# ## Random numbers
+#
+# All ranks must draw the *same* numbers for what is whole (initial values, dropout between blocks), and *different*
+# ones for what is cut (dropout inside), or each part of the hidden features would lose the same places. Two generators,
+# or two seeds:
+
+# %%
+# %%px
+def dropped(seed):
+    torch.manual_seed(seed)
+    return "".join("." if kept == 0 else "x" for kept in nn.functional.dropout(torch.ones(16)))
+
+
+outside, inside = dropped(seed=1), dropped(seed=1000 + world.rank)
+
+# %%
+rows = zip(range(4), lab.values("outside"), lab.values("inside"), strict=True)
+print(tabulate(rows, ("rank", "outside the cut: one seed", "inside: a seed a rank")))
+assert len(set(lab.values("outside"))) == 1 and len(set(lab.values("inside"))) == 4
+
+# %% [markdown] tags=["half-day"]
+# ## A mesh of axes
+#
+# Tensor parallelism alone ends where layers have no more columns to give, or where the `all_reduce`s take longer than
+# the products. So kinds of parallelism are combined: ranks stand on a grid whose axes have names. Along `tensor`, ranks
+# share layers; along `data` they share the batch. `world.mesh(data=2, tensor=2)` makes a communicator for every line
+# of that grid. The last axis varies fastest: its neighbours are ranks next to each other.
+
+# %% tags=["half-day"]
+figures.mesh(data=2, tensor=2)
+
+# %% [markdown] tags=["half-day"]
+# **Predict.** With whom does rank 3 average its gradients? Write a list of ranks, rank 3 among them.
+
+# %% tags=["half-day", "stub"]
+averages_with = None
+
+# %% tags=["half-day", "solution"]
+averages_with = [1, 3]
+
+# %% tags=["half-day"]
+# %%px
+mesh = world.mesh(data=2, tensor=2)
+groups = {axis: mesh[axis].all_gather_object(world.rank) for axis in mesh.shape}
+
+# %% tags=["half-day"]
+groups = lab.values("groups")
+rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(groups)]
+print(tabulate(rows, ("rank", "group along data", "group along tensor")))
+lab.predict(averages_with, groups[3]["data"], hint="Whoever has the same part of the model.")
+
+# %% [markdown] tags=["half-day"]
+# A perceptron on the digits, cut along `tensor`, inside `DataParallel` along `data`. Neither class knows of the other:
+# each was given another communicator.
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.tensor import ParallelMLP
+
+(images, labels), _ = digits.load(torch.float64)
+
+
+def net(comm):
+    torch.manual_seed(0)
+    return nn.Sequential(ParallelMLP(64, 256, comm), nn.Linear(64, 10)).double()
+
+
+def steps(model, comm, count=10):
+    """Losses on batches of 96 images, of which each rank of ``comm`` takes its share."""
+    adam, losses = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), []
+    for at in range(0, 96 * count, 96):
+        x, y = (part[at : at + 96][comm.rank :: comm.size] for part in (images, labels))
+        adam.zero_grad()
+        losses.append(cross_entropy(model(x), y))
+        losses[-1].backward()
+        adam.step()
+    return comm.all_reduce(torch.stack(losses).detach(), op="mean")
+
+# %% tags=["half-day"]
+# %%px
+alone = comm.split(world.rank)  # a communicator of this rank only
+of_one_process = steps(net(alone), alone)
+model = DataParallel(net(mesh["tensor"]), mesh["data"])
+of_the_mesh = steps(model, mesh["data"])
+assert equal(of_one_process, of_the_mesh)
+if world.rank == 0:
+    print(f"One process and the mesh: equal losses, to 1e-12; the last is {of_the_mesh[-1]:.8f}.")
+
+# %% [markdown] tags=["half-day"]
+# What does each axis send in a step? Inside `no_sync()` nothing travels along `data`: the rest is its share.
+
+# %% tags=["half-day"]
+# %%px
+from contextlib import nullcontext
+
+
+def sent_in_a_pass(synchronise):
+    x, y = images[:48], labels[:48]
+    with dtlib.trace() as trace, nullcontext() if synchronise else model.no_sync():
+        cross_entropy(model(x), y).backward()
+    return trace.sent("all_reduce")[1]
+
+
+along_tensor = sent_in_a_pass(synchronise=False)
+along_data = sent_in_a_pass(synchronise=True) - along_tensor
+numbers = [parameter.numel() for parameter in model.parameters()]
+
+# %% tags=["half-day"]
+numbers = lab.values("numbers")[0]
+activations = 48 * 64 * 8  # bytes; the input of the first layer needs no gradient
+by_formula = {"tensor": activations, "data": 8 * (sum(numbers) + len(numbers))}
+what = {"tensor": "activations: g", "data": "gradients, and which of them were used"}
+rows = [(axis, lab.values(f"along_{axis}")[0], by_formula[axis], what[axis]) for axis in what]
+print(tabulate(rows, ("axis", "bytes sent", "formula", "what travels"), intfmt=","))
+assert all(row[1] == row[2] for row in rows)
+
+# %% [markdown] tags=["half-day"]
+# Our net is tiny and our batch is small, so that here `data` sends more. Which one sends more in earnest? Take the
+# shape of GPT-3 (96 layers of width 12,288) on 512 ranks, as data=8, pipe=8, tensor=8; texts of 2,048 tokens, 32
+# micro-batches of one text each, 16 bits a number. Not measured: formulas.
+#
+# **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`?
+
+# %% tags=["half-day", "stub"]
+busiest_axis = None
+
+# %% tags=["half-day", "solution"]
+busiest_axis = "tensor"
+
+# %% tags=["half-day"]
+layers, width, tokens, micro_batches, d, p, t = 96, 12_288, 2_048, 32, 8, 8, 8
+parameters = 12 * layers * width**2  # 4 in attention, 8 in the perceptron, biases left out
+activations = 2 * tokens * width  # bytes
+in_a_step = {
+    # a gradient once a step, of the parameters of this rank
+    "data": 2 * (d - 1) / d * 2 * parameters / (p * t),
+    # activations to the next stage, gradients to the one before, for each micro-batch
+    "pipe": 2 * activations * micro_batches,
+    # two f and two g a layer: attention and perceptron
+    "tensor": 4 * 2 * (t - 1) / t * activations * layers / p * micro_batches,
+}
+figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
+hint = "Four all_reduces a layer and micro-batch; one a step; two messages a micro-batch."
+lab.predict(busiest_axis, max(in_a_step, key=in_a_step.get), hint=hint)
+
+# %% [markdown] tags=["half-day"]
+# Bytes are not all: what waits for them matters as well. The `all_reduce`s of `tensor` stand in the way of every layer; gradients along
+# `data` can travel during the backward pass; messages along `pipe` are small, and go to one neighbour. So `tensor` is
+# put **inside a machine**, where links are fastest, and is seldom larger than one (D. Narayanan et al., 2021); `pipe`
+# and `data` go between machines. Adjacent ranks mostly share a machine: so `tensor` is the last axis of a mesh.
+#
+# ## Three axes
+#
+# Eight ranks, two along each of three axes. Nothing runs here; the same function of a rank's number decides who
+# stands where. **Your turn:** before you look at the table, with which rank does rank 5 share its layers (`tensor`), to
+# which does it hand activations (`pipe`), and with which does it average (`data`)?
+
+# %% tags=["half-day", "stub"]
+partners_of_5 = {"data": None, "pipe": None, "tensor": None}
+
+# %% tags=["half-day", "solution"]
+partners_of_5 = {"data": 1, "pipe": 7, "tensor": 4}
+
+# %% tags=["half-day"]
+figures.mesh(data=2, pipe=2, tensor=2)
+for axis, guess in partners_of_5.items():
+    groups = figures.groups_of(axis, {"data": 2, "pipe": 2, "tensor": 2})
+    group = next(group for group in groups if 5 in group)
+    print(f"{axis}:", end=" ")
+    lab.predict(guess, sum(group) - 5, hint="rank = 4 data + 2 pipe + tensor.")
+
+# %% [markdown]
+# All three at once on eight real ranks are in the library's tests (`tests/test_hybrids.py`), against one process.
+#
+# ## Pipelines with data parallelism and ZeRO
+#
+# On our four ranks: two pipelines of two stages, side by side. `PipelineModule(num_stages=2)` makes the mesh itself,
+# and the config chooses the stage of ZeRO (lesson 06) for the optimizer along `data`. DeepSpeed allows stage 1
+# here and refuses stage 2 and 3 together with a pipeline. Stage 2 can be done; let us see what it costs.
+#
+# **Predict.** A step has four micro-batches. Stage 1 reduces gradients once a step. How many times as many bytes does
+# stage 2 send for `reduce_scatter`?
+
+# %% tags=["stub"]
+times_stage_1 = None
+
+# %% tags=["solution"]
+times_stage_1 = 4
+
+# %%
+# %%px
+from collections import Counter
+
+from dtlib.pipe import LayerSpec, PipelineModule
+
+SPECS = [
+    LayerSpec(nn.Linear, 64, 128), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 128, 128),
+    LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 128, 10),
+]
+
+# %%
+# %%px
+def two_pipelines(stage):
+    """Losses of five steps on 96 images, and bytes of numbers that this rank sent, by verb."""
+    module = PipelineModule(SPECS, num_stages=2, loss_fn=cross_entropy).double()
+    config = {
+        "train_batch_size": 96,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = dtlib.initialize(model=module, config=config)
+    data, losses = module.data_comm, []
+    with dtlib.trace() as trace:
+        for at in range(0, 5 * 96, 96):
+            x, y = (part[at : at + 96][data.rank :: 2].chunk(4) for part in (images, labels))
+            losses.append(engine.train_batch(zip(x, y, strict=True)).item())
+    sent = Counter()
+    for event in trace.events:
+        sent[event.name] += event.bytes if "float64" in event.what else 0  # without headers
+    return losses, sent
+
+# %%
+# %%px
+of_stage = {stage: two_pipelines(stage) for stage in (0, 1, 2)}
+whole = PipelineModule(SPECS, 1, cross_entropy, comm=alone).double()  # in one process
+adam, expected = torch.optim.AdamW(whole.parameters(), lr=0.01, eps=1e-4), []
+for at in range(0, 5 * 96, 96):
+    adam.zero_grad()
+    loss = cross_entropy(whole(images[at : at + 96]), labels[at : at + 96])
+    loss.backward()
+    adam.step()
+    expected.append(loss.item())
+for losses, _ in of_stage.values():
+    assert max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True)) < 1e-12
+
+# %%
+of_stage = lab.values("of_stage")[0]
+verbs = ("send", "all_reduce", "reduce_scatter", "all_gather")
+rows = [
+    (f"stage {stage}", f"{losses[-1]:.8f}", *(sent[verb] for verb in verbs))
+    for stage, (losses, sent) in of_stage.items()
+]
+headers = ("ZeRO", "last loss", *verbs)
+print("Bytes that rank 0 sent in five steps:")
+print(tabulate(rows, headers, intfmt=",", floatfmt=".8f"))
+reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items()}
+hint = "Stage 2 keeps no whole gradients to add up: it reduces after every micro-batch."
+lab.predict(times_stage_1, reduced[2] / reduced[1], hint=hint)
+
+# %% [markdown]
+# Losses are those of one process, at all stages. `send` is the pipeline: activations and their gradients. With a
+# pipeline, many micro-batches are wanted, as they make the bubble small; for stage 2 each of them costs a
+# `reduce_scatter`. And of gradients a rank of a pipeline has only those of its own stage to begin with. That is why one
+# stays at stage 1 here.
+#
+# ## What holds on GPUs, and what does not
+#
+# Seen here, and true there: the values, where an `all_reduce` stands, the bytes along each axis, and who talks with
+# whom. Not shown here: speed. Our ranks share one machine and two or a few cores, and f and g wait until they are done.
+#
+# On GPUs use Megatron-LM, DeepSpeed, or torch's own DTensor. There the plan of our pair is `parallelize_module(model,
+# mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})`, and `init_device_mesh` is `world.mesh`. They cut
+# norms and dropout as well, along the tokens (*sequence parallelism*: an `all_gather` and a `reduce_scatter` in the place
+# of each `all_reduce`, together as many bytes), and can overlap exchanges with products. A node often has 8 GPUs, on
+# links that are several times as fast as those between nodes; on our CPU there is no such difference to see.
+
+# %% [markdown] tags=["half-day"]
+# ## TF-Replicator: the step of one replica
+#
+# All this is much to know for somebody who only wants to train a model. TF-Replicator (P. Buchlovsky et al., 2019)
+# hides it: the user writes what *one* replica reads and does; the library runs it on all of them. A program in that
+# style, for TensorFlow 1, which was written for this lesson and does not run here. `input_fn`, `step_fn`, `run` and
+# `wrap_optimizer` are its names.
+#
+# ```python
+#  1   replicator = MultiGpuReplicator(num_gpus=4)
+#  2
+#  3   with replicator.context():                               # variables: once for all replicas
+#  4       net = snt.Linear(10)
+#  5       optimizer = replicator.wrap_optimizer(tf.train.MomentumOptimizer(0.1, 0.9))
+#  6
+#  7   def input_fn(replica_id):
+#  8       return digits_dataset().shard(4, replica_id).batch(24)
+#  9
+# 10   def step_fn(inputs):
+# 11       images, labels = inputs
+# 12       scores = net(images)
+# 13       loss = tf.losses.sparse_softmax_cross_entropy(labels, scores)
+# 14       with tf.control_dependencies([optimizer.minimize(loss)]):
+# 15           return tf.identity(loss)
+# 16
+# 17   loss = tf.reduce_mean(replicator.run(step_fn, input_fn))  # builds the graph; nothing has run yet
+# 18   with tf.train.MonitoredSession() as session:
+# 19       for _ in range(10):
+# 20           session.run(loss)
+# ```
+#
+# Line by line, with ours:
+#
+# | there | here | |
+# |---|---|---|
+# | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process a replica, or all in this process |
+# | 3, 4 | `model = nn.Linear(64, 10)` | one copy a process, which `wrap_optimizer` makes equal; or one copy for all |
+# | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | from now on gradients are averaged over replicas |
+# | 7, 8 | `def input_fn(replica_id)` | what this replica reads |
+# | 10 to 13 | `def step_fn(inputs)` | what it computes: the same code on all replicas |
+# | 14 | `optimizer.minimize(loss)` | gradients, their average, the step |
+# | 15 | `return loss` | this replica's; `run` gives those of all |
+# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | there a graph is built, and run by hand; here it runs |
+
+# %% tags=["half-day"]
+# %%px --local
+from dtlib.parallel.replicator import Replicator
+
+(images, labels), _ = digits.load(torch.float64)
+
+
+def program(replicator):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = replicator.wrap_optimizer(sgd)
+
+    def input_fn(replica_id):
+        mine = slice(replica_id, None, replicator.replicas)
+        for at in range(0, 960, 96):
+            yield images[at : at + 96][mine], labels[at : at + 96][mine]
+
+    def step_fn(inputs):
+        x, y = inputs
+        scores = model(x)
+        loss = cross_entropy(scores, y)
+        optimizer.minimize(loss)
+        hits = replicator.map_reduce((scores.argmax(1) == y).sum())
+        return {"loss": loss, "hits": hits}
+
+    return replicator.run(step_fn, input_fn)
+
+# %% [markdown] tags=["half-day"]
+# `map_reduce` combines a tensor of every replica: here it counts what all of them got right. `map_gather` puts tensors
+# one after the other. The gradients of both flow back to every replica. (In a proposal for TensorFlow of 2018, authors of
+# TF-Replicator call such exchanges `all_sum`, `all_min`, `all_max`, `all_gather` and `broadcast`, and ask for the same as
+# here: all replicas make them, in the same order.)
+#
+# **Between-graph replication**: one process a replica, on our engines. Whatever is exchanged is a verb.
+
+# %% tags=["half-day"]
+# %%px
+with dtlib.trace() as trace:
+    between = program(Replicator(comm))
+per_step = [event.what for event in trace.events if event.name == "all_reduce"][:2]
+if world.rank == 0:
+    print(f"losses {tuple(between['loss'].shape)}: steps, replicas")
+    print("in a step:", *per_step, sep="\n    ")
+
+# %% [markdown] tags=["half-day"]
+# The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?); then the
+# hits.
+#
+# **In-graph replication**: one process, this notebook's own, holds all four replicas. No engine takes part. Each
+# replica's step is *captured* as a graph, gradients included (by torch's `make_fx`), in which an exchange is only a
+# mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the replicas.
+#
+# **Predict.** How many `all_reduce`s has the rewired graph of the four replicas, for one step?
+
+# %% tags=["half-day", "stub"]
+in_the_graph = None
+
+# %% tags=["half-day", "solution"]
+in_the_graph = 2
+
+# %% tags=["half-day"]
+replicator = Replicator(replicas=4)
+in_graph = program(replicator)
+between = lab.values("between")[0]
+assert (between["loss"] - in_graph["loss"]).abs().max() < 1e-12
+assert (between["hits"] == in_graph["hits"]).all()
+losses = [way["loss"].mean(1) for way in (between, in_graph)]
+hits = in_graph["hits"][:, 0].tolist()
+rows = [(step, *(f"{loss[step]:.10f}" for loss in losses), hits[step]) for step in (0, 1, 4, 9)]
+headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
+print(tabulate(rows, headers, disable_numparse=True))
+
+# %% [markdown] tags=["half-day"]
+# The same losses on each replica, to 1e-12. Here is the rewired graph. (Operations that only give a tensor another shape or
+# name are left out; `print(replicator.graph())` counts all of them, and `graph().dot()` is for Graphviz.)
+
+# %% tags=["half-day"]
+figures.rewired(replicator.graph())
+exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
+found = sum(text.startswith("all_reduce") for text in exchanges)
+lab.predict(in_the_graph, found, hint="One a mark, however many replicas: what did the verbs show?")
+
+# %% [markdown] tags=["half-day"]
+# Replicas go from exchange to exchange in step. When `apply_gradients` changes the shared variables, every replica has
+# read the old ones, and none has read the new ones.
+#
+# **Your turn.** What does `map_reduce` give if each of four replicas adds up every fourth of the numbers 0 to 11?
+
+# %% tags=["half-day", "stub"]
+sum_over_replicas = None
+
+# %% tags=["half-day", "solution"]
+sum_over_replicas = 66
+
+# %% tags=["half-day"]
+items = torch.arange(12.0)
+
+
+def total(_):
+    return replicator.map_reduce(lambda replica_id: items[replica_id :: replicator.replicas].sum())
+
+
+sums = replicator.run(total, lambda replica_id: [torch.zeros(1)])
+print(f"of replicas 0 to 3: {sums[0].tolist()}")
+lab.predict(sum_over_replicas, int(sums[0, 0]), hint="Together they have all of them.")
+
+# %% [markdown] tags=["half-day"]
+# ## What a graph cannot hold
+#
+# A graph does the same operations every time. A value that becomes Python's, a random number, a counter: the graph
+# would keep what it was when it was captured, and be wrong without a word. So it is refused, with its line:
+
+# %% tags=["half-day"]
+from dtlib.errors import DtlibError
+
+
+def step_with_a_branch(x):
+    if x.mean() > 0:
+        return x.sum()
+    return -x.sum()
+
+
+def step_with_a_coin(x):
+    return (x * torch.rand(3)).sum()
+
+
+for step_fn in (step_with_a_branch, step_with_a_coin):
+    try:
+        replicator.run(step_fn, lambda replica_id: [torch.ones(3)])
+    except DtlibError as refusal:
+        print(f"{refusal}\n")
+
+# %% [markdown] tags=["half-day"]
+# Both work with a process a replica, for there Python runs in every step. Whoever captures graphs makes this trade.
+# What differs from the original: its in-graph replicas have a device each; ours take turns on one, so the graph shows
+# what happens, and is no faster.
+#
+# ## Summary
+#
+# - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.
+# - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
+# - What travels are activations, 2 B (N-1)/N a time; nothing ever travels for the gradient of a cut weight.
+# - Attention is cut by heads, embedding and loss by words. What is whole stays equal without being sent; random numbers
+#   are the same outside the cut, and different inside.
+# - A mesh names axes. `tensor` sends most and waits most, so it is the innermost; `data` and `pipe` go between
+#   machines.
+# - Pipelines with ZeRO-2 work; they pay one `reduce_scatter` a micro-batch.
+# - TF-Replicator: `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`. Run as processes, or captured and rewired.
+#
+# Now the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).
+#
+# ## References
+#
+# - M. Shoeybi et al.: Megatron-LM: training multi-billion parameter language models using model parallelism.
+#   arXiv:1909.08053, 2019.
+# - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021.
+# - V. Korthikanti et al.: Reducing activation recomputation in large transformer models. MLSys, 2023 (sequence
+#   parallelism).
+# - T. Brown et al.: Language models are few-shot learners. NeurIPS, 2020 (GPT-3's shape: table 2.1).
+# - P. Buchlovsky et al.: TF-Replicator: distributed machine learning for researchers. arXiv:1902.00465, 2019.
+# - Replicator API. A proposal to the TensorFlow community by several of these authors, 17 October 2018.
+# - J. Reed et al.: torch.fx: practical program capture and transformation for deep learning in Python. MLSys, 2022.
+# - DeepSpeed's pipeline engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism" (an assertion).
+# - torch's documentation of `torch.distributed.tensor.parallel` and of `init_device_mesh`.

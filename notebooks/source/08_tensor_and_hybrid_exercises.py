@@ -1,0 +1,253 @@
+# %% [markdown] tags=["half-day"]
+# # 08 Tensor and hybrid parallelism: exercises
+#
+# Five exercises, an hour in all: *predict* what a pair of layers sends (five minutes), *predict* the groups of a mesh (five minutes),
+# *mend* a layer that is cut by rows (five minutes), *build* a perceptron in parts (twenty-five minutes), and *build* a step for the
+# Replicator (twenty minutes). A check looks at your answer on all ranks: at values, at all gradients, at bytes on the wire, and at
+# the memory that is held. Check again for the next hint.
+#
+# **You need** the lecture [08 Tensor and hybrid parallelism](../lectures/08_tensor_and_hybrid.ipynb). Answers:
+# [solutions](../solutions/08_tensor_and_hybrid_exercises.ipynb).
+
+# %% tags=["half-day", "nbval-ignore-output"]
+try:
+    from dtlib import lab
+except ImportError:
+    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
+    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+lab.engines(3)
+
+# %% tags=["half-day"]
+# %%px
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, linear
+
+from dtlib.parallel.tensor import copy_to_ranks, reduce_from_ranks
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict: what a pair of layers sends
+#
+# Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. A `ColumnParallelLinear(64, 256)` whose
+# output stays in parts, then a `RowParallelLinear(256, 64)` that takes parts. Each of them runs forward and backward. Which verb
+# does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
+
+# %% tags=["half-day", "stub"]
+my_verbs = {
+    "column, forward": (None, None),  # verb, bytes
+    "column, backward": (None, None),
+    "row, forward": (None, None),
+    "row, backward": (None, None),
+}
+
+# %% tags=["half-day", "solution"]
+B = 1536 * 64 * 8
+my_verbs = {
+    "column, forward": ("nothing", 0),  # verb, bytes
+    "column, backward": ("all_reduce", 2 * B * 2 // 3),
+    "row, forward": ("all_reduce", 2 * B * 2 // 3),
+    "row, backward": ("nothing", 0),
+}
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+def sent(run):
+    """What a run gives; the verbs that it calls, and the bytes that this rank sends for them."""
+    with dtlib.trace() as trace:
+        value = run()
+    return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
+
+column = ColumnParallelLinear(64, 256, world.comm, gather_output=False).double()
+row = RowParallelLinear(256, 64, world.comm, input_is_parallel=True).double()
+x = torch.ones(1536, 64, dtype=torch.float64, requires_grad=True)
+hidden, column_forward = sent(lambda: column(x))
+inside = hidden.detach().requires_grad_()  # so that the two layers are seen one by one
+y, row_forward = sent(lambda: row(inside))
+_, row_backward = sent(lambda: y.sum().backward())
+_, column_backward = sent(lambda: hidden.backward(inside.grad))
+
+# %% tags=["half-day"]
+hints = {"all_reduce": "2 B (N-1)/N, B being the bytes of x.", "nothing": "It is complete already."}
+for name, (verb, count) in my_verbs.items():
+    came_verb, came_count = lab.values(name.replace(", ", "_"))[0]
+    print(f"{name}")
+    for what, guess, came in (("verb", verb, came_verb), ("bytes", count, came_count)):
+        print(f"  {what}:", end=" ")
+        lab.predict(guess, came, hint=hints[came_verb])
+
+# %% [markdown] tags=["half-day"]
+# ## Predict: the groups of a mesh
+#
+# Twelve ranks: `world.mesh(data=2, pipe=2, tensor=3)`. The last axis varies fastest. Write the ranks of the three groups that rank 7
+# belongs to, itself among them, from the lowest to the highest.
+
+# %% tags=["half-day", "stub"]
+groups_of_7 = {"data": None, "pipe": None, "tensor": None}
+
+# %% tags=["half-day", "solution"]
+groups_of_7 = {"data": [1, 7], "pipe": [7, 10], "tensor": [6, 7, 8]}
+
+# %% tags=["half-day"]
+from dtlib.lab import hybrid as figures
+
+for axis, guess in groups_of_7.items():
+    groups = figures.groups_of(axis, {"data": 2, "pipe": 2, "tensor": 3})
+    came = next(group for group in groups if 7 in group)
+    print(f"{axis}:", end=" ")
+    lab.predict(guess, came, hint="rank = 6 data + 3 pipe + tensor, and rank 7 is 6 + 0 + 1.")
+
+# %% tags=["half-day"]
+figures.mesh(data=2, pipe=2, tensor=3)
+
+# %% [markdown] tags=["half-day"]
+# ## Mend: a layer cut by rows
+#
+# `RowParallel(whole, comm)` keeps this rank's part of an `nn.Linear` that is the same on all ranks. It is called with this rank's
+# features of the input, and gives all ranks the output of the whole layer. It does not: find out what comes instead, and mend it.
+#
+# The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
+# nothing backward.
+
+# %% tags=["half-day", "stub"]
+# %%px
+class RowParallel(nn.Module):
+    def __init__(self, whole, comm):
+        super().__init__()
+        self.comm = comm
+        part = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
+        self.weight = nn.Parameter(part.clone())
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, part):
+        return reduce_from_ranks(linear(part, self.weight, self.bias), self.comm)
+
+# %% tags=["half-day", "solution"]
+# %%px
+class RowParallel(nn.Module):
+    def __init__(self, whole, comm):
+        super().__init__()
+        self.comm = comm
+        part = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
+        self.weight = nn.Parameter(part.clone())
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, part):
+        return reduce_from_ranks(linear(part, self.weight), self.comm) + self.bias
+
+# %% tags=["half-day"]
+lab.check("row-mend")
+
+# %% [markdown] tags=["half-day"]
+# Two other ways give the right output and are wrong all the same: `self.bias / comm.size` on every rank has a gradient that is
+# 1/N of the right one; and a bias that rank 0 alone adds gets no gradient on the others, so that it is stale there.
+#
+# ## Build: a perceptron in parts
+#
+# `MyMLP(linear1, linear2, comm)` stands in for `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks; the hidden
+# features divide by the number of ranks, and rank r has part r of them, in order. `forward(x)` takes the whole x on every rank, with
+# any number of dimensions before the last, and gives the whole output on every rank.
+#
+# 1. Keep this rank's hidden features: rows of `linear1.weight` (which are columns of A), elements of `linear1.bias`, columns of
+#    `linear2.weight` (rows of B). And all of `linear2.bias`. Each an `nn.Parameter` with memory of its own; call them what you like.
+# 2. f, the first product, gelu, the second product, g, the bias.
+#
+# Example: width 6, 48 hidden features, 3 ranks: 16 x 6, 16, 6 x 16 and 6 numbers a rank.
+#
+# The check looks at the output, at the gradients of x and of all parameters, at bytes held, and at bytes sent: one `all_reduce` of as
+# many numbers as x has, each way. `copy_to_ranks(x, comm)` is f, and `reduce_from_ranks(x, comm)` is g.
+
+# %% tags=["half-day", "stub"]
+# %%px
+class MyMLP(nn.Module):
+    def __init__(self, linear1, linear2, comm):
+        super().__init__()
+        self.comm = comm
+
+    def forward(self, x):
+        ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+class MyMLP(nn.Module):
+    def __init__(self, linear1, linear2, comm):
+        super().__init__()
+        self.comm = comm
+        self.weight1 = self.part(linear1.weight, dim=0)
+        self.bias1 = self.part(linear1.bias, dim=0)
+        self.weight2 = self.part(linear2.weight, dim=1)
+        self.bias2 = nn.Parameter(linear2.bias.detach().clone())
+
+    def part(self, whole, dim):
+        return nn.Parameter(whole.detach().chunk(self.comm.size, dim)[self.comm.rank].clone())
+
+    def forward(self, x):
+        hidden = gelu(linear(copy_to_ranks(x, self.comm), self.weight1, self.bias1))
+        return reduce_from_ranks(linear(hidden, self.weight2), self.comm) + self.bias2
+
+# %% tags=["half-day"]
+lab.check("mlp-build")
+
+# %% [markdown] tags=["half-day"]
+# The library's `ParallelMLP` is this, made of two layers, and for hidden features that do not divide. Leave out f: the output is still
+# right, and so are the gradients of all parameters here. Only whoever stands *before* this block is trained with a wrong
+# gradient. A test that looks at outputs alone would not see it.
+#
+# ## Build: a step for the Replicator
+#
+# Write `build_step(replicator, model)`. It returns `step_fn(inputs)`, the step of one replica:
+#
+# - `inputs` are x and y, this replica's samples; the loss is the mean cross-entropy of `model(x)` and y;
+# - the optimizer is `torch.optim.SGD` with the rate 0.5, and all replicas train as one on all samples;
+# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples; and the share of right answers among the samples
+#   of *all* replicas, by the same scores. All replicas have as many samples.
+#
+# Make what stays (the optimizer) in `build_step`, and in `step_fn` what happens in every step. The check runs your code on the three
+# engines, a process a replica; and then in one process, where it is captured as a graph. The example of the lecture counts hits;
+# here a share is wanted.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def build_step(replicator, model):
+    # what stays
+
+    def step_fn(inputs):
+        x, y = inputs
+        loss = cross_entropy(model(x), y)
+        return {"loss": loss, "accuracy": None}
+
+    return step_fn
+
+# %% tags=["half-day", "solution"]
+# %%px
+def build_step(replicator, model):
+    optimizer = replicator.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    def step_fn(inputs):
+        x, y = inputs
+        scores = model(x)
+        loss = cross_entropy(scores, y)
+        optimizer.minimize(loss)
+        right = (scores.argmax(1) == y).double().mean()
+        return {"loss": loss, "accuracy": replicator.map_reduce(right, "mean")}
+
+    return step_fn
+
+# %% tags=["half-day"]
+lab.check("step-build")
+
+# %% [markdown] tags=["half-day"]
+# There is no rank in this code, no communicator, and no number of replicas. Whoever runs it decides: `Replicator(comm)`, or
+# `Replicator(replicas=3)`.
+#
+# ## If you have time
+#
+# - Cut an `nn.Embedding` by words: which rows does a rank look up, what does it give for the others, and where is g?
+# - Let `MyMLP` take hidden features that do not divide by the ranks (`part_of` in `dtlib.parallel.tensor.functions`).
+# - Put `MyMLP` on `world.mesh(data=..., tensor=...)["tensor"]`, inside `DataParallel` on the other axis. Which ranks must begin with
+#   the same parts?
+# - Give `step_fn` a loss in which each sample is compared with the samples of all replicas: `replicator.map_gather(model(x))`.

@@ -1,0 +1,269 @@
+"""The exercises of lesson 07 on ranks: right steps of a pipeline pass, wrong ones are rejected for their own reason."""
+
+import pytest
+
+from dtlib.lab.checks import judge_on_this_rank
+from dtlib.lab.exercises import EXERCISES, one_f_one_b_wrong, pipelines_wrong, puzzle_wrong
+from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
+from tests.conftest import ROOT
+from tests.ranks import on_ranks
+
+
+def answer_of(thing):
+    return thing() if isinstance(thing, type) else thing
+
+
+WRONG = {
+    (exercise, answer.__name__): (answer, mistake, fewest)
+    for exercise, answers in (pipelines_wrong.WRONG | one_f_one_b_wrong.WRONG).items()
+    for answer, (mistake, fewest) in answers.items()
+}
+
+
+# A rank waits in vain until the time limit ends it: these take as long, and of each kind a few are enough in a hurry.
+PATIENT = (
+    "AnotherGradientSent", "BackwardInAnotherOrder", "ComputesBeforeItReceives", "EqualMicrobatchesOnly",
+    "EverybodyReceives", "GradientsNotAskedFor", "ManyMicrobatchesOnly", "SendsAfterTheBackwardPass",
+    "SendsBeforeItReceives", "SkipsTheMiddle", "TailForgotten", "WarmUpTheWrongWayRound",
+)  # fmt: skip
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("exercise,answer", [
+    pytest.param(*key, marks=pytest.mark.slow if key[1] in PATIENT else (), id=key[1]) for key in WRONG
+])  # fmt: skip
+def test_each_wrong_pipeline_is_rejected_for_its_own_reason(world, exercise, answer):
+    reject(exercise, answer)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("exercise,answer", [key for key, (*_, fewest) in WRONG.items() if fewest == 2])
+def test_two_ranks_show_most_of_it(world, exercise, answer):
+    reject(exercise, answer)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+@pytest.mark.parametrize("exercise,answer", [key for key in WRONG if key[1] not in PATIENT])
+def test_four_ranks_hide_nothing(world, exercise, answer):
+    reject(exercise, answer)
+
+
+def reject(exercise, answer):
+    thing, mistake, _ = WRONG[exercise, answer]
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer_of(thing)})
+    assert verdict.mistake == mistake, verdict.text()
+    assert verdict.hints and all(verdict.hints)
+
+
+class Gradients1By1(pipelines_wrong.Step):
+    """torch.autograd.grad instead of backward, fresh tensors instead of those that came, tensors instead of numbers."""
+
+    def forward(self, m):
+        import torch
+
+        x = self.inputs[m].clone()
+        if not self.first:
+            x = self.comm.recv(x, self.comm.rank - 1).requires_grad_()
+        self.outputs[m] = x, self.stage(x)
+        if not self.last:
+            self.send(self.outputs[m][1].detach().clone(), self.comm.rank + 1, m)
+        self.loss = torch.as_tensor(self.loss)
+
+    def backward(self, m):
+        import torch
+
+        x, output = self.outputs[m]
+        gradient, wanted = None, [*self.stage.parameters()] + [x] * (not self.first)
+        if self.last:
+            output = self.loss_fn(output, self.target(m)) * self.share(m)
+            self.loss = self.loss + output.detach()
+        else:
+            gradient = self.comm.recv(torch.empty_like(output), self.comm.rank + 1)
+        gradients = torch.autograd.grad(output, wanted, gradient)
+        for parameter, value in zip(self.stage.parameters(), gradients, strict=False):
+            parameter.grad = value if parameter.grad is None else parameter.grad + value
+        if not self.first:
+            self.send(gradients[-1], self.comm.rank - 1, m)
+
+
+class BackwardFromTheLast(pipelines_wrong.Step):
+    """As in figure 2(c) of the GPipe paper."""
+
+    def run(self, count):
+        for m in range(count):
+            self.forward(m)
+        for m in reversed(range(count)):
+            self.backward(m)
+
+
+class SendsThatWait(pipelines_wrong.Step):
+    """In GPipe activations go one way, and then gradients the other: nobody can wait in a circle."""
+
+    async_op = False
+
+
+class ReceivesAskedForFirst(pipelines_wrong.Step):
+    """All receives are posted before the first forward pass; even stage 0 has gradients of its inputs."""
+
+    def run(self, count):
+        self.arriving = [
+            None if self.first else self.comm.recv(x, self.comm.rank - 1, async_op=True) for x in self.inputs
+        ]
+        super().run(count)
+
+    def forward(self, m):
+        if self.arriving[m]:
+            self.arriving[m].wait()
+        output = self.outputs[m] = self.stage(self.inputs[m].requires_grad_())
+        if not self.last:
+            self.send(output.detach(), self.comm.rank + 1, m)
+
+
+class Receives1F1BAskedForFirst(ReceivesAskedForFirst):
+    order = "1f1b"
+
+
+class HeadersFirst(pipelines_wrong.Step):
+    """Shapes travel before activations, as in the library; outputs are kept to the end."""
+
+    def forward(self, m):
+        import torch
+
+        shape = torch.zeros(2, dtype=torch.int64)
+        if not self.first:
+            self.comm.recv(shape, self.comm.rank - 1, tag=1)
+            x = torch.empty(*shape.tolist(), dtype=torch.float64)
+            self.inputs[m] = self.comm.recv(x, self.comm.rank - 1).requires_grad_()
+        self.outputs[m] = self.stage(self.inputs[m])
+        self.kept = [*getattr(self, "kept", []), self.outputs[m]]
+        if not self.last:
+            shape = torch.tensor(self.outputs[m].shape)
+            self.sending.append(self.comm.send(shape, self.comm.rank + 1, tag=1, async_op=True))
+            self.send(self.outputs[m].detach(), self.comm.rank + 1, m)
+
+
+class GraphsTravelToo(pipelines_wrong.Step):
+    """What is sent is not detached, room wants gradients before it is filled, and a product takes the gradient in."""
+
+    def forward(self, m):
+        x = self.inputs[m]
+        if not self.first:
+            self.comm.recv(x.requires_grad_(), self.comm.rank - 1)
+        self.outputs[m] = self.stage(x)
+        if not self.last:
+            self.send(self.outputs[m], self.comm.rank + 1, m)
+
+    def backward(self, m):
+        import torch
+
+        if self.last:
+            return super().backward(m)
+        gradient = self.comm.recv(torch.empty_like(self.outputs[m]), self.comm.rank + 1)
+        (self.outputs[m] * gradient).sum().backward()
+        if not self.first:
+            self.send(self.inputs[m].grad, self.comm.rank - 1, m)
+
+
+class Headers1F1B(HeadersFirst):
+    order = "1f1b"
+
+
+class OneBackwardOneForward(pipelines_wrong.Right1F1B):
+    """The same order, told another way: fill up, then a backward and a forward pass in turn."""
+
+    def run(self, count):
+        filled = min(self.comm.size - self.comm.rank, count)
+        for m in range(filled):
+            self.forward(m)
+        for m in range(count):
+            self.backward(m)
+            if m + filled < count:
+                self.forward(m + filled)
+
+
+class ReceivesBeforeItSends(pipelines_wrong.Right1F1B):
+    """Sends that wait are no harm where the receives have been asked for."""
+
+    async_op = False
+
+    def run(self, count):
+        self.arriving = [
+            None if self.first else self.comm.recv(x, self.comm.rank - 1, async_op=True) for x in self.inputs
+        ]
+        super().run(count)
+
+    forward = ReceivesAskedForFirst.forward
+
+
+def trains_right(comm, stage, x, target):
+    pipelines_wrong.train(comm, stage, x, target, pipelines_wrong.mean_square)
+
+
+def trains_and_multiplies_afterwards(comm, stage, x, target):
+    pipelines_wrong.trains_as_it_was(comm, stage, x, target)
+    for parameter in stage.parameters():
+        parameter.grad *= 4
+
+
+RIGHT = {
+    "pipeline-mend": (trains_right, trains_and_multiplies_afterwards),
+    "gpipe-build": (
+        pipelines_wrong.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
+        GraphsTravelToo,
+        GraphsTravelToo,
+    ),
+    "1f1b-build": (
+        pipelines_wrong.Right1F1B, Receives1F1BAskedForFirst, Headers1F1B, OneBackwardOneForward, ReceivesBeforeItSends,
+    ),
+}  # fmt: skip
+
+
+# For the test that goes through all exercises (test_check.py).
+RIGHT_TO_LESSON_07 = {
+    "train_step": trains_right, "my_gpipe": pipelines_wrong.Step(), "my_1f1b": pipelines_wrong.Right1F1B(),
+    "puzzle": puzzle_wrong.GPIPE, "puzzle_2": puzzle_wrong.ONE_F_ONE_B, "puzzle_3": puzzle_wrong.THREE,
+    "puzzle_4": puzzle_wrong.HALVES,
+}  # fmt: skip
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("exercise", RIGHT)
+def test_every_right_pipeline_passes(world, exercise):
+    for answer in RIGHT[exercise]:
+        verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer_of(answer)})
+        assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+
+
+@pytest.fixture
+def cells():
+    """The stubs and solutions of the lesson: exercise, source, and the mistake to be recognised."""
+    from dtlib.lab import build  # not on the ranks
+
+    found = []
+    for stub, exercise in (
+        ("averaged-twice", "pipeline-mend"),
+        ("no-forward", "gpipe-build"),
+        ("no-forward", "1f1b-build"),
+    ):
+        for version, mistake in (("learner", stub), ("solved", "")):
+            book = build.notebook(ROOT / "notebooks" / "source" / "07_pipelines_exercises.py", version)
+            begins = f"%%px\ndef {EXERCISES[exercise].name}("
+            found += [
+                (exercise, cell.source.removeprefix("%%px\n"), mistake)
+                for cell in book.cells if cell.source.startswith(begins)
+            ]  # fmt: skip
+    assert len(found) == 6
+    return found
+
+
+@on_ranks(2, 3)
+def test_the_stubs_are_wrong_and_their_solutions_right(world, cells):
+    import torch
+
+    for exercise, source, expected in cells:
+        names = {"torch": torch, "PipelineStage": PipelineStage, "ScheduleGPipe": ScheduleGPipe}
+        exec(source, names)
+        verdict = judge_on_this_rank(exercise, names)
+        assert verdict.mistake == expected, verdict.text()
