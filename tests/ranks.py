@@ -30,14 +30,19 @@ GRACE_SECONDS = 2  # for the other ranks, once one has failed
 _worlds = {}
 
 
-def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT):
-    """Run a test on worlds of these sizes. Its first argument is ``world``; others may be fixtures that pickle."""
+def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = ()):
+    """Run a test on worlds of these sizes, of which ``slow`` are left to the slow tier. Its first argument is
+    ``world``; others may be fixtures that pickle."""
+    cases = [
+        pytest.param(size, id=f"{size} rank{'s' * (size > 1)}", marks=pytest.mark.slow if size in slow else ())
+        for size in sizes
+    ]
 
     def decorate(body):
         signature = inspect.signature(body)
         _, *others = signature.parameters.values()
 
-        @pytest.mark.parametrize("ranks", sizes, ids=[f"{size} rank{'s' * (size > 1)}" for size in sizes])
+        @pytest.mark.parametrize("ranks", cases)
         @functools.wraps(body)
         def test(ranks, **arguments):
             if ranks not in _worlds:

@@ -88,6 +88,7 @@ def run_active_cell(page, number: int) -> None:
             assert errors.count() == 0, errors.first.inner_text()
 
 
+@pytest.mark.slow
 def test_lesson_00_cell_by_cell(page, address):
     page.goto(address)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)

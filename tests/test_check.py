@@ -21,7 +21,7 @@ from tests.test_large_batches import RIGHT_RATES
 from tests.test_pipeline_exercises import RIGHT_TO_LESSON_07
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 @pytest.mark.parametrize("exercise,answer,mistake", [
     pytest.param(exercise, answer.__name__, mistake, id=answer.__name__)
     for exercise, answers in pi_wrong.WRONG.items() for answer, mistake in answers.items()
@@ -34,7 +34,7 @@ def test_each_wrong_answer_to_pi_is_rejected_for_its_own_reason(world, exercise,
     assert verdict.judged.startswith(f"def {answer}(")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 @pytest.mark.parametrize("answer,mistake", [(a.__name__, m) for a, m in start_wrong.WRONG["first-sum"].items()])
 def test_each_wrong_first_sum_is_rejected_for_its_own_reason(world, answer, mistake):
     total = getattr(start_wrong, answer)(world.comm)
@@ -105,7 +105,7 @@ def rejected_ring(ranks, exercise, answer):
         assert verdict.judged.startswith(f"def {answer}(")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 @pytest.mark.parametrize("exercise,answer", [
     pytest.param(exercise, answer.__name__, id=answer.__name__)
     for exercise, answers in collectives_wrong.WRONG.items() for answer in answers
@@ -221,7 +221,7 @@ def test_hangs_may_be_explained_by_line_or_by_number(world):
         assert verdict.passed, verdict.text()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 @pytest.mark.parametrize("exercise,answer,mistake", [
     pytest.param(exercise, answer.__name__, mistake, id=answer.__name__)
     for exercise, answers in data_parallel_wrong.WRONG.items() for answer, mistake in answers.items()
@@ -329,7 +329,7 @@ WRONG_ZERO = {
 }  # fmt: skip
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 @pytest.mark.parametrize("exercise,answer,mistake", [
     pytest.param(exercise, answer, mistake, id=answer)
     for exercise, answers in WRONG_ZERO.items() for answer, (_, mistake) in answers.items()
@@ -452,6 +452,8 @@ def test_memory_is_found_wherever_it_is_kept():
     untouched.add_(1)
     another = torch.nn.Parameter(torch.zeros(1))
     another.data = untouched[:10]  # the same storage, with a count of changes of its own
+    sparse = torch.nn.Embedding(4, 2, sparse=True)  # whose gradient has no storage
+    sparse(torch.tensor([1])).sum().backward()
 
     def closure(hidden):
         return lambda: hidden
@@ -485,7 +487,7 @@ def cells_of_lesson_06(cells_with):
     ]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 def test_the_stubs_of_lesson_06_are_wrong_and_their_solutions_right(world, cells_of_lesson_06):
     import torch
 
@@ -532,7 +534,7 @@ def rings(cells_with):
     ]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 def test_the_stubs_of_the_rings_are_wrong_and_their_solutions_right(world, rings):
     import torch
 
@@ -558,7 +560,7 @@ def cells_of_lesson_04(cells_with):
 LESSON_04 = "04_data_parallel"
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells_of_lesson_04):
     import torch
 

@@ -164,6 +164,7 @@ def test_a_wait_says_for_whom_everybody_waits(notebooks):
     assert notebook.run(everybody_adds).count("| 3") == 3
 
 
+@pytest.mark.slow
 def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
     notebook = notebooks()
     notebook.run(ENGINES.format(2))

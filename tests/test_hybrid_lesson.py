@@ -19,26 +19,12 @@ WRONG = {
 }  # fmt: skip
 
 
-CASES = [
+@on_ranks(2, 3, slow=(2,))
+@pytest.mark.parametrize("exercise,answer,mistake", [
     pytest.param(exercise, answer, mistake, id=answer)
     for exercise, answers in WRONG.items() for answer, (_, mistake) in answers.items()
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("exercise,answer,mistake", CASES)
-def test_two_ranks_show_the_mistakes_of_lesson_08(world, exercise, answer, mistake):
-    rejected(exercise, answer, mistake)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("exercise,answer,mistake", CASES)
+])  # fmt: skip
 def test_each_wrong_answer_of_lesson_08_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
-    rejected(exercise, answer, mistake)
-
-
-def rejected(exercise, answer, mistake):
     verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: WRONG[exercise][answer][0]})
     assert verdict.mistake == mistake, verdict.text()
     assert verdict.hints

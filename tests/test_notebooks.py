@@ -11,8 +11,8 @@ from tests.conftest import ROOT
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
 WITHOUT_ENGINES = ("07_schedule_puzzle_exercises",)
-# The fast tier runs the first lessons and what needs no engines; the others are slow, and run with them in CI.
-QUICK = ("00_start_here", "02_pi", "02_pi_exercises", *WITHOUT_ENGINES)
+# The fast tier runs the first lesson and what needs no engines; the others are slow, and run with them in CI.
+QUICK = ("00_start_here", *WITHOUT_ENGINES)
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 

@@ -24,7 +24,8 @@ WRONG = {
 PATIENT = (
     "AnotherGradientSent", "BackwardInAnotherOrder", "ComputesBeforeItReceives", "EqualMicrobatchesOnly",
     "EverybodyReceives", "GradientsNotAskedFor", "ManyMicrobatchesOnly", "SendsAfterTheBackwardPass",
-    "SendsBeforeItReceives", "SkipsTheMiddle", "TailForgotten", "WarmUpTheWrongWayRound",
+    "OrdersHiddenByTags", "SendsBeforeItReceives", "SkipsTheMiddle", "TailForgotten", "TwoRanksOnly",
+    "WarmUpTheWrongWayRound",
 )  # fmt: skip
 
 

@@ -42,11 +42,19 @@ def _tensors() -> list:
     import torch
 
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return _with_gradients([t for t in tensors if t.layout == torch.strided and t.device.type == "cpu"])
+    return _with_gradients([tensor for tensor in tensors if _has_storage(tensor)])
 
 
 def _with_gradients(tensors) -> list:
-    return tensors + [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return tensors + [gradient for gradient in gradients if _has_storage(gradient)]
+
+
+def _has_storage(tensor) -> bool:
+    """Not so sparse ones, and those on other devices are not counted."""
+    import torch
+
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _key(tensor) -> int:
