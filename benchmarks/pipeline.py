@@ -1,5 +1,8 @@
 """Pipelines against torch.distributed.pipelining on gloo, tensor parallelism against torch's DTensor; with
-``--ranks 4`` sleeping stages against the simulation."""
+``--ranks 4`` sleeping stages against the simulation.
+
+Our stages are of dtlib's ``Linear``, which adds to gradients while it multiplies; torch's are of ``nn.Linear``.
+"""
 
 import os
 import time
