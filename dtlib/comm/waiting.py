@@ -19,8 +19,8 @@ from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
-NAPS = 0.1  # from then on naps, of this times the square of what has been waited so far: they cost a share of the wait
-LONGEST_NAP = 0.05  # that grows with it (1 % after a tenth of a second), and never more than this
+NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
+LONGEST_NAP = 0.05  # and never more than this
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for

@@ -196,13 +196,13 @@ def pipeline_steps(steps: int) -> str:
         part = PipelineModule(specs, comm.size * order.chunks, comm=comm, stages_per_rank=order.chunks).double()
         schedule = order.runs(part.stages(), microbatches, loss_fn)
         last = part.num_stages - 1 in part.stage_indices
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (part, alone)]
         for images, labels in zip(x.split(8 * microbatches)[:steps], y.split(8 * microbatches)[:steps], strict=True):
             losses = []
             schedule.step(*([images] if comm.rank == 0 else []), target=labels if last else None, losses=losses)
             loss = loss_fn(alone(images), labels)
             loss.backward()
-            for model in (part, alone):
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             if last:
