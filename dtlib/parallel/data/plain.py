@@ -1,0 +1,112 @@
+"""Data parallelism, to be read from top to bottom: three classes, each a few lines more than the one before.
+
+Every rank has the whole model and an equal part of the batch. Gradients are averaged over ranks, and so all of them
+take the same step:
+
+    rank 0   forward   backward -> gradients \\                   / the same average   step
+    rank 1   forward   backward -> gradients  } all_reduce, /N  {  the same average   step
+    rank 2   forward   backward -> gradients /                   \\ the same average   step
+
+When do the gradients of layers 4, 3, 2 and 1 travel, and in how many messages?
+
+    DataParallelNaive      computes   B4 B3 B2 B1               one a parameter, after the backward pass
+                           sends                  4  3  2  1
+    DataParallelHooks      computes   B4 B3 B2 B1               each as soon as it has come
+                           sends         4  3  2  1
+    DataParallelBuckets    computes   B4 B3 B2 B1               several together, as soon as the last has come
+                           sends            43    21
+"""
+
+import torch
+from torch import nn
+
+from dtlib.comm import as_communicator
+from dtlib.comm.waiting import advance_all
+from dtlib.contract import Contract
+from dtlib.errors import DtlibError
+
+
+class DataParallelNaive(nn.Module):
+    """``loss.backward()``, ``model.average_gradients()``, ``optimizer.step()``. Rank 0's values hold at construction.
+
+    Contract: as many samples, ``len(x)``, on every rank; each parameter that requires a gradient gets one.
+    """
+
+    def __init__(self, module: nn.Module, comm):
+        super().__init__()
+        self.module, self.comm = module, as_communicator(comm)
+        self.contract = Contract(type(self).__name__, module, self.comm)
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.comm.broadcast(tensor)
+
+    def forward(self, *args, **kwargs):
+        if self.training and torch.is_grad_enabled():
+            for buffer in self.module.buffers():
+                self.comm.broadcast(buffer)
+        return self.module(*args, **kwargs)
+
+    def average_gradients(self) -> None:
+        for parameter in self.trained:
+            if parameter.grad is not None:
+                self.contract.gradient_has_come(parameter)
+        self.contract.check_step()
+        for parameter in self.trained:
+            self.comm.all_reduce(parameter.grad, op="mean")
+
+
+class DataParallelHooks(DataParallelNaive):
+    """``loss.backward()``, ``optimizer.step()``: gradients leave during the backward pass, which waits for the last."""
+
+    def __init__(self, module: nn.Module, comm):
+        super().__init__(module, comm)
+        self.buckets = [[parameter] for parameter in reversed(self.trained)]  # the last layer's gradients come first
+        self.come, self.travelling = set(), []  # in this backward pass: parameters, and handles of buckets
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self.gradient_has_come)
+
+    def gradient_has_come(self, parameter) -> None:
+        """A hook: autograd has added up all of this parameter's gradient."""
+        if not self.come:  # the first one: autograd, call this at the end of the backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
+        self.contract.gradient_has_come(parameter)
+        self.come.add(parameter)
+        # All ranks send buckets in one order, whatever the order in which gradients come.
+        while (rest := self.buckets[len(self.travelling) :]) and self.come.issuperset(rest[0]):
+            self.travelling.append(self.comm.all_reduce(self.flat(rest[0]), op="mean", async_op=True))
+        advance_all()  # messages move on when somebody looks after them
+
+    def flat(self, bucket) -> torch.Tensor:
+        return bucket[0].grad
+
+    def average_gradients(self) -> None:
+        self.contract.check_step()
+        for handle in self.travelling:
+            handle.wait()
+        self.come, self.travelling = set(), []
+
+
+class DataParallelBuckets(DataParallelHooks):
+    """The same with few large messages: neighbours share a bucket of up to ``bucket_cap_mb`` MiB."""
+
+    def __init__(self, module: nn.Module, comm, bucket_cap_mb: float = 25):
+        super().__init__(module, comm)
+        if len({(parameter.dtype, parameter.device) for parameter in self.trained}) > 1:
+            raise DtlibError("DataParallelBuckets: parameters are of several dtypes or devices: take DataParallel.")
+        self.buckets = [[]]
+        for parameter in reversed(self.trained):
+            if self.buckets[-1] and sum(p.nbytes for p in [*self.buckets[-1], parameter]) > bucket_cap_mb * 2**20:
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+
+    def flat(self, bucket) -> torch.Tensor:
+        """All gradients in one tensor, of which they become views: what arrives there is theirs."""
+        flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
+        for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = piece.view_as(parameter)
+        return flat
+
+
+# DataParallel, in full.py, adds parameters that some ranks or all do not use, no_sync() for several backward passes a
+# step, batches of different sizes, ranks that run out of them (join), dtypes side by side, a progress thread where
+# cores are idle, and a small first bucket. Its hooks are in dtlib/backward.py, its memory in dtlib/flat.py.

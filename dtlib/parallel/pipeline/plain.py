@@ -1,0 +1,114 @@
+"""A pipeline, to be read from top to bottom: who does what when, what travels between neighbours, and a step of both.
+
+Rank r has stage r of the model. A batch is cut into micro-batches, so that rank 1 works on one of them while rank 0
+works on the next. F is a forward pass, B a backward pass, which takes twice as long, the number a micro-batch:
+
+    gpipe    rank 0   F0 F1 F2 F3 .. .. .. B0 -- B1 -- B2 -- B3 --      all forward passes, then all backward passes
+             rank 1   .. F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .. ..
+
+    1f1b     rank 0   F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --      one forward, one backward: fewer at a time
+             rank 1   .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. ..      are kept for their backward pass
+"""
+
+import torch
+
+from dtlib.comm import recorder
+from dtlib.errors import DtlibError
+
+SCHEDULES = "gpipe", "1f1b"
+DTYPES = torch.float32, torch.float64
+HEADER = 8  # numbers: dtype, dimensions, and the length of each
+
+
+def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
+    """What a rank does: some forward passes ahead, then a forward and a backward pass in turn, then what is left."""
+    ahead = {"gpipe": microbatches, "1f1b": min(ranks - 1 - rank, microbatches)}[schedule]
+    forward, backward = [("F", m) for m in range(microbatches)], [("B", m) for m in range(microbatches)]
+    in_turn = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
+    return forward[:ahead] + in_turn + backward[microbatches - ahead :]
+
+
+def announce(comm, dest: int, tensor: torch.Tensor):
+    """Tell the next rank what all tensors that it will get look like."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or tensor.dim() > HEADER - 2:
+        raise DtlibError(f"A stage gives one tensor of {DTYPES}, of at most {HEADER - 2} dimensions: this is {tensor}.")
+    numbers = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return comm.send(torch.tensor(numbers + [0] * (HEADER - len(numbers))), dest, async_op=True)
+
+
+def announced(comm, source: int, device) -> torch.Tensor:
+    """A tensor like all those that will come."""
+    dtype, dimensions, *shape = comm.recv(torch.zeros(HEADER, dtype=torch.int64), source).tolist()
+    return torch.empty(shape[:dimensions], dtype=DTYPES[dtype], device=device)
+
+
+def arriving(comm, source: int, like: torch.Tensor, count: int):
+    """So many tensors from a neighbour, in their order. The next is asked for before this one is worked on."""
+    handles = (comm.recv(torch.empty_like(like), source, async_op=True) for _ in range(count))
+    following = next(handles)
+    for _ in range(count):
+        this, following = following, next(handles, None)
+        yield this.wait()
+
+
+def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str = "1f1b"):
+    """Forward and backward of a whole batch. Gradients are those of the mean loss, which the last rank returns.
+
+    Contract: rank 0 has ``inputs`` and the last rank ``targets``, None elsewhere, of as many samples, a multiple of
+    ``microbatches``. Every stage has parameters that are trained, and gives one tensor, alike for all micro-batches.
+    ``loss_fn`` gives the mean over samples. ``comm`` is a communicator of dtlib.
+    """
+    check(comm, stage, inputs, targets, microbatches, schedule)
+    before, after, is_first, is_last = comm.rank - 1, comm.rank + 1, comm.rank == 0, comm.rank == comm.size - 1
+    if is_first:
+        activations = iter(inputs.chunk(microbatches))
+    else:
+        like = announced(comm, before, next(stage.parameters()).device)
+        activations = (x.requires_grad_() for x in arriving(comm, before, like, microbatches))
+    kept, sending, losses = {}, [], []  # kept: of each micro-batch input and output, until its backward pass
+    for kind, m in order(schedule, comm.rank, comm.size, microbatches):
+        with recorder.phase(f"{comm.rank}{kind}{m}", comm.world_rank):
+            if kind == "F":
+                x = next(activations)
+                y = stage(x)
+                if is_last:
+                    y = loss_fn(y, targets.chunk(microbatches)[m]) / microbatches
+                    losses.append(y.detach())
+                else:
+                    if m == 0:
+                        sending.append(announce(comm, after, y))
+                        gradients, shape = arriving(comm, after, y.detach(), microbatches), y.shape
+                    if y.shape != shape:
+                        raise DtlibError(f"A stage gave {y.shape} after {shape}: give all micro-batches one shape.")
+                    sending.append(comm.send(y.detach(), after, async_op=True))
+                kept[m] = x, y
+            else:
+                x, y = kept.pop(m)
+                y.backward(None if is_last else next(gradients))
+                if not is_first:
+                    sending.append(comm.send(x.grad, before, async_op=True))
+    for handle in sending:
+        handle.wait()
+    return sum(losses) if is_last else None
+
+
+def check(comm, stage, inputs, targets, microbatches: int, schedule: str) -> None:
+    """Refuse, on every rank, what lies outside of the contract."""
+    trained = any(parameter.requires_grad for parameter in stage.parameters())
+    samples = [-1 if batch is None else len(batch) for batch in (inputs, targets)]
+    mine = torch.tensor([*samples, microbatches, SCHEDULES.index(schedule) if schedule in SCHEDULES else -1, trained])
+    notes = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)
+    count, wanted = int(notes[0, 0]), int(notes[-1, 1])
+    if count != wanted or count < 1:
+        raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
+    if (notes[:, 2:4] != notes[0, 2:4]).any() or notes[0, 3] < 0:
+        raise DtlibError(f"schedule={schedule!r}: one of {SCHEDULES}, with as many micro-batches, on all ranks.")
+    if microbatches < 1 or count % microbatches:
+        raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
+    if not notes[:, 4].all():
+        raise DtlibError(f"Stages {notes[:, 4].logical_not().nonzero().flatten().tolist()} train no parameter.")
+
+
+# The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), stages and schedules of
+# other kinds, interleaved and zero-bubble (schedules.py, linear.py, dtlib/schedule), recomputation (stage.py), and
+# models as lists of layers, with tied weights (layers.py).

@@ -1,0 +1,130 @@
+"""ZeRO, to be read from top to bottom: three stages, each a few lines more than the one before.
+
+Data parallelism holds parameters, gradients and optimizer states N times over. Here each rank owns 1/N of them, its
+shards, and has the rest only while it is needed:
+
+    stage   forward pass          backward pass                        step
+    1                                                                  reduce_scatter, update, all_gather all units
+    2                             reduce_scatter each unit             update, all_gather all units
+    3       all_gather each unit  all_gather, reduce_scatter each      update
+
+A unit is a module whose parameters travel together. They lie in one flat memory, cut into equal shards:
+
+    flat memory   [ w w w w w w b | b b v v v . ]      . padding
+    shards           of rank 0       of rank 1
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from dtlib.comm import as_communicator
+from dtlib.contract import Contract, check_optimizer, check_output
+from dtlib.parallel.zero.optimizer import ELEMENTWISE
+
+
+class Unit:
+    """A module whose parameters are views of ``flat`` memory, and this rank's ``shard`` of that, which it updates."""
+
+    def __init__(self, module: nn.Module, rank: int, ranks: int):
+        self.module, self.parameters = module, list(module.parameters())
+        module.zero_grad()
+        self.padding = 0, -sum(parameter.numel() for parameter in self.parameters) % ranks
+        self.flat = nn.functional.pad(parameters_to_vector(self.parameters).detach(), self.padding)
+        vector_to_parameters(self.flat, self.parameters)
+        self.shard = nn.Parameter(self.flat.chunk(ranks)[rank])
+
+
+class Stage1:
+    """Optimizer states in shards: ``loss.backward()``, ``zero.step()``. Rank 0's values hold at construction.
+
+    Contract: ``model(x)`` with as many samples on all ranks; one backward pass a step, which comes to each parameter, in
+    one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
+    """
+
+    def __init__(self, comm, model: nn.Module, optimizer_class, units=None, **settings):
+        self.comm, modules = as_communicator(comm), list(units or [model])
+        check_optimizer(optimizer_class, ELEMENTWISE, type(self).__name__)
+        self.contract = Contract(type(self).__name__, model, self.comm, modules, in_order=True)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.comm.broadcast(tensor)
+        self.units = [Unit(module, self.comm.rank, self.comm.size) for module in modules]
+        self.optimizer = optimizer_class([unit.shard for unit in self.units], **settings)
+        for unit, parameter in [(unit, parameter) for unit in self.units for parameter in unit.parameters]:
+            parameter.register_post_accumulate_grad_hook(partial(self.gradient_has_come, unit))
+
+    def gradient_has_come(self, unit: Unit, parameter) -> None:
+        self.contract.gradient_has_come(parameter)
+
+    def step(self) -> None:
+        self.contract.check_step()
+        for unit in self.units:
+            if unit.shard.grad is None:  # else the backward pass has done it
+                self.reduce(unit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for unit in self.units:
+            self.give(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
+        whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)
+        unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
+        unit.module.zero_grad()
+
+    def give(self, unit: Unit) -> None:
+        self.comm.all_gather(unit.flat, unit.shard)
+
+
+class Stage2(Stage1):
+    """Gradients in shards too: those of a unit are reduced, and go, as soon as the last of them has come."""
+
+    def gradient_has_come(self, unit: Unit, parameter) -> None:
+        super().gradient_has_come(unit, parameter)
+        if all(parameter.grad is not None for parameter in unit.parameters):
+            self.reduce(unit)
+
+
+class Stage3(Stage2):
+    """Parameters in shards too: those of a unit are whole while it computes, forward and backward."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        for unit in self.units:
+            unit.shard.data = unit.shard.detach().clone()  # it stays when flat memory goes
+            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self.gather(unit))
+            unit.module.register_forward_hook(partial(self.forward_ends, unit))
+            self.free(unit)
+
+    def gather(self, unit: Unit) -> None:
+        if not unit.flat.untyped_storage().nbytes():
+            unit.flat.untyped_storage().resize_(unit.flat.nbytes)
+            # Under another tensor: the storage of one that numpy has seen cannot be resized.
+            self.comm.all_gather(torch.from_dlpack(unit.flat), unit.shard)
+            vector_to_parameters(unit.flat, unit.parameters)
+
+    def forward_ends(self, unit: Unit, module, inputs, output) -> None:
+        check_output(output, type(self).__name__)
+        if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it anew
+            self.free(unit)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.gather(unit))
+
+    def reduce(self, unit: Unit) -> None:
+        super().reduce(unit)
+        self.free(unit)
+
+    def free(self, unit: Unit) -> None:
+        """The memory goes. The views stay, for autograd; whoever looks at a parameter meanwhile sees NaN."""
+        for parameter in unit.parameters:
+            parameter.data = unit.flat.new_full((), torch.nan).expand_as(parameter)
+        unit.flat.untyped_storage().resize_(0)
+
+    give = free  # the next use gathers the new values
+
+
+# ZeroOptimizer (optimizer.py, stages 1 and 2) and fully_shard (dtlib/parallel/sharded, stage 3) add frozen, unused and
+# tied parameters, 16 bits, several backward passes a step, unequal batches, clipping, checkpoints; gradients that travel
+# while autograd computes (dtlib/reduction.py), and a next unit that is gathered meanwhile (sharded/plan.py).
