@@ -113,20 +113,6 @@ def test_many_small_tensors_travel_in_one_buffer(world):
         basics.negotiator().cap = kept
 
 
-@on_ranks(2, 3)
-def test_names_travel_once_and_then_as_numbers(world):
-    hvd.init()
-
-    def bytes_of_news():
-        with dtlib.trace() as trace:
-            handles = [hvd.allreduce_async(torch.ones(3), name=f"a long name to be known {i}") for i in range(20)]
-            for handle in handles:
-                hvd.synchronize(handle)
-        return trace.sent("all_gather")[1]
-
-    assert bytes_of_news() > 10 * bytes_of_news()
-
-
 # What goes wrong
 
 
@@ -179,10 +165,9 @@ def test_ranks_that_wait_for_each_other_are_told_at_once(world):
 
 @on_ranks(2, 3)
 def test_a_name_that_a_rank_never_submits_ends_after_the_time_limit(world):
-    comm = world.comm.split(0)
-    comm.time_limit = 0.5
-    hvd.shutdown()
-    hvd.init(comm)
+    basics._state = None
+    hvd.init()
+    basics.negotiator().comm.time_limit = 0.5
     last = world.size - 1
     try:
         if world.rank != last:
@@ -193,7 +178,7 @@ def test_a_name_that_a_rank_never_submits_ends_after_the_time_limit(world):
                 hvd.allreduce(torch.ones(1), name="alone")
         world.comm.barrier()
     finally:
-        basics._state = basics._kept = None
+        basics._state = None
     hvd.init()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == world.size
 

@@ -1,110 +1,66 @@
 """Who am I, what is Horovod built with, and what is refused. Counterpart: ``horovod.common.basics``."""
 
-import warnings
 from dataclasses import dataclass
 
 import dtlib
-from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.horovod.negotiation import Negotiator
-
-# The values that Horovod's library gives them.
-Average, Sum, Adasum, Min, Max, Product = range(6)
-OPS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
 
 class NotOffered(DtlibError, NotImplementedError):
     """A part of Horovod that this module leaves out."""
 
 
-class GlobalProcessSet:
-    """All ranks: the only process set here."""
-
-    process_set_id = 0
-
-    def included(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        return size()
-
-    def rank(self) -> int:
-        return rank()
-
-
-global_process_set = GlobalProcessSet()
-
-
 @dataclass
 class _State:
-    """What this process knows between ``init`` and ``shutdown``."""
+    """What this process knows from the first ``init`` on."""
 
+    world: object  # the communicator of dtlib.init()
     negotiator: Negotiator
-    source: object  # the communicator that it was made from
-    of_world: bool  # which is that of dtlib.init()
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    homogeneous: bool
+    local: tuple  # this rank among those of its machine, and how many they are
+    cross: tuple  # likewise among those of the same local rank, one a machine
 
 
 _state = None
-_kept = None  # after a shutdown: a communicator that the next init can use again
+_initialized = False
 
 
 def init(comm=None, process_sets=None) -> None:
-    """Join the world; all ranks call it, as often as they like. After ``dtlib.reset()`` it must be called again.
-
-    ``comm`` is a dtlib communicator, one of mpi4py, or None for all ranks; a list of ranks, and ``process_sets``, are
-    refused.
-    """
-    global _state
-    if isinstance(comm, (list, tuple)):
+    """Join the world; all ranks call it, as often as they like. After ``dtlib.reset()`` it must be called again."""
+    global _state, _initialized
+    if comm is not None or process_sets:
         raise NotOffered(
-            f"hvd.init(comm={list(comm)!r:.40}): pass a communicator of these ranks, such as "
-            "dtlib.init().comm.split(color), and only on its ranks."
-        )
-    if process_sets:
-        raise NotOffered(
-            "hvd.init(process_sets=...): only the global process set exists here; use communicators of "
-            "dtlib.init().comm.split(color)."
+            f"hvd.init({comm if process_sets is None else process_sets!r:.40}): it is for all ranks together; use the "
+            "verbs of dtlib.init().comm.split(color) for a part of them."
         )
     world = dtlib.init()
-    source = world.comm if comm is None else comm
-    if _state is not None and _state.source is source:
-        return
-    if _kept is not None and _kept.source is source:
-        _state = _kept
-        return
-    # A communicator of our own, so that our rounds meet no other messages.
-    of_world = source is world.comm
-    own = source.split(0) if of_world else as_communicator(comm)
-    places = own.all_gather_object((world.node, world.local_rank))
-    local = [place for place in places if place[0] == world.node]
-    cross = [place for place in places if place[1] == world.local_rank]
-    mine = world.node, world.local_rank
-    counts = {sum(place[0] == node for place in places) for node, _ in places}
-    _state = _State(
-        Negotiator(own), source, of_world, sorted(local).index(mine), len(local), sorted(cross).index(mine), len(cross),
-        len(counts) == 1,
-    )  # fmt: skip
+    if _state is None or _state.world is not world.comm:
+        own = world.comm.split(0)  # so that our rounds meet no other messages
+        _state = _State(world.comm, Negotiator(own), *places(own.all_gather_object(world.node), own.rank))
+    _initialized = True
+
+
+def places(nodes: list, rank: int) -> tuple[tuple, tuple]:
+    """Where ``rank`` is, if rank r runs on ``nodes[r]``: its local rank and size, its cross rank and size."""
+    local = [nodes[:r].count(node) for r, node in enumerate(nodes)]
+    alike = [r for r, mine in enumerate(local) if mine == local[rank]]
+    return (local[rank], nodes.count(nodes[rank])), (alike.index(rank), len(alike))
 
 
 def shutdown() -> None:
-    """Wait until all that this rank has submitted is executed, and forget; ``init`` can follow."""
-    global _state, _kept
-    if _state is not None:
+    """Wait until all that this rank has submitted is executed; ``init`` can follow."""
+    global _initialized
+    if _initialized:
         _state.negotiator.finish_all()
-        _state, _kept = None, _state
+    _initialized = False
 
 
 def is_initialized() -> bool:
-    return _state is not None
+    return _initialized
 
 
 def _initialised() -> _State:
-    if _state is None:
+    if not _initialized:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _state
 
@@ -112,7 +68,7 @@ def _initialised() -> _State:
 def negotiator() -> Negotiator:
     """The one through which all operations go."""
     state = _initialised()
-    if state.of_world and state.source is not dtlib.init().comm:
+    if state.world is not dtlib.init().comm:
         raise DtlibError("dtlib.reset() gave all ranks a new communicator: call hvd.init() again on all ranks.")
     return state.negotiator
 
@@ -127,38 +83,22 @@ def size() -> int:
 
 def local_rank() -> int:
     """This rank among those of its machine."""
-    return _initialised().local_rank
+    return _initialised().local[0]
 
 
 def local_size() -> int:
     """How many ranks run on this machine."""
-    return _initialised().local_size
+    return _initialised().local[1]
 
 
 def cross_rank() -> int:
     """This rank among those of the same local rank, one a machine."""
-    return _initialised().cross_rank
+    return _initialised().cross[0]
 
 
 def cross_size() -> int:
     """How many machines have this local rank."""
-    return _initialised().cross_size
-
-
-def is_homogeneous() -> bool:
-    """True if every machine has the same number of ranks."""
-    return _initialised().homogeneous
-
-
-# What it is built with: verbs over MPI on the CPU, whatever libraries this machine has besides.
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    return True
-
-
-def mpi_enabled() -> bool:
-    return True
+    return _initialised().cross[1]
 
 
 def mpi_threads_supported() -> bool:
@@ -169,53 +109,15 @@ def mpi_threads_supported() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def _not_built(name: str, answer):
-    def built(verbose: bool = False):
-        return answer
-
-    built.__name__ = built.__qualname__ = name
-    built.__doc__ = f"{answer!r}: communication goes through MPI."
-    return built
+def mpi_built(verbose: bool = False) -> bool:
+    """True: verbs go over MPI, whatever libraries this machine has besides."""
+    return True
 
 
-def gloo_enabled() -> bool:
-    return False
+def nccl_built(verbose: bool = False) -> int:
+    """False, as 0: Horovod's NCCL, Gloo, DDL, CCL, CUDA and ROCm are not used here. Horovod gives NCCL's version."""
+    return 0
 
 
-gloo_built = _not_built("gloo_built", False)
-nccl_built = _not_built("nccl_built", 0)  # a version number in Horovod
-ddl_built = _not_built("ddl_built", False)
-ccl_built = _not_built("ccl_built", False)
-cuda_built = _not_built("cuda_built", False)
-rocm_built = _not_built("rocm_built", False)
-
-
-# Arguments that all operations share
-
-
-def check_op(op, verb: str, allowed=tuple(OPS)) -> str:
-    """The name of a reduction, where ``verb`` offers it."""
-    if op == Adasum:
-        raise NotOffered(f"{verb}(op=hvd.Adasum): Adasum is not offered here; use hvd.Average or hvd.Sum.")
-    if op not in allowed:
-        raise ValueError(f"{verb}(op={op!r}): choose one of {', '.join('hvd.' + OPS[one].title() for one in allowed)}.")
-    return OPS[op]
-
-
-def op_or_average(op, average):
-    """``op``, or what the deprecated argument ``average`` says."""
-    if average is None:
-        return Average if op is None else op
-    if op is not None:
-        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-    warnings.warn("Parameter `average` has been replaced with `op`: use op=hvd.Average or hvd.Sum.",
-                  DeprecationWarning, stacklevel=4)  # fmt: skip
-    return Average if average else Sum
-
-
-def check_process_set(process_set, verb: str) -> None:
-    if process_set is not None and process_set is not global_process_set:
-        raise NotOffered(
-            f"{verb}(process_set={process_set!r:.40}): only the global process set exists here; use the verbs of "
-            "dtlib.init().comm.split(color) for a part of the ranks."
-        )
+mpi_enabled = mpi_built
+gloo_built = gloo_enabled = ddl_built = ccl_built = cuda_built = rocm_built = nccl_built

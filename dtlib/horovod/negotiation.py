@@ -32,7 +32,7 @@ Counterpart: the controller and the response cache of Horovod, where a thread on
 
 import json
 import os
-from collections import deque
+from collections import Counter, deque
 from dataclasses import astuple
 
 import torch
@@ -41,16 +41,8 @@ from dtlib.comm import blame, board
 from dtlib.comm.waiting import advance_all
 from dtlib.errors import WaitTimeout
 from dtlib.horovod.execution import launch
-from dtlib.horovod.request import (
-    DuplicateName,
-    HorovodInternalError,
-    Operation,
-    Request,
-    disagreement,
-    ranks_of,
-)
+from dtlib.horovod.request import DuplicateName, HorovodInternalError, Operation, Request, disagreement, ranks_of
 
-CACHE_CAPACITY = 1024  # requests that are known by number, as Horovod's HOROVOD_CACHE_CAPACITY
 COMPUTES, WAITS, JOINED = range(3)  # what a rank does while a round is open
 
 
@@ -62,22 +54,28 @@ class Negotiator:
         # Rank 0's holds for all: buffers must be the same everywhere.
         self.cap = comm.broadcast_object(int(os.environ.get("HOROVOD_FUSION_THRESHOLD", 64 * 2**20)))
         self.rounds = 0  # that this rank has taken part in
-        self.unnamed = {}  # how many tensors without a name there were, by kind
+        self._unnamed = Counter()  # how many tensors without a name there were, by kind
         self._mine = {}  # operations of this rank that are not done
         self._news = []  # those of them that the others have not been told
-        self._news_bytes = 0
         self._table = {}  # for each key, in the order of the first submission: {rank: request}
         self._joined = []  # ranks in join()
         self._join = None  # the operation of this rank's join()
-        self._known = {}  # requests that all ranks made alike, with their numbers
         self._round = None
         self._batches = deque()
 
     # What the operations call
 
+    def number(self, kind: str) -> int:
+        """For the name of a tensor that has none: they are counted, from the beginning and from each join on."""
+        self._unnamed[kind] += 1
+        return self._unnamed[kind]
+
     def submit(self, operation: Operation) -> Operation:
         """Announce an operation in the next round. Does not wait; a full buffer opens a round."""
         key = operation.request.key
+        earlier = self._mine.get(key)
+        while earlier is not None and earlier.agreed and not earlier.done:  # under way, so nobody is waited for
+            self._finish_batch()
         if key in self._mine:
             raise DuplicateName(
                 f"Requested to {operation.request.kind} a tensor with the same name as another tensor that is "
@@ -86,9 +84,9 @@ class Negotiator:
             )
         self._mine[key] = operation
         self._news.append(operation)
-        self._news_bytes += operation.tensor.nbytes if operation.tensor is not None else 0
-        if self._news_bytes >= self.cap or self._round or self._batches:
-            self.advance(open_round=self._news_bytes >= self.cap)
+        full = sum(one.tensor.nbytes for one in self._news) >= self.cap
+        if full or self._round or self._batches:
+            self.advance(open_round=full)
         return operation
 
     def advance(self, open_round: bool = True) -> None:
@@ -96,14 +94,10 @@ class Negotiator:
         advance_all()
         if self._round is not None and self._round.move():
             self._close()
-        if open_round and self._round is None and self._unexecuted():
+        if open_round and self._round is None and any(not operation.agreed for operation in self._mine.values()):
             self._open(COMPUTES)
-        while self._batches and self._batches[0].move():
-            self._batches.popleft()
-
-    def done(self, operation: Operation) -> bool:
-        self.advance()
-        return self._finished(operation)
+        while self._batches and self._batches[0].handle.done():
+            self._finish_batch()
 
     def wait(self, operation: Operation):
         """Take part in rounds until the operation is executed, and wait for its result."""
@@ -115,8 +109,8 @@ class Negotiator:
             except WaitTimeout as error:
                 raise WaitTimeout(self._stalled(operation, error)) from None
             self._close()
-        while not self._finished(operation):
-            self._batches.popleft().wait()
+        while not operation.done:
+            self._finish_batch()
         if operation.error:
             raise operation.error
         return operation.output
@@ -133,71 +127,58 @@ class Negotiator:
 
     # A round
 
-    def _finished(self, operation) -> bool:
-        return operation.agreed and (operation.batch is None or operation.batch.finished)
-
-    def _unexecuted(self) -> bool:
-        return any(not operation.agreed for operation in self._mine.values())
-
     def _open(self, state: int) -> None:
-        said = [self._known.get(operation.request, astuple(operation.request)) for operation in self._news]
-        self._news, self._news_bytes = [], 0
+        said, self._news = [astuple(operation.request) for operation in self._news], []
         self._round = Round(self.comm, json.dumps([state, said]).encode())
         self.rounds += 1
 
     def _close(self) -> None:
         """Enter what the ranks have said into the table, and execute what is complete."""
         said, self._round = self._round.said, None
-        known = list(self._known)
         for rank, (state, requests) in enumerate(said):
             if state == JOINED and rank not in self._joined:
                 self._joined.append(rank)
-            for one in requests:
-                request = known[one] if isinstance(one, int) else Request.read(one)
+            for request in (Request.read(*fields) for fields in requests):
                 self._table.setdefault(request.key, {})[rank] = request
         everybody = set(range(self.comm.size))
         complete = [key for key, asked in self._table.items() if everybody <= {*asked, *self._joined}]
         self._execute({key: self._table.pop(key) for key in complete})
         if len(self._joined) == self.comm.size and not self._table:
-            self._join.output, self._join.agreed = self._joined[-1], True
-            self._joined, self._join = [], None
+            self._join.output = self._joined[-1]
+            self._end(self._join)
+            self._start_anew()
         elif not complete and all(state for state, _ in said) and not any(requests for _, requests in said):
             self._give_up()
 
     def _execute(self, complete: dict) -> None:
-        agreed = {}
         # Of an earlier tensor of the same name this rank may not have taken the result yet.
         waiting = {key: operation for key, operation in self._mine.items() if not operation.agreed}
+        agreed = {}
         for key, asked in complete.items():
-            error = disagreement(asked) or self._beyond_join(asked)
-            operation = waiting.get(key)  # None where this rank has joined
-            if error:
-                self._fail(operation, error)
-                continue
-            agreed[key] = asked
-            request = next(iter(asked.values()))
-            if len(asked) == self.comm.size == sum(request == other for other in asked.values()):
-                self._remember(request)
-        for batch in launch(self.comm, agreed, waiting, self.cap):
-            batch.when_finished = self._forget
-            self._batches.append(batch)
+            if error := disagreement(asked) or self._beyond_join(asked):
+                if key in waiting:  # else this rank has joined
+                    self._end(waiting[key], error)
+            else:
+                agreed[key] = asked
+        self._batches += launch(self.comm, agreed, waiting, self.cap)
         for operation in (waiting[key] for key in agreed if key in waiting):
             operation.agreed = True
-            if operation.batch is None:  # a barrier has no tensor
-                self._forget(operation)
 
-    def _remember(self, request) -> None:
-        if len(self._known) < CACHE_CAPACITY and ".noname." not in request.key:
-            self._known.setdefault(request, len(self._known))
+    def _finish_batch(self) -> None:
+        self._batches[0].finish()
+        for operation in self._batches.popleft().operations:
+            self._end(operation)
 
-    def _forget(self, operation) -> None:
+    def _end(self, operation, sentence: str | None = None) -> None:
+        operation.agreed = operation.done = True
+        operation.error = HorovodInternalError(sentence) if sentence else operation.error
         if self._mine.get(operation.request.key) is operation:
             del self._mine[operation.request.key]
 
-    def _fail(self, operation, sentence: str) -> None:
-        if operation is not None:
-            operation.agreed, operation.error = True, HorovodInternalError(sentence)
-            self._forget(operation)
+    def _start_anew(self) -> None:
+        """All ranks come here at once: after a join, or after an error that all have got."""
+        self._joined, self._join = [], None
+        self._unnamed.clear()  # as some ranks may have submitted more tensors than others
 
     # What goes wrong
 
@@ -205,17 +186,18 @@ class Negotiator:
         request = next(iter(asked.values()))
         if len(asked) == self.comm.size or (request.kind == "allreduce" and request.op in ("sum", "average")):
             return None
-        absent = sorted(set(range(self.comm.size)) - set(asked))
         return (
-            f"{request.kind} {request.name!r} needs all ranks, and {ranks_of(absent)} called join(): after that only "
-            "allreduce with op=Average or Sum goes on, with zeros from those who joined."
+            f"{request.kind} {request.name!r} needs all ranks, and {self._absent(asked)} called join(): after that "
+            "only allreduce with op=Average or Sum goes on, with zeros from those who joined."
         )
+
+    def _absent(self, asked) -> str:
+        return ranks_of([rank for rank in range(self.comm.size) if rank not in asked])
 
     def _give_up(self) -> None:
         """All ranks wait and nothing will change: fail everything, on all ranks alike."""
         absent = [
-            f"{key} was submitted by {ranks_of(sorted(asked))} and not by "
-            f"{ranks_of(sorted(set(range(self.comm.size)) - set(asked)))}"
+            f"{key} was submitted by {ranks_of(sorted(asked))} and not by {self._absent(asked)}"
             for key, asked in list(self._table.items())[:5]
         ]
         if len(self._table) > 5:
@@ -225,9 +207,9 @@ class Negotiator:
         sentence = f"The ranks wait for each other: {'; '.join(absent)}. Submit the same names on all ranks."
         for operation in [*self._mine.values(), *([self._join] if self._join else [])]:
             if not operation.agreed:
-                self._fail(operation, sentence)
+                self._end(operation, sentence)
         self._table.clear()
-        self._joined, self._join = [], None
+        self._start_anew()
 
     def _stalled(self, operation, error) -> str:
         """Who has not submitted what this rank waits for, as far as this rank can know."""
@@ -247,20 +229,15 @@ class Round:
     """All ranks' news under way: first their lengths, then themselves, padded to the longest."""
 
     def __init__(self, comm, said: bytes):
-        self._comm = comm
-        self._mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        self._lengths = torch.zeros(comm.size, dtype=torch.int64)
-        self._all = None
-        self._handle = comm.all_gather(self._lengths, torch.tensor([len(said)]), async_op=True)
         self.said = None
+        self._steps = self._exchange(comm, torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        self._handle = next(self._steps)
 
     def move(self) -> bool:
         """Go on without waiting; True once everything is there."""
-        while self.said is None:
-            if not self._handle.done():
-                return False
+        while self.said is None and self._handle.done():
             self._next()
-        return True
+        return self.said is not None
 
     def wait(self) -> None:
         while self.said is None:
@@ -268,12 +245,14 @@ class Round:
 
     def _next(self) -> None:
         self._handle.wait()
-        if self._all is None:
-            longest = int(self._lengths.max())
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(self._mine)] = self._mine
-            self._all = torch.zeros(self._comm.size, longest, dtype=torch.uint8)
-            self._handle = self._comm.all_gather(self._all, padded, async_op=True)
-        else:
-            rows = zip(self._all, self._lengths.tolist(), strict=True)
-            self.said = [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+        self._handle = next(self._steps, None)
+
+    def _exchange(self, comm, mine):
+        lengths = torch.zeros(comm.size, dtype=torch.int64)
+        yield comm.all_gather(lengths, torch.tensor([len(mine)]), async_op=True)
+        everyones = torch.zeros(comm.size, int(lengths.max()), dtype=torch.uint8)
+        padded = torch.zeros_like(everyones[0])
+        padded[: len(mine)] = mine
+        yield comm.all_gather(everyones, padded, async_op=True)
+        rows = zip(everyones, lengths.tolist(), strict=True)
+        self.said = [json.loads(row[:length].numpy().tobytes()) for row, length in rows]

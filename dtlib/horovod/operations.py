@@ -1,97 +1,150 @@
-"""The other verbs, which move rows: allgather, broadcast, alltoall, reducescatter, and reductions of sparse tensors.
+"""The verbs: averages and sums over ranks, rows gathered, one rank's tensor for all.
 
-In the backward pass gradients follow Horovod's convention: each rank's loss is a share of the average.
+Each has a form that returns a handle at once (``allreduce_async``), and some write into their argument
+(``allreduce_``). Tensors are matched between ranks by ``name``; without one, by the order in which each rank calls the
+verb. In the backward pass gradients follow Horovod's convention: each rank's loss is a share of the average.
 Counterpart: ``horovod.torch.mpi_ops``.
 """
 
+import operator
+import warnings
+
 import torch
 
-from dtlib.horovod.basics import Average, Sum, check_op, check_process_set, rank, size
+from dtlib.comm import types
+from dtlib.horovod.basics import NotOffered, negotiator, rank, size
 from dtlib.horovod.compression import Compression
-from dtlib.horovod.reductions import allreduce
-from dtlib.horovod.submission import Handle, checked, differentiable, submit, synchronize, with_rows
+from dtlib.horovod.request import Operation, Request
+
+# The values that Horovod's library gives them; 2 is Adasum.
+Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
+OPS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
 
-def sparse_allreduce_async(tensor, name, op, process_set=None):
-    """The sum or average of sparse tensors, by gathering everyone's indices and values."""
-    check_op(op, "sparse_allreduce", (Average, Sum))
-    own = tensor.detach().coalesce()
-    indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(own.values(), f"{name}.values", process_set)
+def synchronize(handle):
+    """Wait until an asynchronous operation is done; returns its result.
 
-    def result(outputs):
-        indices, values = outputs
-        total = torch.sparse_coo_tensor(indices.t(), values / size() if op == Average else values, tensor.shape)
-        return total.coalesce()
-
-    return Handle([*indices.operations, *values.operations], result)
+    Raises:
+        HorovodInternalError: where ranks submitted different tensors under this name, or can never agree, or where the
+            tensor was changed meanwhile.
+        WaitTimeout: where ranks did not submit it within the time limit of the communicator.
+    """
+    _check_handle(handle)
+    output = handle.negotiator.wait(handle)
+    return output if handle.argument is None else handle.argument
 
 
-def reducescatter_async(tensor, name=None, op=Average, process_set=None, prescale_factor=1.0, postscale_factor=1.0):
-    check_process_set(process_set, "reducescatter")
-    own = with_rows(tensor, "reducescatter")
-    way = {"op": check_op(op, "reducescatter", (Average, Sum))}
-    scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return submit("reducescatter", name, own, **way, **scales)
+def poll(handle) -> bool:
+    """True once ``synchronize`` would not wait. Does not wait itself."""
+    _check_handle(handle)
+    handle.negotiator.advance()
+    return handle.done
 
 
-def reducescatter(
-    tensor, name=None, compression=Compression.none, op=Average, process_set=None, prescale_factor=1.0,
-    postscale_factor=1.0,
+def join(device: int = -1) -> int:
+    """This rank has no more data: take part in the others' allreduce with zeros until all have joined.
+
+    Returns the last rank to join. An average still divides by the number of all ranks.
+    """
+    return negotiator().join()
+
+
+def barrier(process_set=None) -> None:
+    """Wait until every rank has come here."""
+    allgather(torch.empty(0), "barrier", process_set)
+
+
+# Averages and sums
+
+
+def allreduce_async(
+    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
+):
+    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async_(
+    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
+):
+    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, process_set, in_place=True)
+
+
+def allreduce_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None):
+    """``allreduce`` into its argument."""
+    op = _op_of(op, average)
+    return synchronize(_reduce(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=True))
+
+
+def allreduce(
+    tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
+    process_set=None,
 ):  # fmt: skip
-    """This rank's rows of the reduction of every rank's ``tensor``: the first dimension is divided by ranks, and a
-    remainder goes to the lower ones. Gradients flow through it."""
+    """The average (or ``op``) of every rank's ``tensor``, as a new tensor; ``prescale_factor`` and
+    ``postscale_factor`` multiply before and after. ``average=`` is deprecated. Gradients flow through averages and
+    sums. Averages of integers are rounded towards zero."""
+    op = _op_of(op, average)
+    scales = prescale_factor, postscale_factor, process_set
 
     def forward(tensor):
         short, ctx = compression.compress(tensor)
-        handle = reducescatter_async(short, name, op, process_set, prescale_factor, postscale_factor)
-        return compression.decompress(synchronize(handle), ctx)
+        return compression.decompress(synchronize(_reduce(short, name, op, *scales)), ctx)
 
     def backward(gradient):
-        whole = allgather(gradient.contiguous()) * (prescale_factor * postscale_factor)
-        return whole / size() if op == Average else whole
+        if op not in (Average, Sum):
+            raise NotOffered(f"allreduce(op=hvd.{OPS[op].title()}) has no gradient here: pass tensor.detach().")
+        return allreduce(gradient.contiguous(), None, None, compression, op, *scales)
 
-    return differentiable(tensor, forward, backward)
+    return _differentiable(tensor, forward, backward)
+
+
+def _reduce(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=False) -> Operation:
+    way = {"op": check_op(op, "allreduce"), "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return _submit("allreduce", tensor, name, process_set, in_place, **way)
+
+
+def _op_of(op, average):
+    """``op``, or what the deprecated argument ``average`` says."""
+    if average is None:
+        return Average if op is None else op
+    if op is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if not isinstance(average, bool):
+        raise ValueError(f"average={average!r:.40} is neither True nor False: write op= or name= before it.")
+    warnings.warn("Parameter `average` has been replaced with `op`.", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
+def check_op(op, verb: str) -> str:
+    """The name of a reduction."""
+    if op not in OPS:
+        raise ValueError(f"{verb}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
+    return OPS[op]
+
+
+# Rows, and one rank's tensor
 
 
 def allgather_async(tensor, name=None, process_set=None):
-    check_process_set(process_set, "allgather")
-    return submit("allgather", name, with_rows(tensor, "allgather"))
+    return _submit("allgather", tensor, name, process_set)
 
 
 def allgather(tensor, name=None, process_set=None):
     """Every rank's ``tensor`` one after the other, on all ranks: first dimensions may differ, the others must agree.
     Gradients flow through it."""
-    own = with_rows(tensor, "allgather")
 
     def backward(gradient):
-        rows = allgather(torch.tensor([len(own)])).tolist()
+        rows = allgather(torch.tensor([len(tensor)])).tolist()
         return allreduce(gradient.contiguous()).split(rows)[rank()]
 
-    return differentiable(tensor, lambda tensor: synchronize(allgather_async(tensor, name, process_set)), backward)
+    return _differentiable(tensor, lambda tensor: synchronize(allgather_async(tensor, name, process_set)), backward)
 
 
 def broadcast_async(tensor, root_rank, name=None, process_set=None):
-    own = checked(tensor, "broadcast")
-    return _broadcast(own, torch.empty_like(own), root_rank, name, process_set)
+    return _submit("broadcast", tensor, name, process_set, root=_root(root_rank))
 
 
 def broadcast_async_(tensor, root_rank, name=None, process_set=None):
-    own = checked(tensor, "broadcast")
-    return _broadcast(own, own, root_rank, name, process_set, lambda outputs: tensor)
-
-
-def broadcast(tensor, root_rank, name=None, process_set=None):
-    """The ``tensor`` of rank ``root_rank``, as a new tensor on all ranks. Gradients flow through it."""
-
-    def backward(gradient):
-        average = allreduce(gradient.contiguous())
-        return average if rank() == root_rank else torch.zeros_like(average)
-
-    def forward(tensor):
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
-
-    return differentiable(tensor, forward, backward)
+    return _submit("broadcast", tensor, name, process_set, in_place=True, root=_root(root_rank))
 
 
 def broadcast_(tensor, root_rank, name=None, process_set=None):
@@ -99,49 +152,73 @@ def broadcast_(tensor, root_rank, name=None, process_set=None):
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
-def alltoall_async(tensor, splits=None, name=None, process_set=None):
-    check_process_set(process_set, "alltoall")
-    own = with_rows(tensor, "alltoall")
-    if splits is None:
-        if len(own) % size():
-            raise ValueError(
-                f"alltoall without splits divides the first dimension by {size()} ranks, and it is {len(own)}: pass "
-                "splits=, the number of rows for each rank."
-            )
-        rows = (len(own) // size(),) * size()
-        return submit("alltoall", name, own, splits=rows)
-    rows = tuple(int(one) for one in splits)
-    if len(rows) != size() or min(rows) < 0 or sum(rows) > len(own):
-        raise ValueError(
-            f"alltoall(splits={list(rows)}): give {size()} numbers of rows, one a rank, of at most {len(own)} together."
-        )
-    return submit("alltoall", name, own, splits=rows)
-
-
-def alltoall(tensor, splits=None, name=None, process_set=None):
-    """Rows of ``tensor`` for each rank, and theirs for this one: ``splits`` says how many go to each rank.
-
-    Returns the rows received, in rank order; with ``splits`` also how many came from each rank. Gradients flow
-    through it.
-    """
-    received = None
+def broadcast(tensor, root_rank, name=None, process_set=None):
+    """The ``tensor`` of rank ``root_rank``, as a new tensor on all ranks. Gradients flow through it."""
 
     def forward(tensor):
-        nonlocal received
-        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
-        return output
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
     def backward(gradient):
-        home, _ = alltoall(gradient.contiguous(), received)
-        # Rows that went nowhere have no gradient.
-        return torch.cat([home, home.new_zeros(len(tensor) - len(home), *home.shape[1:])])
+        average = allreduce(gradient.contiguous())
+        return average if rank() == root_rank else average.masked_fill(torch.tensor(True, device=average.device), 0)
 
-    output = differentiable(tensor, forward, backward)
-    return output if splits is None else (output, received)
+    return _differentiable(tensor, forward, backward)
 
 
-def _broadcast(own, output, root_rank, name, process_set, result=None) -> Handle:
-    check_process_set(process_set, "broadcast")
-    if not 0 <= root_rank < size():
-        raise ValueError(f"broadcast(root_rank={root_rank}): the ranks are 0 to {size() - 1}.")
-    return submit("broadcast", name, own, output, result, root=int(root_rank))
+def _root(root_rank) -> int:
+    root = operator.index(root_rank)
+    if not 0 <= root < size():
+        raise ValueError(f"broadcast(root_rank={root}): the ranks are 0 to {size() - 1}.")
+    return root
+
+
+# From arguments to something that travels
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, forward, backward):
+        ctx.rule = backward
+        return forward(tensor.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.rule(gradient), None, None
+
+
+def _differentiable(tensor, forward, backward):
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+        return _Differentiable.apply(tensor, forward, backward)
+    return forward(tensor)
+
+
+def _submit(kind, tensor, name, process_set, in_place=False, **way) -> Operation:
+    if process_set is not None:
+        raise NotOffered(
+            f"{kind}(process_set={process_set!r:.40}): only all ranks together are offered here; use the verbs of "
+            "dtlib.init().comm.split(color) for a part of them."
+        )
+    _check_tensor(tensor, kind, way.get("op"))
+    own, mine = tensor.detach(), negotiator()
+    output = own if in_place else None if kind == "allgather" else torch.empty_like(own)
+    name = f"noname.{mine.number(kind)}" if name is None else str(name)
+    request = Request(kind, name, types.type_name(own), tuple(own.shape), **way)
+    return mine.submit(Operation(request, own, output, tensor if in_place else None, mine))
+
+
+def _check_tensor(tensor, verb: str, op) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{verb} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor().")
+    if types.type_name(tensor) not in types.ALLOWED or tensor.layout != torch.strided:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported: {verb} carries {', '.join(types.ALLOWED)}.")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous: pass tensor.contiguous().")
+    if verb == "allgather" and not tensor.dim():
+        raise ValueError("allgather needs a first dimension, and this tensor has none: pass tensor.reshape(1).")
+    if tensor.dtype == torch.bool and op in ("average", "sum", "product"):
+        raise ValueError(f"allreduce({op}) of a bool tensor: use op=hvd.Min or hvd.Max, or convert it with .int().")
+
+
+def _check_handle(handle) -> None:
+    if not isinstance(handle, Operation):
+        raise ValueError(f"{handle!r:.40} is no handle: pass what an asynchronous operation has returned.")

@@ -6,33 +6,31 @@ step        what is missing is submitted, ranks agree, all is reduced, then the 
 
 import warnings
 from contextlib import contextmanager
-from itertools import count
 
 import torch
 
-from dtlib.horovod.basics import Average, check_op, check_process_set, size
+from dtlib.horovod.basics import NotOffered, size
 from dtlib.horovod.compression import Compression
-from dtlib.horovod.functions import broadcast_object
-from dtlib.horovod.operations import sparse_allreduce_async
-from dtlib.horovod.reductions import allreduce_async_, grouped_allreduce_async_
-from dtlib.horovod.submission import synchronize
+from dtlib.horovod.operations import Average, Sum, allgather_async, allreduce_async_, check_op, synchronize
 
 
 class _Distributed:
     """What is put before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
-    def _distribute(self, named_parameters, compression, passes, op, predivide, groups, sparse_as_dense):
-        self._compression, self.op, self.backward_passes_per_step = compression, op, passes
-        self.gradient_predivide_factor, self.sparse_as_dense = predivide, sparse_as_dense
+    def _distribute(self, named_parameters, groups, **options):
+        self.__dict__.update(options)  # compression, op and the others of these names
         self._names = self._checked_names(named_parameters)
-        self._delay = dict.fromkeys(self._names, passes)  # backward passes until a gradient is submitted
-        self._handles = {}  # parameter or group: handle and what decompresses, or None while passes are missing
+        self._delay = {}  # of a parameter: backward passes until its gradient is submitted
+        self._travelling = {}  # of a parameter: its gradient, and what waits for the reduced one
         self._synchronized, self._should_synchronize = False, True
-        self._hooked = {}
-        self._group_of, self._arrived = {}, {}
-        if size() > 1:
-            self._hook_parameters()
-            self._form_groups(groups)
+        self._hooked, self._group_of = {}, {}
+        self._hook_parameters()
+        if isinstance(groups, int):
+            ordered = list(self._hooked)
+            groups = [ordered[len(ordered) * i // groups : len(ordered) * (i + 1) // groups] for i in range(groups)]
+        for group in groups or []:
+            group = [parameter for parameter in group if parameter in self._hooked]
+            self._group_of.update({parameter: group for parameter in group})
 
     def _parameters(self):
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -42,18 +40,13 @@ class _Distributed:
             return {parameter: f"allreduce.noname.{i}" for i, parameter in enumerate(self._parameters())}
         named_parameters = list(named_parameters)
         if not all(isinstance(one, tuple) for one in named_parameters):
-            raise ValueError(
-                "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-                "model.named_parameters()."
-            )
+            raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                             "model.named_parameters().")  # fmt: skip
         names = [name for name, _ in named_parameters]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
-            )
+            raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {twice}")
         known = {parameter: name for name, parameter in named_parameters}
-        unnamed = [tuple(parameter.shape) for parameter in self._parameters() if parameter not in known]
-        if unnamed:
+        if unnamed := [tuple(parameter.shape) for parameter in self._parameters() if parameter not in known]:
             raise ValueError(
                 "named_parameters was specified, but one or more model parameters were not named: those of shape "
                 f"{', '.join(map(str, unnamed))}. Pass model.named_parameters() of the whole model."
@@ -61,20 +54,12 @@ class _Distributed:
         return known
 
     def _hook_parameters(self) -> None:
-        for parameter in self._parameters():
+        """Called again for those that were frozen, or not there, the last time. One rank alone reduces nothing."""
+        for parameter in self._parameters() if size() > 1 else []:
             if parameter.requires_grad and parameter not in self._hooked:
+                self._names.setdefault(parameter, f"allreduce.noname.{len(self._names)}")
+                self._delay[parameter] = self.backward_passes_per_step
                 self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_has_come)
-
-    def _form_groups(self, groups) -> None:
-        if isinstance(groups, int) and groups:
-            # Rank 0's order holds for all: groups must be the same everywhere.
-            names = broadcast_object([self._names[parameter] for parameter in self._hooked])
-            ordered = sorted(self._hooked, key=lambda parameter: names.index(self._names[parameter]))
-            groups = [ordered[len(ordered) * i // groups : len(ordered) * (i + 1) // groups] for i in range(groups)]
-        for group in groups or []:
-            group = tuple(parameter for parameter in group if parameter in self._hooked)
-            self._group_of.update(dict.fromkeys(group, group))
-            self._arrived[group] = 0
 
     # Gradients
 
@@ -85,75 +70,73 @@ class _Distributed:
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self._delay[parameter] -= 1
-        group = self._group_of.get(parameter)
-        if self._delay[parameter]:
-            self._handles[parameter] = None
-        elif group is None:
-            self._handles[parameter] = self._submit(parameter)
-        else:
-            self._arrived[group] += 1
-            self._handles[parameter] = None
-            if self._arrived[group] == len(group):
-                self._submit_group(group)
+        group = self._group_of.get(parameter, [parameter])
+        if not any(self._delay[member] for member in group):
+            for member in group:
+                self._submit(member)
 
-    def _submit(self, parameter):
-        gradient = parameter.grad
-        name = self._names[parameter]
-        if gradient.is_sparse:
-            if not self.sparse_as_dense:
-                return sparse_allreduce_async(gradient, name, self.op), None
-            gradient = parameter.grad = gradient.to_dense()
-        short, ctx = self._compression.compress(gradient.detach().contiguous())
-        return allreduce_async_(short, name=name, op=self.op, **self._scales()), ctx
+    def _submit(self, parameter) -> None:
+        gathered = parameter.grad.is_sparse and not self.sparse_as_dense
+        finish = (self._gather if gathered else self._reduce)(self._names[parameter], parameter.grad)
+        self._travelling[parameter] = parameter.grad, finish
 
-    def _scales(self) -> dict:
-        if self.op != Average:
-            return {}
-        # The average is a sum: it is divided by the one before, and by size over the other after it.
+    def _reduce(self, name, gradient):
+        """Submit a gradient; the function returned waits for the reduced one, which is sparse if this one is."""
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        short, ctx = self.compression.compress(dense.contiguous())
+        # The average is a sum: it is divided by the factor before, and by size over the factor after it.
         factor = self.gradient_predivide_factor
-        return {"prescale_factor": 1 / factor, "postscale_factor": factor}
+        handle = allreduce_async_(short, None, name, self.op, 1 / factor, factor)
+        if not gradient.is_sparse:
+            handle.watch(gradient)
 
-    def _submit_group(self, group) -> None:
-        """All gradients of a group together; a group with a sparse gradient goes one by one."""
-        for parameter in group:
-            self._handles.pop(parameter, None)
-        self._arrived[group] = 0
-        if any(parameter.grad.is_sparse for parameter in group):
-            self._handles.update({parameter: self._submit(parameter) for parameter in group})
-            return
-        short, ctxs = zip(*(self._compression.compress(p.grad.detach().contiguous()) for p in group), strict=True)
-        handle = grouped_allreduce_async_(short, name=self._names[group[0]], op=self.op, **self._scales())
-        self._handles[group] = handle, ctxs
+        def finish():
+            reduced = self.compression.decompress(synchronize(handle), ctx)
+            return reduced.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else reduced
+
+        return finish
+
+    def _gather(self, name, gradient):
+        """The same for a sparse gradient, by gathering everyone's indices and values."""
+        if self.op not in (Average, Sum):
+            raise ValueError(f"The gradient of {name!r} is sparse: use op=hvd.Average or sparse_as_dense=True.")
+        own = gradient.detach().coalesce()
+        indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices")
+        values = allgather_async(own.values().contiguous(), f"{name}.values")
+
+        def finish():
+            total = torch.sparse_coo_tensor(synchronize(indices).t(), synchronize(values), gradient.shape).coalesce()
+            return total / size() if self.op == Average else total
+
+        return finish
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced. A parameter without a gradient takes part with zeros, as other ranks
         may have one."""
-        submitted = {p for key, handle in self._handles.items() if handle for p in _members(key)}
-        missing = [parameter for parameter in self._hooked if parameter not in submitted]
-        for parameter in missing:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for group in dict.fromkeys(self._group_of.get(parameter, parameter) for parameter in missing):
-            if isinstance(group, tuple):
-                self._submit_group(group)
-            else:
-                self._handles[group] = self._submit(group)
-        for key, (handle, ctx) in self._handles.items():
-            outputs, ctxs = synchronize(handle), ctx
-            if not isinstance(key, tuple):
-                outputs, ctxs = [outputs], [ctx]
-            for parameter, output, ctx in zip(_members(key), outputs, ctxs, strict=True):
-                self._delay[parameter] = self.backward_passes_per_step
-                self._store(parameter, self._compression.decompress(output, ctx))
-        self._handles.clear()
+        self._hook_parameters()
+        for parameter in self._hooked:
+            if parameter.requires_grad and parameter not in self._travelling:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._submit(parameter)
+        travelling = dict(self._travelling)
+        self._forget_passes()
+        for parameter, (gradient, finish) in travelling.items():
+            reduced = finish()
+            if parameter.grad is not gradient:
+                raise AssertionError(
+                    f"The gradient of {self._names[parameter]!r} was set to another between backward() and step(), "
+                    "while it travelled: set gradients to zero after optimizer.step()."
+                )
+            if reduced.is_sparse:
+                parameter.grad = reduced
+            elif gradient.data_ptr() != reduced.data_ptr():
+                gradient.copy_(reduced)
         self._synchronized = True
 
-    @staticmethod
-    def _store(parameter, reduced) -> None:
-        if reduced.is_sparse:
-            parameter.grad = reduced
-        elif parameter.grad.data_ptr() != reduced.data_ptr():
-            parameter.grad.copy_(reduced)
+    def _forget_passes(self) -> None:
+        self._travelling.clear()
+        self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
 
     # What programs call
 
@@ -167,20 +150,30 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure=None):
+        """Reduce, then step. With a ``closure``, which computes gradients within the step, reduce after it."""
+        inner = closure
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): gradients are reduced twice. Write "
-                    "`with optimizer.skip_synchronize(): optimizer.step()`.",
+                    "optimizer.synchronize(): gradients are reduced twice.",
                     stacklevel=2,
                 )
-            self.synchronize()
+            if closure is None:
+                self.synchronize()
+            else:
+
+                def inner():
+                    loss = closure()
+                    self.synchronize()
+                    return loss
+
+        result = super().step(inner)
         self._synchronized = False
-        return super().step(closure)
+        return result
 
     def zero_grad(self, *args, **kwargs):
-        if self._handles:
+        if any(delay != self.backward_passes_per_step for delay in self._delay.values()):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -188,28 +181,19 @@ class _Distributed:
         return super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        self.backward_passes_per_step = passes
+        self.backward_passes_per_step = _whole_number(passes)
         self._delay = dict.fromkeys(self._delay, passes)
 
     def load_state_dict(self, *args, **kwargs):
-        self._handles.clear()
+        self._forget_passes()
         self._synchronized, self._should_synchronize = False, True
-        self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
-        return super().load_state_dict(*args, **kwargs)
-
-    def add_param_group(self, param_group):
-        super().add_param_group(param_group)
-        numbers = count(len(self._names))
-        for parameter in self._parameters():
-            if parameter not in self._names:
-                self._names[parameter] = f"allreduce.noname.{next(numbers)}"
-                self._delay[parameter] = self.backward_passes_per_step
-        if size() > 1:
-            self._hook_parameters()
-
-
-def _members(key) -> tuple:
-    return key if isinstance(key, tuple) else (key,)
+        groups = self.param_groups
+        super().load_state_dict(*args, **kwargs)
+        # The same dictionaries as before: a scheduler that was made before this optimizer sets their learning rates.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
 
 def DistributedOptimizer(
@@ -226,9 +210,10 @@ def DistributedOptimizer(
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         gradient_predivide_factor: gradients are divided by it before the sum, and by size over it afterwards; only
             for ``Average``. For 16 bits, where a sum may overflow.
-        num_groups: deprecated, use ``groups``.
-        groups: a number of groups, or lists of parameters, whose gradients are submitted together.
-        sparse_as_dense: make sparse gradients dense before they travel; else everyone's are gathered.
+        groups: a number of groups, or lists of parameters, whose gradients are submitted together (``num_groups`` is
+            the deprecated form).
+        sparse_as_dense: sparse gradients travel as dense ones, and are sparse again afterwards; else everyone's
+            indices and values are gathered.
 
     The step waits for all gradients; to change them before it, as clipping does:
 
@@ -238,42 +223,50 @@ def DistributedOptimizer(
             optimizer.step()
 
     Raises:
-        ValueError: for names that are no tuples, not unique, or do not cover all parameters; for groups that are not
-            such; for a predivide factor with another ``op``.
+        ValueError: for names that do not name each parameter once; for groups that are not such; for a predivide factor
+            with another ``op``; for LBFGS.
         AssertionError: from ``backward()`` after more passes than agreed; from ``zero_grad()`` while gradients travel.
+        HorovodInternalError: from ``step()`` where gradients were changed while they travelled.
     """
-    check_process_set(process_set, "DistributedOptimizer")
+    if process_set is not None:
+        raise NotOffered("DistributedOptimizer(process_set=...): only all ranks together are offered here.")
     check_op(op, "DistributedOptimizer")
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is one already; wrap the torch optimizer once.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("DistributedOptimizer: LBFGS computes as many gradients as each rank's own loss asks for, so "
+                         "ranks would come apart: use SGD or Adam.")  # fmt: skip
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be > 0")
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
+    groups = (num_groups or None) if groups is None else groups
     _check_groups(groups)
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
     distributed = kind.__new__(kind)
     # A scheduler made before has wrapped the old one's step; ours is a method.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     distributed._distribute(
-        named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor, groups, sparse_as_dense
-    )
+        named_parameters, groups, compression=compression, op=op, sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step=_whole_number(backward_passes_per_step),
+        gradient_predivide_factor=gradient_predivide_factor,
+    )  # fmt: skip
     return distributed
 
 
+def _whole_number(passes) -> int:
+    if not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, a whole number, and is {passes!r:.40}")
+    return passes
+
+
 def _check_groups(groups) -> None:
-    if groups is None:
-        return
-    if isinstance(groups, bool) or not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+    if isinstance(groups, bool) or not (groups is None or isinstance(groups, list) or groups > 0):
         raise ValueError("groups should be a positive integer or a list of list of torch.Tensor.")
-    seen = set()
-    for group in groups if isinstance(groups, list) else []:
-        for parameter in group:
-            if not isinstance(parameter, torch.Tensor):
-                raise ValueError("groups must consist of torch.Tensor.")
-            if parameter in seen:
-                raise ValueError("A parameter can only appear once in groups.")
-            seen.add(parameter)
+    members = [parameter for group in groups for parameter in group] if isinstance(groups, list) else []
+    if not all(isinstance(member, torch.Tensor) for member in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len(set(members)) < len(members):
+        raise ValueError("A parameter can only appear once in groups.")
