@@ -1,6 +1,5 @@
 """Memory claimed byte by byte: tensors are views of storages, and a byte counts once, for whoever claims it first."""
 
-
 from itertools import product
 
 import torch
