@@ -103,19 +103,20 @@ def commit(folder: Path, index: dict) -> None:
     for name, size in index["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise CheckpointError(f"Rank 0 does not see {folder / name}: save in a folder that all ranks share.")
-    text = json.dumps({"format": FORMAT, "version": VERSION, **index}, indent=1)
-    _replace(folder / INDEX, text, folder / f"index-{index['id']}.tmp")
+    contents = {"format": FORMAT, "version": VERSION, **index}
+    temporary = folder / f"index-{index['id']}.tmp"
+    _replace(folder / INDEX, lambda file: json.dump(contents, file, indent=1), temporary)
     for path in folder.iterdir():
         if LEFT_OVER.fullmatch(path.name) and path.name not in index["files"]:
             with suppress(OSError):
                 path.unlink()
 
 
-def _replace(path: Path, text: str, temporary: Path) -> None:
-    """Put a file in the place of another at a single moment."""
+def _replace(path: Path, write, temporary: Path) -> None:
+    """Put what ``write(file)`` writes in the place of a file, at a single moment."""
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -127,7 +128,7 @@ def _replace(path: Path, text: str, temporary: Path) -> None:
 def point_to(path: Path, name: str, comm) -> None:
     """Write a file that says which of several checkpoints counts. All ranks of ``comm`` call it."""
     temporary = path.with_name(f"{path.name}.tmp")
-    together(comm, lambda: _replace(path, name, temporary) if comm.rank == 0 else None)
+    together(comm, lambda: _replace(path, lambda file: file.write(name), temporary) if comm.rank == 0 else None)
 
 
 def _to_disk(path: Path) -> None:

@@ -112,7 +112,9 @@ class Engine:
         batches = data_iter if data_iter is not None else self._batches
         if not hasattr(batches, "__next__"):
             what = "no data" if batches is None else f"a {type(batches).__name__}, which is no iterator"
-            raise DtlibError(f"train_batch() has {what}: pass data_iter, or give initialize() training_data.")
+            raise DtlibError(
+                f"train_batch() has {what}: pass data_iter, such as iter(loader), or give initialize() training_data."
+            )
         steps, first = self.config.gradient_accumulation_steps, self.micro_steps
         loss_fn = loss_fn or torch.nn.functional.cross_entropy
         total = torch.zeros((), dtype=torch.float64)

@@ -21,7 +21,7 @@ from dtlib.world import init
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 RUNTIMES = ("dtlib", "torch")
-_stages = WeakKeyDictionary()  # of each model that was made trainable: how
+_stages = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
 
 
 def initialize(
@@ -84,7 +84,7 @@ def initialize(
                 "with dtlib.checkpoint or engine.load_checkpoint()."
             )
         optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict() if comm.rank == 0 else None))
-    if _stages.get(model) == ("dtlib", 2) and (runtime, stage) != ("dtlib", 2):
+    if _stages.get(model) == ("dtlib", 2) and (stage == 0 or runtime == "torch"):
         raise DtlibError("An initialize() at stage 2 takes this model's gradients as they come: build the model anew.")
     _stages[model] = runtime, stage
 
