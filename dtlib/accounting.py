@@ -16,13 +16,11 @@ Who keeps flat memory says so in a method ``held()``: tensors under the keys "pa
 like them; shorter ones hold this rank's parts.
 """
 
-import os
-import sys
 from contextlib import ExitStack
-from functools import cache
 
 import torch
 
+from dtlib.activations import Activations, Allocations
 from dtlib.errors import DtlibError
 from dtlib.flat import FlatBuffer
 from dtlib.storages import Storages, storage_key
@@ -71,11 +69,8 @@ class Memory:
         self._engine = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
         self._model = model if self._engine is None else model.module
         self._optimizer = optimizer if self._engine is None else optimizer or model.optimizer
-        self._hooks = ExitStack()
-        self._profile = None
         self._sampled = {}  # the largest counts so far
-        self._kept = {}  # by storage: how often autograd keeps it
-        self._kept_bytes = self.activations = self.peak = 0
+        self._kept = Activations()
         self._formula = None
 
     def __enter__(self) -> "Memory":
@@ -84,21 +79,23 @@ class Memory:
         self.simulated = any(getattr(comm, "simulated", False) for comm in self._communicators())
         self.ranks = max((comm.size for comm in self._communicators()), default=1)
         self.rank = next((comm.rank for comm in self._communicators() if comm.size == self.ranks), 0)
-        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-        handle = self._model.register_forward_pre_hook(self._look_at_storages, prepend=True)
-        self._hooks.callback(handle.remove)
-        if hasattr(self._engine, "before_step_hooks"):
-            self._engine.before_step_hooks.append(self._sample_now)
-            self._hooks.callback(self._engine.before_step_hooks.remove, self._sample_now)
-        elif self._optimizer is not None:
-            self._hooks.callback(self._optimizer.register_step_pre_hook(self._sample_now).remove)
-        self._look_at_storages()
-        self._start()
+        with ExitStack() as hooks:  # which go again if something here is refused
+            hooks.enter_context(self._kept)
+            hooks.callback(self._model.register_forward_pre_hook(self._look_at_storages, prepend=True).remove)
+            if hasattr(self._engine, "before_step_hooks"):
+                self._engine.before_step_hooks.append(self._sample_now)
+                hooks.callback(self._engine.before_step_hooks.remove, self._sample_now)
+            elif self._optimizer is not None:
+                hooks.callback(self._optimizer.register_step_pre_hook(self._sample_now).remove)
+            self._look_at_storages()
+            self._counted()
+            self._at_the_start = self._in_torch
+            self._allocated = hooks.enter_context(Allocations({p.device for p in self._parameters() if p.is_cuda}))
+            self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, kind, problem, traceback) -> None:
         self._hooks.close()
-        self._stop()
         if kind is None:
             self._count_at_the_end()
 
@@ -117,7 +114,8 @@ class Memory:
             at_the_end[name] = sampled[name]
         at_the_end["communication"] = max(at_the_end["communication"], sampled["communication"])
         at_the_end["padding"] += at_the_end.pop("gradient_padding")
-        counted = {**at_the_end, "activations": self.activations, "peak": self.peak}
+        peak = self._allocated.most + (0 if self._allocated.devices else self._at_the_start)
+        counted = {**at_the_end, "activations": self._kept.most, "peak": peak}
         self.lines = {name: counted[name] for name in LINES}
         self.__dict__.update(self.lines)
         self.total = sum(at_the_end.values())
@@ -204,55 +202,10 @@ class Memory:
     def _tails(self) -> list[torch.Tensor]:
         return [buffer.tail for buffer in self._flat_buffers()]
 
-    # Activations: what autograd keeps
-
     def _look_at_storages(self, *_) -> None:
         held = [tensor for tensors in self._held().values() for tensor in tensors]
         tensors = [*self._parameters(), *self._model.buffers(), *held]
-        self._not_activations = {storage_key(tensor) for tensor in tensors}
-
-    def _pack(self, tensor):
-        key = storage_key(tensor)
-        if key in self._not_activations:
-            return tensor
-        if key not in self._kept:
-            self._kept[key] = 0
-            self._kept_bytes += tensor.untyped_storage().nbytes()
-            self.activations = max(self.activations, self._kept_bytes)
-        self._kept[key] += 1
-        return Kept(tensor, self)
-
-    def _let_go(self, tensor) -> None:
-        key = storage_key(tensor)
-        self._kept[key] -= 1
-        if not self._kept[key]:
-            del self._kept[key]
-            self._kept_bytes -= tensor.untyped_storage().nbytes()
-
-    # The peak: what the allocator gave out
-
-    def _start(self) -> None:
-        self._counted()
-        self._at_the_start = self._in_torch
-        self._devices = {p.device for p in self._parameters() if p.is_cuda}
-        for device in self._devices:
-            torch.cuda.reset_peak_memory_stats(device)
-        if not self._devices:
-            _quieten_profiler()
-            self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True).__enter__()
-
-    def _stop(self) -> None:
-        if self._devices:
-            self.peak = sum(torch.cuda.max_memory_allocated(device) for device in self._devices)
-            return
-        self._profile.__exit__(None, None, None)
-        events = [event for event in self._profile.kineto_results.events() if event.name() == "[memory]"]
-        self._profile = None
-        running = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            running += event.nbytes()  # negative where memory is freed
-            most = max(most, running)
-        self.peak = self._at_the_start + most
+        self._kept.others = {storage_key(tensor) for tensor in tensors}
 
     # The report
 
@@ -300,37 +253,6 @@ class Memory:
 
     def __str__(self):
         return self.table()
-
-
-@cache
-def _quieten_profiler() -> None:
-    """The profiler writes about itself when it first starts, and where torch was imported in a thread, as on engines:
-    once, to nowhere."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True):
-            pass
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-class Kept:
-    """A tensor that autograd keeps; once it does not, this object goes, and says so."""
-
-    def __init__(self, tensor, memory: Memory):
-        self.tensor, self._memory = tensor, memory
-
-    def __del__(self):
-        self._memory._let_go(self.tensor)
-
-
-def _unpack(kept):
-    return kept.tensor if isinstance(kept, Kept) else kept
 
 
 def _inside(tensor, flats) -> bool:

@@ -4,8 +4,6 @@ Every rank reports what it has done; rank 0 adds up and draws. Reports are small
 rank 0 looks for them whenever it has something to report itself.
 """
 
-import copy
-
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -24,8 +22,8 @@ class RankProgress:
     """
 
     def __init__(self, comm, total: int, unit: str = "points"):
-        self.comm = copy.copy(comm)
-        self.comm.verify = False  # reports are received whenever they come, without a note
+        self.comm = comm
+        self._sent = []  # reports on their way
         self.total = total
         self.unit = unit
         self.done = 0
@@ -50,12 +48,17 @@ class RankProgress:
                 while self._finished_ranks < self.comm.size - 1:
                     self._receive()
             else:
-                self._send(-1).wait()  # the last word of this rank; messages do not overtake one another
+                self._send(-1)  # the last word of this rank; messages do not overtake one another
+                for request, message in self._sent:
+                    self.comm.wait_for(request, message, "progress on its way to rank 0")
         if self._bar is not None:
             self._bar.close()
 
     def _send(self, units):
-        return self.comm.send(np.array([units], dtype=np.int64), 0, tag=_TAG, async_op=True)
+        # Not the communicator's send: reports come whenever they do, without a note about each.
+        self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+        message = np.array([units], dtype=np.int64)
+        self._sent.append((self.comm.mpi.Isend(message, 0, _TAG), message))
 
     def _collect(self):
         while self.comm.mpi.Iprobe(tag=_TAG):

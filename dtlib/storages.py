@@ -1,5 +1,9 @@
 """Memory claimed byte by byte: tensors are views of storages, and a byte counts once, for whoever claims it first."""
 
+from itertools import product
+
+import torch
+
 
 class Storages:
     """Bytes of storages, each counted once: for whoever claims it first."""
@@ -11,11 +15,9 @@ class Storages:
     def claim(self, tensors) -> int:
         """Bytes of these tensors that nobody has claimed."""
         spans = {}
-        for tensor in map(_local, tensors):
-            storage = tensor.untyped_storage()
-            start = tensor.storage_offset() * tensor.itemsize
-            spans.setdefault(storage_key(tensor), []).append((start, min(start + tensor.nbytes, storage.nbytes())))
-            self._storages[storage_key(tensor)] = storage
+        for tensor in _strided(tensors):
+            spans.setdefault(storage_key(tensor), []).extend(_spans(tensor))
+            self._storages[storage_key(tensor)] = tensor.untyped_storage()
         gained = 0
         for key, new in spans.items():
             before = self._claimed.get(key, [])
@@ -26,7 +28,7 @@ class Storages:
     def rest(self, tensors) -> int:
         """Bytes around these tensors, in the same storages, that nobody has claimed."""
         gained = 0
-        for key, storage in {storage_key(tensor): _local(tensor).untyped_storage() for tensor in tensors}.items():
+        for key, storage in {storage_key(tensor): tensor.untyped_storage() for tensor in _strided(tensors)}.items():
             gained += storage.nbytes() - _length(self._claimed.get(key, []))
             self._claimed[key] = [(0, storage.nbytes())]
         return gained
@@ -40,6 +42,30 @@ def storage_key(tensor) -> int:
 def _local(tensor):
     """This rank's part of what torch has sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _strided(tensors):
+    """The tensors that have memory: of a sparse one its indices and values, of one on the meta device none."""
+    for tensor in map(_local, tensors):
+        if tensor.layout == torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        elif not tensor.is_meta:
+            yield tensor
+
+
+def _spans(tensor) -> list[tuple[int, int]]:
+    """The bytes of its storage that a tensor has: one span where it is dense, else one for each run of elements."""
+    if not tensor.numel():
+        return []
+    run, outer = 1, []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= run:
+            run += stride * (size - 1)
+        elif size > 1:
+            outer.append(range(0, stride * size, stride))
+    starts = (tensor.storage_offset() + sum(offsets) for offsets in product(*outer))
+    end = tensor.untyped_storage().nbytes()
+    return [(min(at * tensor.itemsize, end), min((at + run) * tensor.itemsize, end)) for at in starts]
 
 
 def _merged(spans) -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
 """Bytes that ranks hold against the closed formulas, and against counts by hand."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -174,7 +176,7 @@ def test_activations_of_a_small_net():
     model.zero_grad()
     with dtlib.memory(model) as m:
         model(torch.randn(8, 50)).sum().backward()
-        assert m._kept_bytes == 0
+        assert m._kept.now == 0
         m.sample()
         model.zero_grad()
         with torch.no_grad():
@@ -191,10 +193,10 @@ def test_two_graphs_are_kept_together_and_released():
     model = nn.Linear(10, 10, bias=False)
     with dtlib.memory(model) as m:
         first, second = model(torch.randn(4, 10)), model(torch.randn(6, 10))
-        assert m._kept_bytes == 4 * 10 * 10
+        assert m._kept.now == 4 * 10 * 10
         del first
         gc.collect()
-        assert m._kept_bytes == 4 * 6 * 10
+        assert m._kept.now == 4 * 6 * 10
         second.sum().backward()
     assert m.activations == 4 * 10 * 10
 
@@ -237,11 +239,52 @@ def test_sampled_by_hand_and_states_of_one_element():
     assert m.step_counters == 2 * 2 * 4  # NAdam has a product beside the count of steps
 
 
+def test_only_memory_that_is_there_counts():
+    """Interleaved views share a storage without padding; a sparse gradient is indices and values; meta is nothing."""
+    model, both, columns = nn.Module(), torch.zeros(1000), torch.zeros(10, 10)
+    model.even, model.odd = nn.Parameter(both[::2]), nn.Parameter(both[1::2])
+    model.left, model.right = nn.Parameter(columns[:, :5]), nn.Parameter(columns.t()[5:])
+    model.spread = nn.Parameter(torch.zeros(3).expand(4, 3))
+    model.nothing = nn.Parameter(torch.zeros(7, device="meta"))
+    with dtlib.memory(model) as m:
+        pass
+    assert (m.parameters, m.padding) == (4 * (1000 + 100 + 3), 0)
+    embedding = nn.Embedding(100, 4, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters())
+    with dtlib.memory(embedding, optimizer) as m:
+        embedding(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert m.gradients == 2 * 8 + 2 * 4 * 4
+
+
+def test_counting_leaves_stderr_alone_where_torch_was_imported_in_a_thread():
+    """And nothing is said there by the profiler either."""
+    program = """
+import os, threading
+thread = threading.Thread(target=lambda: __import__("torch"))
+thread.start(), thread.join()
+import torch, dtlib
+real, replaced = os.dup2, []
+os.dup2 = lambda *arguments, **more: replaced.append(arguments) or real(*arguments, **more)
+with dtlib.memory(torch.nn.Linear(3, 3)) as m:
+    torch.zeros(5)
+assert m.peak == 4 * (12 + 5) and not replaced, (m.peak, replaced)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_nothing_is_left_behind():
     model, optimizer = nn.Linear(5, 1), None
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ZeroDivisionError), dtlib.memory(model, optimizer):
         raise ZeroDivisionError
+    refused = dtlib.memory(model, optimizer)
+    refused._held = lambda: {}["parameters"]
+    with pytest.raises(KeyError), refused:
+        pass
+    assert type((torch.ones(1, requires_grad=True) ** 2).grad_fn._saved_self) is torch.Tensor
+    assert not refused._kept.now
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
     assert not torch.autograd._profiler_enabled()

@@ -15,7 +15,7 @@ from dtlib.pipe import LayerSpec, PipelineModule
 from tests.ranks import on_ranks
 from tests.test_pipeline import layers, loss_fn
 
-ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}}
 
 
 def config(stage, schedule="1f1b", accumulate=4, **others):

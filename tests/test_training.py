@@ -1,7 +1,10 @@
+import gc
 import json
 import math
 import shutil
 import tempfile
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -120,6 +123,47 @@ def test_ranks_share_a_data_set_and_reshuffle_it_alike():
 
 
 WHOLE = {"train_batch_size": 8, "optimizer": SGD}
+ZERO = "zero_optimization"
+ORDINARY = {
+    **WHOLE, "steps_per_print": 2000, "wall_clock_breakdown": False, "prescale_gradients": True, "dump_state": False,
+    "tensorboard": {"enabled": True, "output_path": "runs"}, "amp": {"enabled": False, "opt_level": "O1"}, "seed": 5,
+    "data_types": {"grad_accum_dtype": None}, "bfloat16": {"enabled": True}, "scheduler": None,
+    "gradient_accumulation_steps": None, "zero_allow_untested_optimizer": True,
+    ZERO: {
+        "stage": 2, "contiguous_gradients": True, "allgather_partitions": True, "allgather_bucket_size": 2e8,
+        "reduce_scatter": True, "reduce_bucket_size": 5e5, "overlap_comm": False, "cpu_offload": True,
+        "offload_param": {"device": "cpu", "pin_memory": True}, "stage3_max_live_parameters": 1e9,
+    },
+}  # fmt: skip
+INERT = (
+    "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "dump_state", "tensorboard", "amp", "data_types",
+    "zero_allow_untested_optimizer", *(f"{ZERO}.{key}" for key in (
+        "contiguous_gradients", "allgather_partitions", "allgather_bucket_size", "reduce_scatter", "offload_param",
+        "stage3_max_live_parameters",
+    )),
+)  # fmt: skip
+
+
+def test_an_ordinary_deepspeed_file_is_read_with_one_warning():
+    with pytest.warns(UserWarning) as warned:
+        config = configuration.read(ORDINARY, ranks=2)
+    assert [str(one.message) for one in warned] == [
+        f"These keys of the config change nothing here: {', '.join(INERT)}."
+    ]
+    zero = config.zero_optimization
+    assert (config.bf16.enabled, config.seed, config.scheduler, config.gradient_accumulation_steps) == (
+        True,
+        5,
+        None,
+        1,
+    )
+    assert (zero.reduce_bucket_size, zero.overlap_comm, zero.offload_optimizer.device) == (500_000, False, "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configuration.read(ORDINARY, 2, rank=1)
+        configuration.read({**WHOLE, ZERO: {"offload_optimizer": None, "reduce_bucket_size": None}}, ranks=2)
+    with pytest.warns(UserWarning, match=f"nothing here: {ZERO}.reduce_bucket_size"):
+        configuration.read({**WHOLE, ZERO: {"stage": 3, "reduce_bucket_size": 5}}, ranks=2)
 
 
 @pytest.mark.parametrize("config,words", [
@@ -147,6 +191,26 @@ WHOLE = {"train_batch_size": 8, "optimizer": SGD}
     ({**WHOLE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
      "2 x gradient_accumulation_steps 3 x 2 ranks is 12: give train_batch_size 12, or leave one of the three out"),
     ({**WHOLE, "train_batch_size": 1}, "make train_batch_size a multiple of 2"),
+    ({**WHOLE, "steps_per_print": 0}, "steps_per_print is 0: give a number above 0"),
+    ({**WHOLE, "wall_clock_breakdown": "no"}, "wall_clock_breakdown is 'no': give true or false"),
+    ({**WHOLE, "steps_per_prin": 1}, "did you mean 'steps_per_print'"),
+    ({**WHOLE, "tensorboard": True}, "tensorboard is True: give a dictionary"),
+    ({**WHOLE, ZERO: {"allgather_bucket_size": -1}}, "allgather_bucket_size is -1: give a number above 0"),
+    ({**WHOLE, ZERO: {"offload_param": {"device": "nvme"}}}, "offload_param.device is 'nvme': choose one of none, cpu"),
+    ({**WHOLE, ZERO: {"cpu_offload": True, "offload_optimizer": {"device": "none"}}}, "both are given"),
+    ({**WHOLE, ZERO: {"cpu_offload": True}}, "needs shards: set zero_optimization.stage to 1, 2 or 3"),
+    ({**WHOLE, ZERO: None}, "zero_optimization is null: give a dictionary"),
+    ({**WHOLE, ZERO: {"zero_quantized_weights": True}}, "there is nothing like it here: leave it out"),
+    ({**WHOLE, "bf16": {}, "bfloat16": {}}, "bfloat16 is the old name of bf16, and both are given"),
+    ({**WHOLE, "amp": {"enabled": True}}, "amp is {'enabled': True}, and there is nothing like it here"),
+    ({**WHOLE, "fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast is True, and there is nothing like it"),
+    ({**WHOLE, "fp16": {"initial_scale_power": 128}}, "float32 ends at 2 ** 127: give less, such as 16"),
+    ({**WHOLE, "gradient_clipping": None}, "gradient_clipping is null: give a number"),
+    ({**WHOLE, "gradient_clipping": math.nan}, "gradient_clipping is nan: give a finite number"),
+    ({**WHOLE, "train_batch_size": math.inf}, "train_batch_size is inf: give a finite number"),
+    ({**WHOLE, "train_batch_size": "auto"}, "train_batch_size is 'auto', which Hugging Face's Trainer fills in"),
+    ({**WHOLE, "optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
+    ({**WHOLE, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, math.inf]}}}, "params.betas.1 is inf"),
     ([], "pass a dictionary, or the path of a JSON file"),
     ("nowhere.json", "cannot be read"),
 ])  # fmt: skip
@@ -154,6 +218,12 @@ def test_a_mistake_in_the_config_names_the_key_the_value_and_what_is_right(confi
     with pytest.raises(ConfigError) as raised:
         configuration.read(config, ranks=2)
     assert words in str(raised.value)
+
+
+def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"fp16": {"hysteresis": 1, "enabled": true, "hysteresis": 2}}')
+    with pytest.raises(ConfigError, match="hysteresis stands twice in the same section"):
+        configuration.read(tmp_path / "config.json", ranks=2)
 
 
 @on_ranks(1)
@@ -167,6 +237,16 @@ def test_unknown_optimizers_and_their_parameters_are_refused(world):
             dtlib.initialize(model=nn.Linear(1, 1), config=config)
     with pytest.raises(ConfigError, match=r"scheduler.type is 'Cosine': choose one of WarmupLR, WarmupDecayLR"):
         dtlib.initialize(model=nn.Linear(1, 1), config={**WHOLE, "scheduler": {"type": "Cosine"}})
+    for params, words in {
+        ("warmup_type", "cosine"): "warmup_type is 'cosine': choose one of log, linear",
+        ("warmup_num_steps", -1): "warmup_num_steps is -1: give 0 or more",
+        ("total_num_steps", 5): "total_num_steps is 5: give at least warmup_num_steps, 1000",
+    }.items():
+        kind = "WarmupDecayLR" if params[0] == "total_num_steps" else "WarmupLR"
+        with pytest.raises(ConfigError, match=words):
+            dtlib.initialize(
+                model=nn.Linear(1, 1), config={**WHOLE, "scheduler": {"type": kind, "params": dict([params])}}
+            )
     with pytest.raises(ConfigError, match="optimizer is missing"):
         dtlib.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 8})
     with pytest.raises(DtlibError, match="choose one of dtlib, torch"):
@@ -272,12 +352,12 @@ def test_a_checkpoint_goes_on_at_another_stage_on_other_ranks(world, stages, kin
 
     engine = start(stages[0], world.comm)
     losses(engine, 6)  # into the second pass over the data
-    engine.save_checkpoint(folder, {"note": "six"})
+    engine.save_checkpoint(folder, "six", {"note": {6: (1, 2)}})
     rate, expected = engine.get_lr(), losses(engine, 6)
     fewer = world.comm.split(0 if world.rank < 2 else None)
     if fewer:
         again = start(stages[1], fewer)
-        assert again.load_checkpoint(folder) == {"note": "six"}
+        assert again.load_checkpoint(folder) == (f"{folder}/six", {"note": {6: (1, 2)}})
         assert (again.global_steps, again.get_lr()) == (6, rate)
         # In 16 bits three ranks round their averages where two do not.
         assert losses(again, 6) == pytest.approx(expected, abs=0.02 if kind else 1e-12)
@@ -299,7 +379,276 @@ def test_checkpoints_that_cannot_be_are_refused(world, tmp_path):
     with pytest.raises(DtlibError, match="torch has sharded this engine"):
         engine.save_checkpoint(tmp_path)
     engine = dtlib.initialize(model=build("plain"), config=config)[0]
-    folder = world.comm.broadcast_object(str(tmp_path))
-    dtlib.checkpoint.save(folder, engine.module, engine.optimizer)
+    dtlib.checkpoint.save(tmp_path / "mine", engine.module, engine.optimizer)
     with pytest.raises(DtlibError, match="was not saved by an engine"):
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path, "mine")
+    for arguments, words in (
+        (("a/b",), "tag is 'a/b': give the name of a folder"),
+        (("latest",), "tag is 'latest'"),
+        (((),), r"tag is \(\)"),
+        ((f"rank {world.rank}",), "tag differs between ranks: rank 0 has 'rank 0'"),
+        ((None, 3), "client_state is 3: give a dictionary"),
+        ((None, {"a": {1, 2}}), "cannot be written as JSON"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            engine.save_checkpoint(tmp_path, *arguments)
+
+
+def engine_of(model, stage=0, accumulate=1, settings=None, **given):
+    """An engine for ``model`` with micro-batches of 2 and SGD, or the optimizer that is given."""
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulate, **(settings or {})}
+    config[ZERO] = {"stage": stage}
+    if "optimizer" not in given:
+        config.setdefault("optimizer", SGD)
+    return dtlib.initialize(model=model, config=config, **given)[0]
+
+
+def train(engine, data, rank=0, ranks=1):
+    for batch in data:
+        engine.backward(loss_of(engine, part(batch, rank, ranks)))
+        engine.step()
+    return engine
+
+
+@on_ranks(2)
+def test_tags_and_latest_are_deepspeeds(world, tmp_path):
+    one, two = batches("plain", 2, 4)
+    engine = train(engine_of(build("plain"), 1), [one], world.rank, 2)
+    with pytest.warns(UserWarning, match="no file 'latest'") if world.rank == 0 else nullcontext():
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    engine.save_checkpoint(tmp_path)
+    first = full_values(engine.module, world.comm)["second.weight"].clone()
+    train(engine, [two], world.rank, 2).save_checkpoint(tmp_path, tag="best", client_state={"loss": 0.5})
+    train(engine, [one], world.rank, 2).save_checkpoint(tmp_path, 7, save_latest=False)
+    assert engine.load_checkpoint(tmp_path, "global_step1") == (str(tmp_path / "global_step1"), {})
+    assert engine.global_steps == 1 and torch.equal(engine.module.second.weight, first)
+    assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "best"), {"loss": 0.5})
+    assert engine.global_steps == 2 and not torch.equal(engine.module.second.weight, first)
+    assert engine.load_checkpoint(tmp_path, tag=7)[0] == str(tmp_path / "7") and engine.global_steps == 3
+    assert (tmp_path / "latest").read_text() == "best"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_scheduler_and_an_optimizer_made_before_change_the_rates_that_count(world, stage):
+    schedules = torch.optim.lr_scheduler
+    data, model, control = batches("plain", 4, 4), build("plain"), build("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inside = [schedules.ConstantLR(optimizer, 0.5, 2), schedules.StepLR(optimizer, 1)]
+    ready = schedules.SequentialLR(optimizer, inside, [2])
+    engine, rates = engine_of(model, stage, optimizer=optimizer, lr_scheduler=ready), []
+    for batch in data:
+        rates.append(train(engine, [batch], world.rank, 2).get_lr()[0])
+    assert rates == pytest.approx([0.05, 0.1, 0.01, 0.001]) and engine.lr_scheduler is ready
+    with pytest.raises(DtlibError, match="StepLR was made for another optimizer than the one that trains"):
+        engine_of(control, stage, lr_scheduler=schedules.StepLR(optimizer, 1))
+    with pytest.raises(DtlibError, match="ReduceLROnPlateau waits for a figure"):
+        engine_of(build("plain"), stage, lr_scheduler=schedules.ReduceLROnPlateau)
+    # What it does not train counts in no norm; what it has learnt would be lost with shards.
+    norms = []
+    for other in (stage, 0):
+        model = build("plain")
+        part_of = torch.optim.SGD([model.second.weight], lr=0.1)
+        engine = engine_of(model, other, optimizer=part_of, settings={"gradient_clipping": 0.01})
+        norms.append(train(engine, data, world.rank, 2).get_global_grad_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, data[0]).backward()
+    used.step()
+    with pytest.raises(DtlibError, match=f"states, which stage {stage} would lose") if stage else nullcontext():
+        used.state[model.second.bias]["momentum_buffer"].add_(world.rank)  # all ranks go on from those of rank 0
+        train(engine_of(model, stage, optimizer=used), data, world.rank, 2)
+        values = model.second.bias.tolist()
+        assert values == world.comm.broadcast_object(values)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_groups_of_parameters_keep_their_settings(world, stage):
+    data, model, control = batches("plain", 3, 4), build("plain"), build("plain")
+
+    def groups(model):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        return [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.01},
+        ]
+
+    reference = torch.optim.SGD(groups(control), lr=0.1, momentum=0.9)
+    for batch in data:
+        reference.zero_grad()
+        loss_of(control, batch).backward()
+        reference.step()
+    engine = train(engine_of(model, stage, model_parameters=groups(model)), data, world.rank, 2)
+    assert difference_of_values(engine.module, control, world.comm) <= 1e-12
+    assert engine.get_lr() == [0.1, 0.01]
+    stranger = nn.Linear(3, 1)
+    for parameters, words in (
+        ([*build("plain").parameters(), *stranger.parameters()], "8 parameters to train are not the model's"),
+        ([], "No parameter is to be trained"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            engine_of(build("plain"), stage, model_parameters=parameters)
+    model = build("plain")
+    with pytest.raises(DtlibError, match="groups of model_parameters are for the config's optimizer"):
+        engine_of(model, stage, model_parameters=groups(model), optimizer=lambda p: torch.optim.SGD(p, lr=1))
+
+
+@on_ranks(1)
+def test_adam_decays_weights_as_in_deepspeed(world):
+    for name, params, expected in (
+        ("Adam", {}, (torch.optim.AdamW, 0)), ("AdamW", {}, (torch.optim.AdamW, 0)),
+        ("AdamW", {"adam_w_mode": False}, (torch.optim.AdamW, 0)),
+        ("Adam", {"adam_w_mode": False}, (torch.optim.Adam, 0)),
+        ("AdamW", {"torch_adam": True}, (torch.optim.AdamW, 0.01)),
+        ("AdamW", {"weight_decay": 0.1}, (torch.optim.AdamW, 0.1)),
+    ):  # fmt: skip
+        engine = engine_of(nn.Linear(1, 1), settings={"optimizer": {"type": name, "params": params}})
+        assert (type(engine.optimizer), engine.optimizer.param_groups[0]["weight_decay"]) == expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_that_raised_leaves_nothing_behind(world, stage, tmp_path):
+    one, two, three = (part(batch, world.rank, 2) for batch in batches("plain", 3, 4))
+    engine, calls = engine_of(build("plain"), stage, accumulate=2), []
+
+    def raises(output, target):
+        calls.append(1)
+        return nn.functional.cross_entropy(output, target) * (1 // (len(calls) < 2))
+
+    with pytest.raises(ZeroDivisionError):
+        engine.train_batch(iter([three, three]), raises)
+    with pytest.raises(DtlibError, match="takes 2 micro-batches, and data_iter ended after 1"):
+        engine.train_batch(iter([three]))
+    with pytest.raises(DtlibError, match="a list, which is no iterator: pass data_iter"):
+        engine.train_batch([one, two])
+    engine.train_batch(iter([one, two]))
+    control = engine_of(build("plain"), stage, accumulate=2)
+    control.train_batch(iter([one, two]))
+    assert engine.micro_steps == 2
+    assert difference_of_values(engine.module, control.module, world.comm) == 0
+    # A step that was begun is forgotten by loading.
+    engine.save_checkpoint(tmp_path)
+    engine.backward(loss_of(engine, three))
+    engine.step()
+    engine.load_checkpoint(tmp_path)
+    for either in (engine, control):
+        either.train_batch(iter([two, one]))
+    assert difference_of_values(engine.module, control.module, world.comm) == 0
+
+
+@on_ranks(2)
+def test_training_goes_on_in_the_middle_of_a_pass_number_for_number(world, tmp_path):
+    """Dropout, a schedule that counts by numbers, and the loss scale."""
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0)).half()
+    data = torch.utils.data.TensorDataset(x, torch.arange(24) % 3)
+
+    def start(kind="fp16", schedule=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]), **fp16):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        settings = {kind: {"enabled": True, **fp16}}
+        return engine_of(model, 1, settings=settings, training_data=data, lr_scheduler=schedule)
+
+    engine = start(initial_scale_power=10)
+    torch.manual_seed(world.rank)
+    for _ in range(3):
+        engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    unbroken = [engine.train_batch().item() for _ in range(6)]
+    again = start()
+    again.load_checkpoint(tmp_path)
+    again.save_checkpoint(tmp_path)  # before a batch is taken
+    again.load_checkpoint(tmp_path)
+    assert [again.train_batch().item() for _ in range(6)] == unbroken
+    assert again.get_lr() == engine.get_lr() == pytest.approx([0.001]) and again.loss_scale() == 1024
+    # A scale belongs to its kind of scaling, a scheduler's state to its class.
+    for other, scale in ((start(loss_scale=128), 128), (start("bf16"), 1)):
+        other.load_checkpoint(tmp_path)
+        assert other.loss_scale() == scale
+    before = [p.clone() for p in again.module.parameters()]
+    for schedule, words in (
+        (None, "the engine has none"),
+        (torch.optim.lr_scheduler.ExponentialLR, "has ExponentialLR"),
+    ):
+        make = schedule and (lambda o, schedule=schedule: schedule(o, 0.5))
+        other = start(schedule=make)
+        with pytest.raises(DtlibError, match=f"was saved with MultiStepLR, and .*{words}"):
+            other.load_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    other.save_checkpoint(tmp_path)
+    assert all(map(torch.equal, before, again.module.parameters()))
+
+
+def test_a_pass_that_was_left_is_over_and_positions_survive_being_loaded_twice():
+    def loader(rank=0, ranks=2, samples=24):
+        return RankLoader(list(range(samples)), 2, rank, ranks)
+
+    left = loader()
+    next(iter(left))
+    assert len(list(left)) == len(left) == 6
+    going = loader()
+    passing = iter(going)
+    taken = [next(passing), next(passing)]
+    state = going.state_dict()
+    state_before_random = torch.get_rng_state()
+    for _ in range(3):
+        again = loader()
+        again.load_state_dict(state)
+        state = again.state_dict()
+        assert state == {"epoch": 1, "samples": 8}
+    rest = list(again)
+    assert torch.equal(torch.get_rng_state(), state_before_random)
+    assert sorted(int(i) for b in [*taken, *rest] for i in b) == sorted(int(i) for b in loader() for i in b)
+    assert [b.tolist() for b in rest] == [b.tolist() for b in passing]
+    fewer = loader(0, 1)
+    fewer.load_state_dict(state)
+    assert len(list(fewer)) == 8 and fewer.epoch == 1
+    with pytest.raises(DtlibError, match="training_data has 3 samples, and 2 ranks take 4 at a time"):
+        loader(samples=3)
+    with pytest.raises(DtlibError, match="training_data is a generator"):
+        RankLoader((i for i in range(8)), 2, 0, 1)
+
+
+@on_ranks(2)
+def test_the_engine_says_what_would_not_train(world):
+    data = batches("plain", 2, 4, torch.bfloat16)
+    for stage in (0, 1, 3):
+        model = build("plain", torch.float32)
+        engine = engine_of(model, stage, settings={"bf16": {"enabled": True}})
+        control = engine_of(build("plain", torch.float32), stage, settings={"bf16": {"enabled": True}})
+        engine.backward(loss_of(engine, part(data[1], world.rank, 2)))
+        with pytest.raises(DtlibError, match=r"call engine.step\(\)"):
+            engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        train(engine, data[:1], world.rank, 2), train(control, data[:1], world.rank, 2)
+        assert difference_of_values(engine.module, control.module, world.comm) == 0
+        model.first.bias.requires_grad_(True)
+        words = "first.bias was unfrozen after initialize" if stage else "unfrozen after"
+        with pytest.raises(DtlibError, match=words):
+            train(engine, data[:1], world.rank, 2)
+    model = build("plain")
+    engine_of(model, 2)
+    with pytest.raises(DtlibError, match="takes this model's gradients as they come: build the model anew"):
+        engine_of(model, 0)
+    engine = engine_of(build("plain"), settings={"fp16": {"enabled": True, "initial_scale_power": 0}})
+    x, y = part(data[0], world.rank, 2)
+    with pytest.raises(DtlibError, match="overflow at the smallest loss scale, 1, so no step is made"):
+        train(engine, [(x.half() * math.inf, y)])
+
+
+def test_others_frozen_objects_stay_frozen():
+    from dtlib.lab.exercises.held import Snapshot
+
+    with Snapshot() as before:
+        kept = torch.ones(3)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with Snapshot() as before:
+            kept = torch.ones(5)
+            assert [tensor.numel() for tensor in before.new()] == [kept.numel()]
+        assert 0 < gc.get_freeze_count() <= count
+    finally:
+        gc.unfreeze()

@@ -17,8 +17,8 @@ Counterparts: ``torch.distributed.checkpoint``, whose format ``export`` writes; 
 """
 
 from dtlib.checkpoint.exporting import export
-from dtlib.checkpoint.folder import CheckpointError
+from dtlib.checkpoint.folder import CheckpointError, point_to, pointed_to
 from dtlib.checkpoint.loading import load
 from dtlib.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "export", "load", "save"]
+__all__ = ["CheckpointError", "export", "load", "point_to", "pointed_to", "save"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint
 
-from dtlib.checkpoint.folder import TYPES, Reader, check_file, read_index
+from dtlib.checkpoint.folder import TYPES, Reader, check_file, decoded, read_index
 
 
 def export(folder, out) -> None:
@@ -38,7 +38,7 @@ def export(folder, out) -> None:
     if masters:
         state["masters"] = masters
     if index["extra"] is not None:
-        state["extra"] = index["extra"]
+        state["extra"] = decoded(index["extra"])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, as it should be
         torch.distributed.checkpoint.save(state, checkpoint_id=out, no_dist=True)

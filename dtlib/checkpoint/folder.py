@@ -28,6 +28,7 @@ FORMAT, VERSION = "dtlib checkpoint", 1
 CONTENTS = ("id", "files", "tensors", "aliases", "optimizer", "extra")
 OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.tmp")
 LEFT_OVER = re.compile(rf"{OURS.pattern}|\.tmp\w{{6}}")  # the latter is what safetensors calls a file while it writes
+TUPLE, PAIRS = "__tuple__", "__pairs__"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 TYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS, "complex64", "bool")}
@@ -35,6 +36,29 @@ TYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS, "complex64"
 
 class CheckpointError(DtlibError):
     """A checkpoint that cannot be saved or loaded; every rank raises the same sentence."""
+
+
+def encoded(value):
+    """As JSON can hold it: tuples, and dictionaries whose keys are not text, become marked lists."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and not value.keys() & {TUPLE, PAIRS}:
+        return {key: encoded(entry) for key, entry in value.items()}
+    if isinstance(value, dict):
+        return {PAIRS: [[encoded(key), encoded(entry)] for key, entry in value.items()]}
+    if isinstance(value, (list, tuple)):
+        entries = [encoded(entry) for entry in value]
+        return {TUPLE: entries} if isinstance(value, tuple) else entries
+    return value
+
+
+def decoded(value):
+    """What ``encoded`` was given."""
+    if isinstance(value, list):
+        return [decoded(entry) for entry in value]
+    if isinstance(value, dict) and TUPLE in value:
+        return tuple(decoded(value[TUPLE]))
+    if isinstance(value, dict) and PAIRS in value:
+        return {decoded(key): decoded(entry) for key, entry in value[PAIRS]}
+    return {key: decoded(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def together(comm, work):
@@ -79,22 +103,32 @@ def commit(folder: Path, index: dict) -> None:
     for name, size in index["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise CheckpointError(f"Rank 0 does not see {folder / name}: save in a folder that all ranks share.")
+    contents = {"format": FORMAT, "version": VERSION, **index}
     temporary = folder / f"index-{index['id']}.tmp"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "version": VERSION, **index}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / INDEX)
-        _to_disk(folder)
-    except OSError as problem:
-        raise CheckpointError(
-            f"{folder / INDEX} cannot be written ({problem}): make room, and save again."
-        ) from problem
+    _replace(folder / INDEX, lambda file: json.dump(contents, file, indent=1), temporary)
     for path in folder.iterdir():
         if LEFT_OVER.fullmatch(path.name) and path.name not in index["files"]:
             with suppress(OSError):
                 path.unlink()
+
+
+def _replace(path: Path, write, temporary: Path) -> None:
+    """Put what ``write(file)`` writes in the place of a file, at a single moment."""
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _to_disk(path.parent)
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be written ({problem}): make room, and save again.") from problem
+
+
+def point_to(path: Path, name: str, comm) -> None:
+    """Write a file that says which of several checkpoints counts. All ranks of ``comm`` call it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    together(comm, lambda: _replace(path, lambda file: file.write(name), temporary) if comm.rank == 0 else None)
 
 
 def _to_disk(path: Path) -> None:
@@ -107,6 +141,13 @@ def _to_disk(path: Path) -> None:
 
 
 # Reading
+
+
+def pointed_to(path: Path, comm) -> str | None:
+    """What ``point_to`` wrote; None where there is no such file. All ranks of ``comm`` call it."""
+    return comm.broadcast_object(
+        together(comm, lambda: path.read_text(encoding="utf-8").strip() if comm.rank == 0 and path.is_file() else None)
+    )
 
 
 def read_index(folder: Path) -> dict:

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import torch
 
-from dtlib.checkpoint.folder import FLOATS, TYPES, CheckpointError, Reader, check_file, read_index, together
+from dtlib.checkpoint.folder import (
+    FLOATS,
+    TYPES,
+    CheckpointError,
+    Reader,
+    check_file,
+    decoded,
+    read_index,
+    together,
+)
 from dtlib.checkpoint.holdings import Holding, holdings_of, local, names_of_groups
 from dtlib.comm import as_communicator
 from dtlib.world import init
@@ -13,11 +22,12 @@ from dtlib.world import init
 MACHINE = ("foreach", "fused", "capturable", "differentiable")
 
 
-def load(folder, model, optimizer=None, comm=None, masters=None):
+def load(folder, model, optimizer=None, comm=None, masters=None, check=None):
     """Load what ``save`` has saved, on any number of ranks and with any strategy; returns its ``extra``.
 
     All ranks of ``comm`` call it, after the model, its strategy and its optimizer have been made as for training. Each
     reads the elements that it needs. Arguments are those of ``save``; without ``optimizer`` the model alone is loaded.
+    ``check`` is a function of ``extra`` that may refuse it by a ``DtlibError``.
 
     Floating-point values are converted to the model's type, from the float32 masters where those were saved; other
     types must agree. Masters that were not saved get the values. Settings of the optimizer's groups become those that
@@ -32,7 +42,11 @@ def load(folder, model, optimizer=None, comm=None, masters=None):
     folder = Path(folder)
     index = comm.broadcast_object(together(comm, lambda: read_index(folder) if comm.rank == 0 else None))
 
+    extra = decoded(index["extra"])
+
     def look():
+        if check is not None:
+            check(extra)
         for name in list(index["files"])[comm.rank :: comm.size]:
             check_file(folder, index, name)
         held = holdings_of(model, optimizer, masters, comm)
@@ -45,7 +59,7 @@ def load(folder, model, optimizer=None, comm=None, masters=None):
     together(comm, lambda: _fill(folder, index, held, optimizer, comm))  # only a disk that fails now can stop it
     if hasattr(optimizer, "part_of"):
         optimizer.give_values()
-    return index["extra"]
+    return extra
 
 
 @torch.no_grad()

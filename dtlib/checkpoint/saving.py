@@ -7,7 +7,16 @@ from pathlib import Path
 
 import torch
 
-from dtlib.checkpoint.folder import TYPES, CheckpointError, check_pieces, commit, file_name, together, write_file
+from dtlib.checkpoint.folder import (
+    TYPES,
+    CheckpointError,
+    check_pieces,
+    commit,
+    encoded,
+    file_name,
+    together,
+    write_file,
+)
 from dtlib.checkpoint.holdings import aliases_of, holdings_of, local, names_of_groups, settings_of, states_of
 from dtlib.comm import as_communicator
 from dtlib.world import init
@@ -27,8 +36,8 @@ def save(folder, model, optimizer=None, comm=None, masters=None, extra=None) -> 
             the parameter's shape, single numbers, and the settings of its groups are saved.
         comm: by default the world's. Plain models on several ranks must be the same on all: each writes a share.
         masters: the ``MasterWeights`` that the optimizer was made of, if it was.
-        extra: what JSON can hold: a scheduler's ``state_dict()``, positions in the data, such as a loader's epoch. That
-            of rank 0 counts.
+        extra: what JSON can hold, and tuples and any keys: a scheduler's ``state_dict()``, positions in the data, such
+            as a loader's epoch. That of rank 0 counts.
 
     Raises:
         CheckpointError: on all ranks, with the same sentence: where a rank cannot write, the model and the optimizer do
@@ -79,10 +88,10 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         named = zip(names_of_groups(optimizer, held), settings_of(optimizer), strict=True)
         groups = [{"parameters": names, "settings": settings} for names, settings in named]
     try:
-        extra = json.loads(json.dumps(extra))
+        extra = json.loads(json.dumps(encoded(extra)))
     except (TypeError, ValueError) as problem:
         raise CheckpointError(
-            f"extra cannot be written as JSON ({problem}): give numbers, text, lists, dicts."
+            f"extra cannot be written as JSON ({problem}): give numbers, text, lists, tuples, dicts."
         ) from None
     kind = None if optimizer is None else type(local(optimizer)).__name__
     return tensors, {

@@ -6,11 +6,14 @@ DeepSpeed (deepspeed.ai/docs/config-json), whose names, defaults and batch arith
 
 import difflib
 import json
-from dataclasses import dataclass, field, fields, is_dataclass
+import math
+import warnings
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.training.other_keys import INERT, MUST_BE_OFF, is_off
 
 
 class ConfigError(DtlibError):
@@ -59,7 +62,8 @@ class OffloadOptimizer:
 class ZeroOptimization:
     """``stage`` 0 is data parallelism; 1 shares out the optimizer's states, 2 gradients too, 3 parameters too.
 
-    ``reduce_bucket_size`` counts elements; without it a bucket is 25 MiB (DeepSpeed: 5e8 elements). ``overlap_comm``
+    ``reduce_bucket_size`` counts elements; without it a bucket is 25 MiB (DeepSpeed: 5e8 elements); stage 3 sends
+    units. ``overlap_comm``
     moves messages on in a thread while computing goes on; without it that is done where computing leaves the cores
     idle.
     """
@@ -81,7 +85,8 @@ class Pipeline:
 
 @dataclass
 class Config:
-    """A whole config. ``train_batch_size`` is the product of the two below it and the number of ranks."""
+    """A whole config. ``train_batch_size`` is the product of the two below it and the number of ranks; ``seed`` is that
+    of the order in which ``training_data`` comes."""
 
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
@@ -93,6 +98,7 @@ class Config:
     gradient_clipping: float = 0.0
     zero_optimization: ZeroOptimization = field(default_factory=ZeroOptimization)
     pipeline: Pipeline = field(default_factory=Pipeline)
+    seed: int = 0
 
 
 _SECTIONS = {
@@ -100,16 +106,21 @@ _SECTIONS = {
     "zero_optimization": ZeroOptimization, "zero_optimization.offload_optimizer": OffloadOptimizer,
     "pipeline": Pipeline,
 }  # fmt: skip
+_MAY_BE_NULL = ("optimizer", "scheduler", "zero_optimization.offload_optimizer")
 _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",
-    "hysteresis", "reduce_bucket_size", "min_loss_scale",
+    "hysteresis", "reduce_bucket_size", "min_loss_scale", "steps_per_print", "gradient_predivide_factor",
+    "allgather_bucket_size",
 )  # fmt: skip
+MOST_POWERS_OF_TWO = 127
 STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("none", "cpu")
 
 
-def read(config, ranks: int) -> Config:
+def read(config, ranks: int, rank: int = 0) -> Config:
     """A checked ``Config`` from a dictionary or the path of a JSON file, for this number of ranks.
+
+    Rank 0 warns once of all keys that change nothing here (other_keys.py).
 
     Raises:
         ConfigError: one sentence with the key, the value and what would be right.
@@ -118,28 +129,41 @@ def read(config, ranks: int) -> Config:
         config = _from_file(Path(config))
     if not isinstance(config, dict):
         raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
-    made = _section(Config, config, "")
+    _check_values(config)
+    inert = []
+    made = _section(Config, _with_new_names(config), "", inert)
     if made.bf16.enabled and made.fp16.enabled:
         raise ConfigError(
             "bf16.enabled and fp16.enabled are both true: a model has one type, so switch one of them off."
+        )
+    if made.fp16.initial_scale_power > MOST_POWERS_OF_TWO:
+        raise ConfigError(
+            f"fp16.initial_scale_power is {made.fp16.initial_scale_power}, and float32 ends at 2 ** "
+            f"{MOST_POWERS_OF_TWO}: give less, such as 16."
         )
     if made.zero_optimization.stage not in STAGES:
         known = ", ".join(map(str, STAGES))
         raise ConfigError(f"zero_optimization.stage is {made.zero_optimization.stage}: choose one of {known}.")
     device = made.zero_optimization.offload_optimizer.device
-    if device not in OFFLOAD_DEVICES:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.device is {device!r}: choose one of {', '.join(OFFLOAD_DEVICES)}."
-        )
+    parameters = config.get("zero_optimization", {}).get("offload_param") or {}
+    for key, where in {"offload_optimizer": device, "offload_param": parameters.get("device", "none")}.items():
+        if where not in OFFLOAD_DEVICES:
+            raise ConfigError(
+                f"zero_optimization.{key}.device is {where!r}: choose one of {', '.join(OFFLOAD_DEVICES)}."
+            )
     if device == "cpu" and not made.zero_optimization.stage:
         raise ConfigError("zero_optimization.offload_optimizer needs shards: set zero_optimization.stage to 1, 2 or 3.")
     _complete_batch_sizes(made, ranks)
+    if made.zero_optimization.stage == 3 and made.zero_optimization.reduce_bucket_size:
+        inert.append("zero_optimization.reduce_bucket_size")
+    if inert and rank == 0:
+        warnings.warn(f"These keys of the config change nothing here: {', '.join(inert)}.", stacklevel=3)
     return made
 
 
 def _from_file(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(), object_pairs_hook=_without_repetition)
     except OSError as problem:
         raise ConfigError(
             f"config={str(path)!r} cannot be read ({problem.strerror}): give the path of a JSON file."
@@ -148,42 +172,97 @@ def _from_file(path: Path) -> dict:
         raise ConfigError(f"{path.name} is no JSON: {problem.msg} in line {problem.lineno}.") from None
 
 
-def _section(kind, values, prefix: str):
+def _without_repetition(pairs) -> dict:
+    keys = [key for key, _ in pairs]
+    if repeated := {key for key in keys if keys.count(key) > 1}:
+        raise ConfigError(f"{', '.join(sorted(repeated))} stands twice in the same section: leave one of them out.")
+    return dict(pairs)
+
+
+def _check_values(value, name: str = "") -> None:
+    """Refuse what is a value for no key, wherever it stands."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_values(inside, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}: give a finite number.")
+    elif isinstance(value, str) and value == "auto":
+        raise ConfigError(f"{name} is 'auto', which Hugging Face's Trainer fills in: give the value, or leave it out.")
+
+
+def _with_new_names(config: dict) -> dict:
+    """The config with the keys that have taken the place of old ones."""
+    config, zero = dict(config), config.get("zero_optimization")
+    if "bfloat16" in config and "bf16" in config:
+        raise ConfigError("bfloat16 is the old name of bf16, and both are given: leave bfloat16 out.")
+    if "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")
+    if isinstance(zero, dict) and "cpu_offload" in zero:
+        config["zero_optimization"] = zero = dict(zero)
+        offload = _checked("zero_optimization.cpu_offload", "cpu_offload", zero.pop("cpu_offload"), bool | None)
+        if offload and zero.setdefault("offload_optimizer", {"device": "cpu"}) != {"device": "cpu"}:
+            raise ConfigError(
+                "zero_optimization.cpu_offload is the old name of offload_optimizer, and both are given: leave "
+                "cpu_offload out."
+            )
+    return config
+
+
+def _section(kind, values, prefix: str, inert: list[str]):
     if not isinstance(values, dict):
-        raise ConfigError(f"{prefix.rstrip('.')} is {values!r:.60}: give a dictionary.")
-    known = {entry.name: entry.type for entry in fields(kind)}
+        raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
+    known, others = {entry.name: entry.type for entry in fields(kind)}, INERT.get(prefix, {})
     made = {}
     for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+        name = f"{prefix}{key}"
+        if key in MUST_BE_OFF.get(prefix, ()):
+            if not is_off(value):
+                raise ConfigError(f"{name} is {_shown(value)}, and there is nothing like it here: leave it out.")
+            inert.append(name)
+        elif key in others:
+            _checked(name, key, value, others[key] | None)
+            inert.append(name)
+        elif key not in known:
+            near = difflib.get_close_matches(str(key), [*known, *others], n=1)
             cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-            raise ConfigError(f"{prefix}{key} is no key of the config: {cure}")
-        if prefix + key in _SECTIONS:
-            made[key] = _section(_SECTIONS[prefix + key], value, f"{prefix}{key}.")
-        else:
-            made[key] = _checked(f"{prefix}{key}", key, value, known[key])
+            raise ConfigError(f"{name} is no key of the config: {cure}")
+        elif name not in _SECTIONS:
+            made[key] = _checked(name, key, value, known[key])
+        elif value is not None or name not in _MAY_BE_NULL:
+            made[key] = _section(_SECTIONS[name], value, f"{name}.", inert)
     if kind is TypeAndParams and "type" not in made:
         raise ConfigError(f'{prefix}type is missing: name one, as in {{"type": "AdamW", "params": {{"lr": 0.001}}}}.')
     return kind(**made)
 
 
+def _shown(value) -> str:
+    return "null" if value is None else f"{value!r:.60}"
+
+
 def _checked(name: str, key: str, value, kind):
-    wants_number = kind in (float, int, int | None)
-    if kind in (bool, bool | None) and not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}: give true or false.")
+    """The value, if it is of this kind, or null where that means the default."""
+    if value is None and isinstance(None, kind):
+        return None
+    kind = next((entry for entry in getattr(kind, "__args__", [kind]) if entry is not type(None)), kind)
+    wants_number = kind in (float, int)
+    problem = f"{name} is {_shown(value)}: give"
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{problem} true or false.")
     if wants_number and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise ConfigError(f"{name} is {value!r}: give a number.")
-    if kind in (int, int | None) and value != int(value):
-        raise ConfigError(f"{name} is {value!r}: give a whole number.")
+        raise ConfigError(f"{problem} a number.")
+    if wants_number and not math.isfinite(value):
+        raise ConfigError(f"{problem} a finite number.")
+    if kind is int and value != int(value):
+        raise ConfigError(f"{problem} a whole number.")
     if key in _POSITIVE and value <= 0:
-        raise ConfigError(f"{name} is {value!r}: give a number above 0.")
+        raise ConfigError(f"{problem} a number above 0.")
     if wants_number and value < 0:
-        raise ConfigError(f"{name} is {value!r}: give 0 or more.")
+        raise ConfigError(f"{problem} 0 or more.")
     if kind is str and not isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}: give a name in quotes.")
+        raise ConfigError(f"{problem} a name in quotes.")
     if kind is dict and not isinstance(value, dict):
-        raise ConfigError(f"{name} is {value!r}: give a dictionary.")
-    return int(value) if wants_number and kind is not float else value
+        raise ConfigError(f"{problem} a dictionary.")
+    return int(value) if kind is int else value
 
 
 def _complete_batch_sizes(config: Config, ranks: int) -> None:
@@ -215,11 +294,3 @@ def _what_fits(config: Config, ranks: int) -> str:
     if config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps:
         return f"give train_batch_size {given}, or leave one of the three out"
     return f"make train_batch_size a multiple of {given}"
-
-
-def as_dictionary(config) -> dict:
-    """A config as it would stand in its file, complete."""
-    made = {entry.name: getattr(config, entry.name) for entry in fields(config)}
-    return {
-        key: as_dictionary(value) if is_dataclass(value) else value for key, value in made.items() if value is not None
-    }

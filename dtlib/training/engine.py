@@ -1,6 +1,10 @@
 """What ``dtlib.initialize`` gives: forward, backward and step of a model, as its config says."""
 
+import warnings
+import weakref
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -9,6 +13,7 @@ from dtlib.errors import DtlibError
 from dtlib.precision import LossScale, all_finite, clip_by_norm
 
 COUNTS = ("global_steps", "skipped_steps")
+LATEST = "latest"
 
 
 class Engine:
@@ -25,7 +30,8 @@ class Engine:
         self._loader = loader
         self._batches = loader.forever() if loader is not None else None
         self._norm = None
-        self._loss_of_batch = None
+        self._trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._stepping = _guard(self.optimizer, self._masters)
         fp16 = config.fp16
         self._scale = LossScale()
         if fp16.enabled and fp16.loss_scale == 0:
@@ -55,19 +61,29 @@ class Engine:
 
     def _update(self) -> None:
         """What happens at a boundary."""
+        self._refuse_unfrozen()
         for hook in self.before_step_hooks:
             hook()
         strategy = self._strategy
         gradients = strategy.reduce(self._scale.scale)
         # What is found here is the same on all ranks: averages are, and of shards the ranks tell each other.
         overflow = self.config.fp16.enabled and not all_finite(gradients, strategy.shards_on)
+        if overflow and self._scale.dynamic and self._scale.scale <= self._scale.smallest:
+            raise DtlibError(
+                f"Gradients overflow at the smallest loss scale, {self._scale.scale:g}, so no step is made any more: "
+                "use bf16, a lower rate, or a lower fp16.min_loss_scale."
+            )
         self._scale.update(overflow)
         if overflow:
             self.skipped_steps += 1
         else:
             if self.config.gradient_clipping:
                 self._norm = self._clip(gradients)
-            strategy.step()
+            self._stepping[:] = [True]
+            try:
+                strategy.step()
+            finally:
+                self._stepping[:] = [False]
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.zero_grad()
@@ -76,56 +92,117 @@ class Engine:
     def _clip(self, gradients) -> float:
         return clip_by_norm(gradients, self.config.gradient_clipping, self._strategy.shards_on)
 
+    def _refuse_unfrozen(self) -> None:
+        now = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        if unfrozen := now - self._trainable:
+            raise DtlibError(
+                f"{min(unfrozen)} was unfrozen after initialize(), and would not be trained: call initialize() on a "
+                "new model with what is to be trained."
+            )
+
     def train_batch(self, data_iter=None, loss_fn=None):
         """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
 
         ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``; ``loss_fn(output, target)``
-        is cross-entropy by default.
-        """
-        batches = data_iter if data_iter is not None else self._batches
-        if batches is None:
-            raise DtlibError("train_batch() has no data: pass data_iter, or give initialize() training_data.")
-        loss_fn = loss_fn or torch.nn.functional.cross_entropy
-        total = torch.zeros((), dtype=torch.float64)
-        for _ in range(self.config.gradient_accumulation_steps):
-            x, y = next(batches)
-            loss = self.backward(loss_fn(self(x), y))
-            total += loss.detach().double().cpu() / self.config.gradient_accumulation_steps
-            self.step()
-        return self.comm.all_reduce(total, op="mean")
-
-    def save_checkpoint(self, folder, client_state=None) -> None:
-        """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
-
-        ``client_state`` is what JSON can hold, and what ``load_checkpoint`` returns. All ranks call it, after a step.
+        is cross-entropy by default. If something raises, the micro-batches before it are forgotten.
 
         Raises:
-            CheckpointError: on all ranks; and DtlibError in the middle of a step, or on torch's classes.
+            DtlibError: without data, or with fewer micro-batches than a step takes.
         """
+        batches = data_iter if data_iter is not None else self._batches
+        if not hasattr(batches, "__next__"):
+            what = "no data" if batches is None else f"a {type(batches).__name__}, which is no iterator"
+            raise DtlibError(
+                f"train_batch() has {what}: pass data_iter, such as iter(loader), or give initialize() training_data."
+            )
+        steps, first = self.config.gradient_accumulation_steps, self.micro_steps
+        loss_fn = loss_fn or torch.nn.functional.cross_entropy
+        total = torch.zeros((), dtype=torch.float64)
+        try:
+            for number in range(steps):
+                if (batch := next(batches, None)) is None:
+                    raise DtlibError(f"train_batch() takes {steps} micro-batches, and data_iter ended after {number}.")
+                x, y = batch
+                loss = self.backward(loss_fn(self(x), y))
+                total += loss.detach().double().cpu() / steps
+                self.step()
+        except BaseException:
+            self.micro_steps = first
+            self.zero_grad()
+            raise
+        return self.comm.all_reduce(total, op="mean")
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
+        """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
+
+        All ranks call it, after a step.
+
+        Args:
+            save_dir: the checkpoint is a folder in it, called ``tag``, by default ``global_step`` and its number.
+            client_state: a dictionary that JSON can hold, which ``load_checkpoint`` returns.
+            save_latest: note in the file ``latest`` that this is the one to go on from.
+
+        Raises:
+            CheckpointError: on all ranks; and DtlibError in the middle of a step, for a tag that is no name or differs
+                between ranks, or on torch's classes.
+        """
+        saved = self._saved()
+        if self.micro_steps % self.config.gradient_accumulation_steps:
+            raise DtlibError("Checkpoints are saved between steps: call step() for all micro-batches first.")
+        tag = _name_of(f"global_step{self.global_steps}" if tag is None else tag, self.comm)
+        client_state = {} if client_state is None else client_state
+        if not isinstance(client_state, dict):
+            raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
         parts = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
         extra = {name: part.state_dict() for name, part in parts.items() if hasattr(part, "state_dict")}
+        extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}
         counts = {name: getattr(self, name) for name in COUNTS}
-        checkpoint.save(folder, extra={"client_state": client_state, "counts": counts, **extra}, **self._saved())
+        checkpoint.save(Path(save_dir) / tag, extra={"client_state": client_state, "counts": counts, **extra}, **saved)
+        if save_latest:
+            checkpoint.point_to(Path(save_dir) / LATEST, tag, self.comm)
 
-    def load_checkpoint(self, folder):
-        """Go on from what ``save_checkpoint`` saved; returns its ``client_state``. All ranks call it."""
-        extra = checkpoint.load(folder, **self._saved())
-        if not isinstance(extra, dict) or "counts" not in extra:
-            raise DtlibError(f"{folder} was not saved by an engine, so it has no counters: use dtlib.checkpoint.load.")
-        parts = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
-        for name, part in parts.items():
-            if hasattr(part, "load_state_dict") and name in extra:
-                part.load_state_dict(extra[name])
+    def load_checkpoint(self, load_dir, tag=None, load_lr_scheduler_states: bool = True):
+        """Go on from what ``save_checkpoint`` saved; returns the checkpoint's folder and its ``client_state``.
+
+        All ranks call it. ``tag`` is by default that in the file ``latest``; where there is no such file it warns,
+        changes nothing and returns ``None, None``. Gradients of a step that was begun are forgotten. Without
+        ``load_lr_scheduler_states`` the scheduler stays as it is, and may be another one.
+
+        Raises:
+            CheckpointError, DtlibError: on all ranks.
+        """
+        saved = self._saved()
+        if tag is None and (tag := checkpoint.pointed_to(Path(load_dir) / LATEST, self.comm)) is None:
+            if self.comm.rank == 0:
+                warnings.warn(f"{load_dir} has no file {LATEST!r}: nothing was loaded; pass tag=.", stacklevel=2)
+            return None, None
+        folder = Path(load_dir) / _name_of(tag, self.comm)
+        extra = checkpoint.load(folder, check=partial(self._check_extra, folder, load_lr_scheduler_states), **saved)
+        self.zero_grad()
+        if load_lr_scheduler_states and self.lr_scheduler is not None and "scheduler" in extra:
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+        if self._scale.dynamic and extra["kinds"]["dynamic"]:
+            self._scale.load_state_dict(extra["loss_scale"])
+        if self._loader is not None and "loader" in extra:
+            self._loader.load_state_dict(extra["loader"])
         for name in COUNTS:
             setattr(self, name, extra["counts"][name])
         # The number of micro-batches a step may be another one now.
         self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
         self._batches = self._loader.forever() if self._loader is not None else None
-        return extra["client_state"]
+        return str(folder), extra["client_state"]
+
+    def _check_extra(self, folder, with_scheduler: bool, extra) -> None:
+        if not isinstance(extra, dict) or "counts" not in extra:
+            raise DtlibError(f"{folder} was not saved by an engine, so it has no counters: use dtlib.checkpoint.load.")
+        there, here = extra["kinds"]["scheduler"], _kind(self.lr_scheduler)
+        if with_scheduler and there != here:
+            raise DtlibError(
+                f"{folder} was saved with {there or 'no scheduler'}, and the engine has {here or 'none'}: make the "
+                "same, or pass load_lr_scheduler_states=False."
+            )
 
     def _saved(self) -> dict:
-        if self.micro_steps % self.config.gradient_accumulation_steps:
-            raise DtlibError("Checkpoints are saved and loaded between steps: call step() for all micro-batches first.")
         if not self._strategy.portable:
             raise DtlibError(
                 "torch has sharded this engine: save with torch.distributed.checkpoint, or use runtime='dtlib'."
@@ -167,3 +244,38 @@ class Engine:
 
     def gradient_accumulation_steps(self) -> int:
         return self.config.gradient_accumulation_steps
+
+
+def _guard(optimizer, masters) -> list[bool]:
+    """Have the optimizer refuse steps that are not the engine's, which sets the flag that is returned, and forget the
+    gradients of parameters with those of their masters. Nothing here refers back to the engine."""
+    stepping, parameters, itself = [False], masters.parameters, weakref.ref(optimizer)
+
+    def refuse(*_) -> None:
+        if not stepping[0]:
+            raise DtlibError("The engine unscales and clips gradients and steps the schedule: call engine.step().")
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        type(itself()).zero_grad(itself(), set_to_none)
+
+    optimizer.register_step_pre_hook(refuse)
+    if any(parameter is not master for parameter, master in zip(parameters, masters.masters, strict=True)):
+        optimizer.zero_grad = zero_grad
+    return stepping
+
+
+def _kind(scheduler) -> str | None:
+    return None if scheduler is None else type(scheduler).__name__
+
+
+def _name_of(tag, comm) -> str:
+    """A tag as the name of a folder, the same on all ranks."""
+    name = str(tag) if isinstance(tag, (str, int)) else ""
+    names = comm.all_gather_object(name)
+    if len(set(names)) > 1:
+        raise DtlibError(f"tag differs between ranks: rank 0 has {names[0]!r}; give the same on all.")
+    if name in ("", ".", "..", LATEST) or Path(name).name != name:
+        raise DtlibError(f"tag is {tag!r:.60}: give the name of a folder, such as 'global_step100'.")
+    return name

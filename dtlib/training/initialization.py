@@ -1,8 +1,10 @@
 """``dtlib.initialize``: from a model and a config to something that trains."""
 
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
@@ -19,6 +21,7 @@ from dtlib.world import init
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 RUNTIMES = ("dtlib", "torch")
+_stages = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
 
 
 def initialize(
@@ -31,10 +34,12 @@ def initialize(
         model: an ``nn.Module``, or a ``PipelineModule``; with bf16 or fp16 in the config it is converted.
         config: a dictionary with DeepSpeed's keys (config.py), or the path of a JSON file with one.
         optimizer: instead of the config's: a function of parameters that returns a torch optimizer, or one of
-            torch's that was made for ``model``'s parameters, where they are not in 16 bits.
-        model_parameters: what is trained, if not all of it.
+            torch's that was made for ``model``'s parameters, where they are not in 16 bits; its states are rank 0's.
+        model_parameters: what is trained, if not all of it; or groups of it, for the config's optimizer, as torch's
+            optimizers take them.
         training_data: a ``Dataset``; ``dataloader`` then gives this rank's share in micro-batches, else it is None.
-        lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler.
+        lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler, or one that was
+            made for the ``optimizer`` that is passed.
         runtime: ``dtlib``, or ``torch`` for the same engine on torch's own classes (strategies.py).
         comm: by default the world's.
 
@@ -54,10 +59,12 @@ def initialize(
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
     if isinstance(model, PipelineModule):
         comm = model.data_comm or model.comm.split(model.comm.rank)
-    settings = configuration.read(config, comm.size)
+    settings = configuration.read(config, comm.size, comm.rank)
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
-    wanted = _names_of(model_parameters, model)
+    if model_parameters is None and isinstance(optimizer, torch.optim.Optimizer):
+        model_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = _groups_of(model_parameters, model)
     stage = settings.zero_optimization.stage
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
@@ -69,31 +76,60 @@ def initialize(
             "it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
 
-    def trained():
-        return [p for name, p in model.named_parameters() if p.requires_grad and name in wanted]
+    comm = as_communicator(comm)
+    if isinstance(optimizer, torch.optim.Optimizer) and any(comm.all_gather_object(bool(optimizer.state))):
+        if stage:
+            raise DtlibError(
+                f"This optimizer has states, which stage {stage} would lose: pass a new one, and load what was saved "
+                "with dtlib.checkpoint or engine.load_checkpoint()."
+            )
+        optimizer.load_state_dict(comm.broadcast_object(optimizer.state_dict() if comm.rank == 0 else None))
+    if _stages.get(model) == ("dtlib", 2) and (stage == 0 or runtime == "torch"):
+        raise DtlibError("An initialize() at stage 2 takes this model's gradients as they come: build the model anew.")
+    _stages[model] = runtime, stage
 
-    make = partial(_optimizer, settings, optimizer)
-    comm, kind = as_communicator(comm), STRATEGIES[runtime][stage]
+    def trained():
+        return [p for name, p in model.named_parameters() if p.requires_grad and name in groups]
+
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in groups]
+    if not names:
+        raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
+    make = partial(_optimizer, settings, optimizer, [groups[name] for name in names])
+    kind = STRATEGIES[runtime][stage]
     if stage == 0 and isinstance(model, PipelineModule) and comm.size == 1:
         kind = Alone
     strategy = kind(model, comm, trained, make, settings.zero_optimization)
-    scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer)
+    scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer, optimizer)
     loader = None
     if training_data is not None:
         micro = settings.train_micro_batch_size_per_gpu
-        loader = RankLoader(training_data, micro, comm.rank, comm.size, collate_fn=collate_fn)
+        loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
     kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
     engine = kind(model, strategy, scheduler, settings, comm, loader)
     return engine, strategy.optimizer, loader, scheduler
 
 
-def _names_of(parameters, model) -> set[str]:
-    """The names of some of a model's parameters; of all for None."""
-    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
-    return {name for name, parameter in model.named_parameters() if chosen is None or id(parameter) in chosen}
+def _groups_of(parameters, model) -> dict[str, dict]:
+    """The names of those of a model's parameters that are to be trained, each with the settings of its group."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    entries = list(names if parameters is None else parameters)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    found = {}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+        params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        if strangers := [tuple(p.shape) for p in params if p not in names]:
+            raise DtlibError(
+                f"{len(strangers)} parameters to train are not the model's, the first of shape {strangers[0]}: make "
+                "their module a part of the model."
+            )
+        found.update((names[parameter], settings) for parameter in params)
+    return found
 
 
-def _optimizer(settings, given, parameters):
+def _optimizer(settings, given, group_of, parameters):
+    """The optimizer of these parameters, of which each has the settings of its group."""
     if given is not None:
         if isinstance(given, torch.optim.Optimizer):
             known = {id(parameter) for parameter in parameters}
@@ -103,24 +139,42 @@ def _optimizer(settings, given, parameters):
                     "function that makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
                 )
             return given
+        if any(group_of):
+            raise DtlibError("The groups of model_parameters are for the config's optimizer: make yours in optimizer=.")
         return given(parameters)
     if settings.optimizer is None:
         raise ConfigError("optimizer is missing: give it in the config, or pass optimizer= to initialize().")
     name, params = settings.optimizer.type, dict(settings.optimizer.params)
     if name not in OPTIMIZERS:
         raise ConfigError(f"optimizer.type is {name!r}: choose one of {', '.join(OPTIMIZERS)}.")
-    if name == "Adam" and params.pop("adam_w_mode", True):
-        name = "AdamW"  # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false
-        params.setdefault("weight_decay", 0.0)
+    if name in ("Adam", "AdamW"):
+        # As DeepSpeed has it: its own Adam decays weights as AdamW does, unless adam_w_mode is false, and by default
+        # neither decays them.
+        if not params.pop("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)
+        name = "AdamW" if params.pop("adam_w_mode", True) or name == "AdamW" else "Adam"
+    groups = {id(group): {**group, "params": []} for group in group_of}
+    for parameter, group in zip(parameters, group_of, strict=True):
+        groups[id(group)]["params"].append(parameter)
     try:
-        return getattr(torch.optim, name)(parameters, **params)
+        return getattr(torch.optim, name)(list(groups.values()), **params)
     except (TypeError, ValueError) as problem:
         raise ConfigError(f"optimizer.params {params} do not suit {settings.optimizer.type}: {problem}.") from None
 
 
-def _scheduler(settings, given, optimizer):
+def _scheduler(settings, given, optimizer, given_optimizer):
     if given is not None:
-        return given(optimizer) if callable(given) else given
+        scheduler = given
+        if callable(given):
+            scheduler = given(optimizer)
+        else:
+            _bind(scheduler, given_optimizer, optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise DtlibError(
+                "ReduceLROnPlateau waits for a figure, and the engine's step() has none: make it of the optimizer that "
+                "initialize() returns, and call its step(loss) yourself."
+            )
+        return scheduler
     if settings.scheduler is None:
         return None
     name, params = settings.scheduler.type, settings.scheduler.params
@@ -130,3 +184,18 @@ def _scheduler(settings, given, optimizer):
         return SCHEDULERS[name](optimizer, **params)
     except TypeError as problem:
         raise ConfigError(f"scheduler.params {params} do not suit {name}: {problem}.") from None
+
+
+def _bind(scheduler, before, optimizer) -> None:
+    """Have a scheduler, with those inside it, change the rates of this optimizer, which has taken the place of the one
+    that it was made for."""
+    bound = getattr(scheduler, "optimizer", optimizer)
+    if bound is not optimizer and bound is not before:
+        raise DtlibError(
+            f"This {type(scheduler).__name__} was made for another optimizer than the one that trains here: pass a "
+            "function that makes it, such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+        )
+    if hasattr(scheduler, "optimizer"):
+        scheduler.optimizer = optimizer
+    for inside in getattr(scheduler, "_schedulers", ()):
+        _bind(inside, before, optimizer)

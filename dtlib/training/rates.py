@@ -4,6 +4,11 @@ import math
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from dtlib.training.config import ConfigError
+
+WARMUP_TYPES = ("log", "linear")
+WARMUP_STEPS = 1000
+
 
 def linear_rule(rate: float, batch: int, base_batch: int) -> float:
     """k times the batch, k times the rate (P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 2.1)."""
@@ -19,15 +24,23 @@ class WarmupLR(LRScheduler):
     """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then constant.
 
     Args:
-        warmup_max_lr: by default the optimizer's own rates.
+        warmup_max_lr: by default the optimizer's own rates (DeepSpeed: 0.001).
         warmup_type: ``log`` (steep first) or ``linear``.
+
+    Raises:
+        ConfigError: for a ``warmup_type`` that is neither, and numbers of steps that cannot be.
 
     Counterpart: ``deepspeed.runtime.lr_schedules.WarmupLR``, step by step; call ``step()`` after the optimizer's.
     """
 
     def __init__(
-        self, optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log", last_epoch=-1
-    ):
+        self, optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=WARMUP_STEPS, warmup_type="log",
+        last_epoch=-1,
+    ):  # fmt: skip
+        if warmup_type not in WARMUP_TYPES:
+            raise ConfigError(f"warmup_type is {warmup_type!r}: choose one of {', '.join(WARMUP_TYPES)}.")
+        if warmup_num_steps < 0:
+            raise ConfigError(f"warmup_num_steps is {warmup_num_steps!r}: give 0 or more.")
         self.lowest = warmup_min_lr
         self.highest = warmup_max_lr
         self.warmup_num_steps = max(2, warmup_num_steps)
@@ -57,6 +70,9 @@ class WarmupDecayLR(WarmupLR):
     """
 
     def __init__(self, optimizer, total_num_steps: int, **warmup):
+        steps = warmup.get("warmup_num_steps", WARMUP_STEPS)
+        if total_num_steps < steps:
+            raise ConfigError(f"total_num_steps is {total_num_steps!r}: give at least warmup_num_steps, {steps}.")
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, **warmup)
 

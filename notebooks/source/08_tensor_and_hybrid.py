@@ -616,7 +616,7 @@ def two_pipelines(stage):
     config = {
         "train_batch_size": 96,
         "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = dtlib.initialize(model=module, config=config)

@@ -10,7 +10,8 @@ import gc
 class Snapshot:
     """``with Snapshot() as before:`` the tensors of this process as they are; ``before.new()`` tells what came later.
 
-    Meanwhile what was there before is frozen: the collector looks at nothing but what is new, which is fast.
+    Meanwhile what was there before is frozen: the collector looks at nothing but what is new, which is fast. Where
+    somebody else has frozen objects it is not, as they could not be told apart afterwards.
     """
 
     def __enter__(self) -> "Snapshot":
@@ -18,11 +19,14 @@ class Snapshot:
         # Storages are kept until the end: the address of one that is freed could be given to a new one.
         self._before = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors}
         self._versions = [_version(tensor) for tensor in self._tensors]
-        gc.freeze()
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:
+            gc.freeze()
         return self
 
     def __exit__(self, *problem) -> None:
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
 
     def new(self, also=()) -> list:
         """A flat tensor for each storage that came or was written to since, and for those of the tensors ``also``."""
