@@ -81,6 +81,34 @@ def test_two_pipelines_side_by_side_train_like_one_process(world, stage, schedul
     assert abs(engine.eval_batch(zip(x[mine].chunk(4), y[mine].chunk(4), strict=True)).item() - whole) <= 1e-12
 
 
+@on_ranks(2)
+def test_eval_batch_drops_nothing_and_moves_nothing(world):
+    torch.manual_seed(0)
+    frozen, layer = nn.BatchNorm1d(6).eval(), nn.BatchNorm1d(6)
+    layers = [frozen, layer, nn.Dropout(0.5), LayerSpec(nn.Linear, 6, 3)]  # the same values everywhere
+    model = PipelineModule(layers, 2, nn.functional.cross_entropy, partition_method=[0, 2, 4])
+    settings = config(0, accumulate=2, train_batch_size=8)
+    engine, *_ = dtlib.initialize(model=model, config=settings)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+    def batches(samples=8):
+        return zip(x[:samples].tensor_split(2), y[:samples].tensor_split(2), strict=True)
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = [engine.eval_batch(batches()).item() for _ in range(2)]
+    assert losses[0] == losses[1] and all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    if world.rank == 0:
+        assert layer.training and not frozen.training
+    else:
+        assert all(module.training for module in model.modules())
+    reference = PipelineModule(layers, 1, comm=world.comm.split(world.rank)).eval()
+    for samples in (8, 7):  # 4 and 3: the mean is that of samples
+        whole = nn.functional.cross_entropy(reference(x[:samples]), y[:samples]).item()
+        assert abs(engine.eval_batch(batches(samples)).item() - whole) <= 1e-6
+    with pytest.raises(DtlibError, match="data_iter ended before the 2 micro-batches of a step"):
+        engine.train_batch(iter([(x, y)]))
+
+
 @on_ranks(4)
 def test_accumulation_costs_stage_2_a_reduce_scatter_a_micro_batch(world):
     """What DeepSpeed refuses: it works, and this is its price on the wire."""

@@ -167,11 +167,19 @@ def test_what_it_cannot_do_is_refused(world):
         (2, (0, 3)): r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: give 3 rising numbers",
         (2, "by-eye"): "partition_method='by-eye': choose 'parameters'",
         (2, "time"): "pass sample=x",
+        (0, "parameters"): r"num_stages=0\): there are 2 ranks for stages, which need whole numbers",
     }.items():
         with pytest.raises(DtlibError, match=words):
             PipelineModule(specs, arguments[0], partition_method=arguments[1])
     with pytest.raises(DtlibError, match=r"num_stages=3, stages_per_rank=2\): there are 2 ranks"):
         PipelineModule(specs, 3, stages_per_rank=2)
+    with pytest.raises(
+        DtlibError, match=r"num_stages=2, stages_per_rank=0\): there are 2 ranks for stages, which need"
+    ):
+        PipelineModule(specs, 2, stages_per_rank=0)
+    shared = nn.Linear(2, 2)
+    with pytest.raises(DtlibError, match="Layers 0 and 2 share the parameter weight, and are on stages 0 and 1, which"):
+        PipelineModule([shared, nn.Tanh(), shared], 2)
     with pytest.raises(DtlibError, match="This rank has 2 stages: run them by a schedule"):
         PipelineModule([*specs, *specs], 4, stages_per_rank=2)(torch.zeros(1, 2))
     with pytest.raises(DtlibError, match="1 layers cannot be cut into 2 stages"):
@@ -185,13 +193,235 @@ def test_what_it_cannot_do_is_refused(world):
         ScheduleInterleaved1F1B([PipelineStage(nn.Linear(2, 2), world.rank, 4, comm)], 4)
     with pytest.raises(DtlibError, match=rf"stage {world.rank} does B of micro-batches \[1, 0\]; messages come in the"):
         Backwards(stage, 2)
+    several = [PipelineStage(nn.Linear(2, 2), index, 4, comm) for index in (world.rank, world.rank + 2)]
+    with pytest.raises(DtlibError, match=r"ScheduleGPipe runs stages .* several stages a rank are run by"):
+        ScheduleGPipe(several, 2)
+    group = torch_group(world)
+    with pytest.raises(
+        DtlibError, match=r"DistributedDataParallel would not average .* wrap it in dtlib\.parallel\.data"
+    ):
+        PipelineStage(nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=group), world.rank, 2, comm)
     schedule = ScheduleGPipe(stage, 4)
+    with (
+        pytest.raises(DtlibError, match=r"step\(\) has no gradients to compute under no_grad: call eval"),
+        torch.no_grad(),
+    ):
+        schedule.step(torch.zeros(4, 2), target=torch.zeros(4, 2))
+    if world.rank == 1:
+        with pytest.raises(
+            DtlibError, match=r"step\(\) on the last stage needs a loss: ScheduleGPipe\(\.\.\., loss_fn\)"
+        ):
+            schedule.step(target=torch.zeros(4, 2))
     if world.rank == 0:
         with pytest.raises(DtlibError, match="3 samples cannot be cut into 4 micro-batches"):
             schedule.step(torch.zeros(3, 2))
         with pytest.raises(DtlibError, match="needs the inputs"):
             schedule.step()
+        for inputs, words in (
+            ((torch.tensor(1.0),), r"tensors of shapes \(\): each has the samples in its first dimension"),
+            ((torch.zeros(4, 2), torch.zeros(2, 2)), r"shapes \(4, 2\), \(2, 2\): each has the samples"),
+            ((["a", "b"],), "tensors of shapes none: each has"),
+            ((torch.zeros(4, 2), {"y": torch.zeros(4).numpy()}), "have a ndarray, which is not cut"),
+            ((nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4),), "have a PackedSequence, which is not cut"),
+        ):
+            with pytest.raises(DtlibError, match=words):
+                schedule.step(*inputs)
     comm.barrier()
+
+
+@on_ranks(3)
+def test_ranks_without_a_stage_are_refused_on_all_of_them(world):
+    specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
+    with pytest.raises(
+        DtlibError, match=r"num_stages=2\): there are 3 ranks for stages, which need 2: stages are on all"
+    ):
+        PipelineModule(specs, 2, comm=world.comm)
+    with pytest.raises(DtlibError, match=r"num_stages=2\): 3 ranks cannot have as many stages each"):
+        PipelineStage(nn.Linear(2, 2), min(world.rank, 1), 2, world.comm)
+
+
+class Nested(nn.Module):
+    """Takes tensors in a tuple and a dictionary, beside what is none; in place first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Linear(3, 3)
+
+    def forward(self, pair, scale=1, **named):
+        (a, b, nothing), bias = pair, named["more"]["bias"]
+        assert nothing is None and len(a) == len(b) == len(bias)
+        return self.layer(a * scale + b) + bias
+
+
+class Doubled(nn.Module):
+    """Changes what it gets in place; takes and gives two tensors, of which the second is cut into by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x.mul_(2).tanh()), x
+
+
+def nested_loss(output, target):
+    (first, second), (a, more) = output, target
+    return nn.functional.mse_loss(first, a) + nn.functional.mse_loss(second, more["b"])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nested_tensors_are_cut_and_layers_work_in_place(world, recompute):
+    def made():
+        torch.manual_seed(0)
+        return [Nested().double(), Doubled().double()]
+
+    a, b, bias, y, z = torch.randn(5, 5, 3, generator=torch.Generator().manual_seed(0)).double()
+    arguments, named, target = ((a, b, None),), {"scale": 3, "more": {"bias": bias}}, (y, {"b": z})
+    whole, mine, own = made(), made(), range(world.rank, 2, world.size)
+    expected = whole[1](whole[0](*arguments, **named))
+    nested_loss(expected, target).backward()
+    stages = [PipelineStage(mine[i], i, 2, world.comm) for i in own]
+    schedule = (ScheduleInterleaved1F1B if world.size == 1 else ScheduleZeroBubbleH1)(stages, 2, nested_loss, recompute)
+    first, last = 0 in own, 1 in own
+    output = schedule.step(*(arguments if first else ()), target=target if last else None, **(named if first else {}))
+    for i in own:
+        for ours, theirs in zip(mine[i].parameters(), whole[i].parameters(), strict=True):
+            assert (ours.grad - theirs.grad).abs().max() <= 1e-12
+    again = schedule.eval(*(arguments if first else ()), target=target if last else None, **(named if first else {}))
+    if last:
+        for outputs in (output, again):
+            assert all((ours - theirs).abs().max() <= 1e-12 for ours, theirs in zip(outputs, expected, strict=True))
+        assert not output[0].requires_grad
+
+
+class Gives(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return {"dict": {"a": x}, "str": "text", "NoneType": None, "tuple of Tensor, NoneType": (x, None)}[self.what]
+
+
+@on_ranks(2)
+def test_what_is_no_tensor_is_not_given_to_the_next_stage(world):
+    x = torch.zeros(2, 2)
+    for kind in ("dict", "str", "NoneType", "tuple of Tensor, NoneType"):
+        stage = PipelineStage(Gives(kind), world.rank, 2, world.comm)
+        schedule = ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+        if world.rank == 0:
+            with pytest.raises(DtlibError, match=f"Stage 0 gave a {kind} to the next one: a stage gives a tensor, or"):
+                schedule.eval(x)
+            with pytest.raises(DtlibError, match=r"ended with DtlibError, and messages of it may .* make a new one"):
+                schedule.eval(x)
+    # The last one may give what it likes.
+    output = ScheduleGPipe(PipelineStage(Gives("dict"), 0, 1, world.comm.split(world.rank)), 2).eval(x)
+    assert output["a"].shape == (2, 2)
+
+
+class Fussy(nn.Linear):
+    """Raises at its first micro-batch, when the others have long been sent."""
+
+    def forward(self, x):
+        if not hasattr(self, "called"):
+            self.called = True
+            raise ValueError("a mistake of the learner's")
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_step_that_was_cut_short_leaves_no_stale_messages_to_the_next(world):
+    comm = world.comm
+    stage = PipelineStage((Fussy if world.rank else nn.Linear)(2, 2), world.rank, 2, comm)
+    schedule = ScheduleGPipe(stage, 2)
+    if world.rank == 0:
+        schedule.eval(torch.ones(4, 2))
+    else:
+        with pytest.raises(ValueError, match="a mistake"):
+            schedule.eval()
+        with pytest.raises(DtlibError, match="A step of this ScheduleGPipe ended with ValueError, and messages of it"):
+            schedule.eval()
+    schedule = ScheduleGPipe(stage, 2)
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(4, 2)
+    stage.submodule.load_state_dict(whole[world.rank].state_dict())
+    output = schedule.eval(*([x] if world.rank == 0 else []))
+    assert world.rank == 0 or torch.equal(output, whole(x))
+
+
+@on_ranks(1, 2)
+def test_recomputation_moves_statistics_once(world):
+    def made():
+        torch.manual_seed(0)
+        first = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
+        return [nn.Sequential(first, nn.BatchNorm1d(4), nn.Dropout(0.5)), nn.Linear(4, 3)]
+
+    x, y = torch.randn(2, 12, 3, generator=torch.Generator().manual_seed(0))
+    own, found = range(world.rank, 2, world.size), []
+    for recompute in (False, True):
+        modules = made()
+        stages = [PipelineStage(modules[i], i, 2, world.comm) for i in own]
+        schedule = (ScheduleInterleaved1F1B if world.size == 1 else ScheduleGPipe)(
+            stages, 4, nn.functional.mse_loss, recompute
+        )
+        torch.manual_seed(1)
+        for _ in range(2):
+            schedule.step(*([x] if 0 in own else []), target=y if 1 in own else None)
+        found.append(
+            [t for i in own for t in (*modules[i].state_dict().values(), *(p.grad for p in modules[i].parameters()))]
+        )
+    for once, anew in zip(*found, strict=True):
+        torch.testing.assert_close(once, anew)
+
+
+class Counting(nn.Module):
+    """What a measurement may leave behind: statistics, random numbers, gradients; gives a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.layer(self.norm(x))), x
+
+
+@on_ranks(4)
+def test_cuts_by_time_leave_nothing_behind_and_are_the_same_everywhere(world):
+    """Two pipelines side by side, which both must be cut as rank 0 measured."""
+    counting = Counting()
+    specs = [counting, lambda pair: pair[0] + pair[1], LayerSpec(nn.ReLU, inplace=True), LayerSpec(nn.Linear, 4, 4)]
+    before, state = {k: v.clone() for k, v in counting.state_dict().items()}, torch.get_rng_state()
+    module = PipelineModule(specs, 2, partition_method="time", sample=torch.randn(8, 4, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in counting.state_dict().items())
+    assert all(parameter.grad is None for parameter in counting.parameters())
+    assert len({tuple(cuts) for cuts in world.comm.all_gather_object(module.cuts)}) == 1
+    with pytest.raises(DtlibError, match="could not measure layer 1 with the sample: RuntimeError: "):
+        PipelineModule([nn.Linear(4, 4), nn.Linear(3, 3)], 2, partition_method="time", sample=torch.zeros(2, 4))
+
+
+@on_ranks(2)
+def test_tied_weights_that_are_frozen_unused_or_loaded(world):
+    def tied():
+        return PipelineModule([
+            TiedLayerSpec("w", nn.Linear, 3, 3, bias=False), TiedLayerSpec("w", nn.Linear, 3, 3, bias=False)
+        ], 2)  # fmt: skip
+
+    module = tied()
+    (weight,) = module.parameters()
+    module.reduce_tied_gradients()
+    assert weight.grad is None, "nobody used it"
+    if world.rank == 0:
+        weight.requires_grad_(False)
+    with pytest.raises(DtlibError, match=r"tied weight of shape \(3, 3\) is frozen on 1 of its 2 stages"):
+        module.reduce_tied_gradients()
+    module = tied()
+    module.load_state_dict({k: torch.ones(3, 3) for k in module.state_dict()}, assign=True)  # other Parameters
+    (weight,) = module.parameters()
+    weight.grad = torch.full((3, 3), world.rank + 1.0)
+    module.reduce_tied_gradients()
+    assert torch.equal(weight.grad, torch.full((3, 3), 3.0)) and module.counted(weight) == (world.rank == 0)
 
 
 def test_cuts():
@@ -220,6 +450,50 @@ def test_a_linear_layer_in_two_halves():
     halves[0]()  # adds, and leaves no graph behind
     torch.testing.assert_close(ours.weight.grad, 2 * whole[0])
     assert not ours.weight.grad.requires_grad
+
+
+def test_a_linear_layer_under_create_graph_and_autocast():
+    torch.manual_seed(0)
+    ours, plain = Linear(3, 4).double(), nn.Linear(3, 4).double()
+    plain.load_state_dict(ours.state_dict())
+    x, found = torch.randn(5, 2, 3).double().requires_grad_(), []
+    for layer in (ours, plain):
+        loss = layer(x).tanh().square().sum()
+        gradients = torch.autograd.grad(loss, (x, *layer.parameters()), create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in gradients)
+        found.append(torch.autograd.grad(penalty, (x, *layer.parameters())))
+    assert max((mine - other).abs().max() for mine, other in zip(*found, strict=True)) <= 1e-12
+    narrow, found = x.detach().float(), []
+    for layer in (ours.float(), plain.float()):
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(narrow).square().sum().backward()
+        found.append([parameter.grad for parameter in layer.parameters()])
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+class Forces(nn.Module):
+    """Takes a gradient in its forward pass, whose gradients of weights are not asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Linear(3, 3)
+
+    def forward(self, x):
+        inner = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(inner).square().sum(), inner)
+        return self.layer(x + slope)
+
+
+@on_ranks(1)
+def test_gradients_within_a_layer_are_not_those_of_its_weights(world):
+    torch.manual_seed(0)
+    ours, plain, x = Forces().double(), Forces().double(), torch.randn(4, 3).double()
+    plain.load_state_dict(ours.state_dict())
+    nn.functional.mse_loss(plain(x), torch.zeros_like(x)).backward()
+    schedule = ScheduleGPipe(PipelineStage(ours, 0, 1, world.comm), 2, nn.functional.mse_loss, recompute=True)
+    schedule.step(x, target=torch.zeros_like(x))
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad - other.grad).abs().max() <= 1e-12
 
 
 def test_a_linear_layer_adds_to_gradients_where_nobody_watches():

@@ -1,6 +1,7 @@
 """An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
@@ -70,8 +71,15 @@ class PipelineEngine(Engine):
         return losses
 
     def eval_batch(self, data_iter=None):
-        """The mean loss of as many micro-batches, over all ranks, without training."""
-        return self._run(self._schedule.eval, data_iter)
+        """The mean loss of as many micro-batches, over all ranks, without training: without dropout, and with the
+        statistics that have been gathered. Modules are afterwards in the mode in which they were."""
+        modes = [(module, module.training) for module in self._strategy.forward.modules()]
+        self.eval()
+        try:
+            return self._run(self._schedule.eval, data_iter)
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def _saved(self):
         raise DtlibError(
@@ -83,13 +91,18 @@ class PipelineEngine(Engine):
         batches = data_iter if data_iter is not None else self._batches
         if batches is None:
             raise DtlibError("train_batch() has no data: pass data_iter, or give initialize() training_data.")
-        x, y = (
-            torch.cat(parts)
-            for parts in zip(*(next(batches) for _ in range(self.config.gradient_accumulation_steps)), strict=True)
-        )
-        losses = []
+        count = self.config.gradient_accumulation_steps
+        try:
+            pairs = [next(batches) for _ in range(count)]
+        except StopIteration:
+            raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
+        x, y = (tree_map(lambda *same: torch.cat(same), *parts) for parts in zip(*pairs, strict=True))
+        losses, mean = [], torch.zeros((), dtype=torch.float64)
         run(*([x] if self._first else []), target=y if self._last else None, losses=losses)
-        mean = torch.stack(losses).double().mean().cpu() if self._last else torch.zeros((), dtype=torch.float64)
+        if self._last:
+            # Of samples, as the gradients: micro-batches may differ by one.
+            sizes = torch.tensor([len(part) for part in tree_leaves(y)[0].tensor_split(count)], dtype=torch.float64)
+            mean = (torch.stack(losses).double().cpu() * sizes).sum() / sizes.sum()
         self.module.comm.broadcast(mean, root=self.module.num_stages - 1)
         return self.comm.all_reduce(mean, op="mean")
 

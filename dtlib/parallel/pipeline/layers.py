@@ -6,12 +6,15 @@
 Names and arguments are DeepSpeed's (``deepspeed.pipe``).
 """
 
+import copy
 import time
+from bisect import bisect
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
@@ -49,7 +52,7 @@ class PipelineModule(nn.Module):
     """This rank's part of a model that is given as a list of layers.
 
     Args:
-        layers: LayerSpecs, TiedLayerSpecs, modules, or functions of what the layer before gives.
+        layers: LayerSpecs, TiedLayerSpecs, modules, or functions, without parameters, of what the layer before gives.
         num_stages: into how many parts it is cut; part s is on rank s of ``comm``, modulo its ranks.
         stages_per_rank: more than 1 for ``ScheduleInterleaved1F1B``; ``stages()`` gives them.
         loss_fn: a function of output and target, for the last stage.
@@ -71,21 +74,31 @@ class PipelineModule(nn.Module):
         sample=None, stages_per_rank: int = 1,
     ):  # fmt: skip
         super().__init__()
-        ranks = init().size if comm is None else as_communicator(comm).size
-        needed, left = divmod(num_stages, stages_per_rank)
-        if left or not 1 <= needed <= ranks or (comm is None and ranks % needed):
-            many = f", stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
-            raise DtlibError(f"PipelineModule(num_stages={num_stages}{many}): there are {ranks} ranks for stages.")
+        comm = None if comm is None else as_communicator(comm)
+        ranks = init().size if comm is None else comm.size
+        counts = all(isinstance(number, int) and number >= 1 for number in (num_stages, stages_per_rank))
+        needed = num_stages // stages_per_rank if counts and num_stages % stages_per_rank == 0 else 0
+        if not needed or ranks % needed or (comm is not None and ranks != needed):
+            many = f", stages_per_rank={stages_per_rank}" if stages_per_rank != 1 else ""
+            way = (
+                "all ranks of comm, by comm.split()" if comm is not None else "a part of the ranks that they divide by"
+            )
+            raise DtlibError(
+                f"PipelineModule(num_stages={num_stages}{many}): there are {ranks} ranks for stages, which need "
+                f"{needed or 'whole numbers from 1 on, of which the second divides the first'}"
+                f"{f': stages are on {way}' if needed else ''}."
+            )
         if comm is None:
             mesh = init().mesh(data=-1, pipe=needed)
             self.comm, self.data_comm, self.everyone = mesh["pipe"], mesh["data"], init().comm
         else:
-            self.comm = self.everyone = as_communicator(comm)
+            self.comm = self.everyone = comm
             self.data_comm = None
         self.loss_fn, self.num_stages, self.base_seed = loss_fn, num_stages, base_seed
         specs = list(layers)
         self.cuts = self._cuts(specs, partition_method, sample)
-        self.stage_indices = range(self.comm.rank, num_stages if self.comm.rank < needed else 0, needed)
+        self._refuse_shared(specs, needed)
+        self.stage_indices = range(self.comm.rank, num_stages, needed)
         self.layers, tied = nn.ModuleDict(), {}
         # Not in a ModuleList: their layers are those of self.layers, and have one name each.
         self._parts = [
@@ -108,22 +121,35 @@ class PipelineModule(nn.Module):
         ]
 
     def reduce_tied_gradients(self) -> None:
-        """After a step of the schedule: add the gradients of tied weights over the stages that have them."""
-        for comm, weight in self._tied:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            comm.all_reduce(weight.grad)
+        """After a step of the schedule: add the gradients of tied weights over the stages that have them.
+
+        Raises:
+            DtlibError: for a weight that is frozen on some of its stages alone; on all of them.
+        """
+        for comm, *where in self._tied:
+            weight = getattr(*where)
+            used, trained = comm.all_reduce(
+                torch.tensor([weight.grad is not None, weight.requires_grad]).long()
+            ).tolist()
+            if 0 < trained < comm.size:
+                raise DtlibError(
+                    f"A tied weight of shape {tuple(weight.shape)} is frozen on {comm.size - trained} of its "
+                    f"{comm.size} stages, and would become another on each: set requires_grad alike on all of them."
+                )
+            if used:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                comm.all_reduce(weight.grad)
 
     def counted(self, parameter) -> bool:
         """False for a tied weight that a stage before this one has too: its gradient counts once in a norm."""
-        return not any(weight is parameter and comm.rank for comm, weight in self._tied)
+        return not any(getattr(*where) is parameter and comm.rank for comm, *where in self._tied)
 
     def _layer(self, specs, i: int, tied: dict):
         """Layer i as a function; its module is registered, and its weight shared with layers tied to it."""
         spec, module = specs[i], self._build(specs, i)
         if isinstance(spec, TiedLayerSpec):
-            weight = tied.setdefault(spec.key, getattr(module, spec.tied_weight_attr))
-            setattr(module, spec.tied_weight_attr, weight)
+            setattr(module, spec.tied_weight_attr, getattr(*tied.setdefault(spec.key, (module, spec.tied_weight_attr))))
         if isinstance(module, nn.Module):
             self.layers[str(i)] = module
         forward = getattr(spec, "forward_fn", None)
@@ -148,13 +174,26 @@ class PipelineModule(nn.Module):
         return module
 
     def _share_tied(self, specs, tied: dict) -> list:
-        """For each key that several stages have: a communicator of these stages, and the weight."""
+        """For each key that several stages have: a communicator of these stages, a module, and its weight's name."""
         found = []
         for key in sorted({spec.key for spec in specs if isinstance(spec, TiedLayerSpec)}):
             comm = self.comm.split(0 if key in tied else None)
             if comm is not None and comm.size > 1:
-                found.append((comm, tied[key]))
+                found.append((comm, *tied[key]))
         return found
+
+    def _refuse_shared(self, specs, ranks: int) -> None:
+        """Refuse what modules on different ranks share: each rank would change it by itself."""
+        first = {}
+        for i, spec in enumerate(specs):
+            for name, parameter in spec.named_parameters() if isinstance(spec, nn.Module) else ():
+                stages = [bisect(self.cuts, layer) - 1 for layer in (first.setdefault(parameter, i), i)]
+                if (stages[1] - stages[0]) % ranks:
+                    raise DtlibError(
+                        f"Layers {first[parameter]} and {i} share the parameter {name}, and are on stages {stages[0]} "
+                        f"and {stages[1]}, which would train one each: make both a TiedLayerSpec of one key, or cut "
+                        "elsewhere."
+                    )
 
     def _cuts(self, specs, method, sample) -> list[int]:
         if isinstance(method, (list, tuple)):
@@ -176,31 +215,53 @@ class PipelineModule(nn.Module):
             case "time":
                 if sample is None:
                     raise DtlibError("partition_method='time' measures with an input: pass sample=x.")
-                # Rank 0's times count: measurements differ between ranks, and cuts must not.
-                costs = self.comm.broadcast_object(self._times(specs, sample) if self.comm.rank == 0 else None)
+                # Rank 0's times count: measurements differ between ranks and pipelines, and cuts must not.
+                everyone = self.everyone
+                costs = everyone.broadcast_object(self._times(specs, sample) if everyone.rank == 0 else None)
+                if isinstance(costs, str):
+                    raise DtlibError(costs)
             case _:
                 raise DtlibError(
                     f"partition_method={method!r}: choose 'parameters', 'uniform', 'time', or a list of cuts."
                 )
         return balanced_cuts(costs, self.num_stages)
 
-    def _times(self, specs, sample) -> list[float]:
-        """Seconds of forward and backward of each layer, the quicker of two."""
+    def _times(self, specs, sample) -> list[float] | str:
+        """Seconds of forward and backward of each layer, the quicker of two; or a sentence why not. Nothing is left of
+        it: layers are copies, and random numbers go on as if nothing had been drawn."""
         times, value = [], sample
-        for i, spec in enumerate(specs):
-            module, forward = self._build(specs, i), getattr(spec, "forward_fn", None)
-            best = float("inf")
-            for _ in range(2):
-                if value.is_floating_point():
-                    value = value.detach().requires_grad_()
-                began = time.perf_counter()
-                output = forward(module, value) if forward else module(value)
-                if output.requires_grad:
-                    output.sum().backward()
-                best = min(best, time.perf_counter() - began)
-            times.append(best)
-            value = output.detach()
+        devices = {
+            tensor.device for tensor in tree_leaves(sample) if isinstance(tensor, torch.Tensor) and tensor.is_cuda
+        }
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            for i, spec in enumerate(specs):
+                try:
+                    module, forward = copy.deepcopy(self._build(specs, i)), getattr(spec, "forward_fn", None)
+                    seconds = []
+                    for _ in range(2):
+                        given = tree_map_only(torch.Tensor, _as_input, value)
+                        began = time.perf_counter()
+                        output = forward(module, given) if forward else module(given)
+                        tensors = [
+                            one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad
+                        ]
+                        if tensors:
+                            torch.autograd.backward([tensor.sum() for tensor in tensors])
+                        seconds.append(time.perf_counter() - began)
+                except Exception as error:
+                    return (
+                        f"partition_method='time' could not measure layer {i} with the sample: {type(error).__name__}: "
+                        f"{error}."
+                    )
+                times.append(min(seconds))
+                value = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         return times
+
+
+def _as_input(tensor):
+    """A copy of ``tensor``, which layers may change, as the layer before would give it."""
+    copied = tensor.detach()
+    return (copied.requires_grad_() if copied.is_floating_point() else copied).clone()
 
 
 class _Part(nn.Module):

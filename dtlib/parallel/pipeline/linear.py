@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_takers = []  # functions that second halves are given to at the moment; the innermost counts
+_takers = []  # functions that second halves are given to at the moment, or None; the innermost counts
 
 
 @contextmanager
@@ -34,6 +34,12 @@ def weights_at_once():
     return _given_to(lambda half: half())
 
 
+def weights_by_autograd():
+    """A context in which ``Linear`` is like ``nn.Linear``, within one of the two above: there a backward pass of
+    somebody else's may run, of which the gradients of weights are not asked for."""
+    return _given_to(None)
+
+
 @contextmanager
 def _given_to(taker):
     _takers.append(taker)
@@ -45,17 +51,21 @@ def _given_to(taker):
 
 def defer(half) -> None:
     """Keep a second half for later where a schedule splits backward passes, else do it now; for layers of one's own."""
-    if _takers:
-        _takers[-1](half)
-    else:
-        half()
+    (_taker() or (lambda half: half()))(half)
+
+
+def _taker():
+    return _takers[-1] if _takers else None
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` that a zero-bubble schedule can split, and that adds up gradients of micro-batches in place; like
-    it elsewhere, and where others watch its parameters (``register_post_accumulate_grad_hook``)."""
+    it elsewhere: under ``create_graph`` and autocast, and where others watch its parameters
+    (``register_post_accumulate_grad_hook``)."""
 
     def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
         return _Linear.apply(x, self.weight, self.bias)
 
 
@@ -70,12 +80,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        rows, columns = _matrix(gradient), _matrix(x.detach())  # detached, as later halves run outside of autograd
         weights, biases = ctx.needs_input_grad[1:]
-        if not _takers or _watched(ctx.weight) or _watched(ctx.bias):
-            return of_input, rows.T @ columns if weights else None, rows.sum(0) if biases else None
+        if torch.is_grad_enabled() or _taker() is None or _watched(ctx.weight) or _watched(ctx.bias):
+            rows = _matrix(gradient)
+            return of_input, rows.T @ _matrix(x) if weights else None, rows.sum(0) if biases else None
         weight, bias = ctx.weight if weights else None, ctx.bias if biases else None
-        defer(lambda: _add(weight, bias, rows, columns))
+        x = x.detach()  # later halves run outside of autograd
+        # The gradient itself is kept: autograd hands on, and adds to, the memory of one that nobody holds.
+        defer(lambda: _add(weight, bias, _matrix(gradient), _matrix(x)))
         return of_input, None, None
 
 

@@ -1,15 +1,17 @@
 """A part of a model on a rank, and what one micro-batch does there."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, kinds_of, runs_of, send_gradients
-from dtlib.parallel.pipeline.linear import weights_at_once, weights_later
+from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
 
 
 class PipelineStage:
@@ -24,7 +26,8 @@ class PipelineStage:
     Counterpart: ``torch.distributed.pipelining.PipelineStage``.
 
     Raises:
-        DtlibError: for a stage that is not this rank's.
+        DtlibError: for a stage that is not this rank's, ranks that stages cannot be dealt out to evenly, and torch's
+            ``DistributedDataParallel`` within it.
     """
 
     def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, comm, device=None):
@@ -32,10 +35,20 @@ class PipelineStage:
         self.comm = as_communicator(comm)
         if not 0 <= stage_index < num_stages:
             raise DtlibError(f"PipelineStage(stage_index={stage_index}): there are stages 0 to {num_stages - 1}.")
+        if num_stages % self.comm.size:
+            raise DtlibError(
+                f"PipelineStage(num_stages={num_stages}): {self.comm.size} ranks cannot have as many stages each: use "
+                f"a multiple of {self.comm.size} stages, or a communicator of fewer ranks, by comm.split()."
+            )
         if stage_index % self.comm.size != self.comm.rank:
             raise DtlibError(
                 f"Stage {stage_index} of {num_stages} is on rank {stage_index % self.comm.size} of {self.comm.size}, "
                 f"and this is rank {self.comm.rank}."
+            )
+        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in submodule.modules()):
+            raise DtlibError(
+                "torch's DistributedDataParallel would not average the gradients of a stage, as it decides that in the "
+                "forward pass: wrap it in dtlib.parallel.data.DataParallel."
             )
         parameter = next(submodule.parameters(), None)
         self.device = torch.device(device or (parameter.device if parameter is not None else "cpu"))
@@ -102,9 +115,10 @@ class RunningStage:
         module = stage.submodule
         with self._no_sync():
             if self.recompute and microbatch < self.microbatches - 1 and torch.is_grad_enabled():
-                output = checkpoint(module, *received, use_reentrant=False, **keywords)
+                output = _recomputed(module, received, keywords)
             else:
-                output = module(*received, **keywords)
+                taken = received if stage.is_first else [_Entry.apply(t) for t in received]
+                output = module(*taken, **keywords)
         sent = list(output) if isinstance(output, (tuple, list)) else [output]
         if stage.is_last:
             self.outputs[microbatch] = output
@@ -117,8 +131,9 @@ class RunningStage:
                 self.losses[microbatch] = loss.detach()
                 sent = [loss]
             if torch.is_grad_enabled():
-                self.outputs[microbatch] = _detached(output)
+                self.outputs[microbatch] = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         else:
+            _check_sent(sent, output, stage.stage_index)
             self._give_activations(microbatch, sent)
         if torch.is_grad_enabled():
             self._received[microbatch], self._sent[microbatch] = received, sent
@@ -131,7 +146,8 @@ class RunningStage:
         with self._no_sync() if self._left else nullcontext():
             gradients = self._take_gradients(microbatch, sent)
             with weights_later() if later else weights_at_once() as halves:
-                pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad]
+                # A neighbour on this rank has no gradient for what it did not use.
+                pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad and g is not None]
                 if pairs:
                     torch.autograd.backward(*zip(*pairs, strict=True))
         if halves:
@@ -167,7 +183,7 @@ class RunningStage:
 
     def _take_gradients(self, microbatch, sent):
         if self.stage.is_last:
-            return [None if self.weights is None else torch.full_like(sent[0], self.weights[microbatch])]
+            return [torch.full_like(sent[0], self.weights[microbatch])]
         after = self.neighbours.get(self.stage.stage_index + 1)
         if after is None:
             return self._gradients.take(microbatch, sent)
@@ -181,13 +197,69 @@ class RunningStage:
             self.sending += send_gradients(self.comm, (index - 1) % self.comm.size, index, received)
 
 
+class _Entry(torch.autograd.Function):
+    """What has come, in the same memory, but no leaf of the graph: a layer may change it in place."""
+
+    @staticmethod
+    def forward(ctx, received):
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def _recomputed(module, received, keywords):
+    """``module``'s output, whose activations the backward pass computes anew: from the same inputs and buffers, which
+    may have changed in the meantime, and without moving statistics twice."""
+    before = [
+        (owner, name, buffer, buffer._version, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    anew = _Anew([(owner, name, old) for owner, name, _, _, old in before])
+
+    def run(*received, **keywords):
+        received, keywords = tree_map_only(torch.Tensor, torch.clone, (received, keywords))
+        return module(*received, **keywords)
+
+    output = checkpoint(run, *received, use_reentrant=False, context_fn=lambda: (nullcontext(), anew), **keywords)
+    anew.buffers = [
+        (owner, name, old)
+        for owner, name, buffer, version, old in before
+        # torch's normalisations move their statistics without counting a version.
+        if owner._buffers.get(name) is not buffer or buffer._version != version or isinstance(owner, _NormBase)
+    ]
+    return output
+
+
+class _Anew:
+    """A context in which modules have copies of former buffers; may be entered several times."""
+
+    def __init__(self, buffers):
+        self.buffers, self._undo = buffers, None
+
+    def __enter__(self):
+        self._undo = ExitStack()
+        self._undo.enter_context(weights_by_autograd())
+        for owner, name, old in self.buffers:
+            self._undo.callback(owner._buffers.__setitem__, name, owner._buffers[name])
+            owner._buffers[name] = old.clone()
+
+    def __exit__(self, *error):
+        self._undo.close()
+
+
+def _check_sent(sent, output, index: int) -> None:
+    if not sent or any(not isinstance(tensor, torch.Tensor) for tensor in sent):
+        kinds = ", ".join(type(one).__name__ for one in sent) if isinstance(output, (tuple, list)) else ""
+        raise DtlibError(
+            f"Stage {index} gave a {type(output).__name__}{f' of {kinds}' if kinds else ''} to the next one: a stage "
+            "gives a tensor, or a tuple of tensors."
+        )
+
+
 def _kinds_of_inputs(positional, keywords) -> tuple:
     """What the shapes of activations may depend on."""
-    tensors = [value for value in (*positional, *keywords.values()) if isinstance(value, torch.Tensor)]
-    return kinds_of(tensors)
-
-
-def _detached(output):
-    if isinstance(output, (tuple, list)):
-        return type(output)(_detached(part) for part in output)
-    return output.detach() if isinstance(output, torch.Tensor) else output
+    return kinds_of([value for value in tree_leaves((positional, keywords)) if isinstance(value, torch.Tensor)])
