@@ -11,7 +11,7 @@ from dtlib.errors import DtlibError
 from dtlib.launch import INSTALL_MPI, check_mpiexec, find_mpiexec, library_version, mpiexec_command, rank_environment
 from dtlib.machine import gpu_names, usable_cores
 
-_COUNT_WORLD = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+_COUNT_WORLD = "from dtlib.world import init; print(init().size, flush=True)"
 
 
 def report() -> int:
