@@ -62,10 +62,14 @@ def groups_inside() -> None:
         os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
 
 
-def mpiexec_inside() -> bool:
-    """Whether an mpiexec that is started here has ranks to start on this machine alone."""
+def mpiexec_inside(mpiexec: str) -> bool:
+    """Whether this ``mpiexec``, started here, has ranks to start on this machine alone."""
     if any("hostfile" in name and name.startswith(("OMPI_MCA_", "PRTE_MCA_")) for name in os.environ):
         return False
+    for settings in (Path(mpiexec).resolve().parents[1] / "etc", Path("/etc/openmpi"), Path("/etc/prte")):
+        for hosts in settings.glob("*default-hostfile"):
+            if any(line.strip() and not line.startswith("#") for line in hosts.read_text(errors="replace").splitlines()):
+                return False
     if "SLURM_JOB_ID" in os.environ:  # SLURMD_NODENAME: this is the node, and no login node
         return os.environ.get("SLURM_JOB_NUM_NODES") == "1" and "SLURMD_NODENAME" in os.environ
     return not any(name in os.environ for name in SCHEDULERS)
@@ -75,10 +79,10 @@ def closed(mpiexec: str) -> list[str]:
     """The command ``mpiexec`` of Open MPI, kept inside where that is possible: the beginning of a command line."""
     before = os.environ.get("LD_PRELOAD", "")
     try:
+        if not mpiexec_inside(mpiexec):
+            return [mpiexec]
         ours = library()
     except DtlibError:  # `dtlib doctor` says so
-        return [mpiexec]
-    if not mpiexec_inside():
         return [mpiexec]
     env = shutil.which("env") or "/usr/bin/env"
     return [env, f"LD_PRELOAD={ours} {before}".strip(), mpiexec, "-x", f"LD_PRELOAD={before}"]  # -x: what ranks get
