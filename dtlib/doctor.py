@@ -1,17 +1,29 @@
 """``dtlib doctor``: what this machine offers, and what would go wrong, with the cure."""
 
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import shutil
 import subprocess
 import sys
 
+from dtlib import loopback
 from dtlib.errors import DtlibError
-from dtlib.launch import INSTALL_MPI, check_mpiexec, find_mpiexec, library_version, mpiexec_command, rank_environment
+from dtlib.launch import (
+    INSTALL_MPI,
+    check_mpiexec,
+    find_mpiexec,
+    library_version,
+    mpiexec_command,
+    rank_environment,
+    start_ranks,
+)
 from dtlib.machine import gpu_names, usable_cores
+from dtlib.processes import Process, end_processes, listening, with_descendants
 
-_COUNT_WORLD = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+_COUNT_WORLD = "from dtlib.world import init; print(init().size, flush=True)"
+_WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
 
 def report() -> int:
@@ -67,6 +79,29 @@ def _world_of_two() -> str:
     return "two ranks start and see each other"
 
 
+def _ports() -> str:
+    """Look who listens while two ranks run."""
+    try:
+        ranks = start_ranks(["-c", _WAIT], 2, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except DtlibError:
+        return "not looked at, as ranks do not start"
+    with ranks:
+        said = [ranks.stdout.readline(), ranks.stdout.readline()]
+        found = listening(Process.of(ranks.pid))
+        end_processes(with_descendants(Process.of(ranks.pid)))
+    if said != [b"2\n", b"2\n"]:
+        return "not looked at, as ranks do not start"
+    outside = sorted({name for name, address, _ in found if not ipaddress.ip_address(address).is_loopback})
+    if not outside:
+        return "ranks and mpiexec listen to this machine alone"
+    try:
+        loopback.library()
+        why = "it may have ranks to start on others"
+    except DtlibError as problem:
+        why = str(problem)
+    return f"{', '.join(outside)} can be reached from other machines while ranks run: {why}"
+
+
 def _torch() -> str:
     try:
         version = importlib.metadata.version("torch")
@@ -119,6 +154,7 @@ _LOOKS = {
     "MPI library": _mpi_library,
     "mpiexec": _mpiexec,
     "ranks": _world_of_two,
+    "ports": _ports,
     "torch": _torch,
     "GPUs": _gpus,
     "scheduler": _scheduler,

@@ -6,11 +6,12 @@ Everything that starts ranks goes through here: ``dtlib pi``, the engines, the t
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+from dtlib import loopback
 from dtlib.errors import DtlibError
 from dtlib.machine import usable_cores
 from dtlib.processes import Process, end_processes, with_descendants
@@ -82,7 +83,7 @@ def mpiexec_command(ranks: int | None = None) -> list[str]:
     command = [path]
     if check_mpiexec(path).startswith("Open MPI"):
         # More ranks than cores are welcome in a classroom, and ranks run threads.
-        command += ["--oversubscribe", "--bind-to", "none"]
+        command = [*loopback.closed(path), "--oversubscribe", "--bind-to", "none"]
     return command if ranks is None else [*command, "-n", str(ranks)]
 
 
@@ -91,9 +92,6 @@ def rank_environment(ranks: int) -> dict[str, str]:
     wanted = {
         # Unless told otherwise, four ranks on two cores would each start two threads.
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
-        # Inside one machine messages go through shared memory; looking for fast networks costs a second a start.
-        "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,sm,tcp",
         # torch's large tensors in large pages, as numpy's are: messages are then copied in half the time.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
@@ -120,21 +118,23 @@ def in_engine() -> bool:
 def start_ranks(command: list[str], ranks: int, **popen) -> subprocess.Popen:
     """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process."""
     return subprocess.Popen(
-        [*mpiexec_command(ranks), sys.executable, *command],
+        ends_with_this_process([*mpiexec_command(ranks), sys.executable, *command]),
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
-        preexec_fn=end_with_parent,
         **popen,
     )
 
 
-def end_with_parent() -> None:
-    """Have Linux end this process when the one that started it ends, even by `kill -9`. Elsewhere it does nothing."""
-    if sys.platform == "linux":
-        import ctypes
+def ends_with_this_process(command: list[str]) -> list[str]:
+    """``command``, which Linux ends when this process ends, even by `kill -9` (until_parent_ends.py).
 
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    Linux means the thread that starts it, so only the main thread, which lives as long as the process, asks for that.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return command
+    # Without site-packages Python starts fastest.
+    become = [sys.executable, "-I", "-S", str(Path(__file__).with_name("until_parent_ends.py")), str(os.getpid())]
+    return [*become, *command]
 
 
 def run_ranks(command: list[str], ranks: int, **popen) -> int:

@@ -53,6 +53,17 @@ def with_descendants(process: Process) -> list[Process]:
     return family
 
 
+def listening(process: Process) -> list[tuple[str, str, int]]:
+    """Name, address and port of what a process and its descendants listen on, as far as this user may look."""
+    found = []
+    for member in with_descendants(process):
+        with suppress(psutil.Error):
+            look = psutil.Process(member.pid)
+            sockets = look.net_connections(kind="inet")
+            found += [(look.name(), *each.laddr) for each in sockets if each.status == psutil.CONN_LISTEN]
+    return found
+
+
 def end_processes(processes: list[Process], patience: float = 3.0) -> None:
     """End these processes: politely first, then for certain."""
     for polite in (True, False):

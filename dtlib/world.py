@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 
+from dtlib import loopback
 from dtlib.comm import Communicator, board, torchrun, waiting
 from dtlib.errors import DtlibError
 from dtlib.launch import in_engine, is_rank
@@ -116,6 +117,8 @@ def _join() -> World:
     waiting.crowded = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
     nodes = sorted(set(everyone.allgather(first_on_node)))
+    if len(nodes) == 1 < comm.size:
+        loopback.groups_inside()
     if comm.size > 1:
         _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
     if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
@@ -130,9 +133,9 @@ def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
     if nodes == 1:
         board.current = board.Board(file, comm.rank, members)
     else:
-        from dtlib.comm.gpu import shared_store
+        from dtlib.comm.store import shared_store
 
-        store = shared_store(comm, same_host=False)
+        store = shared_store(comm)
         board.current = board.ClusterBoard(file, comm.rank, members, node, nodes, store)
     neighbours.Barrier()
     if neighbours.Get_rank() == 0:
@@ -140,11 +143,12 @@ def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
 
 
 def _start_mpi():
-    from mpi4py import MPI
+    with loopback.shared_memory():
+        from mpi4py import MPI
 
-    if not MPI.Is_initialized():
-        MPI.Init_thread()
-        atexit.register(MPI.Finalize)
+        if not MPI.Is_initialized():
+            MPI.Init_thread()
+            atexit.register(MPI.Finalize)
     return MPI
 
 

@@ -6,7 +6,7 @@ import pytest
 from dtlib.comm.blame import whom
 from dtlib.comm.board import Board, ClusterBoard, Sighting
 from dtlib.comm.call import Call
-from dtlib.comm.gpu import shared_store
+from dtlib.comm.store import shared_store
 from tests.ranks import on_ranks
 
 ALL = (0, 1, 2)
@@ -70,7 +70,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     node = world.rank // 2
     members = [2 * node, 2 * node + 1]
     files = world.comm.all_gather_object(Board.make_file(2) if world.rank % 2 == 0 else None)
-    store = shared_store(world.comm, same_host=True)
+    store = shared_store(world.comm)
     mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
     mine.publish("waits", Call("barrier", "", None, world.rank, range(4), "world", 1 + world.rank))
     deadline = time.monotonic() + 20

@@ -24,8 +24,8 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
-    ("errors", "machine", "processes", "theory", "schedule"),
-    ("zero_theory",),
+    ("errors", "machine", "processes", "until_parent_ends", "theory", "schedule"),
+    ("zero_theory", "loopback"),
     ("launch",),
     ("comm",),
     ("mesh", "world"),

@@ -305,9 +305,9 @@ def test_nccl_needs_a_gpu_for_each_rank():
 
 @on_ranks(2, 3)
 def test_a_store_without_a_fixed_port(world):
-    from dtlib.comm.gpu import shared_store
+    from dtlib.comm.store import shared_store
 
-    store = shared_store(world.comm, same_host=True)
+    store = shared_store(world.comm)
     store.set(f"rank {world.rank}", b"here")
     store.wait([f"rank {rank}" for rank in range(world.size)])
     world.comm.barrier()  # rank 0 holds the store

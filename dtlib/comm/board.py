@@ -35,6 +35,11 @@ class Sighting:
     peers: tuple = ()
 
 
+def folder_in_memory() -> str | None:
+    """Where small files of this machine lie in memory; None, as ``tempfile`` takes it, for where others lie."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 class Board:
     """One slot a rank in a file that all ``members`` of a node have open. Ranks count here as they do in the world."""
 
@@ -49,8 +54,7 @@ class Board:
     @staticmethod
     def make_file(size: int) -> str:
         """A file for the slots of ``size`` ranks, in memory where the system can do that."""
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        handle, name = tempfile.mkstemp(prefix="dtlib-board-", dir=folder)
+        handle, name = tempfile.mkstemp(prefix="dtlib-board-", dir=folder_in_memory())
         os.truncate(handle, SLOT * size)
         os.close(handle)
         return name

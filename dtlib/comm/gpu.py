@@ -78,13 +78,14 @@ def nccl_communicator(comm, device):
     """A communicator over NCCL of the same ranks, or None where they share a GPU; all ranks call it together."""
     from dtlib.comm.group_work import make_group
     from dtlib.comm.process_group import ProcessGroupCommunicator
+    from dtlib.comm.store import shared_store
 
     mine = str(torch.cuda.get_device_properties(device).uuid) if dist.is_nccl_available() else None
     everyone = comm.all_gather_object((socket.gethostname(), mine))
     if not each_has_its_own(everyone):
         return None
     torch.cuda.set_device(device)  # NCCL works on the current device
-    store = shared_store(comm, same_host=len({host for host, _ in everyone}) == 1)
+    store = shared_store(comm)
     group = make_group({"cuda": "nccl"}, store, comm.rank, comm.size)
     return ProcessGroupCommunicator(group, comm.time_limit, comm._members, comm.name, store)
 
@@ -92,13 +93,3 @@ def nccl_communicator(comm, device):
 def each_has_its_own(devices: list) -> bool:
     """True where no two ranks share a device: (host, UUID) of each rank's, or (host, None) without NCCL."""
     return all(uuid is not None for _, uuid in devices) and len(set(devices)) == len(devices)
-
-
-def shared_store(comm, same_host: bool):
-    """A torch store that all ranks of ``comm`` reach, on a port that is free; it lives as long as rank 0 holds it."""
-    store = None
-    if comm.rank == 0:
-        host = "127.0.0.1" if same_host else socket.gethostname()
-        store = dist.TCPStore(host, 0, None, True, wait_for_workers=False)
-    host, port = comm.broadcast_object((store.host, store.port) if store else None)
-    return store or dist.TCPStore(host, port, None, False, wait_for_workers=False)

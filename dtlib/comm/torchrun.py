@@ -3,6 +3,7 @@
 import atexit
 import os
 
+from dtlib import loopback
 from dtlib.machine import usable_cores
 
 # What torchrun tells each process; a program that sets WORLD_SIZE alone was not started by it.
@@ -25,6 +26,8 @@ def join() -> dict:
     from dtlib.comm import waiting
     from dtlib.comm.process_group import ProcessGroupCommunicator
 
+    if loopback.all_ranks_here():
+        loopback.groups_inside()
     if not dist.is_initialized():
         _make_default_group(dist)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -12,7 +12,6 @@ but its process id: a kernel that is killed is noticed like one that ends. Life 
     (ends, however that ends)    nobody: remove set.json, end ---> gone
 """
 
-import functools
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab.workshop import Record
-from dtlib.launch import end_with_parent, rank_environment
+from dtlib.launch import ends_with_this_process, rank_environment
 from dtlib.processes import Process, end_processes, with_descendants
 
 POLL_SECONDS = 0.5
@@ -77,7 +76,7 @@ def _start(profile: Path, ranks: int, name: str):
 
     _clean(profile, "log/*dtlib-*")  # those of the last set, which were kept in case they were needed
     # A keeper that is itself killed takes controller and engines along, where the system can do that.
-    launcher.Popen = functools.partial(subprocess.Popen, preexec_fn=end_with_parent)
+    launcher.Popen = lambda command, **popen: subprocess.Popen(ends_with_this_process(command), **popen)
     overrides = Config({"EngineLauncher": {"environment": rank_environment(ranks)}})
     cluster = ipp.Cluster(n=ranks, profile_dir=str(profile), cluster_id=name, config=overrides, shutdown_atexit=False)
     cluster.start_cluster_sync()

@@ -13,17 +13,11 @@ def process_group(comm):
     if isinstance(comm, ProcessGroupCommunicator):
         return comm.group
     if not distributed.is_initialized():
-        from dtlib.comm.gpu import shared_store
+        from dtlib.comm.store import shared_store
 
-        store = shared_store(comm, same_host=len(set(comm.all_gather_object(_host()))) == 1)
+        store = shared_store(comm)
         distributed.init_process_group(store=store, rank=comm.rank, world_size=comm.size)
     return distributed.group.WORLD
-
-
-def _host() -> str:
-    import socket
-
-    return socket.gethostname()
 
 
 def data_parallel(module: nn.Module, comm) -> nn.Module:
