@@ -1,15 +1,17 @@
 """Who am I: this process's rank, how many ranks there are, and how to talk to them."""
 
 import atexit
+import io
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 from dtlib import loopback
 from dtlib.comm import Communicator, board, torchrun, waiting
 from dtlib.errors import DtlibError
-from dtlib.launch import in_engine, is_rank
+from dtlib.launch import INSTALL_MPI, in_engine, is_rank
 from dtlib.machine import usable_cores
 from dtlib.mesh import Mesh
 
@@ -62,7 +64,7 @@ def init() -> World:
     torchrun ``comm`` runs on ``torch.distributed``: on the default group, which is made if the program has not done it.
 
     Raises:
-        DtlibError: where processes were started together but do not form one MPI world.
+        DtlibError: where processes were started together but do not form one MPI world, and where there is no MPI.
     """
     global _world
     if _world is None:
@@ -144,8 +146,13 @@ def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
 
 def _start_mpi():
     with loopback.shared_memory():
-        from mpi4py import MPI
-
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as problem:
+            reason = str(problem).splitlines()[0]
+            raise DtlibError(
+                f"dtlib.init() finds no MPI library ({reason}): {INSTALL_MPI}, and start Python from there."
+            ) from None
         if not MPI.Is_initialized():
             MPI.Init_thread()
             atexit.register(MPI.Finalize)
@@ -168,7 +175,12 @@ def _abort_on_error(mpi) -> None:
 
     def show_and_abort(kind, value, trace):
         show(kind, value, trace)
-        sys.stderr.flush()
+        with suppress(Exception):  # there may be no stderr, or a closed one
+            if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after we have returned
+                sys.__stderr__.write(sys.stderr.getvalue())
+            sys.__stderr__.flush()
+        with suppress(Exception):
+            sys.stdout.flush()
         mpi.COMM_WORLD.Abort(2 if isinstance(value, DtlibError) else 1)
 
     sys.excepthook = show_and_abort

@@ -64,6 +64,23 @@ def test_a_board_shows_what_others_published():
     os.unlink(file)
 
 
+@pytest.mark.parametrize("letter", ["x", "ü", "🦀", '"', "\0", "\udc80"])
+@pytest.mark.parametrize("ranks", [2, 300])
+def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
+    file = Board.make_file(2)
+    first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
+    for length in (60, 1000):
+        call = Call(letter * length, "", None, 0, range(ranks), letter * length, 3)
+        call.where = "line 1: " + letter * length
+        first.publish(f"raised ValueError: {letter * length}", call)
+        sighting = second.seen()[0]
+        assert sighting.state.startswith("raised ValueError: ") and sighting.number == 3
+        # A rank whose peers did not fit waits for all others, and not for none.
+        waiting = {0: sighting, 1: Sighting("finished", "barrier", "barrier")}
+        assert whom(0, waiting) == "rank 1 has not come; it last finished barrier"
+    os.unlink(file)
+
+
 @on_ranks(4)
 def test_a_board_of_several_nodes_shows_all_ranks(world):
     """Two nodes, as it were: ranks 0 and 1, and ranks 2 and 3."""

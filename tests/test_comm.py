@@ -323,6 +323,29 @@ def test_results_may_lie_in_the_memory_of_what_they_come_from(world):
     assert world.comm.all_to_all(mine, mine).tolist() == [rank + 10 * other for other in range(size)]
 
 
+@on_ranks(2, 3)
+def test_views_that_are_shifted_against_one_another_give_right_values(world):
+    comm, size, rank = world.comm, world.size, world.rank
+    room = torch.arange(2.0 * size + 2) + 100 * rank
+    expected = [float(place + 100 * other) for other in range(size) for place in (1 + 2 * other, 2 + 2 * other)]
+    assert comm.all_gather(room[: 2 * size], room[1 + 2 * rank : 3 + 2 * rank]).tolist() == expected
+    whole = torch.arange(2.0 * size)
+    for root in range(size):  # out is where another rank's part lies
+        whole = torch.arange(2.0 * size)
+        other = (root + 1) % size
+        out = whole[2 * other : 2 * other + 2] if rank == root else torch.zeros(2)
+        assert comm.scatter(out, whole if rank == root else None, root).tolist() == [2.0 * rank, 2.0 * rank + 1]
+        whole = torch.arange(2.0 * size) + 100 * rank
+        mine = [whole[2 * other : 2 * other + 2].tolist()]
+        gathered = comm.gather(whole if rank == root else None, whole[2 * other : 2 * other + 2], root)
+        everyone = sum([[value + 100 * (r - rank) for value in mine[0]] for r in range(size)], [])
+        assert rank != root or gathered.tolist() == everyone
+    whole = torch.arange(2.0 * size + 1)
+    assert comm.reduce_scatter(whole[:2], whole[1:]).tolist() == [size * (2.0 * rank + 1), size * (2.0 * rank + 2)]
+    room = torch.arange(size + 1.0) + 10 * rank
+    assert comm.all_to_all(room[:size], room[1:]).tolist() == [1.0 + rank + 10 * other for other in range(size)]
+
+
 @on_ranks(2)
 def test_a_verb_behind_one_that_failed_ends_too(world):
     import dtlib

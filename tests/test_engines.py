@@ -78,6 +78,7 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert notebook.run("%%px --local\nprint(pushed if 'pushed' in globals() else 'here')").startswith(
         "here\nrank 0 | 5\n"
     )
+    assert notebook.run("%%px --local\nprint(1 / 0)").endswith("so it was not run on the ranks.\n")
     assert "9,001 lines are left out" in notebook.run("%px print('long\\n' * 10_000)")
 
     # A NameError on either side names its cure.

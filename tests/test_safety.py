@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.launch import start_ranks
 from dtlib.processes import Process, with_descendants
 from tests.ranks import on_ranks
+
+SIZES = (1, 2, 3, 4)
 
 
 def verifying(world):
@@ -209,3 +212,39 @@ def test_a_program_whose_rank_is_killed_or_raises_ends_and_leaves_nothing(tmp_pa
     assert started.returncode != 0
     assert said in output, output
     assert not [process for process in family if process.find()]
+
+
+RAISES = """
+import os, sys
+import dtlib
+from torch import distributed as dist
+rank, size = (int(os.environ["OMPI_COMM_WORLD_" + name]) for name in ("RANK", "SIZE"))
+for step in sys.argv[1].split(","):
+    if step == "dtlib":
+        world = dtlib.init()
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=rank, world_size=size)
+print("printed before")
+if rank == size - 1:
+    raise ValueError("no data")
+world.comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", ["dtlib,torch", pytest.param("torch,dtlib", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow if size != 2 else ()) for size in SIZES])
+def test_an_error_in_a_program_with_a_process_group_of_torch_is_shown(tmp_path, order, size, terminal):
+    script = tmp_path / "program.py"
+    script.write_text(RAISES)
+    mine, theirs = os.openpty() if terminal else os.pipe()
+    started = start_ranks([str(script), order, str(tmp_path)], size, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output = b""
+    with suppress(OSError), open(mine, "rb", buffering=0) as reader:  # a terminal ends with an error
+        while some := reader.read(4096):
+            output += some
+    assert started.wait(timeout=60) != 0
+    said = output.decode()
+    assert said.count("ValueError: no data") == 1 and "Traceback (most recent call last)" in said, said
+    assert "printed before" in said, said

@@ -91,7 +91,11 @@ def test_it_needs_no_mpi():
         "import sys; sys.modules['mpi4py'] = None\n"  # an import of it raises
         "import torch; from dtlib.comm import solo\n"
         "comm = solo(0, 8); comm.all_reduce(torch.ones(8)); comm.barrier(); comm.all_gather_object(1)\n"
-        "comm.recv(torch.ones(2), 1)"
+        "comm.recv(torch.ones(2), 1)\n"
+        "import dtlib\n"
+        "try: dtlib.init()\n"
+        "except dtlib.DtlibError as error: assert 'finds no MPI library (' in str(error), error\n"
+        "else: assert False"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

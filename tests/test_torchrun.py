@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+SIZES = (1, 2, 3, 4)
 TELL = """
 import sys
 import torch
@@ -32,16 +33,20 @@ if world.rank == 0:
 """
 
 FAIL = """
+import sys
 import dtlib, torch
+from torch import distributed as dist
+if "mine" in sys.argv:
+    dist.init_process_group("gloo")
 world = dtlib.init()
-if world.rank == 1:
+if world.rank == world.size - 1:
     world.comm.all_reduce(3)
 world.comm.barrier()
 """
 
 
-def torchrun(script, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+def torchrun(script, *arguments, ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=env)
 
@@ -58,9 +63,12 @@ def test_a_world_under_torchrun(tmp_path, group):
     assert "Traceback" not in ran.stderr and "destroy_process_group" not in ran.stderr
 
 
-def test_an_error_on_one_rank_under_torchrun_ends_all(tmp_path):
+@pytest.mark.parametrize("group", ["ours", pytest.param("mine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(size, marks=pytest.mark.slow if size != 2 else ()) for size in SIZES])
+def test_an_error_on_one_rank_under_torchrun_ends_all(tmp_path, group, ranks):
     script = tmp_path / "fail.py"
     script.write_text(FAIL)
-    ran = torchrun(script)
+    ran = torchrun(script, group, ranks=ranks)
     assert ran.returncode != 0
+    assert "Traceback (most recent call last)" in ran.stderr
     assert "CommunicationError: all_reduce carries a torch tensor" in ran.stderr

@@ -195,8 +195,8 @@ def direct_scatter(link, out, parts, root):
     if link.rank != root:
         yield [link.recv(out, root)]
         return
-    out[...] = parts[root]
     yield [link.send(parts[other], other) for other in range(link.size) if other != root]
+    out[...] = parts[root]  # last, as out may lie where another rank's part was
 
 
 def direct_gather(link, parts, array, root):

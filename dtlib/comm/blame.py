@@ -33,7 +33,7 @@ def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
     mine = seen.get(rank)
     if mine is None:
         return []
-    return [peer for peer in mine.peers if peer != rank and not _has_come(mine, seen.get(peer), rank)]
+    return [peer for peer in mine.peers or seen if peer != rank and not _has_come(mine, seen.get(peer), rank)]
 
 
 def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:

@@ -15,7 +15,8 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-SLOT = 512  # bytes; what does not fit is cut from the line's text
+SLOT = 512  # bytes
+LONGEST = 80  # characters of a call or a communicator's name, on every rank alike, as ranks compare them
 CARRY_SECONDS = 0.5
 
 current = None  # the board of this process, once the world has put one up
@@ -62,14 +63,10 @@ class Board:
     def publish(self, state: str, call=None) -> None:
         """Say what this rank does; without a call it is about the last one."""
         if call is not None:
-            self._last = Sighting(state, call.verb, str(call), call.where, call.group, call.number, tuple(call.peers))
+            what, group = str(call)[:LONGEST], call.group[-LONGEST:]
+            self._last = Sighting(state, call.verb, what, call.where, group, call.number, tuple(call.peers))
         self._last.state = state
-        text = json.dumps(asdict(self._last)).encode()
-        if len(text) > SLOT:
-            # A long line, or more peers than there is room for; who waits then waits for all.
-            short = {**asdict(self._last), "where": self._last.where[:40], "peers": (), "state": state[:120]}
-            text = json.dumps({**short, "what": self._last.what[:80]}).encode()[:SLOT]
-        self._memory[SLOT * self._mine : SLOT * (self._mine + 1)] = text.ljust(SLOT)
+        self._memory[SLOT * self._mine : SLOT * (self._mine + 1)] = _fitted(self._last).ljust(SLOT)
 
     def clear(self, state: str) -> None:
         """Forget the last call: what was before concerns nobody any more."""
@@ -113,6 +110,17 @@ class ClusterBoard(Board):
                 others = json.loads(self._store.get(key))
                 found.update({int(rank): _read(json.dumps(content)) for rank, content in others.items()})
         return found
+
+
+def _fitted(sighting: Sighting) -> bytes:
+    """As JSON that fits into a slot: what is least needed is cut first. Without its peers, a rank waits for all."""
+    content = asdict(sighting)
+    for name, length in (("where", 40), ("state", 80), ("peers", 0), ("where", 0), ("what", 20), ("state", 20)):
+        text = json.dumps(content, ensure_ascii=False).encode(errors="replace")
+        if len(text) <= SLOT:
+            return text
+        content[name] = content[name][:length]
+    return json.dumps(asdict(Sighting(content["state"], number=sighting.number))).encode()
 
 
 def _read(text) -> Sighting:

@@ -129,8 +129,8 @@ class Communicator(Runner):
         mine = types.payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
         parts = self._parts(out, tensor, "reduce_scatter")
-        whole = parts[0].base if parts[0].base is not None else parts[0]
-        if not same_memory(mine.flat, parts[self.rank]) and np.shares_memory(mine.flat, whole):
+        overlap = any(np.may_share_memory(mine.flat, part) for part in parts)
+        if overlap and not same_memory(mine.flat, parts[self.rank]):
             parts = [part.copy() for part in parts]  # the result must not overwrite what is still to be sent
         finish = partial(self._finish_mean, mine, op)
         arguments = mine.flat, parts, combine
@@ -145,7 +145,7 @@ class Communicator(Runner):
             return nccl.all_gather(out, tensor, async_op)
         mine = types.payload(tensor, "all_gather", writes=False)
         whole, parts = self._whole(out, tensor, "all_gather")
-        if not np.shares_memory(parts[self.rank], mine.flat):
+        if not same_memory(parts[self.rank], mine.flat):
             parts[self.rank][...] = mine.flat
         return self._collective("all_gather", "", tensor, (parts,), whole.store, async_op, algorithm, whole.flat)
 

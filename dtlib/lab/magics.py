@@ -66,7 +66,8 @@ class RankMagics(ParallelMagics):
         words = line.split()
         if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
             words.remove("--local")
-            self.shell.run_cell(cell)
+            if not self.shell.run_cell(cell).success:  # which has shown the error
+                raise DtlibError("The cell failed here in the notebook, so it was not run on the ranks.")
         try:
             return super().cell_px(" ".join(words), cell)
         except IndexError:
