@@ -176,6 +176,8 @@ def test_arguments_that_are_refused(world):
         r"init\(\[0, 1\]\): it is for all ranks together; .*split": lambda: hvd.init(comm=[0, 1]),
         r"init\('dynamic'\)": lambda: hvd.init(process_sets="dynamic"),
     }
+    with pytest.raises(TypeError, match="float"):
+        hvd.broadcast(one, 0.5)
     for words, call in left_out.items():
         with pytest.raises(hvd.NotOffered, match=words):
             call()

@@ -194,6 +194,35 @@ def test_after_a_reset_init_has_to_be_called_again(world):
 
 
 @on_ranks(2, 3)
+def test_a_name_is_free_again_once_it_is_under_way(world):
+    hvd.init()
+    first = hvd.allreduce_async(torch.ones(1), name="again")
+    hvd.allreduce(torch.ones(1), name="other")
+    second = hvd.allreduce_async(torch.full((1,), 5.0), name="again")
+    assert (hvd.synchronize(second).item(), hvd.synchronize(first).item()) == (5, 1)
+    changed = torch.ones(2)
+    handle = hvd.allreduce_async(changed, name="again")
+    changed.mul_(2)
+    with pytest.raises(hvd.HorovodInternalError, match="allreduce 'again': its tensor was changed between"):
+        hvd.synchronize(handle)
+
+
+@on_ranks(2, 3)
+def test_what_has_no_name_is_counted_anew_after_a_join(world):
+    """Until then ranks may have submitted different numbers of tensors."""
+    hvd.init()
+    for _ in range(world.rank):
+        hvd.allreduce(torch.ones(1))
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == world.size
+    assert hvd.broadcast_object({"rank": world.rank} if world.rank == 1 else None, 1) == {"rank": 1}
+    assert hvd.allgather_object(world.rank) == list(range(world.size))
+    with pytest.raises(hvd.HorovodInternalError, match="wait for each other"):
+        hvd.allreduce(torch.ones(1), name="named" if world.rank == 0 else None)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == world.size
+
+
+@on_ranks(2, 3)
 def test_join_stands_in_with_zeros(world):
     hvd.init()
     size = world.size

@@ -8,6 +8,7 @@ from torch import nn
 
 import dtlib
 import dtlib.horovod as hvd
+from dtlib.horovod.basics import negotiator
 from dtlib.parallel.data import DataParallel
 from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, part, sgd
 from tests.ranks import on_ranks
@@ -134,8 +135,6 @@ def test_fp16_compression_sends_half_the_bytes_and_rounds(world):
 @on_ranks(2, 3)
 def test_gradients_travel_while_the_backward_pass_computes_the_others(world):
     """With a small buffer rounds begin in the hooks, and the last layers' gradients are first."""
-    from dtlib.horovod.basics import negotiator
-
     hvd.init()
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4)))
     hvd.broadcast_parameters(model.state_dict(), 0)
@@ -302,3 +301,89 @@ def test_calls_in_the_wrong_order_are_refused(world):
         loss_of(model, batch).backward()
         optimizer.step()
     optimizer.zero_grad()
+
+
+# What would go wrong without a word
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_gradients_that_are_changed_on_their_way_are_told(world, compression):
+    hvd.init()
+    model, batch = build("plain", torch.float32), batches("plain", 1, 4, torch.float32)[0]
+    options = {"compression": getattr(hvd.Compression, compression)}
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    kept = negotiator().cap
+    changes = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: model.zero_grad(set_to_none=True),
+    ]
+    try:
+        for cap in (1, kept):  # under way at once, or not before the step
+            negotiator().cap = cap
+            for change in changes:
+                loss_of(model, batch).backward()
+                change()
+                with pytest.raises((hvd.HorovodInternalError, AssertionError), match=r"was (changed|set to another)"):
+                    optimizer.step()
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        negotiator().cap = kept
+
+
+@on_ranks(2, 3)
+def test_closures_and_parameters_frozen_or_thawed_on_the_way(world):
+    hvd.init()
+    decay = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    ours, alone = build("convolutional"), build("convolutional")
+    first, reference_first = next(ours.parameters()), next(alone.parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), **decay), ours.named_parameters(), groups=2)
+    reference = torch.optim.SGD(alone.parameters(), **decay)
+    for step, batch in enumerate(batches("convolutional", 6, 2 * world.size)):
+        first.requires_grad_(step in (2, 3))
+        reference_first.requires_grad_(step in (2, 3))
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = loss_of(ours, part(batch, world.rank, world.size))
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).dim() == 0
+        reference.zero_grad()
+        sum(loss_of(alone, part(batch, rank, world.size)) / world.size for rank in range(world.size)).backward()
+        reference.step()
+        assert difference(ours, alone, buffers=False) <= 1e-12, step
+
+
+@on_ranks(2, 3)
+def test_a_scheduler_made_before_the_distributed_optimizer_sets_its_rate(world):
+    hvd.init()
+    model = build("plain")
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    inner.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1  # on the root, and on those who have loaded its state
+
+
+@on_ranks(2, 3)
+def test_optimizer_state_arrives_bit_by_bit(world):
+    hvd.init()
+    model = build("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 3 if world.rank == 0 else 0.5, betas=(0.8 + 1e-9, 0.9))
+    if world.rank:  # what others have is replaced
+        loss_of(model, batches("plain", 1, 4)[0]).backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (1 / 3, (0.8 + 1e-9, 0.9))
+    assert not optimizer.state
+    with_closure = torch.optim.LBFGS(model.parameters(), lr=0.5 if world.rank else 0.25)
+    hvd.broadcast_optimizer_state(with_closure, 0)
+    assert with_closure.param_groups[0]["lr"] == 0.25

@@ -12,6 +12,7 @@ import torch
 from dtlib.horovod.basics import NotOffered, size
 from dtlib.horovod.compression import Compression
 from dtlib.horovod.operations import Average, Sum, allgather_async, allreduce_async_, check_op, synchronize
+from dtlib.horovod.request import HorovodInternalError
 
 
 class _Distributed:
@@ -121,18 +122,26 @@ class _Distributed:
                 self._submit(parameter)
         travelling = dict(self._travelling)
         self._forget_passes()
+        errors = []
         for parameter, (gradient, finish) in travelling.items():
-            reduced = finish()
-            if parameter.grad is not gradient:
-                raise AssertionError(
-                    f"The gradient of {self._names[parameter]!r} was set to another between backward() and step(), "
-                    "while it travelled: set gradients to zero after optimizer.step()."
-                )
-            if reduced.is_sparse:
-                parameter.grad = reduced
-            elif gradient.data_ptr() != reduced.data_ptr():
-                gradient.copy_(reduced)
+            try:
+                self._store(parameter, gradient, finish())
+            except (HorovodInternalError, AssertionError) as error:  # the others are on their way all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
         self._synchronized = True
+
+    def _store(self, parameter, gradient, reduced) -> None:
+        if parameter.grad is not gradient:
+            raise AssertionError(
+                f"The gradient of {self._names[parameter]!r} was set to another between backward() and step(), while "
+                "it travelled: set gradients to zero after optimizer.step()."
+            )
+        if reduced.is_sparse:
+            parameter.grad = reduced
+        elif gradient.data_ptr() != reduced.data_ptr():
+            gradient.copy_(reduced)
 
     def _forget_passes(self) -> None:
         self._travelling.clear()
@@ -215,7 +224,8 @@ def DistributedOptimizer(
         sparse_as_dense: sparse gradients travel as dense ones, and are sparse again afterwards; else everyone's
             indices and values are gathered.
 
-    The step waits for all gradients; to change them before it, as clipping does:
+    The step waits for all gradients; to change them before it, as clipping and a GradScaler do (whose changes to
+    gradients on their way are not noticed):
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
