@@ -8,6 +8,7 @@ from torch import nn
 from benchmarks.compare import in_turns, row
 from benchmarks.peers import torch_group
 from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelBuckets
 
 RANKS = 2
 BATCH = 32  # a rank
@@ -51,14 +52,16 @@ def training_step(model, x):
 def _against_ddp(world, name, build, repeats):
     models = {"alone": build()}
     models["ours"] = DataParallel(build()[0], world.comm), models["alone"][1]
+    models["plain"] = DataParallelBuckets(build()[0], world.comm), models["alone"][1]
     ddp = nn.parallel.DistributedDataParallel(
         build()[0], process_group=torch_group(world), gradient_as_bucket_view=True
     )
     models["theirs"] = ddp, models["alone"][1]
     seconds = in_turns(world.comm, {key: training_step(*model) for key, model in models.items()}, repeats)
-    yield row(f"step {name}", "torch DDP, gloo", seconds["ours"], seconds["theirs"])
-    ours, theirs = (seconds[key] - seconds["alone"] for key in ("ours", "theirs"))
-    yield row(f"communication {name}", "torch DDP, gloo", ours, theirs)
+    for key, said in {"ours": "", "plain": "plain, "}.items():
+        yield row(f"{said}step {name}", "torch DDP, gloo", seconds[key], seconds["theirs"])
+        ours, theirs = (seconds[one] - seconds["alone"] for one in (key, "theirs"))
+        yield row(f"{said}communication {name}", "torch DDP, gloo", ours, theirs)
 
 
 class Sleeping(torch.autograd.Function):

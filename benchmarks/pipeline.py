@@ -1,7 +1,8 @@
 """Pipelines against torch.distributed.pipelining on gloo, tensor parallelism against torch's DTensor; with
 ``--ranks 4`` sleeping stages against the simulation.
 
-Our stages are of dtlib's ``Linear``, which adds to gradients while it multiplies; torch's are of ``nn.Linear``.
+Our stages are of dtlib's ``Linear``, which adds to gradients while it multiplies; torch's are of ``nn.Linear``. The
+bound is what no schedule without interleaving can beat: the slowest of our stages' passes alone, and the bubble.
 """
 
 import os
@@ -23,9 +24,10 @@ from dtlib.parallel.pipeline import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZeroBubbleH1,
+    plain,
     weights_later,
 )
-from dtlib.parallel.pipeline.linear import defer
+from dtlib.parallel.pipeline.linear import defer, weights_at_once
 
 RANKS = 2
 SLEEP = 0.02  # seconds of a forward pass, of a gradient of inputs, of a gradient of weights
@@ -58,22 +60,44 @@ def _against_torch(world, repeats):
     mse = nn.functional.mse_loss
     for size, (width, samples, times) in SIZES.items():
         pairs = {
-            "GPipe": (ScheduleGPipe, pipelining.ScheduleGPipe),
-            "1F1B": (Schedule1F1B, pipelining.Schedule1F1B),
-        }  # fmt: skip
+            "GPipe": (ScheduleGPipe, pipelining.ScheduleGPipe, "gpipe"),
+            "1F1B": (Schedule1F1B, pipelining.Schedule1F1B, "1f1b"),
+        }
         x, y = torch.randn(2, MICROBATCHES * samples, width)
         arguments, target = ([x], None) if world.rank == 0 else ([], y)
-        for name, (ours, theirs) in pairs.items():
-            first, second = _stage(width, Linear), _stage(width, nn.Linear)
+        for name, (ours, theirs, plainly) in pairs.items():
+            first, second, third, fourth = (_stage(width, layer) for layer in (Linear, nn.Linear, Linear, Linear))
             device, group = torch.device("cpu"), torch_group(world)
             ours = ours(PipelineStage(first, world.rank, 2, world.comm), MICROBATCHES, mse)
             theirs = theirs(pipelining.PipelineStage(second, world.rank, 2, device, group=group), MICROBATCHES, mse)
             steps = {
                 "ours": repeated(partial(ours.step, *arguments, target=target), times),
                 "theirs": repeated(partial(theirs.step, *arguments, target=target), times),
+                "plain": repeated(partial(_plain_step, world, third, x, y, plainly), times),
+                "passes": repeated(partial(_passes, world, fourth, x, y), times),
             }
             seconds = in_turns(world.comm, steps, repeats)
-            yield row(f"{name}, {size}", "torch pipelining, gloo", seconds["ours"], seconds["theirs"])
+            bound = seconds["passes"] * (MICROBATCHES + world.size - 1) / MICROBATCHES
+            for who, said in (("ours", ""), ("plain", "plain, "), ("theirs", "torch, ")):
+                if who != "theirs":
+                    yield row(f"{said}{name}, {size}", "torch pipelining, gloo", seconds[who], seconds["theirs"])
+                yield row(f"{said}{name}, {size}", "the bound", seconds[who], bound)
+
+
+def _plain_step(world, stage, x, y, schedule):
+    ends = (x, None) if world.rank == 0 else (None, y)
+    with weights_at_once():
+        plain.step(world.comm, stage, *ends, nn.functional.mse_loss, MICROBATCHES, schedule)
+
+
+def _passes(world, stage, x, y):
+    """What this rank computes in a step, without messages: all ranks do it at once, and the slowest counts."""
+    is_first = world.rank == 0
+    for inputs, targets in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        output = stage(inputs if is_first else inputs.detach().requires_grad_())
+        last = output if is_first else nn.functional.mse_loss(output, targets) / MICROBATCHES
+        with weights_at_once():
+            last.backward(targets if is_first else None)
 
 
 def _stage(width: int, linear) -> nn.Module:

@@ -8,6 +8,7 @@ from benchmarks.data_parallel import large, transformer
 from benchmarks.peers import deepspeed_engine, deepspeed_is_installed, torch_group
 from dtlib.parallel.sharded import fully_shard
 from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 
 RANKS = 2
 MODELS = {"784-2048-2048-10": large, "transformer 4 x 256": transformer}
@@ -55,6 +56,11 @@ def _steps(world, build):
         fully_shard(module, world.comm)
     steps["stage 3"] = training_step(model, adamw(model.parameters(), **SETTINGS), x)
 
+    for stage, plain in enumerate((Stage1, Stage2, Stage3), 1):
+        model = build()[0]
+        zero = plain(world.comm, model, adamw, units(model), **SETTINGS)
+        steps[f"plain stage {stage}"] = _step_of_plain(model, zero, x)
+
     model = nn.parallel.DistributedDataParallel(build()[0], process_group=group, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw, process_group=group, **SETTINGS)
     steps["ZeroRedundancyOptimizer"] = training_step(model, optimizer, x)
@@ -68,6 +74,14 @@ def _steps(world, build):
         optimizer = adamw(model.parameters(), **SETTINGS)
         steps[f"DeepSpeed stage {stage}"] = _step_of_engine(deepspeed_engine(world, model, optimizer, stage, len(x)), x)
     return steps
+
+
+def _step_of_plain(model, zero, x):
+    def step():
+        model(x).square().mean().backward()
+        zero.step()
+
+    return step
 
 
 def _step_of_engine(engine, x):
@@ -90,7 +104,8 @@ def _against_torch(world, name, build, repeats):
     for step in steps.values():
         step()  # orders are recorded, memory is allocated
     seconds = in_turns(world.comm, steps, repeats)
-    for ours, peers in PAIRS.items():
-        for peer in (peer for peer in peers if peer in seconds):
-            said = "one process, no communication" if peer == "alone" else peer
-            yield row(f"{ours}, {name}", said, seconds[ours], seconds[peer])
+    for stage, peers in PAIRS.items():
+        for ours in (stage, f"plain {stage}"):
+            for peer in (peer for peer in peers if peer in seconds):
+                said = "one process, no communication" if peer == "alone" else peer
+                yield row(f"{ours}, {name}", said, seconds[ours], seconds[peer])

@@ -60,9 +60,9 @@ class Contract:
         if not torch.is_grad_enabled():
             return
         if self.come:
-            self._refuse("a backward pass was interrupted, or no step() followed it: build model and optimizer anew")
+            self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
-            self._refuse("a parameter was frozen, unfrozen or replaced after construction: build model and wrapper anew")
+            self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")
         self.samples = len(inputs[0])
 
     def _check_units(self, units) -> None:

@@ -30,7 +30,7 @@ FLOORS = (
     ("comm",),
     ("mesh", "world"),
     ("progress", "timeline"),
-    ("flat", "precision", "same_model", "backward", "reduction", "storages", "activations", "accounting"),
+    ("flat", "precision", "same_model", "contract", "backward", "reduction", "storages", "activations", "accounting"),
     ("pi", "pi_gpu", "parallel", "horovod"),
     ("checkpoint", "pipe"),
     ("production",),

@@ -4,7 +4,7 @@
     rank 1   forward   backward -> gradients  } all_reduce, /N  {  the same average   step
     rank 2   forward   backward -> gradients /                   \\ the same average   step
 
-``DataParallelNaive`` is that picture. ``DataParallel`` adds what torch's ``DistributedDataParallel`` adds: gradients
+plain.py has that picture. ``DataParallel`` adds what torch's ``DistributedDataParallel`` adds: gradients
 travel in buckets, from the last layer on, while the backward pass still computes those of the first ones
 (S. Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 13(12), 2020).
 """
@@ -21,30 +21,6 @@ from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 from dtlib.same_model import check_same_model
-
-
-class DataParallelNaive(nn.Module):
-    """Average each gradient after the backward pass: one message a parameter, and nothing overlaps.
-
-    loss.backward()
-    model.average_gradients()
-    optimizer.step()
-    """
-
-    def __init__(self, module: nn.Module, comm):
-        super().__init__()
-        self.module = module
-        self.comm = as_communicator(comm)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            self.comm.broadcast(tensor)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def average_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                self.comm.all_reduce(parameter.grad, op="mean")
 
 
 @dataclass(eq=False)

@@ -40,7 +40,7 @@ class Unit:
 class Stage1:
     """Optimizer states in shards: ``loss.backward()``, ``zero.step()``. Rank 0's values hold at construction.
 
-    Contract: ``model(x)`` with as many samples on all ranks; one backward pass a step, which comes to each parameter, in
+    Contract: ``model(x)`` with as many samples on all ranks; one backward pass a step, which comes to all parameters in
     one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
     """
 
@@ -52,8 +52,8 @@ class Stage1:
             self.comm.broadcast(tensor)
         self.units = [Unit(module, self.comm.rank, self.comm.size) for module in modules]
         self.optimizer = optimizer_class([unit.shard for unit in self.units], **settings)
-        for unit, parameter in [(unit, parameter) for unit in self.units for parameter in unit.parameters]:
-            parameter.register_post_accumulate_grad_hook(partial(self.gradient_has_come, unit))
+        for owner, parameter in [(unit, parameter) for unit in self.units for parameter in unit.parameters]:
+            parameter.register_post_accumulate_grad_hook(partial(self.gradient_has_come, owner))
 
     def gradient_has_come(self, unit: Unit, parameter) -> None:
         self.contract.gradient_has_come(parameter)
@@ -126,5 +126,5 @@ class Stage3(Stage2):
 
 
 # ZeroOptimizer (optimizer.py, stages 1 and 2) and fully_shard (dtlib/parallel/sharded, stage 3) add frozen, unused and
-# tied parameters, 16 bits, several backward passes a step, unequal batches, clipping, checkpoints; gradients that travel
-# while autograd computes (dtlib/reduction.py), and a next unit that is gathered meanwhile (sharded/plan.py).
+# tied parameters, 16 bits, several backward passes a step, unequal batches, clipping, checkpoints; gradients that
+# travel while autograd computes (dtlib/reduction.py), and a next unit that is gathered meanwhile (sharded/plan.py).
