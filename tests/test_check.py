@@ -4,10 +4,15 @@ from dtlib import pi
 from dtlib.lab.checks import Verdict, judge_on_this_rank, predict
 from dtlib.lab.exercises import (
     EXERCISES,
+    buckets_wrong,
+    byte_golf_wrong,
     collectives_wrong,
     data_parallel_wrong,
+    hangs_wrong,
+    mlp_wrong,
     pi_wrong,
     replicator_wrong,
+    sizes_wrong,
     start_wrong,
     tensor_wrong,
     zero2_wrong,
@@ -27,6 +32,8 @@ from tests.test_pipeline_exercises import RIGHT_TO_LESSON_07
     for exercise, answers in pi_wrong.WRONG.items() for answer, mistake in answers.items()
 ])  # fmt: skip
 def test_each_wrong_answer_to_pi_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
+    if answer == "at_least_one_point_each" and world.size < 3:
+        return  # with two ranks it is right
     verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: getattr(pi_wrong, answer)})
     assert not verdict.passed
     assert verdict.mistake == mistake
@@ -39,6 +46,27 @@ def test_each_wrong_answer_to_pi_is_rejected_for_its_own_reason(world, exercise,
 def test_each_wrong_first_sum_is_rejected_for_its_own_reason(world, answer, mistake):
     total = getattr(start_wrong, answer)(world.comm)
     assert judge_on_this_rank("first-sum", {"total": total}).mistake == mistake
+
+
+def test_a_first_sum_that_nobody_has_computed_is_told():
+    from dtlib.lab.checks import Wrong
+    from dtlib.lab.exercises.start import judge_total
+
+    with pytest.raises(Wrong) as wrong:
+        judge_total([(6, 0)] * 4)
+    assert wrong.value.mistake == "nothing-sent" and len(wrong.value.hints) == 2
+    for right in ([(6, 1)] * 4, [(6, None)] * 4, [(0, 0)]):  # added up; nobody counts; a rank alone
+        judge_total(right)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("exercise", sizes_wrong.WRONG)
+def test_a_number_of_ranks_written_into_an_answer_is_found(world, exercise):
+    answer = sizes_wrong.WRONG[exercise]
+    answer = answer() if isinstance(answer, type) and issubclass(answer, sizes_wrong.pipelines_wrong.Step) else answer
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
+    assert verdict.mistake == "other-size", verdict.text()
+    assert "ranks 0 to 1 alone" in verdict.expected and len(verdict.hints) == 2
 
 
 def count_right(points, comm):
@@ -79,10 +107,10 @@ def test_right_answers_pass(world):
     world.comm.all_reduce(total)
     answers = {"total": total, "count_my_points": count_right, "estimate_pi": estimate_right}
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
-    answers |= {"average_with_hooks": hooks_right, "MyDataParallel": data_parallel_wrong.Right, "golf": golf_right}
+    answers |= {"average_with_hooks": hooks_right, "MyDataParallel": buckets_wrong.Right, "golf": golf_right}
     answers |= RIGHT_RATES
     answers |= RIGHT_TO_LESSON_07
-    answers |= {"RowParallel": tensor_wrong.RightRow, "MyMLP": tensor_wrong.RightMLP}
+    answers |= {"RowParallel": tensor_wrong.RightRow, "MyMLP": mlp_wrong.RightMLP}
     answers |= {"build_step": replicator_wrong.step_right}
     answers |= {"share_gradients": shares_right, "ShardedAdam": zero_wrong.Right, "OnDemand": zero3_wrong.RightLayer}
     answers |= {"fit": FIT}
@@ -133,8 +161,10 @@ def ring_to_the_left(comm, tensor):
         outgoing, incoming = parts[(comm.rank + step) % comm.size], parts[(comm.rank + step + 1) % comm.size]
         received = torch.empty(len(incoming), dtype=tensor.dtype)
         arriving = comm.recv(received, source, async_op=True)
-        comm.send(outgoing.copy(), to, async_op=True)  # nobody waits for it
+        leaving = comm.send(outgoing.copy(), to, async_op=True)
         arriving.wait()
+        while not leaving.done():  # as good as to wait
+            pass
         incoming[:] = received.numpy() + (incoming if step < comm.size - 1 else 0)
 
 
@@ -200,9 +230,9 @@ def test_every_right_ring_passes(world, ring):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", list(collectives_wrong.answers_to_hangs()))
+@pytest.mark.parametrize("case", list(hangs_wrong.answers_to_hangs()))
 def test_wrong_explanations_of_hangs_are_rejected(world, case):
-    explained, mistake = collectives_wrong.answers_to_hangs()[case]
+    explained, mistake = hangs_wrong.answers_to_hangs()[case]
     verdict = judge_on_this_rank("hangs", {"explained": explained})
     assert verdict.mistake == mistake and verdict.hints
 
@@ -221,13 +251,19 @@ def test_hangs_may_be_explained_by_line_or_by_number(world):
         assert verdict.passed, verdict.text()
 
 
+WRONG_AVERAGES = {
+    exercise: {answer.__name__: (answer, mistake) for answer, mistake in answers.items()}
+    for part in (data_parallel_wrong, buckets_wrong, byte_golf_wrong) for exercise, answers in part.WRONG.items()
+}  # fmt: skip
+
+
 @on_ranks(2, 3, slow=(2,))
 @pytest.mark.parametrize("exercise,answer,mistake", [
-    pytest.param(exercise, answer.__name__, mistake, id=answer.__name__)
-    for exercise, answers in data_parallel_wrong.WRONG.items() for answer, mistake in answers.items()
+    pytest.param(exercise, answer, mistake, id=answer)
+    for exercise, answers in WRONG_AVERAGES.items() for answer, (_, mistake) in answers.items()
 ])  # fmt: skip
 def test_each_wrong_data_parallelism_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
-    function = getattr(data_parallel_wrong, answer)
+    function, _ = WRONG_AVERAGES[exercise][answer]
     verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: function})
     assert verdict.mistake == mistake, verdict.text()
     assert verdict.hints
@@ -255,12 +291,12 @@ def hooks_that_return_the_average(comm, module):
             parameter.register_hook(lambda gradient: comm.all_reduce(gradient.clone(), op="mean"))
 
 
-class BucketsInForwardOrder(data_parallel_wrong.Right):
+class BucketsInForwardOrder(buckets_wrong.Right):
     def parameters(self):
         return super().parameters()[::-1]
 
 
-class BucketsOfTheLibrary(data_parallel_wrong.Right):
+class BucketsOfTheLibrary(buckets_wrong.Right):
     """The small first bucket of the library, under way all at once, and views instead of copies."""
 
     def average_gradients(self, samples):
@@ -278,7 +314,7 @@ class BucketsOfTheLibrary(data_parallel_wrong.Right):
             handle.wait()
 
 
-class SamplesTravelAlong(data_parallel_wrong.Right):
+class SamplesTravelAlong(buckets_wrong.Right):
     """No message for the samples: each bucket carries them behind its gradients."""
 
     def weight(self, samples):
@@ -293,7 +329,7 @@ class SamplesTravelAlong(data_parallel_wrong.Right):
         flat.copy_(longer[:-1] / longer[-1])
 
 
-class MeanOfScaled(data_parallel_wrong.Right):
+class MeanOfScaled(buckets_wrong.Right):
     def weight(self, samples):
         return super().weight(samples) * self.comm.size
 
@@ -302,7 +338,7 @@ class MeanOfScaled(data_parallel_wrong.Right):
 
 
 def golf_right(comm, x, y):
-    from dtlib.lab.exercises.data_parallel import reference
+    from dtlib.lab.exercises.byte_golf import reference
 
     return reference(comm, x, y)
 
@@ -310,7 +346,7 @@ def golf_right(comm, x, y):
 RIGHT_TO_LESSON_04 = {
     "hook-mend": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
     "buckets-build": (
-        data_parallel_wrong.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
+        buckets_wrong.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
     ),
 }  # fmt: skip
 
@@ -567,7 +603,7 @@ def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells
     for exercise, source, expected in cells_of_lesson_04:
         names = {
             "torch": torch,
-            "digits": data_parallel_wrong.digits,
+            "digits": byte_golf_wrong.digits,
             "cross_entropy": torch.nn.functional.cross_entropy,
         }
         exec(source, names)
@@ -618,6 +654,60 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
 def test_later_attempts_get_plainer_hints():
     verdict = Verdict("pi-streams", "def f():", 3, 1, "gap", "all", "some", ("think", "do this"))
     assert [verdict.text(attempt).splitlines()[-1].split()[1] for attempt in (0, 1, 2)] == ["think", "do", "do"]
+
+
+def test_another_answer_begins_with_the_first_hint(capsys):
+    from dtlib.lab import checks
+
+    checks._tries.pop("pi-streams", None)
+    hints = []
+    for code, mistake in (("a", "gap"), ("a", "gap"), ("b", "gap"), ("b", "overlap"), ("b", "overlap")):
+        checks._tell(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
+        hints.append(capsys.readouterr().out.split()[-1])
+    assert hints == ["1", "2", "1", "2", "3"]
+
+
+def test_an_answer_is_known_by_its_code_or_value():
+    import torch
+
+    from dtlib.lab.answers import fingerprint
+
+    def one(x):
+        return x + 1
+
+    def other(x):
+        return x + 2
+
+    things = [one, other, {1: (2, 3)}, {1: (2, 4)}, "F0", torch.tensor(1), buckets_wrong.Right, buckets_wrong.OneBucket]
+    assert len({fingerprint(thing) for thing in things}) == len(things)
+    assert fingerprint(one) == fingerprint(one) and fingerprint({1: (2, 3)}) == fingerprint({1: (2, 3)})
+
+
+@pytest.mark.parametrize("error,words", [
+    ("no_such_name", "has the cell that makes it run"), ("None + 1", "Something is None there"),
+    ("1 / 0", "What is zero there"), ("[][3]", "What is looked up there"), ("points.strip()", "What does it get"),
+    ("torch.zeros(2) + torch.zeros(3)", "Print shape and dtype"),
+])  # fmt: skip
+def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
+    import linecache
+
+    import torch
+
+    from dtlib.lab.answers import told
+
+    names, source = {"torch": torch}, f"def answer(points):\n    return {error}\n"
+    linecache.cache["<cell>"] = len(source), None, source.splitlines(True), "<cell>"
+    exec(compile(source, "<cell>", "exec"), names)
+    try:
+        names["answer"](1)
+    except Exception as problem:
+        came, hints = told(problem, names["answer"])
+    assert came.split(":")[0].endswith("Error")
+    assert f"in line 2, `return {error}`" in hints[0] and words in hints[0]
+    try:
+        names["answer"]()
+    except TypeError as problem:
+        assert "parameters agree" in told(problem, names["answer"])[1][0]
 
 
 @pytest.mark.parametrize("guess,came,words", [

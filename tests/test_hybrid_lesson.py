@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, gelu, linear
 
 from dtlib.lab import hybrid
 from dtlib.lab.checks import judge_on_this_rank
-from dtlib.lab.exercises import EXERCISES, replicator_wrong, tensor_wrong
+from dtlib.lab.exercises import EXERCISES, mlp_wrong, replicator_wrong, tensor_wrong
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from tests.ranks import on_ranks
@@ -15,7 +15,7 @@ from tests.test_check import cells_with  # noqa: F401, a fixture
 
 WRONG = {
     exercise: {answer.__name__: (answer, mistake) for answer, mistake in answers.items()}
-    for lesson in (tensor_wrong, replicator_wrong) for exercise, answers in lesson.WRONG.items()
+    for lesson in (tensor_wrong, mlp_wrong, replicator_wrong) for exercise, answers in lesson.WRONG.items()
 }  # fmt: skip
 
 
@@ -120,6 +120,13 @@ def step_in_one_function(replicator, model):
     return step_fn
 
 
+def step_in_single_precision(replicator, model):
+    """Shares of hits as float32: a graph may add them in another order."""
+    return replicator_wrong.built(
+        replicator, model, metric=lambda right, x, y: replicator.map_reduce(right.float(), "mean")
+    )
+
+
 class StepOfAClass:
     """An object that is called, and gathers instead of reducing."""
 
@@ -137,8 +144,8 @@ class StepOfAClass:
 
 RIGHT = {
     "row-mend": (tensor_wrong.RightRow, RowByHand, RowOfTheLibrary, RowInTwoSteps),
-    "mlp-build": (tensor_wrong.RightMLP, MLPOfTheLibrary, MLPOfSmallLayers),
-    "step-build": (replicator_wrong.step_right, step_in_one_function, StepOfAClass),
+    "mlp-build": (mlp_wrong.RightMLP, MLPOfTheLibrary, MLPOfSmallLayers),
+    "step-build": (replicator_wrong.step_right, step_in_one_function, StepOfAClass, step_in_single_precision),
 }
 
 

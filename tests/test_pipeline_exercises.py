@@ -3,7 +3,7 @@
 import pytest
 
 from dtlib.lab.checks import judge_on_this_rank
-from dtlib.lab.exercises import EXERCISES, one_f_one_b_wrong, pipelines_wrong, puzzle_wrong
+from dtlib.lab.exercises import EXERCISES, clock_wrong, one_f_one_b_wrong, pipelines_wrong, puzzle_wrong
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
@@ -15,7 +15,8 @@ def answer_of(thing):
 
 WRONG = {
     (exercise, answer.__name__): (answer, mistake, fewest)
-    for exercise, answers in (pipelines_wrong.WRONG | one_f_one_b_wrong.WRONG).items()
+    for part in (pipelines_wrong, clock_wrong, one_f_one_b_wrong)
+    for exercise, answers in part.WRONG.items()
     for answer, (mistake, fewest) in answers.items()
 }
 
@@ -198,6 +199,36 @@ class ReceivesBeforeItSends(pipelines_wrong.Right1F1B):
     forward = ReceivesAskedForFirst.forward
 
 
+class ComputesAgain(pipelines_wrong.Step):
+    """Keeps inputs alone, and computes each forward pass once more before it goes backward."""
+
+    def forward(self, m):
+        import torch
+
+        with torch.no_grad():
+            super().forward(m)
+
+    def backward(self, m):
+        self.outputs[m] = self.stage(self.inputs[m])
+        super().backward(m)
+
+
+class ComputesAgain1F1B(ComputesAgain):
+    order = "1f1b"
+
+
+class Checkpoints(pipelines_wrong.Step):
+    """The same by torch's hand."""
+
+    def forward(self, m):
+        from torch.utils.checkpoint import checkpoint
+
+        whole = self.stage
+        self.stage = lambda x: checkpoint(whole, x.requires_grad_(), use_reentrant=True)
+        super().forward(m)
+        self.stage = whole
+
+
 def trains_right(comm, stage, x, target):
     pipelines_wrong.train(comm, stage, x, target, pipelines_wrong.mean_square)
 
@@ -212,11 +243,11 @@ RIGHT = {
     "pipeline-mend": (trains_right, trains_and_multiplies_afterwards),
     "gpipe-build": (
         pipelines_wrong.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
-        GraphsTravelToo,
-        GraphsTravelToo,
+        GraphsTravelToo, ComputesAgain, Checkpoints,
     ),
     "1f1b-build": (
         pipelines_wrong.Right1F1B, Receives1F1BAskedForFirst, Headers1F1B, OneBackwardOneForward, ReceivesBeforeItSends,
+        ComputesAgain1F1B,
     ),
 }  # fmt: skip
 

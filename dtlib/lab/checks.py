@@ -10,16 +10,16 @@ does there; then all ranks look at all observations and come to the same verdict
 An exercise that needs no ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
 """
 
-import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Number
 
 from dtlib.errors import DtlibError, WaitTimeout
+from dtlib.lab.answers import fingerprint, first_line, told
 from dtlib.launch import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
-_attempts = {}
+_tries = {}  # exercise -> (fingerprint of the answer, how often it was judged)
 
 
 class Wrong(Exception):
@@ -38,13 +38,16 @@ class Exercise:
     """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
     pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
     score, it returns that as text. ``picture(observations)`` draws as text what was handed in, right or wrong.
-    ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator."""
+    ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator.
+    ``any_size=True``: an answer that is right is judged once more with a rank less, where no number of ranks that is
+    written into it is right."""
 
     name: str
     observe: Callable
     judge: Callable
     picture: Callable | None = None
     needs_ranks: bool = True
+    any_size: bool = False
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Verdict:
     hints: tuple = ()
     score: str = ""  # where one can do better than pass
     picture: str = ""
+    code: str = ""  # the same for the same answer
 
     @property
     def passed(self) -> bool:
@@ -90,8 +94,8 @@ class Verdict:
 def check(name: str) -> None:
     """Judge exercise ``name``, on all ranks if it needs them, and print the verdict.
 
-    Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: mend it and check again; the second
-    check gives the next hint.
+    Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: mend it and check again; who
+    checks the same answer again gets the next hint.
 
     Raises:
         DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
@@ -113,9 +117,12 @@ def check(name: str) -> None:
 
 
 def _tell(verdict: Verdict) -> None:
-    key = (verdict.exercise, verdict.mistake)
-    print(verdict.text(_attempts.get(key, 0)))
-    _attempts[key] = _attempts.get(key, 0) + 1
+    """Plainer hints are for who checks the same answer again; another answer begins with the first one."""
+    code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
+    if code != verdict.code:
+        tries = 0
+    print(verdict.text(tries))
+    _tries[verdict.exercise] = verdict.code, tries + 1
 
 
 def _judge_from_notebook(name: str) -> Verdict:
@@ -150,13 +157,35 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
     world = init()
     namespace = _names_of_the_notebook() if namespace is None else namespace
     exercise = EXERCISES[name]
-    # Fresh communicators: what an earlier answer left behind must meet neither this one nor the verdict.
+    # Fresh ones: what an earlier answer left behind must meet neither this one nor the verdict.
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_answer.on_board = True
     observations = for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer))
-    judged = for_verdict.broadcast_object(_first_line(exercise.name, namespace))
-    return _verdict(name, observations, judged, world.size if exercise.needs_ranks else 0)
+    judged = for_verdict.broadcast_object(_what_is_judged(exercise.name, namespace))
+    verdict = _verdict(name, observations, judged, world.size if exercise.needs_ranks else 0)
+    if not (verdict.passed and exercise.any_size and world.size > 2):
+        return verdict
+    fewer = for_verdict.split(0 if world.rank < world.size - 1 else None)
+    observation = None
+    if fewer is not None:
+        fewer.time_limit = WAIT_SECONDS
+        observation = _observe(exercise, namespace, world.rank, fewer)
+    observations = for_verdict.all_gather_object(observation)[:-1]
+    return _with_a_rank_less(verdict, _verdict(name, observations, judged, len(observations)))
+
+
+def _with_a_rank_less(verdict: "Verdict", fewer: "Verdict") -> "Verdict":
+    if fewer.passed:
+        return verdict
+    return replace(
+        verdict, mistake="other-size", rank=fewer.rank, came=fewer.came, score="",
+        expected=f"on ranks 0 to {fewer.ranks - 1} alone, with a comm of size {fewer.ranks}: {fewer.expected}",
+        hints=(
+            f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not: is a number of ranks written into it?",
+            "Ask comm.rank and comm.size, and talk through comm: world is all ranks, and comm may be fewer.",
+        ),
+    )  # fmt: skip
 
 
 def judge_here(name: str, namespace: dict | None = None) -> Verdict:
@@ -166,25 +195,30 @@ def judge_here(name: str, namespace: dict | None = None) -> Verdict:
     exercise = EXERCISES[name]
     namespace = _names_of_the_notebook() if namespace is None else namespace
     observation = _observe(exercise, namespace, None, None)
-    return _verdict(name, [observation], _first_line(exercise.name, namespace, ""), ranks=0)
+    return _verdict(name, [observation], _what_is_judged(exercise.name, namespace, ""), ranks=0)
 
 
-def _verdict(name: str, observations: list, judged: str, ranks: int) -> Verdict:
+def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tuple[str, str]:
+    """The first line of the answer, and its fingerprint."""
+    return first_line(name, namespace, where), fingerprint(namespace.get(name))
+
+
+def _verdict(name: str, observations: list, judged: tuple[str, str], ranks: int) -> Verdict:
     from dtlib.lab.exercises import EXERCISES
 
-    exercise = EXERCISES[name]
+    exercise, (line, code) = EXERCISES[name], judged
     problems = [seen for seen in observations if isinstance(seen, Problem)]
     picture = exercise.picture(observations) if exercise.picture and not problems else ""
     try:
         if problems:
             # A rank that waited in vain is a consequence; what another rank did wrong is the cause.
             first = min(problems, key=lambda problem: problem.mistake == "waited")
-            raise Wrong(*asdict(first).values())
+            raise Wrong(first.mistake, first.rank, first.expected, first.came, *first.hints)
         score = exercise.judge(observations)
     except Wrong as wrong:
         because = wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints)
-        return Verdict(name, judged, ranks, *because, picture=picture)
-    return Verdict(name, judged, ranks, score=score or "", picture=picture)
+        return Verdict(name, line, ranks, *because, picture=picture, code=code)
+    return Verdict(name, line, ranks, score=score or "", picture=picture, code=code)
 
 
 def _names_of_the_notebook() -> dict:
@@ -201,22 +235,21 @@ class Problem:
     rank: int | None
     expected: str
     came: str
-    hint: str
+    hints: tuple
 
 
 def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     if exercise.name not in namespace:
         cell = "a %%px cell, on all ranks" if exercise.needs_ranks else "a cell without %%px"
         hint = f"Define `{exercise.name}` in {cell}."
-        return Problem("missing", rank, f"`{exercise.name}`", "no such name", hint)
+        return Problem("missing", rank, f"`{exercise.name}`", "no such name", (hint,))
     try:
         return exercise.observe(namespace[exercise.name], comm)
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same verbs in the same order: is one of yours inside an if?"
-        return Problem("waited", rank, "ranks that call the same verbs", str(error), hint)
+        return Problem("waited", rank, "ranks that call the same verbs", str(error), (hint,))
     except Exception as error:
-        came = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        return Problem("raised", rank, "no error", came, "Call it in a %%px cell of its own.")
+        return Problem("raised", rank, "no error", *told(error, namespace[exercise.name]))
 
 
 def _errors_of_waiting(comm) -> tuple:
@@ -225,26 +258,6 @@ def _errors_of_waiting(comm) -> tuple:
     from mpi4py import MPI
 
     return WaitTimeout, MPI.Exception
-
-
-def _first_line(name: str, namespace: dict, where: str = " on rank 0") -> str:
-    thing = namespace.get(name)
-    if callable(thing):
-        try:
-            return _first_line_of_class(thing) if inspect.isclass(thing) else inspect.getsource(thing).splitlines()[0]
-        except (OSError, TypeError, StopIteration):
-            return f"{name} (a {type(thing).__name__})"
-    if isinstance(thing, str) and len(lines := thing.split("\n")) > 1:
-        thing = f"{next(filter(str.strip, lines), '').strip()} ..."
-    return f"{name} = {thing!r:.60}{where}" if name in namespace else f"{name} (not defined)"
-
-
-def _first_line_of_class(kind) -> str:
-    """Python keeps the lines of a cell for its functions and not for its classes: look above the first method."""
-    method = next(value for value in vars(kind).values() if inspect.isfunction(value))
-    lines, _ = inspect.findsource(method)
-    above = lines[: method.__code__.co_firstlineno]
-    return next(line.rstrip() for line in reversed(above) if line.startswith(f"class {kind.__name__}"))
 
 
 def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:

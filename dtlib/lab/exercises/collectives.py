@@ -32,17 +32,21 @@ def _observed(all_reduce, length, comm):
 
     from dtlib.comm.recorder import recording
     from dtlib.errors import WaitTimeout
+    from dtlib.lab.answers import told
+    from dtlib.lab.exercises.sends import not_waited_for, watched_sends
 
     tensor = _input(comm.rank, length)
     case = {"length": length, "itemsize": tensor.element_size()}
-    with recording() as events:
+    with recording() as events, watched_sends(comm) as handles:
         try:
             came = all_reduce(comm, tensor)
         except (WaitTimeout, MPI.Exception) as error:
             case.update(error=str(error), waited=True)
         except Exception as error:
-            case.update(error=f"{type(error).__name__}: {error}", waited=False)
+            came, hints = told(error, all_reduce)
+            case.update(error=came, hints=hints, waited=False)
         else:
+            case["sends"] = not_waited_for(handles)
             _let_messages_leave(events)
             case.update(values=tensor.tolist(), returned=_as_list(came))
     case["verbs"] = [
@@ -58,7 +62,7 @@ def _input(rank, length):
 
 
 def _let_messages_leave(events, seconds: float = 1.0) -> None:
-    """An answer need not wait for its last sends: they are counted once they have left."""
+    """They are counted once they have left, whether the answer has waited for them or not."""
     from dtlib.comm.waiting import advance_all
 
     deadline = time.monotonic() + seconds
@@ -82,6 +86,8 @@ def judge_ring(observations) -> None:
     for cases in _by_length(observations):
         _judge_errors(cases)
         _judge_values(cases)
+    for cases in _by_length(observations):
+        _judge_waits(cases)
     for cases in _by_length(observations):
         _judge_cost(cases)
 
@@ -128,7 +134,7 @@ def _judge_errors(cases) -> None:
             "In a step all ranks send and receive: start the send with async_op=True, receive, then wait for the send.",
             "right = (comm.rank + 1) % comm.size, left = (comm.rank - 1) % comm.size: send right, receive from left.",
         )  # fmt: skip
-    raise Wrong("raised", rank, "no error", came, "Call it in a %%px cell of its own.")
+    raise Wrong("raised", rank, "no error", came, *case["hints"])
 
 
 def _judge_values(cases) -> None:
@@ -209,6 +215,18 @@ def _times(value, place, size):
 def _in_words(times) -> str:
     said = [f"rank {rank} {'once' if n == 1 else f'{n} times'}" for rank, n in enumerate(times) if n]
     return "the values of " + ", ".join(said)
+
+
+def _judge_waits(cases) -> None:
+    for rank, case in cases.items():
+        open_, started = case["sends"]
+        if open_:
+            raise Wrong(
+                "not-waited", rank, "a wait() for each send that is started with async_op=True",
+                f"{open_} of {started} sends that nobody waits for, with {case['length']} elements",
+                "The values are right, by luck: who says when a tensor that is being sent may be changed again?",
+                "sending = comm.send(..., async_op=True); receive; then sending.wait(), before the next step.",
+            )  # fmt: skip
 
 
 def _judge_cost(cases) -> None:

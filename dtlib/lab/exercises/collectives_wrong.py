@@ -193,6 +193,36 @@ def uses_all_reduce(comm, tensor):
     return comm.all_reduce(tensor)
 
 
+def never_waits(comm, tensor):
+    """The handles are dropped: MPI may still read a part while it is added to."""
+    rank, size = comm.rank, comm.size
+    parts = torch.tensor_split(tensor, size)
+    for step in range(2 * (size - 1)):
+        adds = step < size - 1
+        outgoing = rank - step - 1 if adds else rank - step + size - 1
+        incoming = parts[(outgoing - 1) % size]
+        comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
+        received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
+        incoming.copy_(incoming + received if adds else received)
+    return tensor
+
+
+def waits_in_the_first_half(comm, tensor):
+    """And is over before its last sends are."""
+    rank, size = comm.rank, comm.size
+    parts = torch.tensor_split(tensor, size)
+    for step in range(2 * (size - 1)):
+        adds = step < size - 1
+        outgoing = rank - step - 1 if adds else rank - step + size - 1
+        incoming = parts[(outgoing - 1) % size]
+        sending = comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
+        received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
+        if adds:
+            sending.wait()
+        incoming.copy_(incoming + received if adds else received)
+    return tensor
+
+
 def element_by_element(comm, tensor):
     """A ring in which every element is a message."""
     rank, size = comm.rank, comm.size
@@ -240,6 +270,7 @@ WRONG = {
         first_half_moved_instead: ("incomplete", 3),  # on two ranks two parts further is the same part
         one_step_short: ("incomplete", 3),
         calls_the_library: ("collective-inside", 2),
+        never_waits: ("not-waited", 2),
     },
     "ring-build": {
         everything_to_rank_0: ("bytes", 3),  # on two ranks the bytes are those of the ring
@@ -256,6 +287,7 @@ WRONG = {
         everybody_receives_first: ("waited", 2),
         everybody_sends_first: ("long-messages", 2),
         uses_all_reduce: ("collective-inside", 2),
+        waits_in_the_first_half: ("not-waited", 2),
         element_by_element: ("messages", 2),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
     },
@@ -267,19 +299,3 @@ ON_TWO_RANKS = {
     everybody_to_everybody: "messages",
     whole_arrays_round_the_ring: "messages",
 }
-
-
-def answers_to_hangs():
-    """Wrong explanations: what was answered, and the mistake."""
-    right = {1: (2, 3), 2: (1, 3), 3: (0, 5), 4: (0, 4), 5: (0, 4)}
-    return {
-        "nothing": ({}, "unexplained"),
-        "only some": ({1: (2, 3)}, "unexplained"),
-        "a list": ([(2, 3)], "type"),
-        "only ranks": ({1: 2}, "type"),
-        "who waits instead of whom": ({**right, 1: (0, "comm.broadcast(settings, root=0)")}, "rank"),
-        "an innocent line": ({**right, 2: (1, "comm.all_reduce(gradient)")}, "line"),
-        "another rank's line": ({**right, 4: (0, "comm.recv(batch, 0, tag=2)")}, "line"),
-        "counted from %%px": ({**right, 5: (0, 5)}, "line"),
-        "half a word": ({**right, 5: (0, "com")}, "line"),
-    }

@@ -1,150 +1,9 @@
-"""Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced; and byte golf."""
-
-import re
-import time
+"""Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
 
 from dtlib.lab.checks import Wrong
+from dtlib.lab.exercises.averaging import CAP, EVEN, FULL, GOES_ON, MODELS, batch_of, cap_of, gradients_of, loss_of
 
-EVEN = 4  # samples a rank, where all have as many
-WIDTH = 6
-CAP = 600  # bytes of a bucket
-GOAL = 0.95  # accuracy in byte golf
-SLOWEST = 30  # seconds for it
-_SHAPE = re.compile(r"of \(([\d, ]*)\) (\w+)$")
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
-
-
-# What is observed
-
-
-def plain(seed: int):
-    """Five layers: ten parameters in a few buckets."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(seed)
-    layers = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    return nn.Sequential(*layers[:-1]).double()
-
-
-def awkward(seed: int):
-    """What real models have: tied weights, a frozen layer, an unused one, and a buffer."""
-    import torch
-    from torch import nn
-
-    class Awkward(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = nn.Linear(10, 10)
-            self.frozen = nn.Linear(10, 10).requires_grad_(False)
-            self.unused = nn.Linear(7, 3)
-            self.outside = nn.Linear(10, 10, bias=False)
-            self.outside.weight = self.inside.weight  # tied
-            self.register_buffer("shift", torch.randn(10))
-
-        def forward(self, x):
-            return self.outside(torch.tanh(self.frozen(self.inside(x)))) + self.shift
-
-    torch.manual_seed(seed)
-    return Awkward().double()
-
-
-MODELS = {"plain": plain, "awkward": awkward}
-WIDTHS = {"plain": WIDTH, "awkward": 10}
-CASES = (("plain", "even"), ("plain", "again"), ("awkward", "even"), ("plain", "uneven"))
-
-
-def samples_of(rank: int, kind: str) -> int:
-    return 2 * rank + 1 if kind == "uneven" else EVEN
-
-
-def _batch(model: str, kind: str, rank: int):
-    """The samples of a rank, the same wherever they are made."""
-    import torch
-
-    seed = 100 + rank + 50 * (kind == "again")
-    return torch.randn(
-        samples_of(rank, kind), WIDTHS[model], dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
-
-
-def _loss(net, x):
-    return (net(x) - 1).square().mean()
-
-
-def _gradients(net) -> dict:
-    return {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in net.named_parameters()}
-
-
-def observe_hooks(wrap, comm):
-    """``wrap(comm, module)`` has broadcast and set hooks; after ``backward()`` gradients are averaged."""
-    return _observe(wrap, comm, hooks=True)
-
-
-def observe_buckets(cls, comm):
-    """``cls(comm, module, bucket_bytes)``; after ``average_gradients(samples)`` gradients are averaged."""
-
-    return _observe(lambda comm, module: cls(comm, module, CAP), comm, hooks=False)
-
-
-def _observe(wrap, comm, hooks):
-    from dtlib.comm.recorder import recording
-
-    cases = []
-    nets = {}
-    for model, kind in CASES:
-        if hooks and kind == "uneven":
-            continue
-        if kind != "again":
-            net = MODELS[model](seed=comm.rank)  # other values on every rank
-            nets[model] = net, wrap(comm, net)
-        net, wrapped = nets[model]
-        x = _batch(model, kind, comm.rank)
-        case = {"model": model, "kind": kind, "hooks": hooks, "samples": len(x)}
-        case["begins"] = {name: tensor.flatten().tolist() for name, tensor in net.state_dict().items()}
-        net.zero_grad()
-        local = MODELS[model](seed=comm.rank)
-        local.load_state_dict(net.state_dict())
-        _loss(local, x).backward()
-        case["local"] = _gradients(local)
-        with recording() as events:
-            _loss(net, x).backward()
-            if not hooks:
-                wrapped.average_gradients(len(x))
-        case["gradients"] = _gradients(net)
-        case["reduced"] = [_reduced(event) for event in events if event.kind == "verb"]
-        cases.append(case)
-    cases[0]["moved"] = _moved(*nets["plain"], comm, hooks)
-    return cases
-
-
-def _reduced(event) -> tuple[str, int, int]:
-    """Verb, bytes of its array, and bytes that this rank sent for it."""
-    match = _SHAPE.search(event.what)
-    if not match:
-        return event.name, 0, event.bytes
-    count = 1
-    for length in match[1].split(","):
-        count *= int(length) if length.strip() else 1
-    return event.name, count * _BYTES.get(match[2], 8), event.bytes
-
-
-def _moved(net, wrapped, comm, hooks) -> bool:
-    """True if averaging changes parameters: they are set apart, and must stay so."""
-    import torch
-
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter += comm.rank
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    net.zero_grad()
-    _loss(net, _batch("plain", "even", comm.rank)).backward()
-    if not hooks:
-        wrapped.average_gradients(EVEN)
-    return any(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-
-
-# How it is judged
+SMALL_VERBS = 3  # by which ranks may tell one another their samples
 
 
 def judge(observations) -> None:
@@ -157,7 +16,7 @@ def judge(observations) -> None:
 
 
 def _judge_beginning(cases) -> None:
-    if cases[0]["kind"] == "again":
+    if cases[0]["kind"] in GOES_ON:
         return
     truth = {name: tensor.flatten().tolist() for name, tensor in MODELS[cases[0]["model"]](seed=0).state_dict().items()}
     for rank, case in enumerate(cases):
@@ -215,6 +74,12 @@ def _judge_values(cases, moved: bool) -> None:
     if any(gradients[n] is None for n in wrong[rank]):
         name = next(n for n in wrong[rank] if gradients[n] is None)
         raise Wrong("gradient-lost", rank, f"{name}.grad", "None", "Write the average back to parameter.grad.")
+    if all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected):
+        raise Wrong(
+            "rounded", rank, f"{where} in float64, as the gradients are", "nearly that: it was rounded on its way",
+            "In which type does the flat tensor travel?",
+            "torch.cat keeps the type of the gradients; torch.empty or torch.zeros need dtype=gradient.dtype.",
+        )  # fmt: skip
     if kind == "again":
         raise Wrong(
             "second-step", rank, f"{where} in the second step", "something else, after a first step that was right",
@@ -235,6 +100,14 @@ def _judge_values(cases, moved: bool) -> None:
         raise Wrong("tied-twice", rank, f"{where}, once", _times(ratios[tied[0]]), *_TIED)
     same = set(ratios.values())
     ratio = same.pop() if len(same) == 1 else None
+    if kind == "regrouped":
+        counts = ", ".join(f"{case['samples']}" for case in cases)
+        raise Wrong(
+            "weight-remembered", rank, f"{where}: the mean over all samples (the ranks have {counts} this time)",
+            "another weighting, after an uneven batch that was right",
+            "What was found out for one batch need not hold for the next: who has how many samples this time?",
+            "Ask in every call: all_reduce the samples in average_gradients, and keep neither total nor weight.",
+        )  # fmt: skip
     if kind == "uneven":
         _judge_weights(cases, rank, where, ratio, everywhere)
     if ratio in (size, size * EVEN):
@@ -248,6 +121,12 @@ def _judge_values(cases, moved: bool) -> None:
             "divided-twice", rank, f"{where}: the mean over all samples", _times(ratio),
             'It is divided more than once: op="mean" divides already.',
             'Use op="sum" and divide by comm.size, or op="mean" alone.',
+        )  # fmt: skip
+    if cases[0]["hooks"]:
+        raise Wrong(
+            "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
+            "What combines the gradients of all ranks, and has every parameter that is trained a hook?",
+            'In the hook of each parameter: comm.all_reduce(parameter.grad, op="mean").',
         )  # fmt: skip
     raise Wrong(
         "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
@@ -287,16 +166,17 @@ def _expected(model, kind, cases) -> dict:
     import torch
 
     net = MODELS[model](seed=0)
-    _loss(net, torch.cat([_batch(model, kind, rank) for rank in range(len(cases))])).backward()
-    return _gradients(net)
+    ranks = len(cases)
+    loss_of(net, torch.cat([batch_of(model, kind, rank, ranks) for rank in range(ranks)])).backward()
+    return gradients_of(net)
 
 
-def _close(came, expected) -> bool:
+def _close(came, expected, tolerance: float = 1e-9) -> bool:
     if came is None or expected is None:
         return came is expected
     largest = max(abs(value) for value in expected)
     return len(came) == len(expected) and all(
-        abs(a - b) <= 1e-6 * largest + 1e-12 for a, b in zip(came, expected, strict=True)
+        abs(a - b) <= tolerance * largest + 1e-12 for a, b in zip(came, expected, strict=True)
     )
 
 
@@ -322,8 +202,8 @@ def trained(model: str):
     return [(n, 8 * len(g)) for n, g in _expected(model, "even", [None]).items() if g is not None]
 
 
-def most_calls(model: str) -> int:
-    """Buckets that are filled one after the other, in either order."""
+def most_calls(model: str, cap: int) -> int:
+    """Buckets of ``cap`` bytes that are filled one after the other, in either order."""
     from dtlib.flat import buckets_of
 
     class Sized:
@@ -333,7 +213,7 @@ def most_calls(model: str) -> int:
             self.nbytes = nbytes
 
     tensors = [Sized(count) for _, count in trained(model)]
-    return max(len(buckets_of(order, CAP, CAP)) for order in (tensors, tensors[::-1]))
+    return max(len(buckets_of(order, cap, cap)) for order in (tensors, tensors[::-1]))
 
 
 def _judge_cost(cases) -> None:
@@ -344,7 +224,7 @@ def _judge_cost(cases) -> None:
     needed, largest = sum(count for _, count in parameters), max(count for _, count in parameters)
     spare = 8 * (len(parameters) + 8)  # numbers that travel along: flags, samples
     for rank, case in enumerate(cases):
-        calls, total = len(case["reduced"]), sum(count for _, count, _ in case["reduced"])
+        total = sum(count for _, count, _ in case["reduced"])
         if total > needed + spare:
             extra = total - needed
             tied = dict(parameters).get("inside.weight", 0)
@@ -359,121 +239,46 @@ def _judge_cost(cases) -> None:
             )  # fmt: skip
         if case["hooks"]:
             continue
-        bound = most_calls(model)
-        if calls > bound + 1:
+        _judge_buckets(case, rank, needed, largest)
+
+
+def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
+    """As few as can be, and none that holds more than it may. What is smaller than any gradient tells the samples."""
+    model, cap = case["model"], cap_of(case["kind"])
+    parameters = trained(model)
+    least = min(count for _, count in parameters)
+    buckets = [count for _, count, _ in case["reduced"] if count >= least]
+    others, bound = len(case["reduced"]) - len(buckets), most_calls(model, cap)
+    big, room = max(buckets, default=0), 8 * (len(parameters) + 1)  # flags and samples may travel in a bucket
+    expected = f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} verbs, and one for the samples"
+    if len(buckets) > bound or others > SMALL_VERBS:
+        if cap == FULL:
             raise Wrong(
-                "no-buckets", rank, f"at most {bound} buckets of {CAP} bytes (the {model} net), so {bound} verbs, and "
-                "one for the samples", f"{calls} verbs",
-                "The values are right, but too many messages travel: each pays latency.",
-                "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.",
+                "full-bucket", rank, expected, f"{len(case['reduced'])} verbs; with {CAP} bytes it was right",
+                f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
+                "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.",
             )  # fmt: skip
-        big = max((count for _, count, _ in case["reduced"]), default=0)
-        if big > max(CAP, largest) + spare:
-            raise Wrong(
-                "one-bucket", rank, f"buckets of at most {CAP} bytes", f"one of {big} bytes",
-                "The values are right, but nothing could travel before the last gradient is there.",
-                "Begin a new bucket when the next gradient would go beyond bucket_bytes.",
-            )  # fmt: skip
-
-
-# Byte golf
-
-
-def shard(rank: int, size: int):
-    """A rank's training images: sorted by digit, so that none can do without the others."""
-    import torch
-
-    from dtlib.lab import digits
-
-    (x, y), test = digits.load()
-    order = torch.argsort(y, stable=True)[len(y) * rank // size : len(y) * (rank + 1) // size]
-    return x[order], y[order], test
-
-
-def reference(comm, x, y):
-    """Par: forty steps on all images, gradients in float16."""
-    import torch
-
-    from dtlib.lab import digits
-
-    torch.manual_seed(0)
-    net = digits.net(hidden=32)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    for _ in range(40):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(x), y).backward()
-        flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).half()
-        comm.all_reduce(flat, op="mean", algorithm="ring")
-        for parameter, part in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()]), strict=True):
-            parameter.grad = part.view_as(parameter).float()
-        optimizer.step()
-    return net
-
-
-def observe_golf(train, comm):
-    """Accuracy here, payload bytes that this rank sent, seconds; the same of the reference."""
-    import torch
-
-    comm.time_limit = SLOWEST
-    seen = {}
-    for who, function in (("par", reference), ("mine", train)):
-        x, y, (x_test, y_test) = shard(comm.rank, comm.size)
-        torch.manual_seed(0)
-        seen[who] = _played(function, comm, x, y, x_test, y_test)
-    return seen
-
-
-def _played(train, comm, x, y, x_test, y_test) -> dict:
-    import torch
-
-    from dtlib.comm.recorder import recording
-
-    began = time.monotonic()
-    with recording() as events:
-        model = train(comm, x, y)
-    seconds = time.monotonic() - began
-    if not callable(model):
-        return {"error": f"{model!r:.60}"}
-    with torch.no_grad():
-        said = model(x_test)
-    if not isinstance(said, torch.Tensor) or said.shape[:1] != y_test.shape:
-        return {"error": f"a model that returns {said!r:.60} for {len(x_test)} images"}
-    said = said.argmax(1) if said.ndim == 2 else said
-    right = (said == y_test).double().mean().item()
-    sent = sum(event.bytes for event in events if event.kind == "verb")
-    return {"accuracy": right, "bytes": sent, "seconds": seconds}
-
-
-def judge_golf(observations) -> str:
-    """At least 95 % on every rank, in 30 s, and no more bytes than par; returns the score."""
-    for rank, seen in enumerate(observations):
-        if "error" in seen["mine"]:
-            raise Wrong(
-                "type", rank, "a function of images that returns digits, or a score for each digit",
-                seen["mine"]["error"], "Return the net: `return net`.",
-            )  # fmt: skip
-    worst = min(range(len(observations)), key=lambda rank: observations[rank]["mine"]["accuracy"])
-    accuracy = observations[worst]["mine"]["accuracy"]
-    mine, par = (sum(seen[who]["bytes"] for seen in observations) for who in ("mine", "par"))
-    if accuracy < GOAL:
         raise Wrong(
-            "accuracy", worst, f"{GOAL:.0%} of the test images right on every rank",
-            f"{accuracy:.1%} on this one, with {mine:,} bytes",
-            "Each rank has a few digits only: does every rank learn of the others' before the end?",
-            "More steps, a higher rate, Adam instead of SGD: find what reaches the goal, then save bytes.",
+            "no-buckets", rank, expected, f"{len(case['reduced'])} verbs",
+            "The values are right, but too many messages travel: each pays latency.",
+            "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.",
         )  # fmt: skip
-    slow = max(range(len(observations)), key=lambda rank: observations[rank]["mine"]["seconds"])
-    if observations[slow]["mine"]["seconds"] > SLOWEST:
+    if big <= max(cap, largest) + room:
+        return
+    if largest > cap:
         raise Wrong(
-            "slow", slow, f"at most {SLOWEST} s", f"{observations[slow]['mine']['seconds']:.0f} s",
-            "A small net learns digits in a few seconds.",
+            "large-not-alone", rank, f"a gradient of {largest} bytes in a bucket of its own", f"one of {big} bytes",
+            f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
+            "Begin a new bucket when the next gradient would go beyond bucket_bytes, however large it is itself.",
         )  # fmt: skip
-    if mine > par:
+    if big < needed:
         raise Wrong(
-            "over-par", 0, f"at most {par:,} payload bytes, sent by all ranks together (par)",
-            f"{mine:,} bytes, for {accuracy:.1%}",
-            "Bytes = steps x bytes of a step. Larger batches need fewer steps.",
-            "A step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
-            "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): fewer than par.",
+            "overfull", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
+            "When is a bucket closed: before it goes beyond bucket_bytes, or after? And are bytes counted?",
+            "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and begin a new one; then put it in.",
         )  # fmt: skip
-    return f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}."
+    raise Wrong(
+        "one-bucket", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
+        "The values are right, but nothing could travel before the last gradient is there.",
+        "Begin a new bucket when the next gradient would go beyond bucket_bytes.",
+    )  # fmt: skip

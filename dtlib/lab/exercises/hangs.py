@@ -150,6 +150,11 @@ def judge_hangs(observations) -> None:
             )
         rank, line = came
         lines = [wanted for culprit, wanted in hang.culprits if culprit == rank]
+        if isinstance(rank, str):
+            raise Wrong(
+                "quoted", 0, f"explained[{number}] = (rank, line), where the rank is a number", f"{rank!r}, a text",
+                "Write the rank without quotes: ranks are numbers.",
+            )  # fmt: skip
         if not lines:
             raise Wrong("rank", 0, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
         if not any(_same_line(line, wanted, hang) for wanted in lines):

@@ -34,6 +34,10 @@ def one_step_late(step, warmup_steps, k):
     return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
 
 
+def adds_nesterov(step, warmup_steps, k):
+    return {"lr": 0.02 + 0.02 * (k - 1) * min(1, step / warmup_steps), "momentum": 0.9, "nesterov": True}
+
+
 # build: scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps)
 
 
@@ -86,6 +90,41 @@ def constant_warmup(rate, ranks, batch, base_batch, step, warmup_steps):
     return rate if step < warmup_steps else rate * ranks * batch / base_batch
 
 
+def never_below_the_rate(rate, ranks, batch, base_batch, step, warmup_steps):
+    return warm(rate, rate * max(1, ranks * batch / base_batch), step, warmup_steps)
+
+
+def warms_up_upwards_only(rate, ranks, batch, base_batch, step, warmup_steps):
+    """Right at both ends; a rate that has to fall falls all at once."""
+    top = rate * ranks * batch / base_batch
+    return top if step >= warmup_steps else rate + max(0, top - rate) * step / warmup_steps
+
+
+def no_warmup_downwards(rate, ranks, batch, base_batch, step, warmup_steps):
+    top = rate * ranks * batch / base_batch
+    return top if top < rate else warm(rate, top, step, warmup_steps)
+
+
+def at_most_thirty_times(rate, ranks, batch, base_batch, step, warmup_steps):
+    return warm(rate, rate * min(32, ranks * batch / base_batch), step, warmup_steps)
+
+
+def rounds_the_rate(rate, ranks, batch, base_batch, step, warmup_steps):
+    return round(warm(rate, rate * ranks * batch / base_batch, step, warmup_steps), 4)
+
+
+def rounds_up(rate, ranks, batch, base_batch, step, warmup_steps):
+    return warm(rate, rate * math.ceil(ranks * batch / base_batch), step, warmup_steps)
+
+
+def does_not_scale_without_warmup(rate, ranks, batch, base_batch, step, warmup_steps):
+    return warm(rate, rate * ranks * batch / base_batch, step, warmup_steps) if warmup_steps else rate
+
+
+def warms_up_for_a_step_at_least(rate, ranks, batch, base_batch, step, warmup_steps):
+    return warm(rate, rate * ranks * batch / base_batch, step, max(1, warmup_steps))
+
+
 WRONG = {
     "warmup-mend": {
         as_it_was: "never-at-the-top",
@@ -94,6 +133,7 @@ WRONG = {
         scales_the_momentum: "momentum-scaled",
         jumps: "no-straight-line",
         one_step_late: "no-straight-line",
+        adds_nesterov: "other-settings",
     },
     "scale-the-rate": {
         by_square_root: "square-root",
@@ -107,5 +147,13 @@ WRONG = {
         never_stops: "keeps-growing",
         cannot_do_without_warmup: "raised",
         constant_warmup: "no-straight-line",
+        never_below_the_rate: "never-smaller",
+        warms_up_upwards_only: "no-straight-line",
+        no_warmup_downwards: "no-warmup",
+        at_most_thirty_times: "other-rate",
+        rounds_the_rate: "rounded-rate",
+        rounds_up: "rounded",
+        does_not_scale_without_warmup: "no-top-without-warmup",
+        warms_up_for_a_step_at_least: "warmup-of-0-steps",
     },
 }

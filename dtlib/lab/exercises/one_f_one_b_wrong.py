@@ -133,6 +133,19 @@ class Unweighted1F1B(Right1F1B):
 
 
 # The last entry: the fewest ranks on which the mistake can be seen.
+class NeverWaits(Right1F1B):
+    def send(self, tensor, dest, m):
+        self.comm.send(tensor, dest, async_op=True)
+
+
+class WaitsForActivationsAlone(Right1F1B):
+    """The handles of gradients are dropped."""
+
+    def send(self, tensor, dest, m):
+        sent = self.comm.send(tensor, dest, async_op=True)
+        self.sending += [sent] if dest > self.comm.rank else []
+
+
 WRONG = {
     "1f1b-build": {
         does_nothing: ("no-forward", 2),
@@ -148,5 +161,7 @@ WRONG = {
         TailForgotten: ("microbatch-lost", 2),
         AveragedTwice1F1B: ("averaged-twice", 2),
         Unweighted1F1B: ("unweighted", 2),
+        NeverWaits: ("not-waited", 2),
+        WaitsForActivationsAlone: ("not-waited", 2),
     },
 }  # fmt: skip

@@ -1,10 +1,12 @@
 """Lesson 02: every point is counted once, by one rank."""
 
+import math
 from contextlib import contextmanager
 
 from dtlib import pi
 from dtlib.lab.checks import Wrong
 
+MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
 SHARE_HINT = "pi.part(points, comm.rank, comm.size) gives the first point of this rank and one past its last."
 
 
@@ -33,8 +35,9 @@ def judge_count(observations) -> None:
 
 
 def observe_estimate(estimate_pi, comm):
-    """The same for estimates, with and without a remainder, and with fewer points than ranks."""
-    sizes = (1000 * comm.size, 1000 * comm.size + comm.size - 1, max(1, comm.size - 1))
+    """The same for estimates: with and without a remainder, with fewer points than ranks, and with many."""
+    few = (max(1, comm.size - 1), 1)
+    sizes = (1000 * comm.size, 1000 * comm.size + comm.size - 1, *few, MANY * comm.size)
     return [_observed(estimate_pi, points, comm) for points in sizes]
 
 
@@ -61,6 +64,12 @@ def judge_estimate(observations) -> None:
         if not wrong:
             continue
         came = estimates[wrong[0]]
+        if points == MANY * size:
+            raise Wrong(
+                "narrow-type", wrong[0], expected_text, f"{came}, and with fewer points it was right",
+                "Which numbers can the tensor's type hold? 8 and 16 bits are too few for these counts.",
+                "Leave dtype out: a tensor of whole numbers is int64.",
+            )  # fmt: skip
         if isinstance(came, float) and size > 1 and abs(came - size * expected) < 0.1:
             raise Wrong(
                 "summed-estimates", wrong[0], expected_text, f"{came:.8f}, about {size} times too much",
@@ -73,7 +82,12 @@ def judge_estimate(observations) -> None:
             inside / points: "This is the share of points inside: pi is four times as much.",
             inside: "This is the count: pi is four times its share of the points.",
             4 * mine / points: "This is the part of this rank alone: who adds the counts?",
-        }.get(came, "Reduce the counts, not the estimates: unequal parts must not have equal weight.")
+            math.pi: "This is pi itself: the estimate from these points is wanted.",
+        }.get(came)
+        if hint is None and came == round(came, 4):
+            hint = "Is it rounded, or counted in a type with few digits? Return all digits of 4 * inside / points."
+        elif hint is None:
+            hint = "Reduce the counts, not the estimates: unequal parts must not have equal weight."
         raise Wrong(
             "other-estimate", wrong[0], expected_text, f"{came}", hint,
             "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, return 4 * inside.item() / points.",
@@ -180,6 +194,13 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
             "count_compiled(start, stop) counts from start to stop - 1: is start the smaller?", SHARE_HINT,
         )  # fmt: skip
     last = pieces[-1][2]
+    if position > points and points < size:
+        raise Wrong(
+            "fewer-points-than-ranks", last, expected, f"{points} point{'s' * (points > 1)} in all, and rank {last} "
+            f"counted point {position - 1}",
+            "Who counts, if there are fewer points than ranks?",
+            "Some ranks have nothing to count then: start and stop are the same there.", SHARE_HINT,
+        )  # fmt: skip
     if position > points:
         raise Wrong(
             "remainder", last, expected, f"rank {last} went on to point {position - 1}",

@@ -62,6 +62,24 @@ def draws_the_same_points(points, comm):
     return float(4 * comm.all_reduce(inside)[0] / points)
 
 
+def at_least_one_point_each(points, comm):
+    """More points than there are, if they are few."""
+    share = max(1, points // comm.size)
+    last = comm.rank == comm.size - 1
+    inside = np.array([pi.count_compiled(comm.rank * share, points if last else (comm.rank + 1) * share)])
+    return float(4 * comm.all_reduce(inside)[0] / points)
+
+
+def counts_in_16_bits(points, comm):
+    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))], dtype=np.int16)
+    return float(4 * int(comm.all_reduce(inside)[0]) / points)
+
+
+def rounds_the_estimate(points, comm):
+    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    return round(float(4 * comm.all_reduce(inside)[0] / points), 3)
+
+
 def root_only_reduces(points, comm):
     inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
     if comm.rank == 0:
@@ -83,6 +101,9 @@ WRONG = {
         averages_the_estimates: "other-estimate",
         rounds_the_parts: "remainder",
         draws_the_same_points: "same-points",
+        at_least_one_point_each: "fewer-points-than-ranks",
+        counts_in_16_bits: "narrow-type",
+        rounds_the_estimate: "other-estimate",
         root_only_reduces: "waited",
     },
 }

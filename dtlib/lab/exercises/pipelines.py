@@ -65,6 +65,7 @@ def _judge_step(cases) -> None:
     judge_values(cases)
     _judge_backwards(cases)
     _judge_loss(cases)
+    _judge_waits(cases)
 
 
 def _judge_places(cases) -> None:
@@ -92,7 +93,7 @@ def _judge_places(cases) -> None:
                 "Activations go to rank + 1, gradients to rank - 1.",
             )  # fmt: skip
     for rank, case in sorted(cases.items()):
-        if ("F", None) in case["log"]:
+        if ("F", None) in case["log"] or ("R", None) in case["log"]:
             raise Wrong(
                 "other-input", rank, "inputs that are the outputs of the stage before", "an input with other values",
                 "Has the message arrived when the stage computes? And is it what the stage before gave?",
@@ -168,7 +169,15 @@ def _judge_forwards(cases) -> None:
                 "Let each micro-batch pass the stage by itself.",
             )  # fmt: skip
         if len(forwards) != case["M"] or set(forwards) != set(range(case["M"])):
-            raise Wrong("forward-count", rank, expected, _words(case), "Does each micro-batch pass the stage, once?")
+            if None in forwards:
+                raise Wrong(
+                    "other-microbatches", rank, expected, f"{len(forwards)} with other samples",
+                    f"The batch is cut into {case['M']} micro-batches: is that number still there?",
+                )  # fmt: skip
+            raise Wrong(
+                "forward-count", rank, expected, _words(case), "Does each micro-batch pass the stage, once?",
+                "Who computes a pass again before it goes backward, computes the first one under torch.no_grad().",
+            )  # fmt: skip
 
 
 def _judge_backwards(cases) -> None:
@@ -191,6 +200,18 @@ def _judge_loss(cases) -> None:
             "other-loss", last, what, f"{came:.6g}",
             "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
         )  # fmt: skip
+
+
+def _judge_waits(cases) -> None:
+    for rank, case in sorted(cases.items()):
+        open_, started = case["sends"]
+        if open_:
+            raise Wrong(
+                "not-waited", rank, "a wait() for each send that is started with async_op=True",
+                f"{open_} of {started} sends that nobody waits for ({_described(case)})",
+                "The values are right. But when may a tensor that is being sent be changed, or its memory used again?",
+                "Keep the handles in a list, and at the end: for handle in sending: handle.wait().",
+            )  # fmt: skip
 
 
 def _judge_messages(cases) -> None:

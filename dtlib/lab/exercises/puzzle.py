@@ -153,13 +153,14 @@ def _judge_complete(level: Level, schedule) -> None:
             raise Wrong("unknown-microbatch", rank, numbers, _short(unknown), "They are counted from 0.")
         twice = next((action for action in times if times[action] > 1), None)
         if twice:
-            raise Wrong("twice", rank, "each action once", f"{_short(twice)} {times[twice]} times", _said_of(schedule))
+            came = f"{_short(twice)} {times[twice]} times"
+            raise Wrong("twice", rank, "each action once", came, f"Leave one {_short(twice)} out: is it in a range?")
         missing = sorted(wanted - set(times), key=lambda action: (level.kinds.index(action.kind), action.microbatch))
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             came = f"without {', '.join(map(_short, missing[:3]))}{more}"
             expected = f"{', '.join(level.kinds)} of all {MICROBATCHES} micro-batches"
-            raise Wrong("missing-action", rank, expected, came, _said_of(schedule))
+            raise Wrong("missing-action", rank, expected, came, f"Each rank does {_all_kinds(level)} of all of them.")
 
 
 def _judge_order(schedule) -> None:
@@ -180,7 +181,8 @@ def _judge_order(schedule) -> None:
     raise Wrong(
         "deadlock", None, "orders that ranks can carry out together", said,
         "Each rank is in order by itself. But what does each wait for, and who would have to give it?",
-        "If one rank does F1 before B0, so must every rank before it: what it needs for F1 comes from there.",
+        "If one rank does F1 before the backward pass of micro-batch 0, so must every rank before it: what it needs "
+        "for F1 comes from there.",
     )  # fmt: skip
 
 
@@ -210,6 +212,10 @@ def _said_of(schedule) -> str:
     except ScheduleError as error:
         return str(error)
     return ""
+
+
+def _all_kinds(level: Level) -> str:
+    return f"{', '.join(level.kinds[:-1])} and {level.kinds[-1]}"
 
 
 def _short(action: Action) -> str:

@@ -96,5 +96,6 @@ WRONG = {
             ), "too-many-activations",
         ),
         "a W missing": (changed(HALVES, ("W7\nF0-2", "\nF0-2")), "missing-action"),
+        "both halves missing": (changed(HALVES, ("I1 W1 ", "")), "missing-action"),
     },
 }  # fmt: skip

@@ -218,7 +218,10 @@ def _judge_graph(seen, rank: int) -> None:
             "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.",
         )  # fmt: skip
     for name in ("loss", "accuracy", "after"):
-        if not same(_tensor(seen["in-graph"][name]), _tensor(seen["between"][name])):
+        came, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
+        if name == "accuracy" and came.shape == wanted.shape and (came - wanted).abs().max() <= 1e-6:
+            continue  # a share of hits may be a float32
+        if not same(came, wanted):
             raise Wrong(
                 "graph-differs", rank, f"the same {name} in a graph as a process a replica", "something else",
                 "The graph is captured once. What does step_fn read that was other then?",

@@ -36,7 +36,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         _tell_mixed_up(rank, what, cases)
     count, times = len(shares), (parts / shares).tolist()
     near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]
-    zero, _, two, all_of_them, fraction = near
+    zero, ones, two, all_of_them, fraction = near
     if all(zero):
         raise Wrong("no-gradient", rank, what, "zeros", "What does the rank behind send back?")
     if any(zero):
@@ -64,7 +64,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
             "Should the sample of a small micro-batch count more than another?",
             "Scale each loss by len(x) / (samples of the whole batch), not by 1 / (number of micro-batches).",
         )  # fmt: skip
-    if any(two):
+    if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
         raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", "One backward pass for each.")
     said = ", ".join(f"{value:.3g}" for value in times)
     raise Wrong(

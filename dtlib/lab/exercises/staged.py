@@ -79,7 +79,8 @@ def reference(kind: str, ranks: int) -> Reference:
 
 
 class Acted(NamedTuple):
-    """An entry among the verbs of a record: a forward pass begins (F), a backward pass begins (B), a loss (L)."""
+    """An entry among the verbs of a record: a forward pass begins (F), or begins once more, so that it can go backward
+    (R, recomputation); a backward pass begins (B); a loss (L)."""
 
     kind: str
     microbatch: int | str | None  # "all": the whole batch at once; None: values that no micro-batch has here
@@ -109,10 +110,16 @@ def watched(inner, expected: list, events: list):
         def __init__(self):
             super().__init__()
             self.inner, self.peak, self._kept = inner, 0, []
+            self._without_graph = set()  # micro-batches that have passed, and of which nothing was kept
 
         def forward(self, x):
             microbatch, kept = which(x.detach()), weakref.WeakSet()
-            events.append(Acted("F", microbatch))
+            again = torch.is_grad_enabled() and microbatch in self._without_graph
+            events.append(Acted("R" if again else "F", microbatch))
+            if again:
+                self._without_graph.discard(microbatch)
+            elif not torch.is_grad_enabled():
+                self._without_graph.add(microbatch)
 
             def keep(tensor):
                 one = _Kept(tensor)
@@ -171,16 +178,18 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
 
     from dtlib.comm.recorder import recording
     from dtlib.errors import WaitTimeout
+    from dtlib.lab.exercises.sends import not_waited_for, watched_sends
 
     cases, inner = [], make_stage(comm.rank)
     _get_ready(comm)
     for kind in kinds:
         inner.zero_grad()
         case = {"kind": kind, "M": len(sizes_of(kind, comm.size))}
-        with recording() as events:
+        with recording() as events, watched_sends(comm) as handles:
             stage = watched(inner, reference(kind, comm.size).inputs[comm.rank], events)
             try:
                 came = step(comm, stage, *arguments_for(kind, comm, events))
+                case["sends"] = not_waited_for(handles)
                 _let_messages_leave(events)
                 case["loss"] = _as_number(came)
             except (WaitTimeout, MPI.Exception) as error:
@@ -209,7 +218,7 @@ def _get_ready(comm, patience: int = 4) -> None:
 
 
 def _entry(event):
-    """(F, B or L, micro-batch), or (verb, destination, bytes); None for what does not count."""
+    """(F, R, B or L, micro-batch), or (verb, destination, bytes); None for what does not count."""
     if isinstance(event, Acted):
         return tuple(event)
     if event.kind != "verb":
@@ -219,7 +228,7 @@ def _entry(event):
 
 
 def _let_messages_leave(events, seconds: float = 1.0) -> None:
-    """An answer need not wait for its last sends: they are counted once they have left."""
+    """They are counted once they have left, whether the answer has waited for them or not."""
     from dtlib.comm.waiting import advance_all
 
     verbs = [event for event in events if not isinstance(event, Acted)]

@@ -4,7 +4,14 @@ from dtlib.lab.checks import Wrong
 
 
 def observe_total(total, comm):
-    """``total`` as an integer, or as text where it is none."""
+    """``total`` as an integer, or as text where it is none; and how many collectives this rank has called so far on
+    the world's communicator (None where nobody counts them): a sum that nobody has computed may be right, too."""
+    from dtlib.world import init
+
+    return _value_of(total), getattr(init().comm, "_count", None)
+
+
+def _value_of(total):
     try:
         value = total.item() if hasattr(total, "item") else total
         if not isinstance(value, str) and int(value) == value:
@@ -14,10 +21,11 @@ def observe_total(total, comm):
     return f"{total!r:.80}"
 
 
-def judge_total(totals) -> None:
-    """``total`` is the sum of the numbers of all ranks, on every rank."""
-    expected = sum(range(len(totals)))
-    for rank, came in enumerate(totals):
+def judge_total(observations) -> None:
+    """``total`` is the sum of the numbers of all ranks, on every rank, and ranks have talked to one another for it."""
+    size = len(observations)
+    expected = sum(range(size))
+    for rank, (came, _) in enumerate(observations):
         if came == expected:
             continue
         if isinstance(came, str):
@@ -29,9 +37,20 @@ def judge_total(totals) -> None:
                 "This rank still has its own number: who adds them?",
                 "Call world.comm.all_reduce(total): it changes total on every rank.",
             )  # fmt: skip
+        what = f"{expected}, the sum of the ranks 0 to {size - 1}"
+        if came in (expected * size, expected * size**2):
+            raise Wrong(
+                "summed-twice", rank, what, f"{came}, {came // expected} times as much",
+                "Run the whole cell again: all_reduce works in place, and adding sums once more gives too much.",
+            )  # fmt: skip
         raise Wrong(
-            "other-sum", rank, f"{expected}, the sum of the ranks 0 to {len(totals) - 1}", f"{came}",
-            "Run the whole cell again: all_reduce works in place, and adding sums once more gives too much."
-            if came > expected
-            else "Is it the sum of world.rank? all_reduce adds unless op= says otherwise.",
+            "other-sum", rank, what, f"{came}",
+            "Is it world.rank that is summed, of these ranks? And all_reduce adds unless op= says otherwise.",
         )  # fmt: skip
+    for rank, (came, collectives) in enumerate(observations):
+        if collectives == 0 and size > 1:
+            raise Wrong(
+                "nothing-sent", rank, "a sum that the ranks have computed together", f"{came}, and nothing was sent",
+                "The number is right. But how does this rank know the numbers of the others?",
+                "total = torch.tensor(world.rank), then world.comm.all_reduce(total).",
+            )  # fmt: skip

@@ -9,10 +9,19 @@ def reduced_twice(comm):
     return sum(range(comm.size)) * comm.size
 
 
+def counted_from_one(comm):
+    return sum(range(1, comm.size + 1))
+
+
 def only_a_text(comm):
     return "the sum"
 
 
 WRONG = {
-    "first-sum": {not_reduced: "not-reduced", reduced_twice: "other-sum", only_a_text: "type"},
+    "first-sum": {
+        not_reduced: "not-reduced",
+        reduced_twice: "summed-twice",
+        counted_from_one: "other-sum",
+        only_a_text: "type",
+    },
 }

@@ -1,17 +1,30 @@
 """Lesson 06: gradients of which each rank keeps its part, judged by values, by bytes sent, and by what is held."""
 
+from itertools import pairwise
+
 from dtlib.lab.checks import Wrong
 from dtlib.lab.exercises.held import Snapshot, nbytes
-from dtlib.lab.exercises.zero import NUMBER, SPARE, length_of, loss_of, make_batch, make_net, own_part, same
+from dtlib.lab.exercises.zero import NUMBER, SPARE, length_of, loss_of, make_batch, own_part, same
+
+SIZES = (16, 13, 13, 13)  # two layers are alike, and so are three biases: none of them divides by 2, 3 or 4
 
 # mend: share_gradients(comm, module)
+
+
+def make_net():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    first, *others = (nn.Linear(a, b, dtype=torch.float64) for a, b in pairwise(SIZES))
+    return nn.Sequential(first, *(layer for other in others for layer in (nn.Tanh(), other)))
 
 
 def observe_shared(share_gradients, comm):
     """After each of two backward passes: the parts of the averages, bytes sent, and bytes of all that is new."""
     from dtlib.comm.recorder import recording
 
-    net = make_net("uneven")
+    net = make_net()
     passes = []
     with Snapshot() as before:
         parts = share_gradients(comm, net)
@@ -45,7 +58,7 @@ def judge_shared(observations) -> None:
     ranks = len(observations)
     if ranks == 1:
         return
-    lengths = sum(length_of(p.numel(), ranks) for p in make_net("uneven").parameters())
+    lengths = sum(length_of(p.numel(), ranks) for p in make_net().parameters())
     for rank, passes in enumerate(observations):
         sent, wanted = passes[0]["sent"], (ranks - 1) * lengths * NUMBER
         if sent > wanted + SPARE:
@@ -72,7 +85,7 @@ def judge_shared(observations) -> None:
 def _judge_parts(seen, step: int) -> None:
     import torch
 
-    ranks, net = len(seen), make_net("uneven")
+    ranks, net = len(seen), make_net()
     locals_ = []
     for rank in range(ranks):
         net.zero_grad()
@@ -88,6 +101,12 @@ def _judge_parts(seen, step: int) -> None:
             came = torch.tensor(one["parts"][i], dtype=torch.float64)[: len(expected)]
             if same(came, expected):
                 continue
+            if any(other == one["parts"][i] for j, other in enumerate(one["parts"]) if j != i):
+                raise Wrong(
+                    "shared-memory", rank, what, "the part of another parameter, that is as long",
+                    "Each parameter needs memory of its own for its part: do two of them have the same tensor?",
+                    "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient anew.",
+                )  # fmt: skip
             if step:
                 raise Wrong(
                     "second-pass", rank, what, "something else, after a first pass that was right",

@@ -38,6 +38,16 @@ class RightLayer:
         return linear(x, whole[: self.count].view(self.shape), self.bias(whole))
 
 
+class KeptInSinglePrecision(RightLayer):
+    """Half the memory, and the layer gives other numbers."""
+
+    def cut(self, padded):
+        return super().cut(padded).float()
+
+    def gather(self):
+        return super().gather().double()
+
+
 class NotFreed(RightLayer):
     def gather(self):
         self.whole = super().gather()
@@ -194,5 +204,6 @@ WRONG = {
         PartsAdded: "other-values",
         BiasForgotten: "no-bias",
         FreesItsPart: "second-call",
+        KeptInSinglePrecision: "rounded",
     },
 }

@@ -1,0 +1,47 @@
+"""Asynchronous sends of an answer: does it ever ask whether they are over?
+
+Until ``wait()`` returns, MPI may still read the tensor; whoever changes it before, sends what nobody meant. Short
+messages leave at once, so that neither values nor messages show a wait that is missing.
+"""
+
+from contextlib import contextmanager
+
+
+class _Watched:
+    """A handle that remembers whether its end was seen."""
+
+    def __init__(self, handle):
+        self._handle, self.seen = handle, False
+
+    def wait(self):
+        value = self._handle.wait()
+        self.seen = True
+        return value
+
+    def done(self) -> bool:
+        self.seen = self._handle.done() or self.seen
+        return self.seen
+
+
+@contextmanager
+def watched_sends(comm):
+    """The handles of all sends that are started with ``async_op=True`` on ``comm`` meanwhile; yields them as a list."""
+    send, handles = comm.send, []
+
+    def watched(tensor, dest, tag=0, async_op=False):
+        came = send(tensor, dest, tag, async_op)
+        if not async_op:
+            return came
+        handles.append(_Watched(came))
+        return handles[-1]
+
+    comm.send = watched
+    try:
+        yield handles
+    finally:
+        del comm.send
+
+
+def not_waited_for(handles) -> tuple[int, int]:
+    """How many of these sends nobody has seen the end of, and how many there are."""
+    return sum(not handle.seen for handle in handles), len(handles)
