@@ -30,7 +30,7 @@ FLOORS = (
     ("comm",),
     ("mesh", "world"),
     ("progress", "timeline"),
-    ("flat", "precision", "same_model", "backward", "reduction", "storages", "accounting"),
+    ("flat", "local_gradient", "precision", "same_model", "backward", "reduction", "storages", "accounting"),
     ("pi", "pi_gpu", "parallel", "horovod"),
     ("checkpoint", "pipe"),
     ("production",),
