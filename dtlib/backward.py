@@ -15,6 +15,10 @@ from dtlib.comm.waiting import advance_all, progress_thread
 from dtlib.errors import DtlibError
 
 
+class RanksDisagree(DtlibError):
+    """All ranks have found out together, at the end of a pass, that its averages mean nothing."""
+
+
 class BackwardPass:
     """Calls ``begin()`` at the first gradient of a backward pass, ``launch(bucket)`` for each bucket in turn as soon as
     the gradients of all its ``parameters`` have come, and ``finish()`` at the end of ``backward()``.
@@ -82,8 +86,13 @@ class BackwardPass:
     def _end(self) -> None:
         while self._launched < len(self.buckets):
             self._launch_next()
-        self._finish()
-        self._background.close()
+        try:
+            self._finish()
+        except RanksDisagree:  # after everything has come, so that all may go on
+            self._launched = 0
+            raise
+        finally:
+            self._background.close()
         self._launched, self._under_way = 0, False
 
 

@@ -106,17 +106,25 @@ def refuse_parts(parameters, what: str) -> None:
         )
 
 
-def clip_by_norm(gradients, largest: float, comm=None, counted=None) -> float:
-    """Scale gradients down together so that their joint 2-norm is at most ``largest``; returns the norm before.
+def clip_by_norm(gradients, largest: float, comm=None, counted=None, norm_type: float = 2.0) -> float:
+    """Scale gradients down together so that their joint norm is at most ``largest``; returns the norm before.
 
     With ``comm`` they are shards: every rank has others, and the norm is that of all. ``counted`` are those that count
-    in it, if not all do: what several ranks have must count on one of them.
+    in it, if not all do: what several ranks have must count on one of them. ``norm_type`` is a number above 0;
+    ``inf`` is the largest absolute value.
     """
-    gradients = [gradient for gradient in gradients if gradient is not None]
-    norms = [torch.linalg.vector_norm(gradient) for gradient in (gradients if counted is None else counted)]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    if comm is not None:
-        norm = comm.all_reduce(norm.double().square()).sqrt().to(norm.dtype)
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): give a number above 0, such as 2, or inf.")
+    # Ordinary tensors: ShardedGradient refuses norms, as those who ask rarely know of the other ranks.
+    gradients = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
+    counted = gradients if counted is None else counted
+    norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if comm is not None and norm_type == float("inf"):
+        norm = comm.all_reduce(norm.double(), op="max").to(norm.dtype)
+    elif comm is not None:
+        norm = comm.all_reduce(norm.double() ** norm_type).pow(1 / norm_type).to(norm.dtype)
     if gradients:
         torch._foreach_mul_(gradients, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
     return float(norm)

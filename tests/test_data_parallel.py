@@ -300,3 +300,50 @@ def test_what_would_be_lost_without_a_word_is_refused(world):
         model(torch.ones(1, 2))
     with pytest.raises(DtlibError, match="sparse=False"):
         DataParallel(nn.Embedding(3, 2, sparse=True), world.comm)
+
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(3, 2))
+
+        def forward(self, words):
+            return nn.functional.embedding(words, self.table, sparse=True)
+
+    model = DataParallel(Sparse(), world.comm)
+    with pytest.raises(DtlibError, match="A gradient is sparse"):
+        model(torch.tensor([1])).sum().backward()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_batch_size_on_some_ranks_only_is_refused_on_all(world, dtype):
+    model = DataParallel(nn.Linear(2, 2, bias=False, dtype=dtype))
+    x = torch.ones(1, 2, dtype=dtype)
+    for _ in range(2):
+        model.batch_size = 3 if world.rank else None
+        with pytest.raises(DtlibError, match="on some ranks only"):
+            model(x).sum().backward()
+        model.zero_grad()
+        for samples in (1000 * (world.rank + 1), 0.25, 0):  # a sum of samples times 200 is beyond float16
+            model.batch_size = samples
+            (200 * (world.rank + 1) * model(x).sum()).backward()
+            ranks = range(1, world.size + 1)
+            mean = 200 * (sum(r * r for r in ranks) / sum(ranks) if samples > 1 else sum(ranks) / world.size)
+            grad = model.module.weight.grad
+            torch.testing.assert_close(grad, torch.full_like(grad, mean if samples else 0), rtol=1e-3, atol=0)
+            model.zero_grad()
+        model.batch_size = None
+        model(x).sum().backward()
+        assert (model.module.weight.grad == 1).all()
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_arguments_of_torchs_class(world):
+    model = DataParallel(nn.Linear(2, 2), device_ids=None, output_device=None, find_unused_parameters=True)
+    assert model.comm is dtlib.init().comm
+    DataParallel(nn.Linear(2, 2), world.comm, device_ids=["cpu"], output_device=torch.device("cpu"))
+    for options in ({"device_ids": [world.rank]}, {"output_device": "cuda:1"}):
+        with pytest.raises(DtlibError, match="this rank's module is on cpu: move it there"):
+            DataParallel(nn.Linear(2, 2), **options)
+    world.comm.barrier()

@@ -30,7 +30,10 @@ FLOORS = (
     ("comm",),
     ("mesh", "world"),
     ("progress", "timeline"),
-    ("flat", "precision", "same_model", "contract", "backward", "reduction", "storages", "activations", "accounting"),
+    (
+        "flat", "local_gradient", "precision", "same_model", "contract", "backward", "reduction", "storages",
+        "activations", "accounting",
+    ),  # fmt: skip
     ("pi", "pi_gpu", "parallel", "horovod"),
     ("checkpoint", "pipe"),
     ("production",),

@@ -167,8 +167,129 @@ def test_groups_schedulers_and_closures(world, stage):
         for schedule in schedules:
             schedule.step()
     assert difference(ours, reference) <= 1e-12
-    with pytest.raises(DtlibError, match="make a new ZeroOptimizer"):
-        zero.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_group_is_added_and_parameters_frozen_before_are_refused(world, stage):
+    data = batches("plain", 6, 4 * world.size)
+    reference, ours = build("plain"), build("plain")
+    plain = torch.optim.SGD(reference.second.parameters(), lr=0.1, momentum=0.9)
+    zero = ZeroOptimizer(ours.second.parameters(), torch.optim.SGD, world.comm, stage, lr=0.1, momentum=0.9)
+    for step, batch in enumerate(data):
+        if step == 3:
+            plain.add_param_group({"params": [reference.first.weight], "lr": 0.3})
+            zero.add_param_group({"params": [ours.first.weight], "lr": 0.3})
+        plain.zero_grad(), zero.zero_grad()
+        ours.zero_grad()
+        loss_of(reference, batch).backward()
+        plain.step()
+        loss_of(ours, part(batch, world.rank, world.size)).backward()
+        zero.step()
+    assert difference(ours, reference) <= 1e-12
+    loss_of(ours, data[0]).backward()
+    with pytest.raises(DtlibError, match="cannot be added while gradients wait"):
+        zero.add_param_group({"params": [ours.first.bias]})
+    zero.zero_grad()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    zero = ZeroOptimizer(frozen.named_parameters(), torch.optim.SGD, world.comm, stage)
+    zero.step()  # nothing to train
+    assert zero.clip_grad_norm_(1.0) == 0
+    zero.zero_grad()
+    frozen.requires_grad_(True)
+    frozen(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(DtlibError, match="weight was frozen when ZeroOptimizer was made"):
+        zero.step()
+    model = nn.Linear(2, 2)
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world.comm, stage)
+    model.double()(torch.ones(1, 2).double()).sum().backward() if stage == 1 else model.double()
+    with pytest.raises(DtlibError, match="weight has got other memory"):
+        zero.step()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_torchs_clipping_and_scaling_are_refused_and_other_norms_are_those_of_one_process(world, stage):
+    batch = batches("plain", 1, 4 * world.size)[0]
+    ours = build("plain")
+    zero = ZeroOptimizer(ours.parameters(), torch.optim.SGD, world.comm, stage, lr=0.1)
+    for norm_type in (1, 3, float("inf")):
+        reference = build("plain")
+        reference.load_state_dict(ours.state_dict())
+        loss_of(reference, batch).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+        torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1).step()
+        loss_of(ours, part(batch, world.rank, world.size)).backward()
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with pytest.raises(DtlibError, match="optimizer.clip_grad_norm_|clip with clip_grad_norm_ of"):
+                clip(ours.parameters(), 0.01)
+        assert abs(zero.clip_grad_norm_(0.01, norm_type) - norm) <= 1e-12
+        zero.step()
+        assert difference(ours, reference) <= 1e-12
+    with pytest.raises(DtlibError, match="norm_type=0"):
+        zero.clip_grad_norm_(1.0, 0)
+    if stage == 1:
+        loss_of(ours, batch).backward()
+        for ask in (lambda grad: grad.norm(), lambda grad: grad.data.norm(2), lambda grad: grad.detach().norm()):
+            with pytest.raises(DtlibError, match="look at gradient.clone"):
+                ask(ours.second.weight.grad)
+        assert ours.second.weight.grad.clone().norm() > 0
+        with pytest.raises(DtlibError, match="GradScaler would look"):
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(zero)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_batch_size_on_some_ranks_only_is_refused_on_all(world, stage):
+    data = batches("plain", 4, 4 * world.size)
+    reference, ours = build("plain"), build("plain")
+    train_alone(reference, optimizer_of(reference, "sgd"), data, world.size, accumulate=2)
+    kind, settings = CLASSES["sgd"]
+    zero = ZeroOptimizer(ours.parameters(), kind, world.comm, stage, **settings)
+    zero.batch_size = 4 if world.rank else None
+    with pytest.raises(DtlibError, match="on some ranks only"):
+        loss_of(ours, part(data[0], world.rank, world.size)).backward()
+        zero.step()
+    zero.zero_grad()
+    ours.zero_grad()
+    zero.batch_size = 4  # and all goes on; averages of several passes are weighted one by one
+    assert difference(train(ours, zero, data, world.comm, accumulate=2), reference) <= 1e-12
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_whole_state_is_that_of_one_optimizer(world, stage, dtype):
+    data = batches("plain", 6, 4 * world.size, dtype)
+    kind, settings = CLASSES["adamw"]
+    ours, other, reference = build("plain", dtype), build("plain", dtype, seed=5), build("plain", dtype)
+    zero = ZeroOptimizer(ours.parameters(), kind, world.comm, stage, **settings)
+    train(ours, zero, data[:3], world.comm)
+    to = world.size - 1
+    zero.consolidate_state_dict(to=to)
+    assert ("param_groups" in zero.state_dict()) == (world.rank == to)
+    whole = world.comm.broadcast_object(zero.state_dict(), to)
+    fresh = ZeroOptimizer(other.parameters(), kind, world.comm, stage, **{**settings, "lr": 1.0})
+    other.load_state_dict(ours.state_dict())
+    fresh.load_state_dict(copy.deepcopy(whole))
+    assert fresh.param_groups[0]["lr"] == settings["lr"]
+    if dtype == torch.float64:
+        plain = kind(reference.parameters(), **settings)
+        plain.load_state_dict(whole)
+        train_alone(reference, plain, data[:3], world.size)
+        reference.load_state_dict(ours.state_dict())
+        plain.load_state_dict(whole)
+        train_alone(reference, plain, data[3:], world.size)
+    for model, optimizer in ((ours, zero), (other, fresh)):
+        train(model, optimizer, data[3:], world.comm)
+    assert "rank" in zero.state_dict()
+    assert difference(ours, other) == 0
+    if dtype == torch.float64:
+        assert difference(ours, reference) <= 1e-12
+        plain.zero_grad()
+        fresh.load_state_dict(plain.state_dict())  # from one process to many
 
 
 @on_ranks(2, 3)
@@ -222,13 +343,25 @@ def test_on_a_process_group_an_mpi4py_communicator_and_an_emulated_network(world
         assert difference(train(ours, zero, data, world.comm), reference) <= 1e-12
 
 
+class Inheriting(torch.optim.AdamW):
+    """What people write to change defaults."""
+
+
+class Overriding(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 @on_ranks(2, 3)
 def test_what_it_cannot_do_is_refused(world):
     model = nn.Linear(2, 2)
+    for _ in range(2):  # torch changes a class when the first optimizer is made of it
+        Inheriting(model.parameters()), Overriding(model.parameters())
+        assert ZeroOptimizer(model.parameters(), Inheriting).comm is dtlib.init().comm
     for arguments, words in {
         (model.parameters, torch.optim.LBFGS, 1): "LBFGS is not known to work element by element",
         (model.parameters, torch.optim.SGD, 3): "stage 3 is fully_shard in dtlib.parallel.sharded",
-        (nn.Linear(2, 2).requires_grad_(False).parameters, torch.optim.SGD, 1): "no parameter requires a gradient",
+        (model.parameters, Overriding, 1): "Overriding is not known to work element by element",
         (nn.Linear(2, 2 + world.rank).parameters, torch.optim.SGD, 2): r"parameter 0 of group 0 is .* on rank 1",
         (nn.Linear(2, 2, bias=world.rank == 0).parameters, torch.optim.SGD, 2): "1 of group 0 is .* missing on rank 1",
         (nn.Linear(2, 2, dtype=torch.complex64).named_parameters, torch.optim.SGD, 1): "weight is complex64",

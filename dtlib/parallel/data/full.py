@@ -20,12 +20,15 @@ from dtlib.backward import BackwardPass, progress_for
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
+from dtlib.reduction import Samples, check_dense, refuse_mixed
 from dtlib.same_model import check_same_model
+from dtlib.world import init
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient."""
+    """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient; and
+    one that says whether it weights them by ``batch_size``."""
 
     parameters: list[nn.Parameter]
     buffer: FlatBuffer
@@ -38,16 +41,18 @@ class DataParallel(nn.Module):
     Args:
         module: the model; every rank has it, with the same parameters in the same order. Rank 0's values are
             broadcast at construction.
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default ``dtlib.init().comm``.
         bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB.
         broadcast_buffers: give all ranks rank 0's buffers before each forward pass in training.
         progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
             computing keeps the cores busy. ``"thread"``: a thread, right where it leaves them idle (an accelerator,
             a slow network). By default by the device of the parameters.
         algorithm: of ``all_reduce``, if not chosen by size.
+        device_ids, output_device: for scripts of torch's: the device on which the module is already.
+        find_unused_parameters, gradient_as_bucket_view: for scripts of torch's, whatever they say; both are so here.
 
-    Set ``model.batch_size = len(x)`` before a step whose batches differ in size between ranks, and gradients are
-    weighted by it: a mean over samples, not over ranks. A parameter that no rank has used keeps ``grad=None``; one
+    Set ``model.batch_size = len(x)``, on all ranks, before a step whose batches differ in size between them, and
+    gradients are weighted by it: a mean over samples, not over ranks. A parameter that no rank has used keeps ``grad=None``; one
     that some ranks have used counts as zero on the others.
 
     Counterpart: ``torch.nn.parallel.DistributedDataParallel`` with ``gradient_as_bucket_view=True`` and
@@ -58,12 +63,14 @@ class DataParallel(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, comm, bucket_cap_mb: float = 25, broadcast_buffers: bool = True,
-        progress: str | None = None, algorithm: str | None = None,
+        self, module: nn.Module, comm=None, bucket_cap_mb: float = 25, broadcast_buffers: bool = True,
+        progress: str | None = None, algorithm: str | None = None, device_ids=None, output_device=None,
+        find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True,
     ):  # fmt: skip
         super().__init__()
         self.module = module
-        self.comm = as_communicator(comm)
+        _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
+        self.comm = as_communicator(init().comm if comm is None else comm)
         self.batch_size = None
         self.algorithm = algorithm
         self.broadcast_buffers = broadcast_buffers
@@ -81,6 +88,7 @@ class DataParallel(nn.Module):
         self.buckets = [_bucket_of([parameters[i] for i in group]) for group in groups]
         self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
         self._trained = set(parameters)
+        self._samples = Samples(self.comm)
         self._join = None  # in join(): which ranks still have batches
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
@@ -123,26 +131,34 @@ class DataParallel(nn.Module):
         if self.batch_size is None:
             ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
             return 1 / ranks
-        samples = self.comm.all_reduce(torch.tensor(float(self.batch_size), dtype=torch.float64))
-        return self.batch_size / max(1.0, samples.item())
+        return self._samples.weight(self.batch_size)
 
     def _launch(self, bucket: Bucket) -> None:
         """Fill a bucket and send it on its way."""
         has_gradient = []
         for parameter, view in zip(bucket.parameters, bucket.buffer.views, strict=True):
             has_gradient.append(parameter.grad is not None)
+            check_dense(parameter.grad)
             if parameter.grad is None:
                 view.zero_()
             else:
                 torch.mul(parameter.grad.detach(), self._weight, out=view)
-        bucket.buffer.tail.copy_(torch.tensor(has_gradient))
+        bucket.buffer.tail.copy_(torch.tensor([*has_gradient, self.batch_size is not None]))
         bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
 
     def _finish(self) -> None:
         for bucket in self.buckets:
             bucket.handle.wait()
             bucket.handle = None
-            used = bucket.buffer.tail.tolist()
+        with_size = self.buckets[0].buffer.tail[-1].item()
+        if with_size not in (0, self.comm.size):
+            refuse_mixed(self.batch_size)
+        if with_size:
+            factor = self._samples.correction(self.batch_size)
+            for bucket in self.buckets:
+                bucket.buffer.flat[: bucket.buffer.numel].mul_(factor)
+        for bucket in self.buckets:
+            *used, _ = bucket.buffer.tail.tolist()
             for parameter, view, ranks in zip(bucket.parameters, bucket.buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
 
@@ -211,7 +227,19 @@ def _last_with_a_batch(flags: list[int]) -> int:
 def _bucket_of(parameters) -> Bucket:
     shapes = [parameter.shape for parameter in parameters]
     first = parameters[0]
-    return Bucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters)))
+    return Bucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters) + 1))
+
+
+def _check_devices(module, asked) -> None:
+    has = {parameter.device for parameter in module.parameters()}
+    for given in asked:
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        if {device} != has and not {device.type} == {one.type for one in has} == {"cpu"}:
+            places = ", ".join(sorted(map(str, has)))
+            raise DtlibError(
+                f"DataParallel was given the device {given!r}, and this rank's module is on {places}: move it there with "
+                "module.to(device) first, or leave device_ids and output_device out."
+            )
 
 
 def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:

@@ -21,13 +21,15 @@ from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.sharded.places import unit_of
 from dtlib.parallel.sharded.plan import plan_of
+from dtlib.parallel.sharded.policy import Policy
 from dtlib.parallel.sharded.unit import Unit
-from dtlib.precision import clip_by_norm
+from dtlib.precision import clip_by_norm, refuse_parts
+from dtlib.world import init
 
 
 def fully_shard(
-    module: nn.Module, comm, reshard_after_forward: bool = True, prefetch: bool | None = None,
-    progress: str | None = None, device="cpu",
+    module: nn.Module, comm=None, reshard_after_forward: bool = True, prefetch: bool | None = None,
+    progress: str | None = None, device="cpu", mp_policy=None,
 ) -> nn.Module:  # fmt: skip
     """Make ``module`` a unit of stage 3, in place, with those of its parameters that are in no unit yet; returns it.
 
@@ -40,7 +42,7 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())     # element-wise ones only
 
     Args:
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default ``dtlib.init().comm``.
         reshard_after_forward: free parameters after the forward pass and gather them anew for the backward pass; else
             they stay, as in stage 2.
         prefetch: gather the next unit, in the order of the last forward pass, while this one computes. By default
@@ -48,9 +50,12 @@ def fully_shard(
         progress: who moves messages on meanwhile, as for ``DataParallel``.
         device: where parameters on the meta device come to life, unit by unit, by ``reset_parameters()`` of their
             modules: a model that is built under ``torch.device("meta")`` is never whole on any rank.
+        mp_policy: torch's ``MixedPrecisionPolicy``: whole parameters and floating inputs in ``param_dtype``, gradients
+            averaged in ``reduce_dtype``, floating outputs in ``output_dtype``; what the optimizer has stays as it is.
+            Within ``no_sync()`` gradients add up in ``param_dtype``.
 
-    The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, and ``batch_size``, which weights this rank's
-    gradients by its samples. All ranks must run the units in the same order; one without samples runs an empty batch.
+    The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, ``summon_full_params()``, and ``batch_size``, which
+    weights this rank's gradients by its samples, if set on all ranks. All ranks must run the units in the same order; one without samples runs an empty batch.
 
     Counterparts: ``torch.distributed.fsdp.fully_shard``; DeepSpeed's ZeRO stage 3.
 
@@ -60,8 +65,10 @@ def fully_shard(
     """
     if unit_of(module) is not None:
         raise DtlibError(f"This {type(module).__name__} is a unit already: call fully_shard once for each module.")
+    policy = None if mp_policy is None else Policy.of(mp_policy)
+    comm = as_communicator(init().comm if comm is None else comm)
     module.__dict__["_unit"] = Unit(
-        module, as_communicator(comm), reshard_after_forward, prefetch, progress, device, plan_of
+        module, comm, reshard_after_forward, prefetch, progress, device, policy, plan_of
     )  # fmt: skip
     module.__class__ = type(f"Sharded{type(module).__name__}", (FullySharded, type(module)), {})
     return module
@@ -82,10 +89,32 @@ class FullySharded:
         finally:
             plan.synchronising = before
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients down together so that their joint 2-norm, over the parts of all ranks, is at most
-        ``max_norm``; returns the norm before."""
-        return clip_by_norm([parameter.grad for parameter in self.parameters()], max_norm, self._unit.comm)
+    @contextmanager
+    def summon_full_params(self):
+        """All parameters whole on every rank in this context, for ``state_dict()``, to look at, or to change in place;
+        afterwards rank 0's values hold. All ranks enter it, between passes; nothing is computed with the model inside.
+
+        Counterparts: ``FullyShardedDataParallel.summon_full_params``; ``unshard()`` of each FSDP2 module; DeepSpeed's
+        ``GatheredParameters(params, modifier_rank=0)``.
+        """
+        units = [unit_of(module) for module in self.modules() if unit_of(module) is not None]
+        whole = [(flat, flat.summon()) for unit in units for flat in unit.flats]
+        try:
+            yield
+        finally:
+            for flat, memory in whole:
+                flat.dismiss(memory)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale all gradients down together so that their joint norm, over the parts of all ranks, is at most
+        ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
+
+        Raises:
+            DtlibError: for parameters that tensor parallelism has cut, as their other parts are not here.
+        """
+        refuse_parts(self.parameters(), f"clip_grad_norm_({max_norm})")
+        gradients = [parameter.grad for parameter in self.parameters()]
+        return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is kept for this model, by what it is for (accounting.py)."""

@@ -9,7 +9,7 @@ from dtlib.comm.waiting import progress_thread
 from dtlib.errors import DtlibError
 from dtlib.parallel.sharded.places import unit_of
 from dtlib.parallel.sharded.unit import Flat, Unit
-from dtlib.reduction import Reducer, share_by_samples
+from dtlib.reduction import Reducer
 
 
 class Plan:
@@ -43,12 +43,9 @@ class Plan:
             self.reducer.check()
         if self._in_backward:  # which raised
             self._backward_ends()
-        for flat in self._trained(self.units):
-            for piece in flat.pieces:
-                if not piece.requires_grad:
-                    raise DtlibError(
-                        "A parameter was frozen after fully_shard: build the model anew, and freeze it first."
-                    )
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.check()
         self._running = []
         self._run_in_background()
 
@@ -70,7 +67,7 @@ class Plan:
                 for leaf, place in zip(flat.leaves, flat.places, strict=True)
             }
             self.reducer = Reducer(
-                shards, self._comm, self._share, "inline", names, self._averages_have_come, self._gradients_have_left
+                shards, self._comm, self._batch_size, "inline", names, self._averages_have_come, self._gradients_have_left
             )
 
     def prefetch(self, unit: Unit, step: int) -> None:
@@ -101,10 +98,10 @@ class Plan:
         """Their gradients come roughly in the reverse order of the forward pass."""
         return [flat for unit in reversed(units) for flat in unit.flats if flat.gradients]
 
-    def _share(self) -> float | None:
+    def _batch_size(self) -> float | None:
         for flat in self._trained(self._order):
             flat.begin()
-        return share_by_samples(self._comm, self.root.batch_size)
+        return self.root.batch_size
 
     def _gradients_have_left(self, shard) -> None:
         """What computed them is not needed any more; frozen parameters may be, and stay until the end of the pass."""

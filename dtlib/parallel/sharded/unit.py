@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 from dtlib.backward import progress_for
 from dtlib.errors import DtlibError
 from dtlib.flat import FlatBuffer, Shards
+from dtlib.local_gradient import ShardedGradient
 from dtlib.parallel.sharded.places import bring_to_life, own_modules, places_of
 from dtlib.reduction import GradientShard
 from dtlib.same_model import check_same_model
@@ -15,7 +16,7 @@ from dtlib.same_model import check_same_model
 class Unit:
     """The parameters of a module that are gathered and freed together."""
 
-    def __init__(self, module, comm, reshard_after_forward, prefetch, progress, device, plan_of):
+    def __init__(self, module, comm, reshard_after_forward, prefetch, progress, device, policy, plan_of):
         self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
         bring_to_life(module, device)
         all_places = places_of(module)
@@ -29,12 +30,14 @@ class Unit:
         for parameter, places in all_places.items():
             kind = parameter.dtype, parameter.device, parameter.requires_grad
             kinds.setdefault(kind, {})[parameter] = places
-        self.flats = [Flat(same, comm) for same in kinds.values()]
+        self.flats = [Flat(same, comm, policy) for same in kinds.values()]
         for leaf in (leaf for flat in self.flats if flat.gradients for leaf in flat.leaves):
             leaf.register_post_accumulate_grad_hook(self._gradient_has_come)
         self.plan, self._plan_of = None, plan_of
         self._gathering = []  # handles of a gathering under way
         self._uses = 0  # forward passes through this module that have not ended
+        if policy:
+            policy.cast_around(module)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -43,7 +46,7 @@ class Unit:
         for flat in self.flats:
             if flat.is_free():
                 flat.make_room()
-                self._gathering.append(self.comm.all_gather(flat.memory(), flat.shard, async_op=True))
+                self._gathering.append(self.comm.all_gather(flat.memory(), flat.to_send(), async_op=True))
 
     def gather(self) -> None:
         """Make all parameters whole, and give them to the modules."""
@@ -63,6 +66,8 @@ class Unit:
     # What autograd and modules call
 
     def _before_forward(self, module, inputs) -> None:
+        if any(flat.summoned for flat in self.flats):
+            raise DtlibError("This model computes within summon_full_params(): leave that context first.")
         self._uses += 1
         self.plan = self._plan_of(module)
         if not _in_backward():  # else activation checkpointing computes it once more
@@ -98,23 +103,33 @@ class Flat:
     ``places`` says for each parameter which modules have it, and under which attribute: several where it is tied.
     """
 
-    def __init__(self, places: dict, comm):
+    def __init__(self, places: dict, comm, policy=None):
         first = next(iter(places))
         trained = first.requires_grad
+        self.comm = comm
         self.places = list(places.values())
         self.shards = Shards([parameter.shape for parameter in places], comm.rank, comm.size)
-        self.whole = FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
-        for parameter, view in zip(places, self.whole.views, strict=True):
+        first_values = FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
+        for parameter, view in zip(places, first_values.views, strict=True):
             view.copy_(parameter.detach())
-            parameter.sharded_as = places[parameter][0][2]
         self.shard = torch.zeros(self.shards.length, dtype=first.dtype, device=first.device)
-        comm.scatter(self.shard, self.memory(), 0)
+        comm.scatter(self.shard, torch.from_dlpack(first_values.flat), 0)  # as in memory()
+        computes_in = policy and policy.param_dtype or first.dtype
+        self.whole = first_values
+        if computes_in != first.dtype:
+            self.whole = FlatBuffer(self.shards.shapes, computes_in, first.device, self.shards.padding)
         self.leaves = [nn.Parameter(view, trained) for view in self.whole.views]
         self.pieces = [nn.Parameter(view, trained) for view in self.shards.views(self.shard)]
-        for piece, part in zip(self.pieces, self.shards.parts, strict=True):
+        for parameter, leaf, piece, part in zip(places, self.leaves, self.pieces, self.shards.parts, strict=True):
+            for made in (leaf, piece):  # what others have noted at the parameter, such as tensor_parallel
+                made.__dict__.update(parameter.__dict__)
+            parameter.sharded_as = places[parameter][0][2]
             piece.part = part
-        self.gradients = GradientShard(self.leaves, self.shards) if trained else None
-        self.averages = self.shards.views(self.gradients.average) if trained else []
+        reduced_in = policy and policy.reduce_dtype or computes_in
+        self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
+        averages = self.shards.views(self.gradients.average) if trained else []
+        self.averages = [average.as_subclass(ShardedGradient) for average in averages]
+        self.summoned = False  # whole between passes: in summon_full_params
         self._bytes = self.whole.flat.untyped_storage().nbytes()
         self.free()
 
@@ -125,6 +140,10 @@ class Flat:
         """All parameters, under another tensor: whoever looks at one with numpy fixes the size of its storage, and
         whoever writes into one through torch changes it in the eyes of autograd."""
         return torch.from_dlpack(self.whole.flat)
+
+    def to_send(self) -> torch.Tensor:
+        """This rank's part, in the type in which the whole computes."""
+        return self.shard.to(self.whole.flat.dtype)
 
     def make_room(self) -> None:
         self.whole.flat.untyped_storage().resize_(self._bytes)
@@ -139,6 +158,37 @@ class Flat:
         for parameter, places in zip(parameters, self.places, strict=True):
             for module, attribute, _ in places:
                 module._parameters[attribute] = parameter
+
+    def summon(self) -> list[nn.Parameter]:
+        """Whole parameters in the type of the optimizer, for modules to find; they are taken back by ``dismiss``."""
+        self.check()
+        whole = FlatBuffer(self.shards.shapes, self.shard.dtype, self.shard.device, self.shards.padding)
+        self.comm.all_gather(whole.flat, self.shard)
+        self.summoned = True
+        self.show([nn.Parameter(view, self.gradients is not None) for view in whole.views])
+        return whole.flat
+
+    def dismiss(self, whole: torch.Tensor) -> None:
+        self.comm.scatter(self.shard, whole, 0)
+        self.summoned = False
+        self.show(self.pieces)
+
+    def check(self) -> None:
+        """Between passes: refuse what has happened to this rank's parts and would be lost without a word."""
+        for piece, own, places in zip(self.pieces, self.shards.views(self.shard), self.places, strict=True):
+            changed = None
+            if piece.requires_grad != (self.gradients is not None):
+                changed = "frozen" if self.gradients else "unfrozen"
+            elif piece.data_ptr() != own.data_ptr() or piece.dtype != own.dtype:
+                changed = "converted or moved"
+            elif any(module._parameters.get(attribute) is not piece for module, attribute, _ in places):
+                changed = "replaced"
+            elif piece._backward_hooks or getattr(piece, "_post_accumulate_grad_hooks", None):
+                changed = "given a hook of its gradient, which autograd will not call,"
+            if changed:
+                raise DtlibError(
+                    f"{places[0][2]} was {changed} after fully_shard: build the model anew, and do that first."
+                )
 
     def begin(self) -> None:
         """A backward pass begins: its averages are added to those that pieces have, if they have any."""
@@ -168,5 +218,10 @@ def _check(names: dict, comm) -> None:
             raise DtlibError(
                 f"{name} is shared with {parameter.sharded_as} of another unit: call fully_shard on a module that "
                 "contains both, and not on either of them."
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise DtlibError(
+                f"{name} has a hook of its gradient, as of a user, DataParallel or ZeroOptimizer, and fully_shard puts "
+                "other parameters in its place: take a fresh model, or remove the hook."
             )
     check_same_model({name: parameter for parameter, name in names.items()}, comm, "fully_shard")

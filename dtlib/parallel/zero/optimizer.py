@@ -20,6 +20,7 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 """
 
 import warnings
+from functools import partial
 
 import torch
 from torch import nn, optim
@@ -27,16 +28,17 @@ from torch import nn, optim
 from dtlib.backward import progress_for
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, Shards, buckets_of
+from dtlib.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
+from dtlib.local_gradient import refuse_torch_clipping
+from dtlib.parallel.zero_bucket import Bucket
+from dtlib.parallel.zero_elementwise import ELEMENTWISE as ELEMENTWISE
+from dtlib.parallel.zero_elementwise import refuse_unless_elementwise
+from dtlib.parallel.zero_state import load_state, settings_of, whole_state
 from dtlib.precision import MasterWeights, clip_by_norm, refuse_parts
-from dtlib.reduction import GradientShard, Reducer, check_dense, exchange_used, share_by_samples
+from dtlib.reduction import Reducer, exchange_used, samples_of_all
 from dtlib.same_model import check_same_model
+from dtlib.world import init
 
-# Optimizers whose update of an element depends on nothing but that element: a part of a parameter is like a whole one.
-ELEMENTWISE = (
-    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
-    optim.RMSprop, optim.Rprop, optim.SGD,
-)  # fmt: skip
 STAGES = (1, 2)
 
 
@@ -50,8 +52,9 @@ class ZeroOptimizer(optim.Optimizer):
         params: parameters, or groups of them, as for any optimizer; also ``model.named_parameters()``, so that errors
             can name them. Rank 0's values are broadcast at construction. Those that do not require gradients are left
             alone.
-        optimizer_class: an element-wise optimizer of torch, such as ``torch.optim.AdamW``.
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
+        optimizer_class: an element-wise optimizer of torch, such as ``torch.optim.AdamW``, or a subclass with its
+            ``step``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default ``dtlib.init().comm``.
         stage: 1 shares out the optimizer's states, 2 the gradients as well.
         bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, the first of at most 1 MiB.
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
@@ -71,88 +74,87 @@ class ZeroOptimizer(optim.Optimizer):
 
     Raises:
         DtlibError: for an optimizer that is not element-wise, a stage that is none, parameters that differ between
-            ranks, or whose type cannot be averaged.
+            ranks, or whose type cannot be averaged; in ``step()`` for parameters that were unfrozen, or converted, since.
     """
 
     def __init__(
-        self, params, optimizer_class, comm, stage: int = 1, bucket_cap_mb: float = 25, offload: bool = False,
+        self, params, optimizer_class, comm=None, stage: int = 1, bucket_cap_mb: float = 25, offload: bool = False,
         progress: str | None = None, **defaults,
     ):  # fmt: skip
-        if optimizer_class not in ELEMENTWISE:
-            name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
-            raise DtlibError(
-                f"ZeroOptimizer cuts parameters anywhere, and {name} is not known to work element by element: choose "
-                f"one of {', '.join(known)}."
-            )
+        refuse_unless_elementwise(optimizer_class)
         if stage not in STAGES:
             raise DtlibError(
                 f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.sharded."
             )
         if bucket_cap_mb <= 0:
             raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
-        self.comm = as_communicator(comm)
+        if progress not in (None, "inline", "thread"):
+            raise DtlibError(f"ZeroOptimizer(progress={progress!r}): choose 'inline' or 'thread'.")
+        self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.batch_size = stage, None
-        self._buckets = None
-        super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
-        groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
-        names = _names_of(self.param_groups)
-        if not names:
-            raise DtlibError("ZeroOptimizer: no parameter requires a gradient, so there is nothing to share out.")
-        check_same_model({name: parameter for parameter, name in names.items()}, self.comm, "ZeroOptimizer")
-        self.progress = progress_for(self.comm, names, progress, "ZeroOptimizer")
-        for parameter in (p for group in self.param_groups for p in group["params"] if not p.requires_grad):
-            self.comm.broadcast(parameter)
+        self._offload, self._wanted_progress = offload, progress
         # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
-        cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else float("inf")
-        self._buckets = [
-            Bucket([group[i] for i in indices], self.comm, stage)
-            for group in (group[::-1] for group in groups)
-            for indices in buckets_of(group, cap, min(cap, FIRST_BUCKET) if stage == 2 else cap)
-        ]
-        owned = {p: piece for bucket in self._buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
-        on_gpu = any(parameter.is_cuda for parameter in names)
-        if offload and not on_gpu:
-            warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=2)
-        self.masters = MasterWeights(owned.values(), "cpu" if offload and on_gpu else None)
-        known = dict(zip(owned, self.masters.masters, strict=True))
-        parts = (part for bucket in self._buckets for part in bucket.shards.parts)
-        self._part_of = {p: (part, owned[p], known[p]) for p, part in zip(owned, parts, strict=True)}
-        # The local optimizer has this rank's parts only. A scheduler changes param_groups, which it follows.
-        local = [
-            {**_settings(group), "params": [known[parameter] for parameter in trained]}
-            for group, trained in zip(self.param_groups, groups, strict=True)
-        ]
-        self.optim = optimizer_class(local, **defaults)
+        self._cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else float("inf")
+        self._buckets, self._names, self._part_of = [], {}, {}
         self._reduced = False  # gradients have been averaged, and step() need not do it
-        self._reducer = None
-        if stage == 2:
-            shards = [bucket.gradients for bucket in self._buckets]
-            self._reducer = Reducer(shards, self.comm, self._share, self.progress, names)
-        whole = [bucket for bucket in self._buckets if stage == 1]
-        self._views = {p: view for b in whole for p, view in zip(b.parameters, b.gradients.views, strict=True)}
-        for parameter in names:
-            if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
-                parameter._zero_hook.remove()
-            keep = self._keep if stage == 1 else self._reducer.gradient_has_come
-            parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
+        self._reducer = self._whole_state = None
+        self.masters = MasterWeights([])
+        self.optim = None  # the local optimizer, which has this rank's parts only
+        super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
+        local = [self._share_out(number) for number in range(len(self.param_groups))]
+        self.optim = optimizer_class(local, **defaults)
+        self._connect()
 
     def add_param_group(self, param_group) -> None:
-        if self._buckets is not None:
-            raise DtlibError("A group cannot be added to flat memory: make a new ZeroOptimizer with all groups.")
+        """Between ``step()`` and the next backward pass, on all ranks: train these parameters, too."""
+        if self._in_the_middle():
+            raise DtlibError("A group cannot be added while gradients wait: call step() or zero_grad() first.")
         super().add_param_group(param_group)
+        if self.optim is not None:  # else a group of the constructor's
+            self.optim.add_param_group(self._share_out(len(self.param_groups) - 1))
+            self._connect()
+
+    def _share_out(self, number: int) -> dict:
+        """Lay a group's parameters into flat memory; returns what the local optimizer has of it."""
+        group = self.param_groups[number]
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        names = _names_of(number, group)
+        check_same_model({names[parameter]: parameter for parameter in trained}, self.comm, "ZeroOptimizer")
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                self.comm.broadcast(parameter)
+        indices = buckets_of(trained[::-1], self._cap, min(self._cap, FIRST_BUCKET) if self.stage == 2 else self._cap)
+        buckets = [Bucket([trained[::-1][i] for i in some], self.comm, self.stage) for some in indices]
+        owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
+        on_gpu = any(parameter.is_cuda for parameter in trained)
+        if self._offload and not on_gpu:
+            warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=3)
+        made = MasterWeights(owned.values(), "cpu" if self._offload and on_gpu else None)
+        self.masters.parameters += made.parameters
+        self.masters.masters += made.masters
+        parts = [part for bucket in buckets for part in bucket.shards.parts]
+        for parameter, part, master in zip(owned, parts, made.masters, strict=True):
+            self._part_of[parameter] = part, owned[parameter], master
+        self._buckets += buckets
+        self._names |= names
+        # A scheduler changes param_groups, which the local optimizer follows.
+        return {**settings_of(group), "params": [self._part_of[parameter][2] for parameter in trained]}
+
+    def _connect(self) -> None:
+        """Have autograd tell of gradients."""
+        self.progress = progress_for(self.comm, self._part_of, self._wanted_progress, "ZeroOptimizer")
+        if self.stage == 2:
+            shards = [bucket.gradients for bucket in self._buckets]
+            self._reducer = Reducer(shards, self.comm, lambda: self.batch_size, self.progress, self._names)
+        for bucket in self._buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
+                    parameter._zero_hook.remove()
+                keep = partial(bucket.keep, view=bucket.views[i]) if self.stage == 1 else self._reducer.gradient_has_come
+                parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
+                refuse_torch_clipping(parameter)
 
     # Gradients
-
-    def _keep(self, parameter) -> None:
-        """A hook of stage 1: a gradient moves into flat memory, where those of later passes are added to it."""
-        view = self._views[parameter]
-        if parameter.grad is not view:
-            check_dense(parameter.grad)
-            view.copy_(parameter.grad)
-            parameter.grad = view
-
-    def _share(self) -> float | None:
-        return share_by_samples(self.comm, self.batch_size)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Average gradients over ranks and divide them by ``scale``, if that has not been done since the last step.
@@ -161,11 +163,14 @@ class ZeroOptimizer(optim.Optimizer):
         """
         if self._reduced:
             return
+        self._check_parameters()
         if self.stage == 1:
-            weight = self._share()
+            used = iter(exchange_used(self.comm, [bucket.used() for bucket in self._buckets], self.batch_size))
+            weight = self.batch_size
+            if weight is not None:
+                weight = weight / samples_of_all(self.comm, weight)
             for bucket in self._buckets:
                 bucket.reduce(self.comm, weight)
-            used = exchange_used(self.comm, [bucket.used for bucket in self._buckets])
         else:
             self._reducer.check()
             if not self._reducer.passes:
@@ -177,16 +182,33 @@ class ZeroOptimizer(optim.Optimizer):
         self.masters.take_gradients(scale)
         self._reduced = True
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint 2-norm, over the
-        parts of all ranks, is at most ``max_norm``; returns the norm before.
+    def _check_parameters(self) -> None:
+        """Refuse what would go wrong without a word."""
+        for parameter, name in self._names.items():
+            if parameter.requires_grad and parameter not in self._part_of:
+                raise DtlibError(
+                    f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or add "
+                    "it with add_param_group once it is unfrozen."
+                )
+        for bucket in self._buckets:
+            bucket.check(self._names)
+
+    def _in_the_middle(self) -> bool:
+        """Gradients have come, and wait for the step."""
+        waiting = any(parameter.grad is not None for parameter in self._part_of)
+        return waiting or self._reduced or bool(self._reducer and self._reducer.passes)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint norm, over the
+        parts of all ranks, is at most ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
 
         Raises:
             DtlibError: for parameters that tensor parallelism has cut, as their other parts are not here.
         """
         refuse_parts((p for group in self.param_groups for p in group["params"]), f"clip_grad_norm_({max_norm})")
         self.reduce_gradients()
-        return clip_by_norm([master.grad for master in self.masters.masters], max_norm, self.comm)
+        gradients = [master.grad for master in self.masters.masters]
+        return clip_by_norm(gradients, max_norm, self.comm, norm_type=norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -213,8 +235,9 @@ class ZeroOptimizer(optim.Optimizer):
                 loss = closure()
         self.reduce_gradients()
         for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            local.update(_settings(mine))  # a scheduler may have changed them
+            local.update(settings_of(mine))  # a scheduler may have changed them
         self.optim.step()
+        self._whole_state = None
         self.give_values()
         self._forget_gradients()
         return loss
@@ -242,82 +265,36 @@ class ZeroOptimizer(optim.Optimizer):
             "communication": self._reducer.staging() if self._reducer else [],
         }
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the states of all parts on rank ``to``, whose ``state_dict()`` is whole until the next ``step()``.
+
+        All ranks call it. The whole one is what ``optimizer_class`` itself would give for all parameters, and any
+        number of ranks takes it; of parameters in 16 bits it has the ``master``, too.
+        """
+        self._whole_state = whole_state(self, to)
+
     def state_dict(self) -> dict:
         """This rank's part; ``load_state_dict`` takes it on the same rank of as many ranks. dtlib.checkpoint knows how
-        to move between numbers of ranks."""
-        masters = [master.detach() for master in self.masters.masters]
+        to move between numbers of ranks. On the rank of ``consolidate_state_dict`` the whole."""
+        if self._whole_state is not None:
+            return self._whole_state
         return {
             "rank": self.comm.rank,
             "size": self.comm.size,
             "optimizer": self.optim.state_dict(),
-            "masters": masters,
+            "masters": [master.detach() for master in self.masters.masters],
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        place = state_dict.get("rank"), state_dict.get("size")
-        if place != (self.comm.rank, self.comm.size):
-            raise DtlibError(
-                f"This state is that of rank {place[0]} of {place[1]}, and this is rank {self.comm.rank} of "
-                f"{self.comm.size}: use dtlib.checkpoint, which moves between numbers of ranks."
-            )
-        self.optim.load_state_dict(state_dict["optimizer"])
-        with torch.no_grad():
-            for master, saved in zip(self.masters.masters, state_dict["masters"], strict=True):
-                master.copy_(saved)
-        for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            mine.update(_settings(local))
+        """Take this rank's part, or on all ranks the same whole state, which may be of ``optimizer_class`` itself."""
+        if self._in_the_middle():
+            raise DtlibError("A state cannot be loaded while gradients wait: call step() or zero_grad() first.")
+        self._whole_state = None
+        load_state(self, state_dict)
         self.give_values()
 
 
-class Bucket:
-    """Parameters that lie in one flat memory, of which each rank owns an equal part."""
-
-    def __init__(self, parameters: list[nn.Parameter], comm, stage: int):
-        self.parameters = parameters
-        self.shards = Shards([parameter.shape for parameter in parameters], comm.rank, comm.size)
-        self.values = self._flat_buffer()
-        with torch.no_grad():
-            for parameter, view in zip(parameters, self.values.views, strict=True):
-                view.copy_(parameter)
-                parameter.data = view
-        comm.broadcast(self.values.flat)
-        self.owned = [nn.Parameter(view) for view in self.shards.views(self.shards.own(self.values.flat))]
-        self.gradients = self._flat_buffer() if stage == 1 else GradientShard(parameters, self.shards)
-        self.used = torch.zeros(len(parameters), dtype=torch.int8)  # stage 1: which have a gradient
-
-    def _flat_buffer(self) -> FlatBuffer:
-        first = self.parameters[0]
-        return FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
-
-    def reduce(self, comm, weight: float | None) -> None:
-        """Stage 1: average the gradients over ranks; this rank gets its part of them, in place."""
-        for i, (parameter, view) in enumerate(zip(self.parameters, self.gradients.views, strict=True)):
-            self.used[i] = parameter.grad is not None
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:  # given by hand
-                view.copy_(parameter.grad)
-            parameter.grad = None
-        whole = self.gradients.flat
-        if weight is not None:
-            whole.mul_(weight)
-        comm.reduce_scatter(self.shards.own(whole), whole, "mean" if weight is None else "sum")
-
-    def averages(self) -> list[torch.Tensor]:
-        """This rank's part of each gradient's average, once it has been reduced."""
-        own = self.shards.own(self.gradients.flat) if isinstance(self.gradients, FlatBuffer) else self.gradients.average
-        return self.shards.views(own)
-
-
-def _settings(group: dict) -> dict:
-    """Learning rate and the like of a group, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _names_of(groups) -> dict:
-    """What to call each trained parameter in an error: its name, where the optimizer was given names."""
-    names = {}
-    for number, group in enumerate(groups):
-        given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
-        names.update((p, name) for p, name in zip(group["params"], given, strict=True) if p.requires_grad)
-    return names
+def _names_of(number: int, group: dict) -> dict:
+    """What to call each parameter in an error: its name, where the optimizer was given names."""
+    given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+    return dict(zip(group["params"], given, strict=True))

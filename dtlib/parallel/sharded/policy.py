@@ -1,0 +1,46 @@
+"""Mixed precision of a unit: in which types it computes and averages, while the optimizer has its own."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from dtlib.comm import types
+from dtlib.errors import DtlibError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The fields of torch's ``MixedPrecisionPolicy``; None leaves a type as it is."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    @classmethod
+    def of(cls, given) -> "Policy":
+        fields = cls.__dataclass_fields__
+        if any(not hasattr(given, field) for field in fields):
+            raise DtlibError(
+                f"fully_shard(mp_policy={given!r:.80}): pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., "
+                "reduce_dtype=...)."
+            )
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            asked = getattr(given, field)
+            if asked is not None and types.type_name(torch.empty(0, dtype=asked)) not in types.FLOATS:
+                raise DtlibError(f"mp_policy has {field}={asked}: choose one of {', '.join(types.FLOATS)}.")
+        return cls(*(getattr(given, field) for field in fields))
+
+    def cast_around(self, module) -> None:
+        """Cast what goes into a module, and what comes out of it."""
+        if self.param_dtype and self.cast_forward_inputs:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: _cast((args, kwargs), self.param_dtype), with_kwargs=True
+            )
+        if self.output_dtype:
+            module.register_forward_hook(lambda _, args, output: _cast(output, self.output_dtype))
+
+
+def _cast(things, dtype):
+    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, things)
