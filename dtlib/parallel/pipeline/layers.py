@@ -124,7 +124,8 @@ class PipelineModule(nn.Module):
         """After a step of the schedule: add the gradients of tied weights over the stages that have them.
 
         Raises:
-            DtlibError: for a weight that is frozen on some of its stages alone; on all of them.
+            DtlibError: for a weight that is frozen on some of its stages alone, or has a sparse gradient; on all of
+                them.
         """
         for comm, *where in self._tied:
             weight = getattr(*where)

@@ -83,6 +83,7 @@ class RunningStage:
         self.handed = {}  # tensors for neighbours on this rank, by micro-batch and direction
         self.losses, self.outputs = {}, {}
         self._received, self._sent = {}, {}  # by micro-batch, until its backward pass
+        self._given = ()  # what was given last to the next stage, and how often it had been changed
         self._halves = {}  # second halves of backward passes, by micro-batch
         self._left = microbatches  # backward passes
         self._no_sync = getattr(stage.submodule, "no_sync", nullcontext)
@@ -117,8 +118,14 @@ class RunningStage:
             if self.recompute and microbatch < self.microbatches - 1 and torch.is_grad_enabled():
                 output = _recomputed(module, received, keywords)
             else:
-                taken = received if stage.is_first else [_Entry.apply(t) for t in received]
-                output = module(*taken, **keywords)
+                own = _Entry.apply if not stage.is_first else torch.clone if self.recompute else _own
+                taken, named = tree_map_only(torch.Tensor, own, (received, keywords))
+                output = module(*taken, **named)
+        if any(tensor._version != version for tensor, version in self._given):
+            raise DtlibError(
+                f"Stage {stage.stage_index} changed in place what it had given for the micro-batch before, which may "
+                "still be under way: give a copy, tensor.clone()."
+            )
         sent = list(output) if isinstance(output, (tuple, list)) else [output]
         if stage.is_last:
             self.outputs[microbatch] = output
@@ -135,6 +142,7 @@ class RunningStage:
         else:
             _check_sent(sent, output, stage.stage_index)
             self._give_activations(microbatch, sent)
+            self._given = [(tensor, tensor._version) for tensor in sent]
         if torch.is_grad_enabled():
             self._received[microbatch], self._sent[microbatch] = received, sent
 
@@ -207,6 +215,11 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
+
+
+def _own(part):
+    """A micro-batch's part of an input, counted by itself where layers change it in place."""
+    return part.clone() if part.requires_grad else part.data
 
 
 def _recomputed(module, received, keywords):

@@ -40,7 +40,17 @@ def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.
     """All ranks' parts ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
 
     ``count`` is the length of the whole last dimension, to be given where parts differ in length.
+
+    Raises:
+        DtlibError: for a part that is not as long as ``scatter_to_ranks`` makes it of so many.
     """
+    if count is not None:
+        part = part_of(count, comm.rank, comm.size)
+        if x.shape[-1] != part.stop - part.start:
+            raise DtlibError(
+                f"gather_from_ranks(count={count}): rank {comm.rank} of {comm.size} has {x.shape[-1]} elements of the "
+                f"last dimension, and {part.stop - part.start} is its part."
+            )
     return _Gather.apply(x, with_verbs(comm), x.shape[-1] * comm.size if count is None else count)
 
 
