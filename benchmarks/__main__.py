@@ -10,7 +10,7 @@ from dataclasses import asdict
 import benchmarks
 from benchmarks.compare import REPEATS
 from dtlib.errors import DtlibError
-from dtlib.launch import is_rank, run_ranks
+from dtlib.world.launch import is_rank, run_ranks
 
 NAMES = [
     module.name.replace("_", "-")

@@ -4,8 +4,8 @@ import csv
 
 from benchmarks.compare import Row, compare
 from dtlib import pi
-from dtlib.lab.workshop import folder
-from dtlib.machine import gpu_names
+from dtlib.lab.engines.workshop import folder
+from dtlib.world.machine import gpu_names
 
 RANKS = 2
 POINTS = 2 * 10**8

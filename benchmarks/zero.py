@@ -6,9 +6,9 @@ from torch import nn
 from benchmarks.compare import in_turns, row
 from benchmarks.data_parallel import large, transformer
 from benchmarks.peers import deepspeed_engine, deepspeed_is_installed, torch_group
-from dtlib.parallel.sharded import fully_shard
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
+from dtlib.parallel.zero.sharded import fully_shard
 
 RANKS = 2
 MODELS = {"784-2048-2048-10": large, "transformer 4 x 256": transformer}

@@ -13,11 +13,11 @@ _LAZY = {
     "reset": "dtlib.world",
     "World": "dtlib.world",
     "Communicator": "dtlib.comm",
-    "trace": "dtlib.timeline",
-    "phase": "dtlib.timeline",
-    "Timeline": "dtlib.timeline",
+    "trace": "dtlib.measure.trace",
+    "phase": "dtlib.measure.trace",
+    "Timeline": "dtlib.measure.trace",
     "initialize": "dtlib.training",
-    "memory": "dtlib.accounting",
+    "memory": "dtlib.measure.memory",
     "DtlibError": "dtlib.errors",
 }
 

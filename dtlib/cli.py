@@ -6,9 +6,9 @@ import sys
 import time
 
 from dtlib.errors import DtlibError
-from dtlib.lab.workshop import current_folder
-from dtlib.launch import is_rank, run_ranks
-from dtlib.machine import gpu_names, usable_cores
+from dtlib.lab.engines.workshop import current_folder
+from dtlib.world.launch import is_rank, run_ranks
+from dtlib.world.machine import gpu_names, usable_cores
 
 MOST_RANKS_PER_CORE = 16
 
@@ -52,7 +52,7 @@ def main(arguments=None) -> int:
 
 
 def _doctor(options) -> int:
-    from dtlib.doctor import report
+    from dtlib.lab.doctor import report
 
     return report()
 
@@ -83,8 +83,8 @@ def _pi(options) -> int:
 
 
 def _pi_on_this_rank(options) -> int:
+    from dtlib.measure.progress import RankProgress
     from dtlib.pi import KERNELS, Estimate, count_on_ranks
-    from dtlib.progress import RankProgress
     from dtlib.world import init
 
     comm = init().comm

@@ -4,8 +4,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtlib.lab.workshop import LEFT_BEHIND
-from dtlib.machine import gpu_names
+from dtlib.lab.engines.workshop import LEFT_BEHIND
+from dtlib.world.machine import gpu_names
 from tests.ranks import end_worlds
 
 ROOT = Path(__file__).parents[1]

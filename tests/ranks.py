@@ -22,8 +22,8 @@ from multiprocessing.connection import Client, Listener, wait
 
 import pytest
 
-from dtlib.launch import start_ranks
-from dtlib.processes import Process, end_processes, with_descendants
+from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, end_processes, with_descendants
 
 TIME_LIMIT = 60
 GRACE_SECONDS = 2  # for the other ranks, once one has failed

@@ -12,7 +12,7 @@ import dtlib
 from dtlib.comm import solo
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.zero_theory import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
+from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
 from tests.ranks import on_ranks
 
 SIZES = (1001, 300, 707, 503)  # elements: some divide by 2, 3 or 4 ranks, their sum by none of these

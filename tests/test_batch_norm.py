@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from dtlib.errors import DtlibError
-from dtlib.parallel.batch_norm import SyncBatchNorm
 from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.batch_norm import SyncBatchNorm
 from tests.models import batches, build, difference, loss_of, part, sgd
 from tests.ranks import on_ranks
 

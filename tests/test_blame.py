@@ -3,10 +3,10 @@ import time
 
 import pytest
 
-from dtlib.comm.blame import whom
-from dtlib.comm.board import Board, ClusterBoard, Sighting
-from dtlib.comm.call import Call
-from dtlib.comm.store import shared_store
+from dtlib.comm.torch.store import shared_store
+from dtlib.comm.watch.blame import whom
+from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
+from dtlib.comm.watch.call import Call
 from tests.ranks import on_ranks
 
 ALL = (0, 1, 2)

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from dtlib.lab.server import FIRST_NOTEBOOK
-from dtlib.processes import Process, end_processes, with_descendants
+from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.conftest import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

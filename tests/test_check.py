@@ -1,9 +1,5 @@
 import pytest
-
-from dtlib import pi
-from dtlib.lab.checks import Verdict, judge_on_this_rank, predict
-from dtlib.lab.exercises import (
-    EXERCISES,
+from DTsts.wrong_answers import (
     buckets_wrong,
     byte_golf_wrong,
     collectives_wrong,
@@ -19,7 +15,11 @@ from dtlib.lab.exercises import (
     zero3_wrong,
     zero_wrong,
 )
-from dtlib.lab.exercises.hangs import HANGS
+
+from dtlib import pi
+from dtlib.lab.checks.checks import Verdict, judge_on_this_rank, predict
+from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lessons.l03.judge_hangs import HANGS
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
@@ -49,8 +49,8 @@ def test_each_wrong_first_sum_is_rejected_for_its_own_reason(world, answer, mist
 
 
 def test_a_first_sum_that_nobody_has_computed_is_told():
-    from dtlib.lab.checks import Wrong
-    from dtlib.lab.exercises.start import judge_total
+    from dtlib.lab.checks.checks import Wrong
+    from dtlib.lab.lessons.l00.judge_sum import judge_total
 
     with pytest.raises(Wrong) as wrong:
         judge_total([(6, 0)] * 4)
@@ -300,7 +300,7 @@ class BucketsOfTheLibrary(buckets_wrong.Right):
     """The small first bucket of the library, under way all at once, and views instead of copies."""
 
     def average_gradients(self, samples):
-        from dtlib.flat import FlatBuffer, buckets_of
+        from dtlib.gradients.flat import FlatBuffer, buckets_of
 
         weight, parameters, handles = self.weight(samples), self.parameters(), []
         for numbers in buckets_of(parameters, self.bucket_bytes, self.bucket_bytes):
@@ -338,7 +338,7 @@ class MeanOfScaled(buckets_wrong.Right):
 
 
 def golf_right(comm, x, y):
-    from dtlib.lab.exercises.byte_golf import reference
+    from dtlib.lab.lessons.l04.judge_byte_golf import reference
 
     return reference(comm, x, y)
 
@@ -482,7 +482,7 @@ def test_memory_is_found_wherever_it_is_kept():
     """On a function, in a closure, behind a view, as a gradient, and in a tensor that was there before."""
     import torch
 
-    from dtlib.lab.exercises.held import Snapshot, beside, nbytes
+    from dtlib.lab.checks.held import Snapshot, beside, nbytes
 
     old, untouched, weight = torch.zeros(100), torch.zeros(1000), torch.nn.Parameter(torch.zeros(10))
     untouched.add_(1)
@@ -618,7 +618,7 @@ def test_each_planted_hang_ends_and_names_its_culprit(world):
 
     import torch
 
-    from dtlib.lab.exercises.hangs import watch
+    from dtlib.lab.lessons.l03.judge_hangs import watch
 
     for number, hang in HANGS.items():
         names = {"torch": torch}
@@ -657,7 +657,7 @@ def test_later_attempts_get_plainer_hints():
 
 
 def test_another_answer_begins_with_the_first_hint(capsys):
-    from dtlib.lab import checks
+    from dtlib.lab.checks import checks
 
     checks._tries.pop("pi-streams", None)
     hints = []
@@ -670,7 +670,7 @@ def test_another_answer_begins_with_the_first_hint(capsys):
 def test_an_answer_is_known_by_its_code_or_value():
     import torch
 
-    from dtlib.lab.answers import fingerprint
+    from dtlib.lab.checks.answers import fingerprint
 
     def one(x):
         return x + 1
@@ -693,7 +693,7 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
 
     import torch
 
-    from dtlib.lab.answers import told
+    from dtlib.lab.checks.answers import told
 
     names, source = {"torch": torch}, f"def answer(points):\n    return {error}\n"
     linecache.cache["<cell>"] = len(source), None, source.splitlines(True), "<cell>"

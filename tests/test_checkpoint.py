@@ -17,12 +17,12 @@ from torch import nn
 
 from dtlib import checkpoint
 from dtlib.checkpoint import CheckpointError, folder, holdings, load, save
-from dtlib.launch import start_ranks
+from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
-from dtlib.parallel.sharded import fully_shard
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
-from dtlib.precision import MasterWeights
-from dtlib.processes import Process, with_descendants
+from dtlib.parallel.zero.sharded import fully_shard
+from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, with_descendants
 from tests.models import batches, build, loss_of, part
 from tests.ranks import on_ranks
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtlib import launch
-from dtlib.machine import gpu_names
+from dtlib.world import launch
+from dtlib.world.machine import gpu_names
 
 SENTENCES = {
     "--points=0": "0 points give no estimate",

@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from dtlib.lab import workshop
+from dtlib.lab.engines import workshop
 from tests.kernels import Notebook
 
 ENGINES = "from dtlib import lab; lab.engines({})"
@@ -204,7 +204,7 @@ def test_stop_while_engines_start_leaves_one_set_or_none(notebooks, workshop_fol
     assert "KeyboardInterrupt" in notebook.run("lab.engines(2); import time; time.sleep(9)")
     notebook.run(ENGINES.format(2))
     assert sum("ipyparallel.controller" in line for line in processes_of(workshop_folder)) <= 1 + 12  # and its threads
-    assert len([line for line in processes_of(workshop_folder) if "dtlib.lab.keeper" in line]) == 1
+    assert len([line for line in processes_of(workshop_folder) if "dtlib.lab.engines.keeper" in line]) == 1
     assert notebook.run("%px 1").count("rank") == 2
 
 

@@ -10,7 +10,7 @@ import torch
 import dtlib.horovod as hvd
 from dtlib.errors import DtlibError
 from dtlib.horovod.basics import places
-from dtlib.launch import start_ranks
+from dtlib.world.launch import start_ranks
 from tests.ranks import on_ranks
 
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
@@ -186,7 +186,7 @@ def test_arguments_that_are_refused(world):
 
 def test_parts_of_horovod_that_are_left_out_say_so():
     ways_round = {
-        "Adasum": "use op=hvd.Average", "ProcessSet": "split", "SyncBatchNorm": "dtlib.parallel.batch_norm",
+        "Adasum": "use op=hvd.Average", "ProcessSet": "split", "SyncBatchNorm": "dtlib.parallel.data.batch_norm",
         "alltoall_async": "comm.all_to_all", "elastic": "save checkpoints", "grouped_allreduce_": "in one buffer",
         "reducescatter": "comm.reduce_scatter", "sparse_allreduce_async": "to_dense", "start_timeline": "dtlib.trace",
     }  # fmt: skip
@@ -194,7 +194,7 @@ def test_parts_of_horovod_that_are_left_out_say_so():
         with pytest.raises(DtlibError, match=f"hvd.{name} is not offered here: .*{way_round}"):
             getattr(hvd, name)
         assert not hasattr(hvd, name)
-    from dtlib.parallel.batch_norm import SyncBatchNorm  # noqa: F401
+    from dtlib.parallel.data.batch_norm import SyncBatchNorm  # noqa: F401
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

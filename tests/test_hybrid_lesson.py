@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from DTsts.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from dtlib.lab import hybrid
-from dtlib.lab.checks import judge_on_this_rank
-from dtlib.lab.exercises import EXERCISES, mlp_wrong, replicator_wrong, tensor_wrong
+from dtlib.lab.checks.checks import judge_on_this_rank
+from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lessons.l08 import figures as hybrid
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from tests.ranks import on_ranks

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dtlib
-from dtlib.comm.recorder import recording
+from dtlib.comm.watch.recorder import recording
 from dtlib.errors import DtlibError
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B

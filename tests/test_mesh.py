@@ -3,7 +3,7 @@ import torch
 
 from dtlib.comm import solo
 from dtlib.errors import DtlibError
-from dtlib.mesh import coordinates_of, rank_of, shape_of
+from dtlib.world.mesh import coordinates_of, rank_of, shape_of
 from tests.ranks import on_ranks
 
 
@@ -61,7 +61,7 @@ def test_the_grid_is_that_of_torch():
 
 
 def test_solo_cannot_make_a_mesh():
-    from dtlib.mesh import Mesh
+    from dtlib.world.mesh import Mesh
 
     with pytest.raises(DtlibError, match="solo has none"):
         Mesh(solo(0, 4), {"data": 4})

@@ -65,7 +65,7 @@ def test_ranks_count_what_one_process_counts(world):
 
 @on_ranks(1, 3)
 def test_progress_reaches_the_total_and_does_not_change_the_count(world):
-    from dtlib.progress import RankProgress
+    from dtlib.measure.progress import RankProgress
 
     with RankProgress(world.comm, 3_000_000) as progress:
         inside = pi.count_on_ranks(3_000_000, world.comm, progress=progress)

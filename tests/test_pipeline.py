@@ -7,7 +7,7 @@ from torch.distributed import pipelining
 
 from benchmarks.peers import torch_group
 from dtlib import schedule as schedules
-from dtlib.comm.recorder import recording
+from dtlib.comm.watch.recorder import recording
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import (
     LayerSpec,

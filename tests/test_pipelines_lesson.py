@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from dtlib.comm.recorder import Event
-from dtlib.lab import explorer, pipelines
+from dtlib.comm.watch.recorder import Event
+from dtlib.lab import explorer
+from dtlib.lab.lessons.l07 import figures as pipelines
+from dtlib.measure.trace import Timeline, Trace
 from dtlib.parallel.pipeline import weights_later
 from dtlib.schedule import Simulation, draw, gpipe, interleaved, parse, simulate
-from dtlib.timeline import Timeline, Trace
 from tests.ranks import on_ranks
 
 

@@ -17,10 +17,10 @@ from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
 from dtlib.parallel.pipeline.plain import announce, step
-from dtlib.parallel.sharded import fully_shard
 from dtlib.parallel.tensor.plain import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
+from dtlib.parallel.zero.sharded import fully_shard
 from tests.models import batches, build, difference, full_values, loss_of, part
 from tests.ranks import on_ranks
 

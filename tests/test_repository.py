@@ -24,21 +24,18 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
-    ("errors", "machine", "processes", "until_parent_ends", "theory", "schedule"),
-    ("zero_theory", "loopback"),
-    ("launch",),
+    ("errors", "theory", "schedule"),
+    ("world.machine", "world.processes", "world.until_parent_ends", "world.loopback"),
+    ("world.launch",),
     ("comm",),
-    ("mesh", "world"),
-    ("progress", "timeline"),
-    (
-        "flat", "local_gradient", "precision", "same_model", "contract", "backward", "reduction", "storages",
-        "activations", "accounting",
-    ),  # fmt: skip
-    ("pi", "pi_gpu", "parallel", "horovod"),
+    ("world",),
+    ("gradients",),
+    ("measure",),
+    ("pi", "parallel", "horovod"),
     ("checkpoint", "pipe"),
     ("production",),
     ("training", "workloads"),
-    ("lab", "doctor"),
+    ("lab",),
     ("cli", "__main__"),
 )
 
@@ -118,7 +115,8 @@ def imports_of(module):
                 names.update(alias.name for alias in node.names)
             case ast.ImportFrom():
                 origin = resolve_name("." * node.level + (node.module or ""), package)
-                names.update([origin, *(f"{origin}.{alias.name}" for alias in node.names)])
+                full = {f"{origin}.{alias.name}" for alias in node.names}
+                names.update(full & set(MODULES) or {origin}, full)
             case ast.Attribute(value=ast.Name(id="dtlib")):
                 names.add(f"dtlib.{node.attr}")
     return {module_of(name) for name in names if name.startswith("dtlib.")} - {"dtlib", module}

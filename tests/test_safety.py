@@ -14,8 +14,8 @@ import torch
 import dtlib
 from dtlib.comm import waiting
 from dtlib.errors import CommunicationError, WaitTimeout
-from dtlib.launch import start_ranks
-from dtlib.processes import Process, with_descendants
+from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, with_descendants
 from tests.ranks import on_ranks
 
 SIZES = (1, 2, 3, 4)

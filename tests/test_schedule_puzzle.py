@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from DTsts.wrong_answers import puzzle_wrong
 
-from dtlib.lab.checks import judge_here, judge_on_this_rank
-from dtlib.lab.exercises import EXERCISES, puzzle, puzzle_wrong
+from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
+from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lessons.l07 import judge_puzzle as puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1
 from tests.conftest import ROOT
 from tests.ranks import on_ranks

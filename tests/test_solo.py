@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtlib.comm import solo
-from dtlib.comm.recorder import recording
+from dtlib.comm.watch.recorder import recording
 from dtlib.errors import CommunicationError
 from tests.ranks import on_ranks
 

@@ -29,7 +29,7 @@ from dtlib.parallel.tensor import (
 )
 from dtlib.parallel.tensor.functions import part_of
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.theory import elements_sent
+from dtlib.theory.collectives import elements_sent
 from tests.models import OPTIMIZERS
 from tests.ranks import on_ranks
 

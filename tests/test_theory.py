@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import dtlib
-from dtlib import theory
 from dtlib.comm.selection import KNOWN
-from dtlib.zero_theory import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
+from dtlib.theory import collectives as theory
+from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
 from tests.ranks import on_ranks
 
 CASES = [(verb, algorithm) for verb, names in theory.ALGORITHMS.items() for algorithm in names]

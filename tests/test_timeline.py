@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import dtlib
-from dtlib.comm.recorder import Event
-from dtlib.timeline import Timeline, Trace, clock_offset
+from dtlib.comm.watch.recorder import Event
+from dtlib.measure.trace import Timeline, Trace, clock_offset
 from tests.ranks import on_ranks
 
 

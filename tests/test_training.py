@@ -12,7 +12,7 @@ from torch import nn
 
 import dtlib
 from dtlib.errors import DtlibError
-from dtlib.precision import LossScale, MasterWeights, clip_by_norm
+from dtlib.gradients.precision import LossScale, MasterWeights, clip_by_norm
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
@@ -638,7 +638,7 @@ def test_the_engine_says_what_would_not_train(world):
 
 
 def test_others_frozen_objects_stay_frozen():
-    from dtlib.lab.exercises.held import Snapshot
+    from dtlib.lab.checks.held import Snapshot
 
     with Snapshot() as before:
         kept = torch.ones(3)

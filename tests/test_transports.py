@@ -4,7 +4,7 @@ import torch
 from torch import distributed as dist
 
 from dtlib.comm import Communicator, as_communicator
-from dtlib.comm.recorder import recording
+from dtlib.comm.watch.recorder import recording
 from dtlib.errors import CommunicationError, WaitTimeout
 from tests.ranks import on_ranks
 
@@ -16,7 +16,7 @@ def on_gloo(world):
     """A communicator on a gloo group of all ranks, without a fixed port; one for all tests of a world."""
     global _group
     if _group is None:
-        from dtlib.comm.process_group import ProcessGroupCommunicator, make_group
+        from dtlib.comm.torch.process_group import ProcessGroupCommunicator, make_group
 
         store = None
         if world.rank == 0:
@@ -148,7 +148,7 @@ def test_a_process_group_splits_and_carries_objects(world):
         comm.split(0)  # thrown away by some while others still connect
     again = half.split(0)  # a split of a split, and the same colors once more
     assert again.all_reduce(torch.ones(1)).item() == half.size
-    from dtlib.mesh import Mesh
+    from dtlib.world.mesh import Mesh
 
     assert Mesh(comm, {"data": -1})["data"].all_gather_object(world.rank) == list(range(world.size))
 
@@ -258,7 +258,7 @@ class Elsewhere(torch.Tensor):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
 def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
-    from dtlib.comm import gpu
+    from dtlib.comm.torch import gpu
 
     def elsewhere(tensor):
         return tensor.to(getattr(torch, dtype)).as_subclass(Elsewhere)
@@ -296,7 +296,7 @@ def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
 
 
 def test_nccl_needs_a_gpu_for_each_rank():
-    from dtlib.comm.gpu import each_has_its_own
+    from dtlib.comm.torch.gpu import each_has_its_own
 
     assert each_has_its_own([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-0")])
     assert not each_has_its_own([("a", "GPU-0"), ("a", "GPU-0")])
@@ -305,7 +305,7 @@ def test_nccl_needs_a_gpu_for_each_rank():
 
 @on_ranks(2, 3)
 def test_a_store_without_a_fixed_port(world):
-    from dtlib.comm.store import shared_store
+    from dtlib.comm.torch.store import shared_store
 
     store = shared_store(world.comm)
     store.set(f"rank {world.rank}", b"here")

@@ -10,9 +10,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import dtlib
 from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
+from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
-from dtlib.precision import MasterWeights
 from tests.models import batches, build, difference, loss_of, part
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone
@@ -360,7 +360,7 @@ def test_what_it_cannot_do_is_refused(world):
         assert ZeroOptimizer(model.parameters(), Inheriting).comm is dtlib.init().comm
     for arguments, words in {
         (model.parameters, torch.optim.LBFGS, 1): "LBFGS is not known to work element by element",
-        (model.parameters, torch.optim.SGD, 3): "stage 3 is fully_shard in dtlib.parallel.sharded",
+        (model.parameters, torch.optim.SGD, 3): "stage 3 is fully_shard in dtlib.parallel.zero.sharded",
         (model.parameters, Overriding, 1): "Overriding is not known to work element by element",
         (nn.Linear(2, 2 + world.rank).parameters, torch.optim.SGD, 2): r"parameter 0 of group 0 is .* on rank 1",
         (nn.Linear(2, 2, bias=world.rank == 0).parameters, torch.optim.SGD, 2): "1 of group 0 is .* missing on rank 1",

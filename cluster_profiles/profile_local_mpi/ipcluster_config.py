@@ -2,8 +2,8 @@
 
 import sys
 
-from dtlib.launch import mpiexec_command, rank_environment
-from dtlib.machine import usable_cores
+from dtlib.world.launch import mpiexec_command, rank_environment
+from dtlib.world.machine import usable_cores
 
 c = get_config()  # noqa: F821
 

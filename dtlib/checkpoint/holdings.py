@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dtlib.checkpoint.folder import CheckpointError
-from dtlib.flat import Part, Shards
+from dtlib.gradients.flat import Part, Shards
 
 # The counters in the states of torch's optimizers: one number a parameter, even if that has one element itself.
 COUNTERS = ("step", "eta", "mu", "mu_product")

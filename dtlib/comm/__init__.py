@@ -27,7 +27,7 @@ def as_communicator(comm):
     if mpi and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
         return Communicator(comm.Dup())
     if torch_distributed := sys.modules.get("torch.distributed"):
-        from dtlib.comm.process_group import ProcessGroupCommunicator
+        from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 
         if isinstance(comm, ProcessGroupCommunicator):
             return comm

@@ -12,10 +12,10 @@ import numpy as np
 
 from dtlib.comm import types
 from dtlib.comm.algorithms import parts_of, same_memory
-from dtlib.comm.call import shape_and_type
 from dtlib.comm.link import Wire
-from dtlib.comm.messages import receive_message, send_message
 from dtlib.comm.runner import Runner
+from dtlib.comm.watch.call import shape_and_type
+from dtlib.comm.watch.messages import receive_message, send_message
 from dtlib.errors import CommunicationError
 
 

@@ -1,7 +1,6 @@
 """What all verbs share: from the arguments of a call to a task under way."""
 
-from dtlib.comm import board, recorder, types
-from dtlib.comm.call import Call, callers_line, shape_and_type
+from dtlib.comm import types
 from dtlib.comm.link import (
     CALLER_TAGS,
     COLLECTIVE_TAGS,
@@ -12,8 +11,10 @@ from dtlib.comm.link import (
     SlowLink,
 )
 from dtlib.comm.selection import choose
-from dtlib.comm.verify import verified
 from dtlib.comm.waiting import Handle, Queue, Task, idle, post
+from dtlib.comm.watch import board, recorder
+from dtlib.comm.watch.call import Call, callers_line, shape_and_type
+from dtlib.comm.watch.verify import verified
 from dtlib.errors import CommunicationError
 
 
@@ -98,7 +99,7 @@ class Runner:
         if algorithm is not None or self.wire or self.simulated or self._queue.broken:
             return None
         if self._nccl is None:
-            from dtlib.comm.gpu import nccl_communicator
+            from dtlib.comm.torch.gpu import nccl_communicator
 
             self._nccl = nccl_communicator(self, tensor.device) or False
         return self._nccl or None

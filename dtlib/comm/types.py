@@ -81,7 +81,7 @@ def payload(tensor, verb: str, writes: bool) -> Payload:
     if name not in ALLOWED:
         check_name(name, verb)
     if not is_array and not tensor.is_cpu:
-        from dtlib.comm.gpu import staged
+        from dtlib.comm.torch.gpu import staged
 
         return staged(tensor, name, verb)
     memory = tensor if is_array else host_memory(tensor, name, verb)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 
-from dtlib.comm import blame, board, recorder
+from dtlib.comm.watch import blame, board, recorder
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this

@@ -37,7 +37,7 @@ from dtlib.horovod.request import HorovodInternalError
 _LEFT_OUT = {
     "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start anew",
     "Adasum": "use op=hvd.Average or op=hvd.Sum",
-    "SyncBatchNorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.batch_norm, with dtlib.init().comm",
+    "SyncBatchNorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
     "ProcessSet": "use the verbs of dtlib.init().comm.split(color) for a part of the ranks",
     "add_process_set": "use the verbs of dtlib.init().comm.split(color) for a part of the ranks",
     "remove_process_set": "use the verbs of dtlib.init().comm.split(color) for a part of the ranks",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtlib.flat import FlatBuffer, buckets_of
+from dtlib.gradients.flat import FlatBuffer, buckets_of
 
 VERBS = {"sum": "sum", "average": "sum", "min": "min", "max": "max", "product": "prod"}
 

@@ -37,8 +37,8 @@ from dataclasses import astuple
 
 import torch
 
-from dtlib.comm import blame, board
 from dtlib.comm.waiting import advance_all
+from dtlib.comm.watch import blame, board
 from dtlib.errors import WaitTimeout
 from dtlib.horovod.execution import launch
 from dtlib.horovod.request import DuplicateName, HorovodInternalError, Operation, Request, disagreement, ranks_of

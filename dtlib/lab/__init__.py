@@ -3,11 +3,11 @@
 from importlib import import_module
 
 _LAZY = {
-    "engines": "dtlib.lab.engine_set",
-    "check": "dtlib.lab.checks",
-    "predict": "dtlib.lab.checks",
-    "push": "dtlib.lab.checks",
-    "values": "dtlib.lab.checks",
+    "engines": "dtlib.lab.engines.engine_set",
+    "check": "dtlib.lab.checks.checks",
+    "predict": "dtlib.lab.checks.checks",
+    "push": "dtlib.lab.checks.checks",
+    "values": "dtlib.lab.checks.checks",
 }
 
 

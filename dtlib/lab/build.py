@@ -18,7 +18,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 
-from dtlib.lab import workshop
+from dtlib.lab.engines import workshop
 
 TRACKS = ("two-hours", "half-day")
 TAGS = {"solution", "stub", "nbval-ignore-output", *TRACKS}

@@ -9,7 +9,7 @@ import time
 import torch
 from torch import nn
 
-from dtlib.timeline import phase
+from dtlib.measure.trace import phase
 
 
 class SleepingLayer(torch.autograd.Function):

@@ -14,10 +14,10 @@ from torch import nn
 import dtlib
 from dtlib import schedule as schedules
 from dtlib.comm.waiting import progress_thread
-from dtlib.lab.pipelines import measured, picture
+from dtlib.lab.lessons.l07.figures import measured, picture
+from dtlib.measure.trace import Timeline
 from dtlib.parallel import pipeline
 from dtlib.parallel.pipeline.linear import defer
-from dtlib.timeline import Timeline
 
 SECONDS = 0.02  # of a forward pass of a rank
 STAGES_A_RANK = 2  # of the interleaved schedule
@@ -142,7 +142,7 @@ class Measured:
 
 def measure(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0, **other) -> Measured:
     """``run`` on the engines of this notebook. For ``other`` see there."""
-    from dtlib.lab.engine_set import current
+    from dtlib.lab.engines.engine_set import current
 
     answers = current().view.apply_async(run, name, ranks, microbatches, backward, message, **other)
     while not answers.done():
@@ -216,6 +216,6 @@ def explore():
     """Sliders for ranks, micro-batches, schedule and times; a button runs the schedule on the engines."""
     from IPython.display import display
 
-    from dtlib.lab.engine_set import current
+    from dtlib.lab.engines.engine_set import current
 
     display(Explorer(current().size).box)

@@ -223,8 +223,8 @@ def timeline(record) -> None:
 
 
 def _timeline_of(record):
-    from dtlib.lab.checks import values
-    from dtlib.timeline import Timeline
+    from dtlib.lab.checks.checks import values
+    from dtlib.measure.trace import Timeline
 
     return Timeline(values(record)) if isinstance(record, str) else record
 

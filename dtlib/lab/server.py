@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from dtlib.lab import workshop
+from dtlib.lab.engines import workshop
 
 FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
 

@@ -5,8 +5,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from dtlib import pi, theory
-from dtlib.lab import engine_set, workshop
+from dtlib import pi
+from dtlib.lab.engines import engine_set, workshop
+from dtlib.theory import collectives as theory
 
 POINTS = 10**7
 
@@ -149,7 +150,7 @@ def zero_stages(steps: int) -> str:
 
     import dtlib
     from dtlib.lab import digits
-    from dtlib.zero_theory import Scheme, zero_bytes
+    from dtlib.theory.zero import Scheme, zero_bytes
 
     comm = dtlib.init().comm
     (x, y), _ = digits.load(torch.float64)

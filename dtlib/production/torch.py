@@ -2,7 +2,7 @@
 
 from torch import distributed, nn
 
-from dtlib.comm.process_group import ProcessGroupCommunicator
+from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 
 
 def process_group(comm):
@@ -13,7 +13,7 @@ def process_group(comm):
     if isinstance(comm, ProcessGroupCommunicator):
         return comm.group
     if not distributed.is_initialized():
-        from dtlib.comm.store import shared_store
+        from dtlib.comm.torch.store import shared_store
 
         store = shared_store(comm)
         distributed.init_process_group(store=store, rank=comm.rank, world_size=comm.size)

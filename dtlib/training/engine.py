@@ -10,7 +10,7 @@ import torch
 
 from dtlib import checkpoint
 from dtlib.errors import DtlibError
-from dtlib.precision import LossScale, all_finite, clip_by_norm
+from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 
 COUNTS = ("global_steps", "skipped_steps")
 LATEST = "latest"

@@ -8,8 +8,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.precision import refuse_parts
 from dtlib.parallel.pipeline import PipelineModule
-from dtlib.precision import refuse_parts
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader

@@ -4,8 +4,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtlib.errors import DtlibError
+from dtlib.gradients.precision import clip_by_norm
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
-from dtlib.precision import clip_by_norm
 from dtlib.training.config import ConfigError
 from dtlib.training.engine import Engine
 

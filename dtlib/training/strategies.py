@@ -15,11 +15,11 @@ from contextlib import nullcontext
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.flat import MEBIBYTE
+from dtlib.gradients.flat import MEBIBYTE
+from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
-from dtlib.parallel.sharded import fully_shard, units_of
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
-from dtlib.precision import MasterWeights
+from dtlib.parallel.zero.sharded import fully_shard, units_of
 
 
 class Replicated:

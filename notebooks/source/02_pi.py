@@ -233,7 +233,7 @@ speed_up_of_four = None
 speed_up_of_four = 2
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-from dtlib.machine import usable_cores
+from dtlib.world.machine import usable_cores
 
 seconds = lab.values("seconds")[0]
 came = seconds[1] / seconds[4]
@@ -280,11 +280,11 @@ folder.cleanup()
 # %% [markdown] tags=["half-day"]
 # ## Rung 6: a GPU
 #
-# A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi_gpu.py`, thirty lines of Triton)
+# A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi/gpu.py`, thirty lines of Triton)
 # keeps the points in registers too, and counts the same points. Without a GPU the next cell says so and goes on.
 
 # %% tags=["half-day", "nbval-ignore-output"]
-from dtlib.machine import gpu_names
+from dtlib.world.machine import gpu_names
 
 if gpu_names():
     pi.count_gpu(0, 1)  # compile first
@@ -318,7 +318,7 @@ import csv
 
 from tabulate import tabulate
 
-from dtlib.lab.workshop import folder as workshop_folder
+from dtlib.lab.engines.workshop import folder as workshop_folder
 
 with open(workshop_folder() / "data" / "claims.csv") as table:
     rows = [row for row in csv.DictReader(table) if "OpenMPI" in row["source"]]

@@ -192,7 +192,7 @@ def hang_1(comm):
 
 # %% tags=["half-day"]
 # %%px
-from dtlib.lab.exercises.hangs import watch
+from dtlib.lab.lessons.l03.judge_hangs import watch
 
 trace = watch(hang_1)
 

@@ -32,7 +32,7 @@ from tabulate import tabulate
 from dtlib import reduction
 from dtlib.lab import zero as figures
 from dtlib.parallel import sharded, zero
-from dtlib.zero_theory import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_wire_elements
+from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_wire_elements
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -107,7 +107,7 @@ figures.shares(ranks=4)
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-from dtlib.flat import FlatBuffer, Shards
+from dtlib.gradients.flat import FlatBuffer, Shards
 
 
 class Owned:
@@ -347,7 +347,7 @@ for method in (sharded.Unit.gather, sharded.Unit._after_forward, sharded.Unit._b
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-from dtlib.parallel.sharded import fully_shard
+from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.parallel.zero import ZeroOptimizer
 
 
@@ -562,7 +562,7 @@ gathered_in_order = "0 2 4 4 2 0"
 
 # %% tags=["half-day"]
 # %%px
-from dtlib.lab.zero import watch
+from dtlib.lab.lessons.l06.figures import watch
 
 model, optimizer = at_stage(3)
 cross_entropy(model(x[:24]), y[:24]).backward()  # a first pass tells it the order

@@ -29,7 +29,7 @@ from tabulate import tabulate
 from dtlib.lab import hybrid as figures
 from dtlib.parallel import tensor
 from dtlib.parallel.tensor import functions
-from dtlib.theory import elements_sent
+from dtlib.theory.collectives import elements_sent
 
 # %% tags=["half-day"]
 # %%px --local

@@ -22,8 +22,8 @@ from torch import nn
 
 from dtlib.comm import as_communicator
 from dtlib.comm.waiting import advance_all
-from dtlib.contract import Contract
 from dtlib.errors import DtlibError
+from dtlib.gradients.contract import Contract
 
 
 class DataParallelNaive(nn.Module):
@@ -109,4 +109,4 @@ class DataParallelBuckets(DataParallelHooks):
 
 # DataParallel, in full.py, adds parameters that some ranks or all do not use, no_sync() for several backward passes a
 # step, batches of different sizes, ranks that run out of them (join), dtypes side by side, a progress thread where
-# cores are idle, and a small first bucket. Its hooks are in dtlib/backward.py, its memory in dtlib/flat.py.
+# cores are idle, and a small first bucket. Its hooks are in dtlib/gradients/backward.py, its memory in dtlib/gradients/flat.py.

@@ -6,14 +6,14 @@
 An order of actions is data (dtlib/schedule): here it runs.
 """
 
-from dtlib.parallel.pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
-from dtlib.parallel.pipeline.linear import Linear, weights_later
-from dtlib.parallel.pipeline.schedules import (
+from dtlib.parallel.pipeline.interpreter import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZeroBubbleH1,
 )
+from dtlib.parallel.pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from dtlib.parallel.pipeline.linear import Linear, weights_later
 from dtlib.parallel.pipeline.stage import PipelineStage
 
 __all__ = [

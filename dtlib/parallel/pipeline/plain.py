@@ -12,7 +12,7 @@ works on the next. F is a forward pass, B a backward pass, which takes twice as 
 
 import torch
 
-from dtlib.comm import recorder
+from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
 
 SCHEDULES = "gpipe", "1f1b"

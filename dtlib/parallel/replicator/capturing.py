@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlib.comm.call import callers_line
+from dtlib.comm.watch.call import callers_line
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator.python_state import changed, python_state
 

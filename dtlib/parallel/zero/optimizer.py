@@ -25,18 +25,18 @@ from functools import partial
 import torch
 from torch import nn, optim
 
-from dtlib.backward import progress_for
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
-from dtlib.local_gradient import refuse_torch_clipping
-from dtlib.parallel.zero_bucket import Bucket
-from dtlib.parallel.zero_elementwise import ELEMENTWISE as ELEMENTWISE
-from dtlib.parallel.zero_elementwise import refuse_unless_elementwise
-from dtlib.parallel.zero_state import load_state, settings_of, whole_state
-from dtlib.precision import MasterWeights, clip_by_norm, refuse_parts
-from dtlib.reduction import Reducer, exchange_used, samples_of_all
-from dtlib.same_model import check_same_model
+from dtlib.gradients.backward import progress_for
+from dtlib.gradients.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
+from dtlib.gradients.local_gradient import refuse_torch_clipping
+from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_parts
+from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
+from dtlib.parallel.zero.bucket import Bucket
+from dtlib.parallel.zero.elementwise import ELEMENTWISE as ELEMENTWISE
+from dtlib.parallel.zero.elementwise import refuse_unless_elementwise
+from dtlib.parallel.zero.state import load_state, settings_of, whole_state
 from dtlib.world import init
 
 STAGES = (1, 2)
@@ -84,7 +84,7 @@ class ZeroOptimizer(optim.Optimizer):
         refuse_unless_elementwise(optimizer_class)
         if stage not in STAGES:
             raise DtlibError(
-                f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.sharded."
+                f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.zero.sharded."
             )
         if bucket_cap_mb <= 0:
             raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
@@ -150,7 +150,9 @@ class ZeroOptimizer(optim.Optimizer):
             for i, parameter in enumerate(bucket.parameters):
                 if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
                     parameter._zero_hook.remove()
-                keep = partial(bucket.keep, view=bucket.views[i]) if self.stage == 1 else self._reducer.gradient_has_come
+                keep = (
+                    partial(bucket.keep, view=bucket.views[i]) if self.stage == 1 else self._reducer.gradient_has_come
+                )
                 parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
                 refuse_torch_clipping(parameter)
 

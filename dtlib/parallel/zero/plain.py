@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dtlib.comm import as_communicator
-from dtlib.contract import Contract, check_optimizer, check_output
+from dtlib.gradients.contract import Contract, check_optimizer, check_output
 from dtlib.parallel.zero.optimizer import ELEMENTWISE
 
 
@@ -127,4 +127,4 @@ class Stage3(Stage2):
 
 # ZeroOptimizer (optimizer.py, stages 1 and 2) and fully_shard (dtlib/parallel/sharded, stage 3) add frozen, unused and
 # tied parameters, 16 bits, several backward passes a step, unequal batches, clipping, checkpoints; gradients that
-# travel while autograd computes (dtlib/reduction.py), and a next unit that is gathered meanwhile (sharded/plan.py).
+# travel while autograd computes (dtlib/gradients/shards.py), and a next unit that is gathered meanwhile (sharded/plan.py).

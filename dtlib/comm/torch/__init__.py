@@ -1,0 +1,1 @@
+"""Communication through torch's own process groups, and of tensors on GPUs."""

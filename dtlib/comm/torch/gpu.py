@@ -1,0 +1,95 @@
+"""CUDA tensors in a communicator over MPI: through NCCL, or through host memory.
+
+    every rank has a GPU of its own      GPU ----------- NCCL ----------- GPU
+    ranks share one, or no NCCL          GPU -> pinned host memory -> MPI -> pinned host memory -> GPU
+
+Which of the two is decided once a communicator, at its first collective on a CUDA tensor, and alike on all ranks. A
+send or a receive always goes through host memory: its two ends cannot know whether the other ranks have decided yet.
+So does a collective with ``algorithm=``, as that choice is one of messages over MPI.
+"""
+
+import socket
+from contextlib import contextmanager
+
+import torch
+from torch import distributed as dist
+
+from dtlib.comm.types import Payload, host_memory
+from dtlib.errors import CommunicationError
+
+STAGED = ("cuda",)  # kinds of devices whose tensors go through host memory
+
+
+def staged(tensor, name: str, verb: str) -> "StagedPayload":
+    """A tensor that is not on the CPU as MPI sees it: a copy in host memory.
+
+    Raises:
+        CommunicationError: for tensors on anything but a CUDA device.
+    """
+    if tensor.device.type not in STAGED:
+        raise CommunicationError(
+            f"{verb} carries tensors on the CPU or a CUDA device and this one is on {tensor.device}: pass tensor.cpu()."
+        )
+    return StagedPayload(tensor, name, verb)
+
+
+class StagedPayload(Payload):
+    """A copy of a tensor in pinned host memory, from which a GPU copies fastest; ``store()`` brings it back."""
+
+    __slots__ = ("_host",)
+
+    def __init__(self, tensor, name: str, verb: str):
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        with _transfers(tensor):
+            self._host.copy_(tensor.detach(), non_blocking=True)
+        super().__init__(tensor, host_memory(self._host, name, verb))
+
+    def store(self):
+        with _transfers(self.tensor, after_others=False):
+            self.tensor.detach().copy_(self._host, non_blocking=True)
+        return self.tensor
+
+
+_streams = {}
+
+
+@contextmanager
+def _transfers(tensor, after_others: bool = True):
+    """Copies between host and device, done when the block is left.
+
+    They run on a stream of their own, so that the host does not wait for what the program queues meanwhile. On the
+    way out of the device they come after what is queued already, which may still be computing the tensor. On the
+    way back nothing that is queued may use it: the verb is not over.
+    """
+    if not tensor.is_cuda:
+        yield
+        return
+    stream = _streams.get(tensor.device)
+    if stream is None:
+        stream = _streams[tensor.device] = torch.cuda.Stream(tensor.device)
+    if after_others:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def nccl_communicator(comm, device):
+    """A communicator over NCCL of the same ranks, or None where they share a GPU; all ranks call it together."""
+    from dtlib.comm.torch.group_work import make_group
+    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+    from dtlib.comm.torch.store import shared_store
+
+    mine = str(torch.cuda.get_device_properties(device).uuid) if dist.is_nccl_available() else None
+    everyone = comm.all_gather_object((socket.gethostname(), mine))
+    if not each_has_its_own(everyone):
+        return None
+    torch.cuda.set_device(device)  # NCCL works on the current device
+    store = shared_store(comm)
+    group = make_group({"cuda": "nccl"}, store, comm.rank, comm.size)
+    return ProcessGroupCommunicator(group, comm.time_limit, comm._members, comm.name, store)
+
+
+def each_has_its_own(devices: list) -> bool:
+    """True where no two ranks share a device: (host, UUID) of each rank's, or (host, None) without NCCL."""
+    return all(uuid is not None for _, uuid in devices) and len(set(devices)) == len(devices)

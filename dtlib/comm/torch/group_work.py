@@ -1,0 +1,191 @@
+"""Torch process groups, the tensors that they can carry and add, and handles of what is under way on them."""
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from dtlib.comm import types, waiting
+from dtlib.comm.watch import recorder
+from dtlib.errors import RESET, CommunicationError, WaitTimeout
+
+# What gloo and NCCL cannot add is added in a wider type; cut back to its own, a sum wraps around as it should.
+WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_SIGN = torch.iinfo(torch.int64).min
+GLOO_TIMEOUT = timedelta(minutes=30)  # as in torch
+# Kept to the end, as torch keeps its own: a group that is thrown away here may still be connecting elsewhere.
+_groups = []
+_abandoned = []  # what a group may still read from or write into
+
+
+def backends_of(group) -> dict[str, str]:
+    """The kinds of devices from which a group carries tensors without a copy, each with the name of its backend."""
+    if not isinstance(group, dist.ProcessGroup):
+        name = group.name()
+        return {"cuda" if name == "nccl" else "cpu": name}
+    names = {device.type: group._get_backend(device).name() for device in group._device_types}
+    return {device: name for device, name in names.items() if (device, name) != ("cuda", "gloo")}
+
+
+def make_group(backends: dict[str, str], store, rank: int, size: int):
+    """A process group of its own, which torch's default group and its list of groups know nothing of.
+
+    ``backends`` maps kinds of devices to ``gloo`` or ``nccl``; all ``size`` ranks call it with the same ``store``.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    for device, name in backends.items():
+        part = dist.PrefixStore(name, store)
+        if name == "nccl":
+            backend, kind = dist.ProcessGroupNCCL(part, rank, size), dist.ProcessGroup.BackendType.NCCL
+        elif name == "gloo":
+            backend = dist.ProcessGroupGloo(part, rank, size, GLOO_TIMEOUT)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise CommunicationError(
+                f"split knows groups of gloo and NCCL, and this one is of {name}: use one of them."
+            )
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)
+    _groups.append(group)
+    return group
+
+
+class Carried:
+    """A tensor as a group carries it: ``flat`` is contiguous, on a device of the group (``on``), of the same dtype.
+
+    ``octets`` are its bytes: what is only moved travels so, whatever its type. ``store()`` brings it back where it is
+    a copy, and returns the caller's tensor. Raises CommunicationError for what types.py refuses.
+    """
+
+    def __init__(self, tensor, verb: str, writes: bool, backends: dict[str, str]):
+        if getattr(tensor, "is_cuda", False) and "cuda" in backends:
+            types.check_name(types.type_name(tensor), verb)
+            self._home, self._back = tensor.detach(), lambda: tensor
+            flat = self._home.contiguous().view(-1)
+        else:
+            payload = types.payload(tensor, verb, writes)
+            memory = payload.flat if payload.flat.flags.writeable else payload.flat.copy()  # torch knows no read-only
+            self._home = torch.from_numpy(memory)
+            if isinstance(tensor, torch.Tensor):
+                self._home = self._home.view(tensor.dtype)  # types.py has another name for what numpy lacks
+            self._back = payload.store
+            flat = self._home if "cpu" in backends else self._home.cuda()
+        self.flat = flat
+        self.octets = flat.view(torch.uint8)
+        self.nbytes = self.octets.numel()
+        self.on = flat.device.type
+
+    def store(self):
+        if self.flat.data_ptr() != self._home.data_ptr():
+            self._home.copy_(self.flat.view(self._home.shape))
+        return self._back()
+
+
+class Reduced:
+    """``values`` are a carried tensor's as the group can combine them; ``bring_home()`` turns them into the result.
+
+    Raises CommunicationError for an ``op`` that the table in types.py refuses.
+    """
+
+    def __init__(self, flat: torch.Tensor, tensor, op: str, verb: str):
+        types.combiner(tensor, op, verb)
+        self._flat = flat
+        self._op = op
+        self.values = flat
+        if flat.dtype in WIDER:
+            self.values = flat.to(WIDER[flat.dtype])
+        elif flat.dtype == torch.uint64:
+            self._flat = flat.view(torch.int64)  # the same bits, and the same sums
+            self.values = self._flat ^ self._shift()
+
+    def bring_home(self, size: int) -> None:
+        if self._flat.dtype == torch.int64 and self.values is not self._flat:
+            self.values ^= self._shift()
+        if self.values is not self._flat:
+            self._flat.copy_(self.values)
+        if self._op == "mean":
+            self._flat.div_(size)
+
+    def _shift(self) -> int:
+        """Moves unsigned numbers so that the signed ones are in the same order; sums need no order."""
+        return _SIGN if self._op in ("max", "min") else 0
+
+
+class GroupHandle:
+    """A verb under way on a process group, as ``waiting.Handle`` is for MPI: ``wait()`` and ``done()``.
+
+    ``comm`` is told if it fails or is interrupted; ``keep`` holds the buffers.
+    """
+
+    def __init__(self, comm, call, work, on: str, finish, keep, event, blocking: bool):
+        self._comm, self._call, self._work, self._finish = comm, call, work, finish
+        self._keep, self._event, self._blocking = keep, event, blocking
+        # On a GPU waiting is the stream's business. A send or a receive of gloo is complete only for who waits for it.
+        self._polled = on == "cpu" and call.verb not in ("send", "recv")
+        self._complete = False
+        self._value = None
+
+    def done(self) -> bool:
+        """True once the verb is complete on this rank. Does not wait. (A gloo send or receive: once waited for.)"""
+        if not self._complete and self._work.is_completed():
+            self._end()
+        return self._complete
+
+    def wait(self):
+        """Wait for the end and return what the verb returns; on a GPU, make the current stream wait.
+
+        Raises ``WaitTimeout`` after the communicator's ``time_limit`` and ``CommunicationError`` where torch fails.
+        """
+        waits = None if self._blocking or not recorder.active() else recorder.event_of(self._call, "wait")
+        if not self._complete:
+            if self._polled:
+                self._poll()
+            self._end()
+        if waits is not None:
+            waits.end = time.monotonic()
+        return self._value
+
+    def _poll(self) -> None:
+        started, nap, limit = time.monotonic(), 0.0, self._comm.time_limit
+        try:
+            while not self._work.is_completed():
+                waited = time.monotonic() - started
+                if limit is not None and waited > limit:
+                    raise WaitTimeout(
+                        f"Waited {limit:g} s in {self._call}: another rank has not called it, or raised an error. "
+                        f"{RESET}"
+                    )
+                if waited < waiting.YIELD_SECONDS:
+                    os.sched_yield()  # the work is done in a thread of gloo's, which needs the core
+                    continue
+                nap = min(waiting.LONGEST_NAP, nap + 0.0002)
+                time.sleep(nap)
+        except BaseException:
+            self._give_up(f"was interrupted in {self._call}")
+            raise
+
+    def _end(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._give_up(f"failed in {self._call}")
+            raise failure(self._call, error) from error
+        self._value = self._finish()
+        self._complete = True
+        self._keep = None
+        if self._event is not None:
+            self._event.end = time.monotonic()
+
+    def _give_up(self, why: str) -> None:
+        _abandoned.append(self)
+        self._comm.broken = self._comm.broken or why
+
+
+def failure(call, error) -> CommunicationError:
+    """torch's own error as one sentence."""
+    reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    return CommunicationError(
+        f"{call} failed in torch.distributed ({reason}): look for the first error on other ranks."
+    )

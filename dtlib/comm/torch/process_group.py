@@ -1,0 +1,297 @@
+"""The verbs on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
+
+Values and payload bytes are those of ``Communicator``. What depends on waiting in one place is not promised here:
+interruption (Ctrl-C reaches collectives on gloo), whom everybody waits for, and the choice of an algorithm.
+"""
+
+import uuid
+from functools import partial
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtlib.comm import types
+from dtlib.comm.communicator import Communicator
+from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, failure, make_group
+from dtlib.comm.watch import recorder
+from dtlib.comm.watch.call import Call, callers_line, shape_and_type
+from dtlib.errors import CommunicationError
+
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided at the end
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def _options(kind, **values):
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+class ProcessGroupCommunicator:
+    """``Communicator``'s verbs over a ``torch.distributed.ProcessGroup`` or one of its backends.
+
+    Args:
+        group: the group; it keeps its own timeout.
+        time_limit: seconds that a wait may take before it ends as ``WaitTimeout``, where it can be interrupted; None
+            leaves it to the group.
+        members: the ranks of this group as the world counts them, for the records; by default 0 to ``size - 1``.
+        store: the group's store, which ``split`` needs where the group itself does not tell.
+
+    Tensors live on the CPU or on a GPU; one that the group does not carry where it lives (a GPU's on gloo, a CPU's on
+    NCCL alone) goes through a copy. All ranks pass tensors on the same kind of device. float16 and bfloat16 are
+    combined as the backend does it. Bytes are counted as a ring sends them, whatever the backend does, and messages,
+    which it does not tell, as 0. ``algorithm=`` other than None is refused.
+    """
+
+    simulated = False
+    verify = False
+
+    def __init__(self, group, time_limit: float | None = None, members=None, name: str = "group", store=None):
+        self.group = group
+        self.store = store
+        self.time_limit = time_limit
+        self.name = name
+        self.rank = group.rank()
+        self.size = group.size()
+        self.broken = None  # why it cannot be used any more
+        self.backends = backends_of(group)
+        self._members = tuple(members or range(self.size))
+
+    @property
+    def world_rank(self) -> int:
+        """This rank as the world counts it."""
+        return self._members[self.rank]
+
+    def __repr__(self):
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, {', '.join(self.backends.values())})"
+
+    # Point to point
+
+    def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
+        """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
+        self._check_rank(dest, "send", "dest")
+        content = self._carried(tensor, "send", writes=False)
+        call = self._call("send", f"to rank {dest}", tensor, (dest,))
+        begin = partial(self.group.send, [content.octets], dest, tag)
+        return self._start(call, content, begin, lambda: tensor, async_op, content.nbytes)
+
+    def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
+        """Receive from rank ``source`` into ``tensor``, in place; returns it."""
+        self._check_rank(source, "recv", "source")
+        content = self._carried(tensor, "recv", writes=True)
+        call = self._call("recv", f"from rank {source}", tensor, (source,))
+        begin = partial(self.group.recv, [content.octets], source, tag)
+        return self._start(call, content, begin, content.store, async_op)
+
+    # One to all, all to one
+
+    def broadcast(self, tensor, root: int = 0, async_op: bool = False, algorithm=None):
+        """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
+        self._check_rank(root, "broadcast", "root")
+        content = self._carried(tensor, "broadcast", writes=self.rank != root, algorithm=algorithm)
+        begin = partial(self.group.broadcast, [content.octets], _options(c10d.BroadcastOptions, rootRank=root))
+        # Round the ring from the root, the last one does not pass it on.
+        sent = content.nbytes if (self.rank + 1) % self.size != root else 0
+        call = self._call("broadcast", f"from rank {root}", tensor)
+        return self._start(call, content, begin, content.store, async_op, sent)
+
+    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm=None):
+        """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
+        self._check_rank(root, "reduce", "root")
+        content = self._carried(tensor, "reduce", writes=self.rank == root, algorithm=algorithm)
+        wire = Reduced(content.flat, tensor, op, "reduce")
+        # Partial results must not show in the caller's tensor.
+        moving = wire.values if self.rank == root else wire.values.clone()
+        options = _options(c10d.ReduceOptions, reduceOp=OPERATIONS[op], rootRank=root)
+
+        def finish():
+            if self.rank != root:
+                return tensor
+            wire.bring_home(self.size)
+            return content.store()
+
+        call = self._call("reduce", f"{op} to rank {root}", tensor)
+        sent = 0 if self.rank == root else content.nbytes
+        return self._start(call, content, partial(self.group.reduce, [moving], options), finish, async_op, sent)
+
+    def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
+        """Give rank r part r of the ``tensor`` of rank ``root``, which has ``size`` equal parts; returns ``out``."""
+        self._check_rank(root, "scatter", "root")
+        mine = self._carried(out, "scatter", writes=True)
+        parts = []
+        if self.rank == root:
+            whole = self._carried(tensor, "scatter", writes=False)
+            self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "scatter")
+            parts = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+        begin = partial(self.group.scatter, [mine.octets], parts, _options(c10d.ScatterOptions, rootRank=root))
+        sent = (self.size - 1) * mine.nbytes if self.rank == root else 0
+        call = self._call("scatter", f"from rank {root}", out)
+        return self._start(call, mine, begin, mine.store, async_op, sent)
+
+    def gather(self, out, tensor, root: int = 0, async_op: bool = False):
+        """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
+        self._check_rank(root, "gather", "root")
+        mine = self._carried(tensor, "gather", writes=False)
+        parts, finish = [], lambda: out
+        if self.rank == root:
+            whole = self._carried(out, "gather", writes=True)
+            self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "gather")
+            parts = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+            finish = whole.store
+        begin = partial(self.group.gather, parts, [mine.octets], _options(c10d.GatherOptions, rootRank=root))
+        sent = 0 if self.rank == root else mine.nbytes
+        call = self._call("gather", f"to rank {root}", tensor)
+        return self._start(call, mine, begin, finish, async_op, sent)
+
+    # All to all
+
+    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
+        """Combine ``tensor`` over all ranks (``sum``, ``mean``, ``max``, ``min``, ``prod``), in place; returns it."""
+        content = self._carried(tensor, "all_reduce", writes=True, algorithm=algorithm)
+        wire = Reduced(content.flat, tensor, op, "all_reduce")
+        begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=OPERATIONS[op]))
+
+        def finish():
+            wire.bring_home(self.size)
+            return content.store()
+
+        sent = 2 * content.nbytes * (self.size - 1) // self.size
+        call = self._call("all_reduce", op, tensor)
+        return self._start(call, content, begin, finish, async_op, sent)
+
+    def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
+        """Combine ``tensor``, of ``size`` equal parts, over all ranks; rank r gets part r in ``out``; returns it."""
+        mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
+        whole = self._carried(tensor, "reduce_scatter", writes=False)
+        wire, wide = Reduced(mine.flat, out, op, "reduce_scatter"), Reduced(whole.flat, tensor, op, "reduce_scatter")
+        self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "reduce_scatter")
+        if self.backends[mine.on] == "gloo":
+            # gloo's own is an all_reduce too, whose end nobody can see without waiting for it.
+            everything, options = wide.values.clone(), _options(c10d.AllreduceOptions, reduceOp=OPERATIONS[op])
+            begin = partial(self.group.allreduce, [everything], options)
+        else:
+            everything, options = None, _options(c10d.ReduceScatterOptions, reduceOp=OPERATIONS[op])
+            begin = partial(self.group._reduce_scatter_base, wire.values, wide.values, options)
+
+        def finish():
+            if everything is not None:
+                wire.values.copy_(everything.view(self.size, -1)[self.rank] if mine.nbytes else everything)
+            wire.bring_home(self.size)
+            return mine.store()
+
+        call = self._call("reduce_scatter", op, tensor)
+        return self._start(call, mine, begin, finish, async_op, (self.size - 1) * mine.nbytes)
+
+    def all_gather(self, out, tensor, async_op: bool = False, algorithm=None):
+        """Put every rank's ``tensor`` one after the other, in rank order, into ``out``, on every rank; returns it."""
+        mine = self._carried(tensor, "all_gather", writes=False, algorithm=algorithm)
+        whole = self._carried(out, "all_gather", writes=True)
+        self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "all_gather")
+        begin = partial(self.group._allgather_base, whole.octets, mine.octets, c10d.AllgatherOptions())
+        call = self._call("all_gather", "", tensor)
+        return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
+
+    def all_to_all(self, out, tensor, async_op: bool = False):
+        """Send part r of ``tensor`` to rank r; part r of ``out`` comes from there. Both have ``size`` equal parts."""
+        whole = self._carried(out, "all_to_all", writes=True)
+        content = self._carried(tensor, "all_to_all", writes=False)
+        counts = {whole.flat.numel(), content.flat.numel()}
+        if types.type_name(out) != types.type_name(tensor) or len(counts) > 1 or whole.flat.numel() % self.size:
+            raise CommunicationError(
+                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal parts: out is "
+                f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
+            )
+        begin = partial(self.group.alltoall_base, whole.octets, content.octets, [], [], c10d.AllToAllOptions())
+        sent = content.nbytes * (self.size - 1) // self.size
+        return self._start(self._call("all_to_all", "", tensor), content, begin, whole.store, async_op, sent)
+
+    def barrier(self, async_op: bool = False):
+        """Wait until every rank has come here."""
+        # The group's own barrier would pick a device; a sum does the same where the group is at home.
+        home = "cpu" if "cpu" in self.backends else "cuda"
+        token = Carried(torch.zeros(1, device=home), "barrier", True, self.backends)
+
+        def finish():
+            token.flat.cpu()  # a GPU has queued it; here it is over
+
+        return self._start(self._call("barrier"), token, partial(self.group.allreduce, [token.flat]), finish, async_op)
+
+    # Small Python things, by the same steps
+
+    all_gather_object = Communicator.all_gather_object
+    broadcast_object = Communicator.broadcast_object
+    _check_rank = Communicator._check_rank
+    _check_whole = Communicator._check_whole
+
+    # Other communicators
+
+    def split(self, color: int | None, key: int = 0) -> "ProcessGroupCommunicator | None":
+        """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
+
+        All ranks call it; who passes None gets None. The new group is known to nobody else: torch's functions take it
+        only through its methods.
+        """
+        asked = self.all_gather_object((color, key, uuid.uuid4().hex))
+        if color is None:
+            return None
+        ranks = sorted(
+            (rank for rank, (its_color, _, _) in enumerate(asked) if its_color == color),
+            key=lambda rank: (asked[rank][1], rank),
+        )
+        # The name is new in the store, however many communicators share it: rank 0 drew it.
+        store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self._store())
+        group = make_group(self.backends, store, ranks.index(self.rank), len(ranks))
+        members = [self._members[rank] for rank in ranks]
+        return ProcessGroupCommunicator(group, self.time_limit, members, f"{self.name}/{color}", store)
+
+    def _store(self):
+        if self.store is None:
+            try:
+                self.store = self.group.get_group_store()
+            except (AttributeError, RuntimeError):
+                raise CommunicationError(
+                    "split needs the store of its group, and this one does not tell: pass "
+                    "ProcessGroupCommunicator(group, store=...)."
+                ) from None
+        return self.store
+
+    # From the arguments of a call to a handle
+
+    def _carried(self, tensor, verb, writes, algorithm=None) -> Carried:
+        if algorithm is not None:
+            raise CommunicationError(
+                f"{verb}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= out, "
+                "or use a communicator over MPI."
+            )
+        return Carried(tensor, verb, writes, self.backends)
+
+    def _call(self, verb, detail="", tensor=None, peers=None) -> Call:
+        members = self._members if peers is None else [self._members[peer] for peer in peers]
+        return Call(verb, detail, tensor, self.world_rank, members, self.name)
+
+    def _start(self, call, content, begin, finish, async_op, sent=0):
+        """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""
+        if self.broken:
+            raise CommunicationError(
+                f"This communicator {self.broken}, so ranks are out of step: call dtlib.reset() on all ranks, or make "
+                "a new process group."
+            )
+        event = None
+        if recorder.active():
+            call.where = callers_line()
+            event = recorder.event_of(call, lane="background" if async_op else "main")
+            event.bytes = sent
+        try:
+            work = begin()
+        except RuntimeError as error:
+            self.broken = f"failed in {call}"
+            raise failure(call, error) from error
+        handle = GroupHandle(self, call, work, content.on, finish, (content, begin), event, blocking=not async_op)
+        return handle if async_op else handle.wait()

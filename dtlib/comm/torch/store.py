@@ -1,0 +1,119 @@
+"""A store that all ranks of a communicator reach, for those who meet by one: torch's groups, and the board across nodes.
+
+one machine       a file without a name, which nobody else can open
+several           a port of rank 0: it offers every address of its machine, and the first that all ranks reach is
+                  taken; what a machine calls itself need not be known to the others
+"""
+
+import atexit
+import os
+import shutil
+import socket
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+from torch import distributed as dist
+
+from dtlib.comm.watch.board import folder_in_memory
+from dtlib.errors import CommunicationError
+
+REACH_SECONDS = 3  # within which a message that was lost is sent twice more
+
+
+def shared_store(comm):
+    """A torch store that all ranks of ``comm`` reach; they call it together, and it lives as long as rank 0.
+
+    Across machines whoever reaches its port can read and write it: torch's store asks for no password.
+
+    Raises:
+        CommunicationError: on all ranks, where no address of rank 0's machine is reached by all.
+    """
+    return _in_a_file(comm) or _on_a_port(comm)
+
+
+def _in_a_file(comm):
+    """A file store, or None where not all ranks can open the same file."""
+    folder = path = handle = None
+    if comm.rank == 0:
+        with suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="dtlib-store-", dir=folder_in_memory())  # only this user may look inside
+            path = os.path.join(folder, "store")
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    path = comm.broadcast_object(path)
+    with suppress(OSError, TypeError):
+        handle = os.open(path, os.O_RDWR)
+    nameless = f"/proc/self/fd/{handle}"
+    everyone = comm.all_gather_object((handle is not None, os.path.exists(nameless)))
+    all_open, all_nameless = map(all, zip(*everyone, strict=True))
+    if folder and (all_nameless or not all_open):  # all have it open, or do without
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if all_open:
+        return dist.FileStore(nameless if all_nameless else path, comm.size)
+    if handle is not None:
+        os.close(handle)
+    return None
+
+
+def _on_a_port(comm):
+    """A store at the first address of rank 0's machine that all ranks reach."""
+    listeners = _listeners() if comm.rank == 0 else {}
+    offered = comm.broadcast_object({address: listener.getsockname()[1] for address, listener in listeners.items()})
+    with ThreadPoolExecutor(max(1, len(offered))) as pool:
+        reached = dict(zip(offered, pool.map(_reach, offered, offered.values()), strict=True))
+    mine = [address for address in offered if reached[address] is not None]
+    everyone = comm.all_gather_object((socket.gethostname(), mine))
+    common = [address for address in offered if all(address in seen for _, seen in everyone)]
+    chosen = common[0] if common else None
+    for address, listener in listeners.items():
+        if address != chosen:
+            listener.close()
+    if chosen is None:
+        cut_off = sorted({host for host, seen in everyone if host != everyone[0][0] and not seen})
+        who = f"{', '.join(cut_off)} reach none" if cut_off else "not all ranks reach the same one"
+        raise CommunicationError(
+            f"Ranks meet at a port of rank 0's machine {everyone[0][0]} ({', '.join(offered)}), and {who} of these "
+            "addresses: open TCP between the machines in their firewalls, or start all ranks on one."
+        )
+    if reached[chosen] and not chosen.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", reached[chosen])  # gloo would look for this machine's name
+    port = offered[chosen]
+    if comm.rank:
+        return dist.TCPStore(chosen, port, None, False, wait_for_workers=False)
+    listener = listeners[chosen].detach()
+    return dist.TCPStore(chosen, port, None, True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _addresses() -> dict[str, str]:
+    """The addresses of this machine with their interfaces: loopback, IPv4, IPv6; not those of one cable only."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        (entry.family, entry.address, name)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80:")
+    ]
+    found.sort(key=lambda entry: (not entry[1].startswith("127."), entry[0] != socket.AF_INET))
+    return {address: name for _, address, name in found}
+
+
+def _listeners() -> dict[str, socket.socket]:
+    """A socket that listens on each address of this machine."""
+    found = {}
+    for address in _addresses():
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            found[address] = socket.create_server((address, 0), family=family, backlog=1024)
+    return found
+
+
+def _reach(address: str, port: int) -> str | None:
+    """The interface of this machine by which it reaches ``address``, "" if that has no name; None if it does not."""
+    try:
+        with socket.create_connection((address, port), REACH_SECONDS) as connection:
+            return _addresses().get(connection.getsockname()[0], "")
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""What makes communication safe and visible: comparing, recording, and saying whom everybody waits for."""

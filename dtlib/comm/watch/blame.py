@@ -1,0 +1,72 @@
+"""Whom does everybody wait for? From where each rank was last seen to one sentence (pure Python)."""
+
+from dtlib.comm.watch.board import Sighting
+
+WAITS = ("waits", "waited in vain")  # the second has just given up, as we are about to
+
+
+def whom(me: int, seen: dict[int, Sighting]) -> str:
+    """Whom rank ``me``, which waits, waits for in the end: a sentence.
+
+    It follows the waiting: rank 0 waits for 1, and 1 itself waits for 2, which does not wait: everybody waits for 2.
+    Where the chain closes, ranks wait for one another.
+    """
+    waiting, culprits, to_look_at = [], [], [me]
+    while to_look_at:
+        rank = to_look_at.pop(0)
+        if rank in waiting or rank in culprits:
+            continue
+        if rank == me or _waits(seen.get(rank)):
+            waiting.append(rank)
+            to_look_at += missing(rank, seen)
+        else:
+            culprits.append(rank)
+    if culprits:
+        return "; ".join(f"rank {rank} {_last_seen(seen.get(rank))}" for rank in sorted(culprits))
+    if len(waiting) == 1:
+        return "all ranks have come, and the messages are under way"
+    return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
+
+
+def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
+    """The ranks that have not come to the verb in which ``rank`` waits."""
+    mine = seen.get(rank)
+    if mine is None:
+        return []
+    return [peer for peer in mine.peers or seen if peer != rank and not _has_come(mine, seen.get(peer), rank)]
+
+
+def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
+    if other is None:
+        return False
+    if mine.number:  # a collective: numbers count those of one communicator
+        if other.group != mine.group or other.number < mine.number:
+            return False
+        return other.number > mine.number or other.what == mine.what
+    # A message: its other end is a send or a recv that names this rank.
+    return (
+        _waits(other)
+        and not other.number
+        and other.group == mine.group
+        and other.peers == (rank,)
+        and other.verb != mine.verb
+    )
+
+
+def _waits(sighting: Sighting | None) -> bool:
+    return sighting is not None and sighting.state in WAITS
+
+
+def _place(sighting: Sighting) -> str:
+    return f"{sighting.what} (`{sighting.where}`)" if sighting.where else sighting.what
+
+
+def _last_seen(sighting: Sighting | None) -> str:
+    if sighting is None:
+        return "has called no verb yet"
+    if sighting.state == "finished":
+        return f"has not come; it last finished {_place(sighting)}" if sighting.what else "has not come"
+    if sighting.state == "started":
+        return f"has started {_place(sighting)} and computes" if sighting.what else "has called no verb yet"
+    last = f"; its last verb was {_place(sighting)}" if sighting.what else ""
+    return f"{sighting.state}{last}"

@@ -1,0 +1,39 @@
+"""One message from one rank to another, and whether both ends mean the same.
+
+Where ranks verify what they call, a note with shape, type and line travels beside each message.
+"""
+
+import numpy as np
+
+from dtlib.comm.watch.call import shape_and_type
+from dtlib.comm.watch.verify import NOTE, note_of, read_note
+from dtlib.errors import RESET, CommunicationError
+
+
+def send_message(link, array, dest, call, notes):
+    """A generator like those of the collectives."""
+    requests = [link.send(array, dest)]
+    if notes is not None:
+        requests.append(notes.send(note_of(shape_and_type(call.tensor), call.where), dest))
+    yield requests
+
+
+def receive_message(link, array, source, call, notes):
+    """The other end: raises CommunicationError where the message is not what ``call`` expects."""
+    arriving = link.recv(array, source)
+    if notes is not None:
+        note = np.empty(NOTE, dtype=np.uint8)
+        yield [notes.recv(note, source)]
+        sent, where = read_note(note)
+        if sent != shape_and_type(call.tensor):
+            raise CommunicationError(
+                f"Rank {source} sends {sent} in `{where}`, and rank {call.rank} receives {shape_and_type(call.tensor)} "
+                f"in `{call.where}`: both need the same shape and dtype. {RESET}"
+            )
+    yield [arriving]
+    if link.length() != array.nbytes:
+        came = "more" if link.length() is None else f"{link.length()} bytes"
+        raise CommunicationError(
+            f"{call.verb}({call.detail}): {came} came, and this tensor has {array.nbytes} bytes; send and recv need "
+            f"the same shape and dtype. {RESET}"
+        )

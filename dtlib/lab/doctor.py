@@ -1,0 +1,164 @@
+"""``dtlib doctor``: what this machine offers, and what would go wrong, with the cure."""
+
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+from dtlib.errors import DtlibError
+from dtlib.world import loopback
+from dtlib.world.launch import (
+    INSTALL_MPI,
+    check_mpiexec,
+    find_mpiexec,
+    library_version,
+    mpiexec_command,
+    rank_environment,
+    start_ranks,
+)
+from dtlib.world.machine import gpu_names, usable_cores
+from dtlib.world.processes import Process, end_processes, listening, with_descendants
+
+_COUNT_WORLD = "from dtlib.world import init; print(init().size, flush=True)"
+_WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
+
+
+def report() -> int:
+    """Print the findings as a table; returns 0 if nothing would go wrong, else 1."""
+    from tabulate import tabulate
+
+    rows = []
+    for name, look in _LOOKS.items():
+        try:
+            rows.append(("", name, look()))
+        except DtlibError as problem:
+            rows.append(("!", name, problem))
+    print(tabulate(rows, tablefmt="plain"))
+    problems = sum(mark == "!" for mark, *_ in rows)
+    print(f"\nWould go wrong: {problems} (marked !)." if problems else "\nNothing would go wrong.")
+    return 1 if problems else 0
+
+
+def _python() -> str:
+    return f"{platform.python_version()} at {sys.executable}"
+
+
+def _cores() -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{usable_cores()} usable; {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory free"
+
+
+def _mpi_library() -> str:
+    return library_version()
+
+
+def _mpiexec() -> str:
+    path = find_mpiexec()
+    return f"{path} ({check_mpiexec(path)})"
+
+
+def _world_of_two() -> str:
+    """Start two ranks for real."""
+    command = [*mpiexec_command(2), sys.executable, "-c", _COUNT_WORLD]
+    environment = {**os.environ, **rank_environment(2)}
+    try:
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise DtlibError("two ranks did not start within 60 s: look for a firewall or a full /tmp.") from None
+    if ran.stdout.split() != ["2", "2"]:
+        lines = [line.strip() for line in (ran.stderr + ran.stdout).splitlines()]
+        said = next((line for line in lines if any(letter.isalpha() for letter in line)), "nothing")
+        raise DtlibError(
+            f"two ranks do not form a world of two; mpiexec said: {said} If that is no help, {INSTALL_MPI}."
+        )
+    return "two ranks start and see each other"
+
+
+def _ports() -> str:
+    """Look who listens while two ranks run."""
+    try:
+        ranks = start_ranks(["-c", _WAIT], 2, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except DtlibError:
+        return "not looked at, as ranks do not start"
+    with ranks:
+        said = [ranks.stdout.readline(), ranks.stdout.readline()]
+        found = listening(Process.of(ranks.pid))
+        end_processes(with_descendants(Process.of(ranks.pid)))
+    if said != [b"2\n", b"2\n"]:
+        return "not looked at, as ranks do not start"
+    outside = sorted({name for name, address, _ in found if not ipaddress.ip_address(address).is_loopback})
+    if not outside:
+        return "ranks and mpiexec listen to this machine alone"
+    try:
+        loopback.library()
+        why = "it may have ranks to start on others"
+    except DtlibError as problem:
+        why = str(problem)
+    return f"{', '.join(outside)} can be reached from other machines while ranks run: {why}"
+
+
+def _torch() -> str:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise DtlibError("torch is not installed: run `make lab`.") from None
+    # In a process of its own: a broken torch can end the process that imports it.
+    ran = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
+    if ran.returncode:
+        last = (ran.stderr.strip() or f"exit status {ran.returncode}").splitlines()[-1]
+        raise DtlibError(f"torch {version} cannot be imported ({last}): remove .venv and run `make lab`.")
+    return version
+
+
+def _gpus() -> str:
+    names = gpu_names()
+    return f"{len(names)}: {', '.join(names)}" if names else "none; every lesson runs without"
+
+
+def _scheduler() -> str:
+    found = [name for name, program in {"Slurm": "sbatch", "PBS": "qsub"}.items() if shutil.which(program)]
+    return ", ".join(found) or "none"
+
+
+def _jupyterlab() -> str:
+    try:
+        return importlib.metadata.version("jupyterlab")
+    except importlib.metadata.PackageNotFoundError:
+        raise DtlibError("JupyterLab is not installed: run `make lab`.") from None
+
+
+def _workshop() -> str:
+    from dtlib.lab.engines import workshop
+
+    return str(workshop.folder())
+
+
+def _engines() -> str:
+    from dtlib.lab.engines import workshop
+
+    record = workshop.Record(workshop.folder() / workshop.PROFILE)
+    if not record.keeper():
+        return "none running; they can be started"
+    notebooks = ", ".join(sorted({note["notebook"] for note in record.attached()}))
+    return f"{record.read('set.json')['ranks']} ranks running for {notebooks}"
+
+
+_LOOKS = {
+    "Python": _python,
+    "cores": _cores,
+    "MPI library": _mpi_library,
+    "mpiexec": _mpiexec,
+    "ranks": _world_of_two,
+    "ports": _ports,
+    "torch": _torch,
+    "GPUs": _gpus,
+    "scheduler": _scheduler,
+    "JupyterLab": _jupyterlab,
+    "workshop": _workshop,
+    "engines": _engines,
+}

@@ -1,0 +1,1 @@
+"""The engines of the classroom: started, attached to, ended."""

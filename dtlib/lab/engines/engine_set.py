@@ -1,0 +1,310 @@
+"""``lab.engines(4)``: four MPI ranks behind this notebook, and ``%%px`` to talk to them.
+
+There is one set of engines a workshop folder. The first notebook that asks has a keeper start it (keeper.py);
+a later one attaches to the set that runs and takes over. workshop.py keeps the record of who uses it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from dtlib.errors import DtlibError
+from dtlib.lab.engines import on_ranks, workshop
+from dtlib.lab.engines.rank_table import RankTable
+from dtlib.world.launch import check_mpiexec, find_mpiexec, in_engine
+from dtlib.world.machine import gpu_names, usable_cores
+from dtlib.world.processes import Process, end_processes, with_descendants
+
+START_SECONDS = 60
+CONNECT_SECONDS = 5
+ANSWER_SECONDS = 10
+BYTES_A_RANK = 700e6  # an engine with torch imported and room for a lesson's arrays
+MOST_RANKS = 64
+
+_current = None
+
+
+class EngineSet:
+    """The ranks that this notebook uses: ``view`` and ``client`` are ipyparallel's, ``table`` lists the ranks."""
+
+    def __init__(self, record, client):
+        self.record = record
+        self.client = client
+        self.view = client[:]
+        self.view.block = True
+        self.table = None
+
+    def _ipython_display_(self):
+        """Nothing: ``engines()`` has shown the table already."""
+
+    @property
+    def size(self) -> int:
+        return len(self.view.targets)
+
+    def pids(self) -> list[int]:
+        return [row["pid"] for row in self.table.rows]
+
+    def check_held(self) -> None:
+        """Raise unless the ranks still run and still hold this notebook's names. Ranks that have ended are replaced."""
+        if not self.record.keeper():
+            raise DtlibError(_replace(self))
+        if not self.record.is_held_here():
+            holder = self.record.read("holder.json").get("notebook", "Another notebook")
+            raise DtlibError(
+                f"{holder} has taken over the ranks, and names that were defined here are gone: run lab.engines() to "
+                "take them back, then the cells that define what you need."
+            )
+
+    def close(self) -> None:
+        """Let go of the ranks; they run on for as long as a notebook is attached."""
+        with suppress(Exception):
+            self.client.close()
+
+    def end(self) -> None:
+        """End the ranks now."""
+        self.close()
+        with self.record.lock():
+            end(self.record)
+
+
+def engines(n: int | None = None, restart: bool = False, profile=None) -> EngineSet:
+    """Start ``n`` MPI ranks for this notebook, or take over those that run, and show who they are.
+
+    Args:
+        n: how many ranks; by default the number that suits the cores, GPUs and free memory of this machine, or
+            the set that runs.
+        restart: end the ranks that run and start new ones.
+        profile: folder of an ipyparallel profile; by default the workshop's for this machine.
+
+    Run again, it changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
+    Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
+
+    Raises:
+        DtlibError: where the ranks cannot be started; the sentence says what to do.
+    """
+    global _current
+    if in_engine():
+        raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
+    ranks = _checked_number(n)
+    profile = Path(profile or workshop.folder() / workshop.PROFILE)
+    if not (profile / "ipcluster_config.py").is_file():
+        raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
+    record = workshop.Record(profile)
+    with record.lock():
+        note = record.read("set.json")
+        runs = record.keeper() and note.get("connection")  # without one, whoever started it did not get that far
+        suits = runs and not restart and ranks in (None, note["ranks"])
+        if not (suits and _current and record.is_held_here() and _answers(_current)):
+            if _current:
+                _current.close()
+            _current = (_take_over(record) if suits else None) or _start(record, ranks)
+    from dtlib.lab.engines import magics
+
+    magics.install(_current)
+    _current.table.show()
+    return _current
+
+
+def _take_over(record) -> EngineSet | None:
+    """The ranks that run, cleaned, now this notebook's; None where they do not answer."""
+    holder = None if record.is_held_here() else record.read("holder.json").get("notebook")
+    record.attach(_notebook_name())
+    found = _connect(record)
+    if found and holder:
+        print(f"These {found.size} ranks were running for {holder}: this notebook takes them over.")
+        print("Names defined on them are gone. To take turns, run lab.engines() in the other notebook.")
+    return found
+
+
+def _start(record, ranks: int | None) -> EngineSet:
+    """New ranks, in place of those that run, if any."""
+    if record.keeper():
+        old = record.read("set.json")["ranks"]
+        ranks = ranks or old
+        print(f"Restarting the ranks with {ranks} (there were {old}).")
+        if others := sorted({note["notebook"] for note in record.attached() if note["pid"] != os.getpid()}):
+            print(f"They were also in use by {', '.join(others)}.")
+    end(record)
+    record.attach(_notebook_name())
+    try:
+        _start_keeper(record, ranks or _suitable_number())
+        found = _connect(record)
+        if found is None:
+            raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
+    except BaseException:  # Stop, too
+        end(record)
+        raise
+    return found
+
+
+def _replace(ended: EngineSet) -> str:
+    """New ranks for a set that has ended, and one sentence about it."""
+    global _current
+    record = ended.record
+    with record.lock():
+        if record.keeper():
+            return "The ranks have ended, and another notebook has started new ones: run lab.engines() to use them."
+        why = _why_ended(record.profile)
+        ended.close()
+        _current = _start(record, ended.size)
+    from dtlib.lab.engines import magics
+
+    magics.install(_current)
+    return f"{why}: {_current.size} new ones have been started, so run the cells that define what you need again."
+
+
+def _why_ended(profile: Path) -> str:
+    """What mpiexec said of the rank that ended first, in the log of the engines."""
+    logs = sorted((profile / "log").glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
+    said = " ".join(logs[-1].read_text(errors="replace").split()) if logs else ""
+    if found := re.search(r"process rank (\d+) .{0,200}?exited on signal (\d+) \(([^)]+)\)", said):
+        rank, number, name = found.groups()
+        return f"Rank {rank} was ended by signal {number} ({name}), and an MPI world ends with any of its ranks"
+    return "The ranks have ended"
+
+
+def current() -> EngineSet:
+    """The ranks of this notebook.
+
+    Raises:
+        DtlibError: where there are none, or where another notebook has taken them over.
+    """
+    if _current is None:
+        raise DtlibError("This notebook has no ranks yet: run lab.engines(4) first.")
+    _current.check_held()
+    return _current
+
+
+def _checked_number(n):
+    if n is None:
+        return None
+    if type(n) is not int or not 1 <= n <= MOST_RANKS:
+        raise DtlibError(f"engines({n!r}): ask for a number of ranks from 1 to {MOST_RANKS}, such as engines(4).")
+    return n
+
+
+def _suitable_number() -> int:
+    """A rank a GPU; without GPUs a rank a core, at least two and at most four; fewer where memory is short."""
+    wanted = len(gpu_names()) or min(4, max(2, usable_cores()))
+    return max(1, min(wanted, int(psutil.virtual_memory().available / BYTES_A_RANK)))
+
+
+def _notebook_name() -> str:
+    """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
+
+
+def _start_keeper(record, ranks: int) -> None:
+    """Have a keeper start the engines and wait until it has told where they are."""
+    check_mpiexec(find_mpiexec())
+    log = record.profile / "log"
+    log.mkdir(exist_ok=True)
+    with open(log / "keeper.log", "w") as output:
+        subprocess.run(
+            [sys.executable, "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True,
+        )  # fmt: skip
+    import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
+
+    deadline = time.monotonic() + START_SECONDS
+    while not record.read("set.json").get("connection"):
+        if problem := record.read("set.json").get("error"):
+            record.remove("set.json")
+            raise DtlibError(problem)
+        if not record.keeper() or time.monotonic() > deadline:
+            raise DtlibError(f"The engines did not start: {log / 'keeper.log'} says why.")
+        time.sleep(0.02)
+
+
+def end(record) -> None:
+    """End the engines that run, or what is left of them, with all that they have started."""
+    note = record.read("set.json")
+    known = [Process(**process) for process in [note.get("keeper"), *note.get("processes", [])] if process]
+    family = dict.fromkeys(member for process in known for member in with_descendants(process))
+    if record.keeper():
+        end_processes([known[0]])  # which ends what it started
+    end_processes(list(family))
+    record.remove("set.json")
+
+
+def _connect(record) -> EngineSet | None:
+    """A client of the engines that run, with clean ranks; None where they do not answer."""
+    import ipyparallel as ipp
+
+    note = record.read("set.json")
+    deadline = time.monotonic() + START_SECONDS
+    while not Path(note["connection"]).exists() and record.keeper() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    client = None
+    while client is None or len(client.ids) < note["ranks"]:
+        if not record.keeper() or time.monotonic() > deadline:
+            came = len(client.ids) if client else 0
+            if client:
+                client.close()
+            raise DtlibError(
+                f"Only {came} of {note['ranks']} ranks came up; {record.profile / 'log'} says why. "
+                "Where memory is short, ask for fewer."
+            )
+        if client is None:
+            # In short attempts: the controller may end while this waits for it.
+            with suppress(TimeoutError):
+                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS)
+        else:
+            time.sleep(0.02)
+    found = EngineSet(record, client)
+    rows = _join_world(found, record, note)
+    if rows is None:
+        found.close()
+        return None
+    sizes = {row["size"] for row in rows}
+    if sizes != {note["ranks"]}:
+        found.close()
+        raise DtlibError(
+            f"{note['ranks']} engines started, but they form MPI worlds of {sorted(sizes)} ranks: the mpiexec that "
+            "started them belongs to another MPI than mpi4py's; run `dtlib doctor`."
+        )
+    found.table = RankTable(rows, record.state)
+    return found
+
+
+def _join_world(found: EngineSet, record, note):
+    """Who the ranks are, after they have dropped what they held; None where one of them is stuck."""
+    import ipyparallel as ipp
+
+    known = record.read("ranks.json")
+    if known.get("name") == note["name"]:
+        interrupt(known["pids"])  # whatever the last notebook left running
+    clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
+    joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
+    try:
+        clean.get(ANSWER_SECONDS)
+        rows = sorted(joined.get(START_SECONDS), key=lambda row: row["rank"])
+    except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
+        return None
+    record.write("ranks.json", {"name": note["name"], "pids": [row["pid"] for row in rows]})
+    return rows
+
+
+def _answers(found: EngineSet) -> bool:
+    import ipyparallel as ipp
+
+    try:
+        return len(found.view.apply_async(os.getpid).get(ANSWER_SECONDS)) == found.size
+    except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
+        return False
+
+
+def interrupt(pids: list[int]) -> None:
+    """Stop what these ranks are doing, as Ctrl-C would."""
+    import signal
+
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGINT)

@@ -1,0 +1,107 @@
+"""The watchdog: a process that starts the engines, and ends them with the last notebook that uses them.
+
+It outlives the notebook that started it, so that another one can take over, and it needs nothing from a notebook
+but its process id: a kernel that is killed is noticed like one that ends. Life of a set of engines:
+
+    notebook                     keeper                            engines
+    write attached/PID.json
+    start the keeper ----------> set.json: here I am
+                                 start controller, mpiexec ------> register
+                                 set.json: connection file
+    connect, use ...             is anyone attached alive? ...
+    (ends, however that ends)    nobody: remove set.json, end ---> gone
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.lab.engines.workshop import Record
+from dtlib.world.launch import ends_with_this_process, rank_environment
+from dtlib.world.processes import Process, end_processes, with_descendants
+
+POLL_SECONDS = 0.5
+
+
+def main() -> None:
+    """``python -m dtlib.lab.engines.keeper PROFILE RANKS``: put a keeper on record and return; it goes on in the background."""
+    record, ranks = Record(Path(sys.argv[1])), int(sys.argv[2])
+    child = os.fork()
+    if child:
+        # On record before anything runs: whoever comes now finds it. The notebook's child ends here, so that the
+        # keeper is nobody's zombie.
+        keeper = asdict(Process.of(child))
+        record.write("set.json", {"keeper": keeper, "ranks": ranks, "name": f"dtlib-{child}", "connection": None})
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `finally` is reached
+    while record.read("set.json").get("keeper", {}).get("pid") != os.getpid():
+        time.sleep(0.01)
+    _keep(record, ranks, f"dtlib-{os.getpid()}")
+
+
+def _keep(record: Record, ranks: int, name: str) -> None:
+    me, started = Process.of(os.getpid()), set()
+    try:
+        cluster = _start(record.profile, ranks, name)
+        launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
+        note = record.read("set.json")
+        note["connection"] = str(record.profile / "security" / f"ipcontroller-{name}-client.json")
+        _watch(record, note, launchers, started)
+    except DtlibError as problem:
+        record.write("set.json", {"error": str(problem)})
+    except Exception as problem:
+        record.write("set.json", {"error": f"The engines did not start ({type(problem).__name__}: {problem})."})
+    finally:
+        end_processes([*started, *with_descendants(me)[1:]])
+        _clean(record.profile, f"security/*{name}*", f"pid/*{name}*", "state/torch-*")
+
+
+def _clean(profile: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in profile.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _start(profile: Path, ranks: int, name: str):
+    import ipyparallel as ipp
+    from ipyparallel.cluster import launcher
+    from traitlets.config import Config
+
+    _clean(profile, "log/*dtlib-*")  # those of the last set, which were kept in case they were needed
+    # A keeper that is itself killed takes controller and engines along, where the system can do that.
+    launcher.Popen = lambda command, **popen: subprocess.Popen(ends_with_this_process(command), **popen)
+    overrides = Config({"EngineLauncher": {"environment": rank_environment(ranks)}})
+    cluster = ipp.Cluster(n=ranks, profile_dir=str(profile), cluster_id=name, config=overrides, shutdown_atexit=False)
+    cluster.start_cluster_sync()
+    return cluster
+
+
+def _watch(record: Record, note: dict, launchers: list[Process], started: set) -> None:
+    """Return once nobody is attached or the engines are gone; ``started`` collects what will have to be ended."""
+
+    def needed():
+        return record.attached() and all(launcher.find() for launcher in launchers)
+
+    while True:
+        # The children of a process that dies move to another parent: note them while they can be found.
+        started.update(with_descendants(Process.of(os.getpid()))[1:])
+        note["processes"] = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
+        if note != record.read("set.json"):
+            record.write("set.json", note)
+        if not needed():
+            with suppress(DtlibError), record.lock():
+                if not needed():  # a notebook may have attached between the look and the lock
+                    record.remove("set.json")
+                    return
+        time.sleep(POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Where the workshop lives, and the record of the one set of engines that belongs to it."""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from dtlib.errors import DtlibError
+from dtlib.world.processes import Process
+
+PROFILE = Path("cluster_profiles") / "profile_local_mpi"
+LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
+
+
+def current_folder() -> Path:
+    """The folder that this process works in, if it is still there."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise DtlibError("The folder that you are in has been deleted: change to one that exists.") from None
+
+
+def folder() -> Path:
+    """The workshop folder: the nearest one above this notebook, else the one that holds this package."""
+    here = current_folder()
+    for candidate in [here, *here.parents, Path(__file__).resolve().parents[3]]:
+        if (candidate / PROFILE / "ipcluster_config.py").is_file():
+            return candidate
+    raise DtlibError(
+        f"No workshop at or above {here}: start from a clone of the repository, the folder that holds "
+        f"{PROFILE.parts[0]}/ and notebooks/."
+    )
+
+
+class Record:
+    """Small files in the profile folder that say which engines run, who started them and who uses them.
+
+    ``set.json`` describes the engines, ``holder.json`` the notebook whose names they hold, ``attached/`` has a
+    file a notebook that keeps them alive. Whoever changes them holds the lock.
+    """
+
+    def __init__(self, profile: Path):
+        self.profile = Path(profile)
+        self.state = self.profile / "state"
+        try:
+            (self.state / "attached").mkdir(parents=True, exist_ok=True)
+            (self.state / "writable").write_text("")
+        except OSError as problem:
+            raise DtlibError(
+                f"Engines keep their keys and logs in {self.profile}, which cannot be written ({problem.strerror}): "
+                "make it writable with chmod -R u+w, or work in a copy of the workshop in your home folder."
+            ) from None
+        self._lock = FileLock(self.state / "lock")
+
+    def lock(self, seconds: float = 90):
+        """A context manager: nobody else starts, takes over or ends the engines meanwhile."""
+        try:
+            return self._lock.acquire(timeout=seconds)
+        except Timeout:
+            raise DtlibError(
+                f"Another notebook has been starting or ending these engines for {seconds:.0f} s: try again, or run "
+                "`dtlib doctor` to see what runs."
+            ) from None
+
+    def read(self, name: str) -> dict:
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            return json.loads((self.state / name).read_text())
+        return {}
+
+    def write(self, name: str, content: dict) -> None:
+        path = self.state / name
+        part = path.with_suffix(f".{os.getpid()}")  # a reader sees the old file or the new one, never half
+        part.write_text(json.dumps(content))
+        part.replace(path)
+
+    def remove(self, name: str) -> None:
+        (self.state / name).unlink(missing_ok=True)
+
+    def keeper(self) -> psutil.Process | None:
+        """The living keeper of the engines that run, if any."""
+        keeper = self.read("set.json").get("keeper")
+        return Process(**keeper).find() if keeper else None
+
+    def attach(self, notebook: str) -> None:
+        """Note that this process uses the engines, and is the one whose names they hold from now on."""
+        me = {**asdict(Process.of(os.getpid())), "notebook": notebook}
+        self.write(f"attached/{os.getpid()}.json", me)
+        self.write("holder.json", me)
+
+    def attached(self) -> list[dict]:
+        """The living processes that use the engines. Forgets those that have ended."""
+        living = []
+        for path in sorted((self.state / "attached").glob("*.json")):
+            note = self.read(f"attached/{path.name}")
+            if note and Process(note["pid"], note["created"]).find():
+                living.append(note)
+            else:
+                path.unlink(missing_ok=True)
+        return living
+
+    def is_held_here(self) -> bool:
+        holder = self.read("holder.json")
+        return bool(holder) and Process(holder["pid"], holder["created"]) == Process.of(os.getpid())

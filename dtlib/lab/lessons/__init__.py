@@ -1,0 +1,1 @@
+"""Each lesson's figures and its judges, side by side."""

@@ -1,0 +1,222 @@
+"""Lesson 02: every point is counted once, by one rank."""
+
+import math
+from contextlib import contextmanager
+
+from dtlib import pi
+from dtlib.lab.checks.checks import Wrong
+
+MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
+SHARE_HINT = "pi.part(points, comm.rank, comm.size) gives the first point of this rank and one past its last."
+
+
+def observe_count(count_my_points, comm):
+    """For several numbers of points: the ranges that this rank counted, and what it returned."""
+    return [_observed(count_my_points, points, comm) for points in (1000 * comm.size, 50_000 * comm.size + 1)]
+
+
+def judge_count(observations) -> None:
+    """Together the ranks count the points 0 to ``points - 1``, each once; the function returns this rank's count."""
+    for points, ranges, counts in _cases(observations):
+        _check_ranges(ranges, points)
+        for rank, count in enumerate(counts):
+            if not isinstance(count, int):
+                expected = "this rank's count, a whole number"
+                raise Wrong("type", rank, expected, f"{count}", "Return what the kernel returns.")
+        expected = pi.count_numpy(0, points)
+        if sum(counts) != expected:
+            start, stop = pi.part(points, 0, len(counts))
+            raise Wrong(
+                "other-count", 0, f"{expected} of {points} points inside, over all ranks", f"{sum(counts)}",
+                "Return this rank's own count: the check adds them.",
+                "Count with pi.count_compiled(start, stop), without another seed, and return what it returns.",
+                f"Of {points} points rank 0 counts those from {start} to {stop - 1}.",
+            )  # fmt: skip
+
+
+def observe_estimate(estimate_pi, comm):
+    """The same for estimates: with and without a remainder, with fewer points than ranks, and with many."""
+    few = (max(1, comm.size - 1), 1)
+    sizes = (1000 * comm.size, 1000 * comm.size + comm.size - 1, *few, MANY * comm.size)
+    return [_observed(estimate_pi, points, comm) for points in sizes]
+
+
+def judge_estimate(observations) -> None:
+    """Every rank returns the same pi, from all points, each counted once."""
+    for points, ranges, estimates in _cases(observations):
+        size = len(estimates)
+        expected = pi.Estimate(points, pi.count_numpy(0, points)).pi
+        expected_text = f"{expected:.8f} from {points} points, on every rank"
+        for rank, came in enumerate(estimates):
+            if not isinstance(came, (int, float)):
+                raise Wrong(
+                    "type", rank, "a number: " + expected_text, f"{came}",
+                    "Return the estimate itself, on every rank." if came == "None" else "Return the number alone.",
+                )  # fmt: skip
+        wrong = [rank for rank, came in enumerate(estimates) if abs(came - expected) > 1e-6]
+        if wrong and 0 not in wrong:
+            raise Wrong(
+                "only-root", wrong[0], expected_text, f"{estimates[wrong[0]]}",
+                "Rank 0 is right and another rank is not: which verb gives the result to all?",
+                "all_reduce gives the result to every rank, reduce to its root alone.",
+            )  # fmt: skip
+        _check_ranges(ranges, points)
+        if not wrong:
+            continue
+        came = estimates[wrong[0]]
+        if points == MANY * size:
+            raise Wrong(
+                "narrow-type", wrong[0], expected_text, f"{came}, and with fewer points it was right",
+                "Which numbers can the tensor's type hold? 8 and 16 bits are too few for these counts.",
+                "Leave dtype out: a tensor of whole numbers is int64.",
+            )  # fmt: skip
+        if isinstance(came, float) and size > 1 and abs(came - size * expected) < 0.1:
+            raise Wrong(
+                "summed-estimates", wrong[0], expected_text, f"{came:.8f}, about {size} times too much",
+                "all_reduce works in place: is it called twice, or are estimates added?",
+                "Sum the counts, then compute pi once.",
+            )  # fmt: skip
+        inside = pi.count_numpy(0, points)
+        mine = pi.count_numpy(*pi.part(points, wrong[0], size))
+        hint = {
+            inside / points: "This is the share of points inside: pi is four times as much.",
+            inside: "This is the count: pi is four times its share of the points.",
+            4 * mine / points: "This is the part of this rank alone: who adds the counts?",
+            math.pi: "This is pi itself: the estimate from these points is wanted.",
+        }.get(came)
+        if hint is None and came == round(came, 4):
+            hint = "Is it rounded, or counted in a type with few digits? Return all digits of 4 * inside / points."
+        elif hint is None:
+            hint = "Reduce the counts, not the estimates: unequal parts must not have equal weight."
+        raise Wrong(
+            "other-estimate", wrong[0], expected_text, f"{came}", hint,
+            "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, return 4 * inside.item() / points.",
+        )  # fmt: skip
+
+
+def _observed(function, points, comm):
+    with recorded_ranges(getattr(function, "__globals__", {})) as ranges:
+        try:
+            came = function(points, comm)
+        except Exception as error:
+            error.add_note(f"in {function.__name__}({points}, comm) on {comm.size} ranks")
+            raise
+    if isinstance(came, (int, float)):
+        return points, ranges, came
+    try:
+        return points, ranges, came.item()  # a tensor or an array of one element
+    except (AttributeError, ValueError, RuntimeError):
+        return points, ranges, f"{came!r:.80}"
+
+
+def _cases(observations):
+    """Case by case: the number of points, then the ranges and the results by rank."""
+    for case in zip(*observations, strict=True):
+        points, ranges, results = zip(*case, strict=True)
+        yield points[0], ranges, results
+
+
+@contextmanager
+def recorded_ranges(names: dict):
+    """The ranges of points that this rank counts meanwhile, whichever kernel it calls.
+
+    ``names`` is where the answer looks names up: there a kernel may have been imported on its own.
+    """
+    ranges = []
+    originals = {pi.count_loop, pi.count_numpy, pi.count_compiled, pi.count_gpu}
+
+    def recording(kernel):
+        def count(start, stop, seed=0, **named):
+            ranges.append((start, stop, seed))
+            return kernel(start, stop, seed, **named)
+
+        return count
+
+    places = [
+        (space, name, thing)
+        for space in (vars(pi), pi.KERNELS, names)
+        for name, thing in space.items()
+        if callable(thing) and any(thing is kernel for kernel in originals)
+    ]
+    try:
+        for space, name, kernel in places:
+            space[name] = recording(kernel)
+        yield ranges
+    finally:
+        for space, name, kernel in places:
+            space[name] = kernel
+
+
+def _check_ranges(ranges_by_rank, points: int) -> None:
+    """Every point once. It sees the kernels of dtlib.pi; of what counts by other means only the value is judged."""
+    ranges = [tuple(ranges) for ranges in ranges_by_rank]
+    if not any(ranges):
+        return
+    size = len(ranges)
+    for rank, mine in enumerate(ranges):
+        if seeds := {seed for _, _, seed in mine if seed != 0}:
+            raise Wrong(
+                "seed", rank, "the points of seed 0", f"points of seed {min(seeds)}",
+                "Another seed is another set of points: leave it out, and give each rank its own range.", SHARE_HINT,
+            )  # fmt: skip
+    counted = sum(stop - start for mine in ranges for start, stop, _ in mine)
+    expected = f"the points 0 to {points - 1}, each counted by one rank"
+    if size > 1 and len(set(ranges)) == 1 and counted == size * points:
+        raise Wrong(
+            "all-on-every-rank", 1, expected, f"every rank counted all {points} points",
+            "The value may be right, but every rank did the whole work: no speed-up.", SHARE_HINT,
+        )  # fmt: skip
+    if size > 1 and len(set(ranges)) == 1:
+        raise Wrong(
+            "same-points", 1, expected, f"every rank counted the points {_text(ranges[0])}",
+            "All ranks draw the same points: what differs between them?", SHARE_HINT,
+        )  # fmt: skip
+    position = 0
+    pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop, _ in mine if start < stop)
+    for start, stop, rank in pieces:
+        if start != position:
+            twice = start < position
+            came = f"{start} to {position - 1} counted twice" if twice else f"{position} to {start - 1} by nobody"
+            raise Wrong(
+                "overlap" if twice else "gap", rank, expected, came,
+                "Where one rank stops the next must start.", SHARE_HINT,
+            )  # fmt: skip
+        position = stop
+    idle = [rank for rank, mine in enumerate(ranges) if not any(start < stop for start, stop, _ in mine)]
+    if idle and points >= size and len(idle) < size:
+        raise Wrong(
+            "idle", idle[0], "a part of the points for every rank", "no point",
+            "This rank counts nothing while others work: divide the points over all ranks.", SHARE_HINT,
+        )  # fmt: skip
+    if not pieces:
+        raise Wrong(
+            "nothing", 0, expected, "no rank counted a point",
+            "count_compiled(start, stop) counts from start to stop - 1: is start the smaller?", SHARE_HINT,
+        )  # fmt: skip
+    last = pieces[-1][2]
+    if position > points and points < size:
+        raise Wrong(
+            "fewer-points-than-ranks", last, expected, f"{points} point{'s' * (points > 1)} in all, and rank {last} "
+            f"counted point {position - 1}",
+            "Who counts, if there are fewer points than ranks?",
+            "Some ranks have nothing to count then: start and stop are the same there.", SHARE_HINT,
+        )  # fmt: skip
+    if position > points:
+        raise Wrong(
+            "remainder", last, expected, f"rank {last} went on to point {position - 1}",
+            f"There are {points} points: where must the last rank stop?", SHARE_HINT,
+        )  # fmt: skip
+    if points - position >= size:
+        raise Wrong(
+            "gap", last, expected, f"{position} to {points - 1} by nobody",
+            "Which first and which last point has each rank? Both arguments are places, not lengths.", SHARE_HINT,
+        )  # fmt: skip
+    if position != points:
+        raise Wrong(
+            "remainder", last, expected, f"the last rank stopped at point {position - 1}",
+            f"{points} points do not divide evenly by {size} ranks: who counts the rest?", SHARE_HINT,
+        )  # fmt: skip
+
+
+def _text(ranges) -> str:
+    return ", ".join(f"{start} to {stop - 1}" for start, stop, _ in ranges)

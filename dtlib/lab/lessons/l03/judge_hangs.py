@@ -1,0 +1,182 @@
+"""Five planted hangs of lesson 03: how to watch one without being stuck, their source, and who is to blame."""
+
+import re
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dtlib.lab.checks.checks import Wrong
+
+SECONDS = 2
+
+
+@dataclass(frozen=True)
+class Hang:
+    """``culprits`` are pairs of a rank and a line of ``source`` (from 1), each of them a right answer."""
+
+    source: str
+    culprits: tuple
+    hints: tuple
+
+
+def watch(hang, seconds: float = SECONDS):
+    """Run ``hang(comm)`` on a communicator that waits for ``seconds`` and no longer; all ranks call it.
+
+    Prints what the wait ended with, and returns the trace, for ``lab.pictures.timeline("trace")``.
+    """
+    from dtlib.measure.trace import trace
+    from dtlib.world import fresh_communicator
+
+    comm = fresh_communicator(30, "watch()")  # whoever comes from the last hang may be late
+    comm.time_limit, comm.verify = seconds, True
+    with trace() as record, tells_how_it_ended():
+        hang(comm)
+    return record
+
+
+@contextmanager
+def tells_how_it_ended(pause: float = 1.0):
+    """Print the sentence of an error instead of raising it; then stay for a moment, so that others see what this rank
+    was doing and not that it has left."""
+    from dtlib.errors import DtlibError
+
+    try:
+        yield
+        print("came through")
+    except DtlibError as error:
+        print(f"{type(error).__name__}: {error}")
+        time.sleep(pause)
+
+
+HANGS = {
+    1: Hang(
+        """
+def hang_1(comm):
+    settings = torch.zeros(2)
+    if comm.rank != 2:
+        comm.broadcast(settings, root=0)
+    return settings
+""",
+        ((2, 3), (2, 4)),
+        ("Whom does the sentence name?", "broadcast is a verb of all ranks: which line keeps one away?"),
+    ),
+    2: Hang(
+        """
+def hang_2(comm):
+    gradient = torch.ones(4)
+    batches = 3 if comm.rank == 1 else 4
+    for _ in range(batches):
+        comm.all_reduce(gradient)
+""",
+        ((1, 3), (1, 4)),
+        ("How many bars does each rank have in the timeline?", "Which line says how often a rank goes round?"),
+    ),
+    3: Hang(
+        """
+def hang_3(comm):
+    mine, theirs = torch.ones(4), torch.zeros(4)
+    if comm.rank < 2:
+        other = 1 - comm.rank
+        comm.recv(theirs, other)
+        comm.send(mine, other)
+""",
+        ((0, 5), (1, 5)),
+        ("Two ranks wait for one another: either will do.", "In which line do they both stand?"),
+    ),
+    4: Hang(
+        """
+def hang_4(comm):
+    batch = torch.ones(4)
+    if comm.rank == 0:
+        comm.send(batch, 1, tag=1)
+    if comm.rank == 1:
+        comm.recv(batch, 0, tag=2)
+""",
+        ((0, 4), (1, 6)),
+        (
+            "One rank has sent, the other still waits: does it wait for this message?",
+            "Compare the tags; with rank 0 goes its send, with rank 1 its recv.",
+        ),
+    ),
+    5: Hang(
+        """
+def hang_5(comm):
+    share = torch.zeros(1)
+    try:
+        share += 100 // comm.rank
+        comm.all_reduce(share)
+    except ZeroDivisionError:
+        pass
+""",
+        ((0, 4), (0, 6), (0, 7)),
+        ("Whom does the sentence name, and what happened to it before?", "100 // 0 raises, and somebody catches it."),
+    ),
+}
+
+
+def observe_hangs(explained, comm):
+    """The answer as plain values."""
+    if not isinstance(explained, dict):
+        return f"{explained!r:.80}"
+    return {key: _plain(value) for key, value in explained.items()}
+
+
+def _plain(value):
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0] if isinstance(value[0], int) else f"{value[0]}", value[1] if isinstance(
+            value[1], int
+        ) else f"{value[1]}"
+    return f"{value!r:.80}"
+
+
+def judge_hangs(observations) -> None:
+    """Each hang has a rank that everybody waits for, and the line that is to blame, as text or as a number."""
+    explained = observations[0]
+    if isinstance(explained, str):
+        raise Wrong(
+            "type", 0, "a dict: {1: (rank, line), ...}", explained,
+            'Such as explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
+        )  # fmt: skip
+    for number, hang in HANGS.items():
+        came = explained.get(number)
+        if came is None or came == "None":
+            raise Wrong(
+                "unexplained", 0, f"who is to blame for hang {number}", "nothing",
+                f"explained[{number}] = (rank, line): run watch(hang_{number}) and read whom the others wait for.",
+            )  # fmt: skip
+        if not isinstance(came, tuple):
+            raise Wrong(
+                "type", 0, f"explained[{number}] = (rank, line)", came, "A pair: a rank, and a line's text or number."
+            )
+        rank, line = came
+        lines = [wanted for culprit, wanted in hang.culprits if culprit == rank]
+        if isinstance(rank, str):
+            raise Wrong(
+                "quoted", 0, f"explained[{number}] = (rank, line), where the rank is a number", f"{rank!r}, a text",
+                "Write the rank without quotes: ranks are numbers.",
+            )  # fmt: skip
+        if not lines:
+            raise Wrong("rank", 0, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
+        if not any(_same_line(line, wanted, hang) for wanted in lines):
+            shown, hints = f"`{line}`", hang.hints
+            if isinstance(line, int):
+                shown = f"line {line}"
+                if line - 1 in lines:
+                    hints = ("Count as the error does: the line below %%px is line 1.",)
+            raise Wrong("line", 0, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)
+
+
+def _same_line(line, wanted: int, hang) -> bool:
+    """``line`` is a number, or text that this line has and no line that is not to blame."""
+    if isinstance(line, int):
+        return line == wanted
+    texts = [_squeezed(text) for text in hang.source.strip("\n").splitlines()]
+    mine = _squeezed(re.sub(r"^line \d+: ", "", line))
+    if mine.isdigit():
+        return int(mine) == wanted
+    innocent = [text for number, text in enumerate(texts, 1) if number not in {w for _, w in hang.culprits}]
+    return len(mine) >= 4 and mine in texts[wanted - 1] and not any(mine in text for text in innocent)
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s|#.*", "", text).replace("'", '"').strip("`").rstrip(":")

@@ -1,0 +1,276 @@
+"""Lesson 03: a ring all-reduce is judged by what comes out and by what every rank sends."""
+
+import re
+import time
+
+from dtlib.lab.checks.checks import Wrong
+
+POINT_TO_POINT = ("send", "recv")
+LONG = 5000
+BASE = 64  # rank r puts in powers of this, so that a digit of the sum says how often its values are in it
+
+
+def lengths(ranks: int) -> tuple[int, ...]:
+    """A length that divides by the ranks, one that does not, one shorter than the ranks, one element, none; and parts
+    so long that their messages wait for a receive (MPI sends short ones ahead)."""
+    return 12 * ranks, 13 * ranks - 1, max(1, ranks - 1), 1, 0, LONG * ranks
+
+
+def observe_ring(all_reduce, comm):
+    """For each length what came out here, and the verbs that this rank used: (name, destination, messages, bytes)."""
+    cases = []
+    for length in lengths(comm.size):
+        case = _observed(all_reduce, length, comm)
+        cases.append(case)
+        if "error" in case:
+            break  # this communicator is of no use any more
+    return cases
+
+
+def _observed(all_reduce, length, comm):
+    from mpi4py import MPI
+
+    from dtlib.comm.watch.recorder import recording
+    from dtlib.errors import WaitTimeout
+    from dtlib.lab.checks.answers import told
+    from dtlib.lab.checks.sends import not_waited_for, watched_sends
+
+    tensor = _input(comm.rank, length)
+    case = {"length": length, "itemsize": tensor.element_size()}
+    with recording() as events, watched_sends(comm) as handles:
+        try:
+            came = all_reduce(comm, tensor)
+        except (WaitTimeout, MPI.Exception) as error:
+            case.update(error=str(error), waited=True)
+        except Exception as error:
+            came, hints = told(error, all_reduce)
+            case.update(error=came, hints=hints, waited=False)
+        else:
+            case["sends"] = not_waited_for(handles)
+            _let_messages_leave(events)
+            case.update(values=tensor.tolist(), returned=_as_list(came))
+    case["verbs"] = [
+        (event.name, _destination(event.what), event.messages, event.bytes) for event in events if event.kind == "verb"
+    ]
+    return case
+
+
+def _input(rank, length):
+    import torch
+
+    return BASE**rank * (1 + torch.arange(length, dtype=torch.float64) % 3)
+
+
+def _let_messages_leave(events, seconds: float = 1.0) -> None:
+    """They are counted once they have left, whether the answer has waited for them or not."""
+    from dtlib.comm.waiting import advance_all
+
+    deadline = time.monotonic() + seconds
+    while any(event.end is None for event in events) and time.monotonic() < deadline:
+        advance_all()
+        time.sleep(0.001)
+
+
+def _destination(what: str) -> int | None:
+    match = re.match(r"send\(to rank (\d+)\)", what)
+    return int(match[1]) if match else None
+
+
+def _as_list(came):
+    return came.tolist() if hasattr(came, "tolist") else None
+
+
+def judge_ring(observations) -> None:
+    """Every rank has the sum in its own tensor, and sent as many bytes for it as the ring does."""
+    _judge_verbs(observations)
+    for cases in _by_length(observations):
+        _judge_errors(cases)
+        _judge_values(cases)
+    for cases in _by_length(observations):
+        _judge_waits(cases)
+    for cases in _by_length(observations):
+        _judge_cost(cases)
+
+
+def _by_length(observations):
+    """Length by length what each rank saw; ranks that had given up before are left out."""
+    for number in range(max(len(seen) for seen in observations)):
+        yield {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
+
+
+def _judge_verbs(observations) -> None:
+    for rank, seen in enumerate(observations):
+        others = {name for case in seen for name, *_ in case["verbs"]} - set(POINT_TO_POINT)
+        if others:
+            raise Wrong(
+                "collective-inside", rank, "send and recv alone", f"{', '.join(sorted(others))}",
+                "This exercise builds the verb itself: use nothing but comm.send and comm.recv.",
+                "Cut the tensor into comm.size parts and pass parts on to the right neighbour.",
+            )  # fmt: skip
+
+
+def _judge_errors(cases) -> None:
+    failed = [(case["waited"], rank, case) for rank, case in cases.items() if "error" in case]
+    if not failed:
+        return
+    waited, rank, case = min(failed, key=lambda entry: entry[:2])  # who raised before who waited for it
+    length, came = case["length"], f"{case['error']} (with {case['length']} elements)"
+    if length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited:
+        raise Wrong(
+            "remainder", rank, f"no error with {length} elements on {len(cases)} ranks", came,
+            "Lengths that divide by the number of ranks work: cut the others into unequal parts.",
+            "Part p goes from length * p // comm.size to length * (p + 1) // comm.size; parts may be empty.",
+        )  # fmt: skip
+    if waited and length == lengths(len(cases))[-1]:
+        raise Wrong(
+            "long-messages", rank, f"no hang with {length:,} elements on {len(cases)} ranks", came,
+            "Short messages leave at once, long ones wait until somebody receives them. Does anybody, while all send?",
+            "Start the send with async_op=True, receive, then wait for the send: handle.wait().",
+        )  # fmt: skip
+    if waited:
+        raise Wrong(
+            "waited", rank, "a send for every receive", came,
+            "Does every rank that receives have a left neighbour that sends, in the same step?",
+            "In a step all ranks send and receive: start the send with async_op=True, receive, then wait for the send.",
+            "right = (comm.rank + 1) % comm.size, left = (comm.rank - 1) % comm.size: send right, receive from left.",
+        )  # fmt: skip
+    raise Wrong("raised", rank, "no error", came, *case["hints"])
+
+
+def _judge_values(cases) -> None:
+    size, length = len(cases), cases[0]["length"]
+    expected = _expected(size, length)
+    wrong = {rank: case for rank, case in cases.items() if case["values"] != expected}
+    if not wrong:
+        return
+    first = lengths(size)[0]
+    rank = min(wrong)
+    if len(wrong[rank]["values"]) != length:
+        came = f"{len(wrong[rank]['values'])}"
+        raise Wrong("other-values", rank, f"a tensor of {length} elements", came, "Do not resize the tensor.")
+    place = next(i for i in range(length) if wrong[rank]["values"][i] != expected[i])
+    value = wrong[rank]["values"][place]
+    where = f"element {place} of {length}"
+    what = f"in {where}: the values of each rank once"
+    times = _times(value, place, size)
+    came = f"{value:g}" if times is None else _in_words(times)
+    if all(case["values"] == _input(r, length).tolist() for r, case in cases.items()):
+        if all(case["returned"] == expected for case in cases.values()):
+            raise Wrong(
+                "not-in-place", rank, "the sum in the tensor itself", "a new tensor; the one passed is as before",
+                "Like comm.all_reduce it works in place: the caller looks at the tensor that it passed.",
+                "Work on views: parts = torch.tensor_split(tensor, comm.size) share the tensor's memory.",
+            )  # fmt: skip
+        raise Wrong(
+            "nothing-done", rank, what, "the tensor is as before",
+            "Cut the tensor into views, such as torch.tensor_split(tensor, comm.size), and add to them in place: +=.",
+        )  # fmt: skip
+    if length != first:
+        raise Wrong(
+            "remainder", rank, what, came,
+            f"{first} elements come out right, {length} do not: how long is each part then?",
+            "Part p goes from length * p // comm.size to length * (p + 1) // comm.size; parts may be empty.",
+        )  # fmt: skip
+    if 0 not in wrong and len(wrong) == size - 1 and size > 1:
+        raise Wrong(
+            "only-root", rank, "the sum on every rank", f"rank 0 alone has it; here {where} has {came}",
+            "How do the other ranks get the result?",
+        )  # fmt: skip
+    everything = [_times(case["values"][i], i, size) for case in cases.values() for i in range(length)]
+    if None in everything:
+        raise Wrong(
+            "other-values", rank, what, came,
+            "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",
+            "Receive into a tensor of its own, then add it to the part.",
+        )  # fmt: skip
+    if any(count > 1 for times in everything for count in times):
+        raise Wrong(
+            "counted-twice", rank, what, came,
+            "A value is added more than once: in the second half parts are complete, and received ones take the "
+            "place of what is there.",
+            "Add in the first N-1 steps alone; in the other N-1 copy.",
+        )  # fmt: skip
+    complete = sum(times == (1,) * size for times in everything)
+    raise Wrong(
+        "incomplete", rank, what, f"{came}; {complete} of {size * length} elements of all ranks are complete",
+        "Which part does a rank have complete after N-1 steps? That is the one it must pass on first.",
+        "Step s of the first half: send part (rank - s - 1) % N, receive part (rank - s - 2) % N and add. "
+        "Step s of the second: send part (rank - s) % N, receive part (rank - s - 1) % N.",
+    )  # fmt: skip
+
+
+def _expected(size, length) -> list:
+    whole = sum(BASE**rank for rank in range(size))
+    return [float(whole * (1 + i % 3)) for i in range(length)]
+
+
+def _times(value, place, size):
+    """How often each rank's values are in an element, in rank order; None where it is no sum of them."""
+    share, rest = divmod(value, 1 + place % 3)
+    if rest or not 0 < share < BASE**size:
+        return None
+    return tuple(int(share) // BASE**rank % BASE for rank in range(size))
+
+
+def _in_words(times) -> str:
+    said = [f"rank {rank} {'once' if n == 1 else f'{n} times'}" for rank, n in enumerate(times) if n]
+    return "the values of " + ", ".join(said)
+
+
+def _judge_waits(cases) -> None:
+    for rank, case in cases.items():
+        open_, started = case["sends"]
+        if open_:
+            raise Wrong(
+                "not-waited", rank, "a wait() for each send that is started with async_op=True",
+                f"{open_} of {started} sends that nobody waits for, with {case['length']} elements",
+                "The values are right, by luck: who says when a tensor that is being sent may be changed again?",
+                "sending = comm.send(..., async_op=True); receive; then sending.wait(), before the next step.",
+            )  # fmt: skip
+
+
+def _judge_cost(cases) -> None:
+    """Not more than a ring with parts of equal length, rounded up; and as many messages as a ring needs."""
+    size, length = len(cases), cases[0]["length"]
+    if size == 1 or length == 0:
+        return
+    most = 2 * (size - 1) * -(-length // size) * cases[0]["itemsize"]
+    sums = {rank: _sent(case) for rank, case in cases.items()}
+    if not sum(messages for messages, _ in sums.values()):
+        raise Wrong(
+            "no-messages", 0, "messages by comm.send", "the sum without a message that the check can see",
+            "Use comm.send and comm.recv: they are what is counted.",
+        )  # fmt: skip
+    rank = max(sums, key=lambda rank: sums[rank][1])
+    if sums[rank][1] > most:
+        raise Wrong(
+            "bytes", rank, f"at most {most:,} bytes from each rank, for {length} elements", f"{sums[rank][1]:,} bytes",
+            "The values are right, but this rank sends too much: nobody needs to send whole arrays.",
+            "Each step sends one part, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.",
+        )  # fmt: skip
+    if length != lengths(size)[0]:
+        return  # parts that are empty need no message
+    few = min(sums, key=lambda rank: sums[rank][0])
+    if sums[few][0] < 2 * (size - 1):
+        raise Wrong(
+            "messages", few, f"{2 * (size - 1)} messages from each rank, on {size} ranks", f"{sums[few][0]}",
+            "The values are right, but it is no ring: each rank sends in each of 2 (N-1) steps.",
+            "Cut the tensor into comm.size parts; pass on one part a step.",
+        )  # fmt: skip
+    many = max(sums, key=lambda rank: sums[rank][0])
+    if sums[many][0] > 8 * (size - 1):
+        raise Wrong(
+            "messages", many, f"about {2 * (size - 1)} messages from each rank, on {size} ranks", f"{sums[many][0]}",
+            "Every message costs latency: send a part in one piece.",
+        )  # fmt: skip
+    for rank, case in cases.items():
+        to = {dest for name, dest, *_ in case["verbs"] if name == "send"}
+        if len(to) > 2:
+            raise Wrong(
+                "no-ring", rank, "messages to neighbours alone", f"messages to the ranks {sorted(to)}",
+                "In a ring a rank sends to its right neighbour, (rank + 1) % N, and to nobody else.",
+            )  # fmt: skip
+
+
+def _sent(case) -> tuple[int, int]:
+    return sum(messages for *_, messages, _ in case["verbs"]), sum(count for *_, count in case["verbs"])

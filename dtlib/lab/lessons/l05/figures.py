@@ -1,0 +1,122 @@
+"""The figures of lesson 05, each with its text."""
+
+from dtlib.lab.lessons.l05 import intervals
+from dtlib.lab.pictures import _MARKERS, RANK_COLOURS, _print_table
+
+# In this order everywhere: what comes from the ranks has lost the order of its names.
+RULES = ("no scaling", "square root", "linear", "linear, warm-up")
+_LINES = (":", "-.", "-", "--")
+
+
+def rates(schedules: dict) -> None:
+    """Learning rate against step; ``schedules`` maps each of ``RULES`` to its rates, one a step."""
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(figsize=(6.5, 3.6))
+    rows = []
+    for number, name in enumerate(RULES):
+        series = [float(rate) for rate in schedules[name]]
+        style = {"color": RANK_COLOURS[number], "linestyle": _LINES[number % len(_LINES)], "linewidth": 2}
+        axes.plot(series, label=name, **style)
+        rows.append((name, f"{series[0]:.3f}", f"{series[len(series) // 4]:.3f}", f"{series[-1]:.3f}"))
+    axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    axes.legend(loc="center right", fontsize=8)
+    plt.show()
+    _print_table(rows, ("rule", "first step", "after a quarter", "last step"))
+
+
+def errors(runs: dict, base_batch: int) -> None:
+    """Test error against batch, a colour, mark and line a rule: the mean with its interval, and a dot a seed.
+
+    ``runs`` maps (batch, rule) to the errors in %, one a seed. What was got at ``base_batch`` is a grey band.
+    """
+    import matplotlib.pyplot as plt
+
+    batches = sorted({batch for batch, _ in runs} - {base_batch})
+    base, low, high = intervals.mean(next(v for (batch, _), v in runs.items() if batch == base_batch))
+    rows = [(f"{base_batch} (1)", "any", f"{base:.1f}", f"{low:.1f} to {high:.1f}")]
+    _, axes = plt.subplots(figsize=(7.5, 4.4))
+    axes.axhspan(low, high, color="grey", alpha=0.4, lw=0, label=f"batch {base_batch}")
+    for number, name in enumerate(RULES):
+        places = [at + 0.17 * (number - (len(RULES) - 1) / 2) for at in range(len(batches))]
+        means, lows, highs = zip(*(intervals.mean(runs[batch, name]) for batch in batches), strict=True)
+        colour, mark = RANK_COLOURS[number], _MARKERS[number]
+        for place, batch in zip(places, batches, strict=True):
+            seeds = [float(error) for error in runs[batch, name]]
+            axes.scatter([place] * len(seeds), seeds, color=colour, alpha=0.25, s=9, lw=0)
+        off = [
+            [m - low for m, low in zip(means, lows, strict=True)],
+            [high - m for m, high in zip(means, highs, strict=True)],
+        ]
+        axes.errorbar(
+            places, means, off, color=colour, marker=mark, linestyle=_LINES[number], capsize=3, label=name, markersize=6
+        )
+    for batch in batches:
+        for name in RULES:
+            middle, low, high = intervals.mean(runs[batch, name])
+            first = f"{batch} ({batch // base_batch})" if name == RULES[0] else ""
+            rows.append((first, name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}"))
+    axes.set_yscale("log")
+    axes.set_yticks([2, 3, 5, 10, 20, 50, 100], ["2", "3", "5", "10", "20", "50", "100"])
+    axes.minorticks_off()
+    axes.set_xticks(range(len(batches)), [f"{batch}\nk = {batch // base_batch}" for batch in batches])
+    axes.set(xlabel="batch", ylabel="test error in %", ylim=(1, 110))
+    axes.legend(loc="upper left", fontsize=8)
+    plt.show()
+    _print_table(rows, ("batch (k)", "rule", "test error (%)", "interval of the mean"))
+
+
+def failures(counts: dict) -> None:
+    """Failure rates with their intervals; ``counts`` maps (batch, rule) to (failures, runs)."""
+    import matplotlib.pyplot as plt
+
+    names = [rule for rule in RULES if any(rule == other for _, other in counts)]
+    batches = list(dict.fromkeys(batch for batch, _ in counts))
+    _, axes = plt.subplots(figsize=(6.5, 3.4))
+    rows = []
+    for batch in batches:
+        for number, name in enumerate(names):
+            share, low, high = (100 * value for value in intervals.rate(*counts[batch, name]))
+            rows.append((batch, name, "{} of {}".format(*counts[batch, name]), f"{low:.0f} to {high:.0f}"))
+            place = batches.index(batch) + 0.16 * (number - (len(names) - 1) / 2)
+            at = RULES.index(name)
+            style = {"color": RANK_COLOURS[at], "marker": _MARKERS[at], "capsize": 4, "markersize": 7}
+            axes.errorbar(
+                place, share, [[share - low], [high - share]], linestyle="none",
+                label=name if batch == batches[0] else None, **style,
+            )  # fmt: skip
+    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axes.set(ylabel="runs that failed, in %", ylim=(-3, 103), xlim=(-0.5, len(batches) - 0.5))
+    axes.legend(loc="upper left", fontsize=8)
+    plt.show()
+    _print_table(rows, ("batch", "rule", "failed", "interval (%)"))
+
+
+def gap(results: dict) -> None:
+    """Sharpness across, test error up: a dot a seed, and the means with intervals.
+
+    ``results`` maps a name to a dict of the series ``error`` (%) and ``sharpness``, one value a seed.
+    """
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(figsize=(6.5, 4))
+    rows = []
+    for number, (name, series) in enumerate(results.items()):
+        style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number]}
+        axes.scatter(series["sharpness"], series["error"], s=22, alpha=0.45, lw=0, **style)
+        (x, *x_ends), (y, *y_ends) = (intervals.mean(series[what]) for what in ("sharpness", "error"))
+        axes.errorbar(
+            x, y, [[y - y_ends[0]], [y_ends[1] - y]], [[x - x_ends[0]], [x_ends[1] - x]],
+            capsize=4, markersize=10, markeredgecolor="black", label=name, **style,
+        )  # fmt: skip
+        error, sharp = (f"{m:.1f} ({ends[0]:.1f} to {ends[1]:.1f})" for m, ends in ((y, y_ends), (x, x_ends)))
+        rows.append((name, error, sharp, f"{intervals.mean(series['loss'])[0]:.3f}"))
+    axes.set(xscale="log", xlabel="sharpness", ylabel="test error in %")
+    axes.minorticks_off()
+    ticks = [
+        tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if axes.get_xlim()[0] < tick < axes.get_xlim()[1]
+    ]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.legend(fontsize=8)
+    plt.show()
+    _print_table(rows, ("run", "test error (%)", "sharpness", "training loss"))

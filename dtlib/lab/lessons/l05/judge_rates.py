@@ -1,0 +1,207 @@
+"""Lesson 05: learning rates, judged by their values in many steps and for many sizes."""
+
+import math
+
+from dtlib.lab.checks.checks import Wrong
+
+RATE, MOMENTUM = 0.02, 0.9  # of the mend
+OURS = ("lr", "momentum")
+WARMUPS = ((4, 8), (10, 16), (1, 2))  # warmup_steps, k
+
+# rate, ranks, batch (of a rank), base_batch, warmup_steps
+# The first and the fourth case tell the mistakes apart: no two give the same rate. In the last one k is less than 1.
+SCALES = (
+    (0.02, 4, 60, 16, 8), (0.1, 32, 8, 256, 10), (0.1, 256, 64, 256, 5), (0.3, 5, 10, 20, 6), (0.2, 2, 16, 16, 0),
+    (0.013, 3, 7, 32, 6),
+)  # fmt: skip
+
+
+def steps_of(warmup_steps: int) -> tuple[int, ...]:
+    return (*range(warmup_steps + 3), 10 * warmup_steps + 10)
+
+
+def observe_settings(warmup_settings, comm):
+    """For each warm-up: (step, rate, momentum, what else was set), step by step."""
+    seen = []
+    for warmup_steps, k in WARMUPS:
+        came = [(step, warmup_settings(step, warmup_steps, k)) for step in steps_of(warmup_steps)]
+        seen.append([(step, _number(_get(s, "lr")), _number(_get(s, "momentum")), _others(s)) for step, s in came])
+    return seen
+
+
+def _get(settings, name):
+    try:
+        return settings[name]
+    except (KeyError, TypeError, IndexError):
+        return f"{settings!r:.60}"
+
+
+def _others(settings) -> str:
+    """Settings beside the two that change how SGD trains: those that say 0 or False do not."""
+    try:
+        return ", ".join(f"{name}={value!r:.20}" for name, value in settings.items() if value and name not in OURS)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return ""
+
+
+def _number(value):
+    """A float, or text where it is none."""
+    try:
+        if not isinstance(value, (str, bool)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    return f"{value!r:.60}"
+
+
+def judge_settings(observations) -> None:
+    """From ``RATE`` to k times as much in a straight line, then constant; the momentum stays as it is."""
+    for rank, seen in enumerate(observations):
+        for (warmup_steps, k), series in zip(WARMUPS, seen, strict=True):
+            for step, rate, momentum, others in series:
+                if isinstance(rate, str) or isinstance(momentum, str):
+                    came = rate if isinstance(rate, str) else momentum
+                    raise Wrong(
+                        "type", rank, "a dictionary with the numbers lr and momentum", came,
+                        'Return {"lr": ..., "momentum": ...}.',
+                    )  # fmt: skip
+                if others:
+                    raise Wrong(
+                        "other-settings", rank, "lr and momentum alone", f"{others} beside them, in step {step}",
+                        "Warm-up is of the rate: every other setting stays as SGD has it.",
+                    )  # fmt: skip
+                if not math.isclose(momentum, MOMENTUM):
+                    raise Wrong(
+                        "momentum-scaled", rank, f"momentum {MOMENTUM} in step {step}, for k = {k}", f"{momentum:g}",
+                        "The rules scale one of the two settings.", "Leave the momentum alone: warm-up is of the rate.",
+                    )  # fmt: skip
+            _judge_line(rank, warmup_steps, RATE, k * RATE, [(step, rate) for step, rate, *_ in series], f"k = {k}")
+
+
+def observe_scaled(scaled_rate, comm):
+    """For each case: (step, rate)."""
+    seen = []
+    for rate, ranks, batch, base_batch, warmup_steps in SCALES:
+        arguments = {"ranks": ranks, "batch": batch, "base_batch": base_batch, "warmup_steps": warmup_steps}
+        try:
+            seen.append([(s, _number(scaled_rate(rate=rate, step=s, **arguments))) for s in steps_of(warmup_steps)])
+        except Exception as error:
+            error.add_note(f"with {_in_words(rate, ranks, batch, base_batch, warmup_steps)}")
+            raise
+    return seen
+
+
+def judge_scaled(observations) -> None:
+    """The linear rule for the batch of all ranks, reached by gradual warm-up."""
+    for rank, seen in enumerate(observations):
+        for case, series in zip(SCALES, seen, strict=True):
+            for step, came in series:
+                if isinstance(came, str):
+                    raise Wrong("type", rank, f"a rate for step {step}: a number", came, "Return the rate itself.")
+            _judge_top(rank, case, series)
+        for case, series in zip(SCALES, seen, strict=True):
+            rate, ranks, batch, base_batch, warmup_steps = case
+            top = rate * ranks * batch / base_batch
+            _judge_line(rank, warmup_steps, rate, top, series, _in_words(*case))
+
+
+def _in_words(rate, ranks, batch, base_batch, warmup_steps) -> str:
+    return f"rate={rate}, ranks={ranks}, batch={batch}, base_batch={base_batch}, warmup_steps={warmup_steps}"
+
+
+def _judge_top(rank, case, series) -> None:
+    """The rate long after the warm-up tells which rule it is."""
+    rate, ranks, batch, base_batch, warmup_steps = case
+    k = ranks * batch / base_batch
+    step, came = series[-1]
+    expected = f"{rate * k:g} in step {step}, long after the warm-up, with {_in_words(*case)}"
+    if _same(came, rate * k):
+        return
+    if k < 1 and _same(came, rate):
+        raise Wrong(
+            "never-smaller", rank, expected, f"{came:g}, the rate as it was",
+            f"The batch is smaller than base_batch here: k = {k:g}. The rule goes both ways.",
+            "No max, no if: the top is k * rate for any k.",
+        )  # fmt: skip
+    if not warmup_steps and _same(came, rate):
+        raise Wrong(
+            "no-top-without-warmup", rank, expected, f"{came:g}, the rate as it was",
+            "warmup_steps=0 means that the rate is at its top from step 0 on.", "if step >= warmup_steps: return top",
+        )  # fmt: skip
+    mistakes = [
+        (rate * math.sqrt(k), "square-root", "This is the square-root rule; the linear one is asked for.",
+         "k times the batch, k times the rate."),
+        (rate, "no-scaling", "The rate is as it was.",
+         "The batch of all ranks is ranks * batch: how many times base_batch?"),
+        (rate * ranks, "ranks-alone",
+         "This is as many times the rate as there are ranks: is batch the same as base_batch?",
+         "k = ranks * batch / base_batch."),
+        (rate * batch / base_batch, "one-rank", "The batch of one rank alone is counted.",
+         "The gradient is a mean over all ranks: the batch is ranks * batch."),
+        (rate / k, "upside-down", "A larger batch gets a larger rate.", "k = ranks * batch / base_batch."),
+        (rate * int(k), "rounded", "k need not be a whole number.", "Divide with /, not with //."),
+        (rate * math.ceil(k), "rounded", "k need not be a whole number.", "Divide, and round nothing."),
+    ]  # fmt: skip
+    for value, mistake, *hints in mistakes:
+        if _same(came, value):
+            raise Wrong(mistake, rank, expected, f"{came:g}", *hints)
+    if any(_same(came, round(rate * k, digits)) for digits in range(2, 6)):
+        raise Wrong("rounded-rate", rank, expected, f"{came:g}", "This is rounded: return all digits.")
+    previous = series[-2][1]
+    if came > previous:
+        raise Wrong(
+            "keeps-growing", rank, expected, f"{came:g}, and {previous:g} in step {series[-2][0]}",
+            "After the warm-up the rate is constant.", "share = min(1, step / warmup_steps)",
+        )  # fmt: skip
+    raise Wrong(
+        "other-rate", rank, expected, f"{came:g}",
+        "k = ranks * batch / base_batch; the top is k * rate.",
+        "Call it in a cell of its own with these values, and look at a late step.",
+    )  # fmt: skip
+
+
+def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
+    """A straight line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, then constant."""
+    for step, came in series:
+        share = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+        wanted = first + (top - first) * share
+        if _same(came, wanted):
+            continue
+        expected = f"{wanted:g} in step {step} of a warm-up of {warmup_steps}, with {case}"
+        last = series[-1][1]
+        if not warmup_steps:
+            raise Wrong(
+                "warmup-of-0-steps", rank, expected, f"{came:g}", "Without warm-up step 0 has the top already.",
+                "if step >= warmup_steps: return top",
+            )  # fmt: skip
+        if step == 0:
+            hint = (
+                "It begins at 0, and a step with rate 0 does nothing."
+                if came == 0
+                else ("It begins at the top: where is the warm-up?" if _same(came, top) else "Look at step 0.")
+            )
+            name = "no-warmup" if _same(came, top) else "wrong-start"
+            raise Wrong(
+                name, rank, expected, f"{came:g}", hint,
+                "Warm-up begins at the rate of the small batch: rate + (top - rate) * share, and share is 0 in step 0.",
+            )  # fmt: skip
+        if step >= warmup_steps and last > came and not _same(last, top):
+            raise Wrong(
+                "keeps-growing", rank, expected, f"{came:g}, and {last:g} in step {series[-1][0]}",
+                "After the warm-up the rate is constant.", "share = min(1, step / warmup_steps)",
+            )  # fmt: skip
+        if step >= warmup_steps and not _same(last, top):
+            raise Wrong(
+                "never-at-the-top", rank, expected, f"{came:g}, and {last:g} in step {series[-1][0]}",
+                "Which is the largest share that comes out, in any step?",
+                "In step warmup_steps the share is 1: min(1, step / warmup_steps).",
+            )  # fmt: skip
+        raise Wrong(
+            "no-straight-line", rank, expected, f"{came:g}",
+            "Both ends may be right; in between the rate grows by the same amount in each step.",
+            "rate + (top - rate) * step / warmup_steps, until step is warmup_steps.",
+        )  # fmt: skip
+
+
+def _same(a, b) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6)

@@ -1,0 +1,274 @@
+"""Lesson 06: Adam whose states are shared out, judged by values, by bytes sent, and by what is held."""
+
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.held import Snapshot, beside, nbytes
+
+NUMBER = 8  # bytes of a float64
+SPARE = 32 * NUMBER  # step counters, flags
+STEPS = 3
+SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # all of them matter
+WIDTHS = {"even": (15, 24, 12), "uneven": (16, 23, 6)}  # 684 parameters divide by 2, 3 and 4; 535 by none of them
+
+
+def make_net(kind: str):
+    import torch
+    from torch import nn
+
+    inside, hidden, outside = WIDTHS[kind]
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inside, hidden), nn.Tanh(), nn.Linear(hidden, outside)).double()
+
+
+def make_batch(kind: str, rank: int, step: int):
+    """The samples of a rank, the same wherever they are made."""
+    import torch
+
+    generator = torch.Generator().manual_seed(100 * step + rank + 1)
+    return torch.randn(4, WIDTHS[kind][0], dtype=torch.float64, generator=generator)
+
+
+def loss_of(net, x):
+    return (net(x) - 1).square().mean()
+
+
+def flat_of(tensors):
+    import torch
+
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def length_of(elements: int, ranks: int) -> int:
+    """Elements of a rank's part, padding included."""
+    return -(-elements // ranks)
+
+
+def own_part(flat, rank: int, ranks: int):
+    length = length_of(len(flat), ranks)
+    return flat[rank * length : (rank + 1) * length]
+
+
+def same(came, expected) -> bool:
+    import torch
+
+    return came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-8, atol=1e-10)
+
+
+def attempt(run, kind: str):
+    """What ``run()`` gives; if only sizes that do not divide are too much for it, the error as text."""
+    from mpi4py import MPI
+
+    try:
+        return run()
+    except (Exception, MPI.Exception) as error:
+        if kind == "even":
+            raise
+        return {"error": f"{type(error).__name__}: {error}", "waited": "Wait" in type(error).__name__}
+
+
+# build: ShardedAdam(comm, parameters, **settings) with step()
+
+
+def observe_adam(cls, comm):
+    """For each net: parameters after each step, bytes sent in it, and what is held beside parameters in the end."""
+    return [attempt(lambda kind=kind: _train(cls, comm, kind), kind) for kind in WIDTHS]
+
+
+def _train(cls, comm, kind: str) -> dict:
+    import torch
+
+    from dtlib.comm.watch.recorder import recording
+
+    moments = _in_one_process(kind, comm.size)[1]
+    net = make_net(kind)
+    seen = {"kind": kind, "after": [], "sent": []}
+    with Snapshot() as before:
+        mine = cls(comm, net.parameters(), **SETTINGS)
+        for step in range(STEPS):
+            net.zero_grad()
+            loss_of(net, make_batch(kind, comm.rank, step)).backward()
+            with recording() as events:
+                mine.step()
+            seen["after"].append(flat_of(net.parameters()).tolist())
+            seen["sent"].append(sum(event.bytes for event in events if event.kind == "verb"))
+        net.zero_grad()
+        values = torch.tensor(seen["after"][-1], dtype=torch.float64)
+        others = beside(before.new(also=net.parameters()), values)
+    seen["held"] = nbytes(others)
+    seen["states"] = nbytes(other for other in others if _has_states(other, moments))
+    return seen
+
+
+def _in_one_process(kind: str, ranks: int, factor: float = 1, only: int | None = None, steps: int = STEPS):
+    """Parameters after each step on the gradients of all ranks, or ``only`` of one, times ``factor``; the moments."""
+    import torch
+
+    net = make_net(kind)
+    adam = torch.optim.AdamW(net.parameters(), **SETTINGS)
+    after = []
+    for step in range(steps):
+        adam.zero_grad()
+        for rank in range(ranks) if only is None else [only]:
+            (loss_of(net, make_batch(kind, rank, step)) * factor / (ranks if only is None else 1)).backward()
+        adam.step()
+        after.append(flat_of(net.parameters()))
+    states = [adam.state[parameter] for parameter in net.parameters()]
+    return after, flat_of([state[key] for key in ("exp_avg", "exp_avg_sq") for state in states])
+
+
+def _has_states(memory, moments) -> bool:
+    """Whether this memory is there for moments of Adam: at least half of what is not zero in it are such numbers."""
+    import torch
+
+    values, known = memory[memory != 0].double(), moments.sort().values
+    places = torch.searchsorted(known, values).clamp(1, len(known) - 1)
+    distance = torch.minimum((known[places] - values).abs(), (known[places - 1] - values).abs())
+    return len(values) > 0 and (distance <= 1e-8 * values.abs()).double().mean().item() >= 0.5
+
+
+def judge_adam(observations) -> None:
+    """Every rank has the parameters of one process, no more is sent than needed, and only own states are held."""
+    for cases in zip(*observations, strict=True):
+        judge_errors(cases)
+        _judge_steps(cases)
+    if len(observations) == 1:
+        return
+    for cases in zip(*observations, strict=True):
+        _judge_sent(cases)
+    for cases in zip(*observations, strict=True):
+        _judge_held(cases)
+
+
+def judge_errors(cases) -> None:
+    errors = [(case["waited"], rank, case["error"]) for rank, case in enumerate(cases) if "error" in case]
+    if errors:
+        _, rank, came = min(errors)
+        raise Wrong(
+            "only-divides", rank, f"no error where sizes do not divide by {len(cases)}", came,
+            "It works where the sizes divide. What if they do not?",
+            "Each part has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.",
+        )  # fmt: skip
+
+
+def _judge_steps(cases) -> None:
+    import torch
+
+    ranks, kind = len(cases), cases[0]["kind"]
+    start = flat_of(make_net(kind).parameters())
+    count = len(start)
+    expected = _in_one_process(kind, ranks)[0]
+    for step in range(STEPS):
+        after = [torch.tensor(case["after"][step], dtype=torch.float64) for case in cases]
+        wrong = [rank for rank in range(ranks) if not same(after[rank], expected[step])]
+        if not wrong:
+            continue
+        rank = wrong[0]
+        what = f"the {count} parameters of one process after step {step + 1}"
+        came = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
+        if step:
+            raise Wrong(
+                "second-step", rank, what, f"{came}, after a first step that was right",
+                "What is forgotten between two steps, or left over? Adam's moments must stay.",
+                "Make the optimizer once, in __init__, and fill its gradient anew in each step.",
+            )  # fmt: skip
+        if all(torch.equal(values, start) for values in after):
+            raise Wrong(
+                "not-copied-back", rank, what, "all of them as before",
+                "Something was updated, but not what the model uses.",
+                "Let parameter.data be a view of the flat memory, or copy the new values into parameter.data.",
+            )  # fmt: skip
+        own = [same(own_part(after[r], r, ranks), own_part(expected[0], r, ranks)) for r in range(ranks)]
+        if all(own):
+            raise Wrong(
+                "not-gathered", rank, what, f"{came}: this rank's part is right, the others are old",
+                "Each rank has updated its part. How do the others learn of it?",
+                "comm.all_gather(flat, own) after the update.",
+            )  # fmt: skip
+        _judge_gradients(after, rank, kind, what, came)
+        if kind == "uneven":
+            _judge_padding(after, expected[0], start, rank, what, came)
+        raise Wrong(
+            "other-values", rank, what, came, "Which gradient meets which parameter? And are all settings passed on?",
+            "Parameters and gradients lie in flat memory in the same order; pass **settings to torch.optim.AdamW.",
+        )  # fmt: skip
+
+
+def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
+    """Are they the parameters after a step with another gradient?"""
+    ranks = len(after)
+
+    def on_all_ranks(factor):
+        other = _in_one_process(kind, ranks, factor, steps=1)[0][0]
+        return all(same(values, other) for values in after)
+
+    if ranks > 1 and on_all_ranks(ranks):
+        raise Wrong(
+            "not-divided", rank, what, f"{came}: the gradient is {ranks} times as large",
+            "Adam hides a wrong scale nearly, and not quite: this is the sum over ranks.",
+            'Average: op="mean", or divide by comm.size once.',
+        )  # fmt: skip
+    if ranks > 1 and on_all_ranks(1 / ranks):
+        raise Wrong(
+            "divided-twice", rank, what, f"{came}: the gradient is 1/{ranks} of what it should be",
+            'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.',
+        )  # fmt: skip
+    alone = [_in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
+    if all(same(own_part(after[r], r, ranks), own_part(alone[r], r, ranks)) for r in range(ranks)):
+        raise Wrong(
+            "not-averaged", rank, what, f"{came}: each part is updated with one rank's gradient alone",
+            "Whose samples does the gradient of this rank's part come from?",
+            "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's part.",
+        )  # fmt: skip
+
+
+def _judge_padding(after, expected, start, rank: int, what: str, came: str) -> None:
+    import torch
+
+    ranks = len(after)
+    tail = len(expected) % ranks
+    if tail and all(same(values[:-tail], expected[:-tail]) for values in after) and torch.equal(
+        after[rank][-tail:], start[-tail:]
+    ):  # fmt: skip
+        raise Wrong(
+            "tail-forgotten", rank, what, f"the last {tail} of them as before",
+            f"{len(expected)} parameters do not divide by {ranks}: who owns the last ones?",
+            "Round the length of a part up, -(-P // N) in Python, and fill the end with zeros.",
+        )  # fmt: skip
+    raise Wrong(
+        "padding", rank, what, f"{came}, and where sizes divide all is well",
+        f"{len(expected)} parameters do not divide by {ranks}: padding belongs to no parameter.",
+        "Padding stands at the end, after the last parameter, for values and for gradients alike; cut it off again.",
+    )  # fmt: skip
+
+
+def _judge_sent(cases) -> None:
+    ranks, count = len(cases), len(cases[0]["after"][0])
+    wanted = 2 * (ranks - 1) * length_of(count, ranks) * NUMBER
+    for rank, case in enumerate(cases):
+        if max(case["sent"]) > wanted + SPARE:
+            raise Wrong(
+                "too-many-bytes", rank, f"{wanted} bytes sent in a step: gradients to their owners, new values back",
+                f"{max(case['sent'])} bytes",
+                "The values are right. But who needs the average of which part, and who has the new value of which?",
+                "comm.reduce_scatter for gradients and comm.all_gather for values: each sends half of an all_reduce.",
+            )  # fmt: skip
+
+
+def _judge_held(cases) -> None:
+    ranks, count = len(cases), len(cases[0]["after"][0])
+    length = length_of(count, ranks)
+    states, wanted = 2 * length * NUMBER, 3 * length * NUMBER
+    for rank, case in enumerate(cases):
+        if case["held"] <= wanted + SPARE:
+            continue
+        expected = f"beside parameters {states} bytes of states, and {length * NUMBER} of this rank's gradient at most"
+        if case["states"] > states + SPARE:
+            raise Wrong(
+                "whole-states", rank, expected, f"{case['states']} bytes of states",
+                "The values are right, as they were before ZeRO. Of how many parameters does Adam keep moments?",
+                "Give torch.optim.AdamW one nn.Parameter: this rank's part of the flat values.",
+            )  # fmt: skip
+        raise Wrong(
+            "gradients-kept", rank, expected, f"{case['held']} bytes",
+            "What is as long as all parameters, and is still there after step()?",
+            "Flat gradients are needed during step() only: a local variable goes when the method returns.",
+        )  # fmt: skip

@@ -1,0 +1,142 @@
+"""Lesson 06: gradients of which each rank keeps its part, judged by values, by bytes sent, and by what is held."""
+
+from itertools import pairwise
+
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.held import Snapshot, nbytes
+from dtlib.lab.lessons.l06.judge_adam import NUMBER, SPARE, length_of, loss_of, make_batch, own_part, same
+
+SIZES = (16, 13, 13, 13)  # two layers are alike, and so are three biases: none of them divides by 2, 3 or 4
+
+# mend: share_gradients(comm, module)
+
+
+def make_net():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    first, *others = (nn.Linear(a, b, dtype=torch.float64) for a, b in pairwise(SIZES))
+    return nn.Sequential(first, *(layer for other in others for layer in (nn.Tanh(), other)))
+
+
+def observe_shared(share_gradients, comm):
+    """After each of two backward passes: the parts of the averages, bytes sent, and bytes of all that is new."""
+    from dtlib.comm.watch.recorder import recording
+
+    net = make_net()
+    passes = []
+    with Snapshot() as before:
+        parts = share_gradients(comm, net)
+        for step in range(2):
+            with recording() as events:
+                loss_of(net, make_batch("uneven", comm.rank, step)).backward()
+            seen = {"parts": [_part_of(parts, parameter) for parameter in net.parameters()]}
+            seen["whole"] = [name for name, parameter in net.named_parameters() if parameter.grad is not None]
+            seen["sent"] = sum(event.bytes for event in events if event.kind == "verb")
+            passes.append(seen)
+            net.zero_grad()
+        passes[-1]["held"] = nbytes(before.new())
+    return passes
+
+
+def _part_of(parts, parameter):
+    """A copy, so that it does not count as held."""
+    import torch
+
+    try:
+        part = parts[parameter]
+    except (KeyError, TypeError, IndexError):
+        return None
+    return part.detach().flatten().tolist() if isinstance(part, torch.Tensor) else None
+
+
+def judge_shared(observations) -> None:
+    """Each rank has its part of the averages, sent no more than reduce_scatter does, and holds nothing else."""
+    for step in range(2):
+        _judge_parts([seen[step] for seen in observations], step)
+    ranks = len(observations)
+    if ranks == 1:
+        return
+    lengths = sum(length_of(p.numel(), ranks) for p in make_net().parameters())
+    for rank, passes in enumerate(observations):
+        sent, wanted = passes[0]["sent"], (ranks - 1) * lengths * NUMBER
+        if sent > wanted + SPARE:
+            raise Wrong(
+                "all-reduced", rank, f"{wanted} bytes sent in a backward pass: each part to its owner", f"{sent} bytes",
+                "The values are right. But which ranks get the average of a gradient, and which of them need it?",
+                "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its part alone, in half the bytes.",
+            )  # fmt: skip
+    for rank, passes in enumerate(observations):
+        whole, held, wanted = passes[-1]["whole"], passes[-1]["held"], lengths * NUMBER
+        if whole:
+            raise Wrong(
+                "gradients-kept", rank, "no whole gradients after backward()", f"{len(whole)}, such as {whole[0]}.grad",
+                "Who still needs a whole gradient, once its parts have been sent?", "Set parameter.grad = None.",
+            )  # fmt: skip
+        if held > wanted + SPARE:
+            raise Wrong(
+                "memory-kept", rank, f"{wanted} bytes held after backward(): this rank's parts", f"{held} bytes",
+                "The parts are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
+                "Let own = torch.empty(length, dtype=parameter.dtype) be memory of its own, and keep no other tensors.",
+            )  # fmt: skip
+
+
+def _judge_parts(seen, step: int) -> None:
+    import torch
+
+    ranks, net = len(seen), make_net()
+    locals_ = []
+    for rank in range(ranks):
+        net.zero_grad()
+        loss_of(net, make_batch("uneven", rank, step)).backward()
+        locals_.append([parameter.grad.flatten().clone() for parameter in net.parameters()])
+    for i, (name, _) in enumerate(net.named_parameters()):
+        average = torch.stack([gradients[i] for gradients in locals_]).mean(0)
+        for rank, one in enumerate(seen):
+            expected = own_part(average, rank, ranks)
+            what = f"the average of {name}.grad, part {rank} of {ranks}, in backward pass {step + 1}"
+            if one["parts"][i] is None:
+                raise Wrong("no-part", rank, what, "no tensor", f"Is there a parts[parameter] for {name}?")
+            came = torch.tensor(one["parts"][i], dtype=torch.float64)[: len(expected)]
+            if same(came, expected):
+                continue
+            if any(other == one["parts"][i] for j, other in enumerate(one["parts"]) if j != i):
+                raise Wrong(
+                    "shared-memory", rank, what, "the part of another parameter, that is as long",
+                    "Each parameter needs memory of its own for its part: do two of them have the same tensor?",
+                    "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient anew.",
+                )  # fmt: skip
+            if step:
+                raise Wrong(
+                    "second-pass", rank, what, "something else, after a first pass that was right",
+                    "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.",
+                )  # fmt: skip
+            _judge_part(came, average, [gradients[i] for gradients in locals_], rank, what)
+
+
+def _judge_part(came, average, locals_, rank: int, what: str) -> None:
+    ranks = len(locals_)
+    expected = own_part(average, rank, ranks)
+    if same(came, expected * ranks):
+        raise Wrong(
+            "not-divided", rank, what, f"{ranks} times as much", "That is the sum over ranks.",
+            'Average: op="mean", or divide by comm.size once.',
+        )  # fmt: skip
+    if same(came, expected / ranks):
+        raise Wrong("divided-twice", rank, what, f"1/{ranks} of it", 'It is divided twice: op="mean" divides already.')
+    if same(came, own_part(locals_[rank], rank, ranks)):
+        raise Wrong(
+            "not-averaged", rank, what, "this rank's own gradient", "Is the part taken from what reduce_scatter gave?",
+            "reduce_scatter leaves flat as it was: the result is in own.",
+        )  # fmt: skip
+    parts = [own_part(average, other, ranks)[: len(came)] for other in range(ranks)]
+    if any(len(part) and same(came[: len(part)], part) for part in parts):
+        raise Wrong(
+            "other-part", rank, what, "the part of another rank", "Which part is whose? Part r belongs to rank r.",
+            "Elements comm.rank * length to (comm.rank + 1) * length.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-values", rank, what, "something else", "Does the padding stand at the end of the last part?",
+        "flat has length * comm.size elements: the gradient, then zeros.",
+    )  # fmt: skip

@@ -1,0 +1,262 @@
+"""Lesson 06: a layer that is whole only while it computes, and a large model that must fit, judged by the formulas."""
+
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.held import Snapshot, nbytes
+from dtlib.lab.lessons.l06.judge_adam import NUMBER, SPARE, attempt, judge_errors, length_of, same
+from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
+
+LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
+CALLS = 3
+PARAMETERS, BUDGET = 7_500_000_000, 16 * GB
+
+
+# build: OnDemand(comm, layer), which is called with x
+
+
+def make_layer(kind: str):
+    import torch
+    from torch import nn
+
+    torch.manual_seed(1)
+    return nn.Linear(*LAYERS[kind], dtype=torch.float64)  # made in float64: float32 cannot hold its numbers
+
+
+def make_input(kind: str, rank: int, call: int):
+    """Other samples on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(100 * call + rank + 1)
+    return torch.randn(3 + rank, LAYERS[kind][0], dtype=torch.float64, generator=generator)
+
+
+def observe_on_demand(cls, comm):
+    """For each layer: what comes out, bytes sent, and bytes held before the first call and after each."""
+    return [attempt(lambda kind=kind: _call(cls, comm, kind), kind) for kind in LAYERS]
+
+
+def _call(cls, comm, kind: str) -> dict:
+    import torch
+
+    from dtlib.comm.watch.recorder import recording
+
+    seen = {"kind": kind, "out": [], "sent": [], "held": []}
+    with Snapshot() as before:
+        layer = cls(comm, make_layer(kind))
+        seen["held"].append(nbytes(before.new()))
+        for call in range(CALLS):
+            x = make_input(kind, comm.rank, call)
+            with torch.no_grad(), recording() as events:
+                out = layer(x)
+            seen["out"].append(out.tolist() if isinstance(out, torch.Tensor) else f"{out!r:.60}")
+            seen["sent"].append(sum(event.bytes for event in events if event.kind == "verb"))
+            del x, out
+            seen["held"].append(nbytes(before.new()))
+    return seen
+
+
+def judge_on_demand(observations) -> None:
+    """The output of the whole layer; no more held than a part, before and after; each call gathers, and only that."""
+    for cases in zip(*observations, strict=True):
+        judge_errors(cases)
+        for rank, case in enumerate(cases):
+            _judge_output(case, rank, len(cases))
+    if len(observations) == 1:
+        return
+    for cases in zip(*observations, strict=True):
+        for rank, case in enumerate(cases):
+            _judge_memory(case, rank, len(cases))
+            _judge_gathering(case, rank, len(cases))
+
+
+def _judge_output(case, rank: int, ranks: int) -> None:
+    import torch
+
+    kind, layer = case["kind"], make_layer(case["kind"])
+    count = sum(parameter.numel() for parameter in layer.parameters())
+    for call, out in enumerate(case["out"]):
+        x = make_input(kind, rank, call)
+        expected = layer(x).detach()
+        what = f"what nn.Linear{LAYERS[kind]} gives for {len(x)} samples, in call {call + 1}"
+        if isinstance(out, str):
+            raise Wrong("type", rank, what, out, "__call__ returns the output: a tensor.")
+        came = torch.tensor(out, dtype=torch.float64)
+        if same(came, expected):
+            continue
+        if came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-2, atol=1e-2):
+            raise Wrong(
+                "rounded", rank, f"{what}, in {layer.weight.dtype}", "nearly that: parameters were rounded",
+                "In which type does a rank keep its part, and in which does it travel? The layer tells.",
+                "Keep the type of the layer: no .float(), no .half(), and dtype=self.own.dtype where memory is made.",
+            )  # fmt: skip
+        if call:
+            raise Wrong(
+                "second-call", rank, what, "something else, after a first call that was right",
+                "What did the first call change or free that the second one needs?", "This rank's part must stay.",
+            )  # fmt: skip
+        if kind == "uneven":
+            raise Wrong(
+                "padding", rank, what, "something else, and where sizes divide all is well",
+                f"The layer has {count} parameters, which do not divide by {ranks}: padding belongs to no parameter.",
+                "Padding stands at the end, after weight and bias; cut it off again after all_gather.",
+            )  # fmt: skip
+        if came.shape == expected.shape and same(came + layer.bias.detach(), expected):
+            raise Wrong("no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.")
+        raise Wrong(
+            "other-values", rank, what, f"something of shape {tuple(came.shape)}",
+            "Are the parts put together in rank order, and cut into weight and bias as they were joined?",
+            "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).",
+        )  # fmt: skip
+
+
+def _judge_memory(case, rank: int, ranks: int) -> None:
+    count = _count(case["kind"])
+    part = length_of(count, ranks) * NUMBER
+    at_rest, *after = case["held"]
+    if at_rest > part + SPARE:
+        raise Wrong(
+            "whole-at-rest", rank, f"{part} bytes held before the first call: this rank's part of {count} parameters",
+            f"{at_rest} bytes", "Which tensor is still as long as the layer? A view keeps all of its memory.",
+            "Keep a clone() of this rank's part, and of the layer its shapes alone, not the layer.",
+        )  # fmt: skip
+    if max(after) > part + SPARE:
+        raise Wrong(
+            "not-freed", rank, f"{part} bytes held after a call: this rank's part", f"{max(after)} bytes",
+            "What was gathered is not needed after the call. Who keeps it?",
+            "Gather into a local variable: its memory goes when __call__ returns.",
+        )  # fmt: skip
+
+
+def _judge_gathering(case, rank: int, ranks: int) -> None:
+    wanted = (ranks - 1) * length_of(_count(case["kind"]), ranks) * NUMBER
+    for call, sent in enumerate(case["sent"]):
+        what = f"{wanted} bytes sent in call {call + 1}: each part to the other ranks"
+        if sent > wanted + SPARE:
+            raise Wrong(
+                "too-many-bytes", rank, what, f"{sent} bytes",
+                "The values are right. But do zeros travel, or sums that are none?",
+                "comm.all_gather(whole, own) sends each part once around; all_reduce twice as much.",
+            )  # fmt: skip
+        if sent < wanted / 2:
+            raise Wrong(
+                "nothing-gathered", rank, what, f"{sent} bytes",
+                "Who has a part alone must ask the others for the rest, in each call. Where does it come from here?",
+                "Call comm.all_gather in __call__, on every rank.",
+            )  # fmt: skip
+
+
+def _count(kind: str) -> int:
+    inputs, outputs = LAYERS[kind]
+    return (inputs + 1) * outputs
+
+
+# fit-it: fit = {"stage": ..., "ranks": ..., "gigabytes": ...}
+
+
+def observe_fit(fit, comm):
+    """The three numbers, or text where they are none."""
+    return {name: _number(fit, name) for name in ("stage", "ranks", "gigabytes")}
+
+
+def _number(fit, name: str):
+    try:
+        value = float(fit[name])
+        return int(value) if value.is_integer() and name != "gigabytes" else value
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+        return f"{fit!r:.80}"
+
+
+def held_by(ranks: int, stage: int, scheme="mixed_adam") -> float:
+    """Bytes of model states that a rank holds, without padding."""
+    held = zero_bytes(PARAMETERS, ranks, stage, scheme)
+    return sum(held.values()) - held["padding"]
+
+
+def judge_fit(observations) -> str:
+    """It fits, on as few ranks as any stage needs, and the bytes are right; returns the score."""
+    for rank, fit in enumerate(observations):
+        stage, ranks, gigabytes = fit["stage"], fit["ranks"], fit["gigabytes"]
+        if any(isinstance(value, str) for value in fit.values()):
+            came = next(value for value in fit.values() if isinstance(value, str))
+            raise Wrong("type", rank, "numbers for stage, ranks and gigabytes", came, "Replace each None by a number.")
+        if stage not in STAGES or not isinstance(ranks, int) or ranks < 1:
+            came = f"stage {stage} on {ranks} ranks"
+            raise Wrong("type", rank, "a stage from 0 to 3, on 1 rank or more", came, "Both are whole numbers.")
+        _judge_place(rank, stage, ranks)
+        _judge_gigabytes(rank, stage, ranks, gigabytes)
+    sent = {n: 2 * zero_wire_elements(PARAMETERS, n, s) / GB for s, n in ((2, _fewest(2)), (3, ranks))}
+    return (
+        f"{ranks} ranks at stage 3 hold {gigabytes:.4g} GB each and send {sent[ranks]:.4g} GB in a step; stage 2 needs "
+        f"{_fewest(2)} ranks, and sends {sent[_fewest(2)]:.4g} GB."
+    )
+
+
+def _fewest(stage: int) -> int | None:
+    return fewest_ranks(PARAMETERS, BUDGET, stage)
+
+
+def _judge_place(rank: int, stage: int, ranks: int) -> None:
+    held, best = held_by(ranks, stage), _fewest(3)
+    came = f"stage {stage} on {ranks} ranks: {held / GB:.2f} GB"
+    expected = f"at most {BUDGET / GB:.0f} GB of model states a rank"
+    if _fewest(stage) is None or ranks < _fewest(stage):
+        if stage == 0:
+            raise Wrong(
+                "nothing-shared", rank, expected, came, "Data parallelism holds everything on every rank.",
+                "Which stage shares out what? Write down the bytes a parameter.",
+            )  # fmt: skip
+        if stage < 3 and 16 * PARAMETERS / ranks <= 16 * GIB and ranks <= 2 * best:
+            raise Wrong(
+                "parameters-whole", rank, expected, came,
+                f"Not all is divided by the number of ranks: what does stage {stage} leave whole?",
+                "Parameters are whole at stages 1 and 2, 2 bytes each; gradients at stage 1, 2 bytes more.",
+            )  # fmt: skip
+        if stage == 1:
+            raise Wrong(
+                "stage-1", rank, expected, came, "More ranks do not help: what is left if the states take nothing?",
+                "Stage 1 leaves 4 bytes a parameter whole: 30 GB.",
+            )  # fmt: skip
+        if ranks == fewest_ranks(PARAMETERS, 16 * GIB, stage):
+            raise Wrong(
+                "gibibytes", rank, expected, f"{came}, which is {held / GIB:.2f} GiB",
+                "It would fit into 16 GiB. Is a gigabyte 10**9 bytes or 2**30?",
+                "GB is 10**9 bytes here, as in the paper: 16 GB are 16 * 10**9.",
+            )  # fmt: skip
+        raise Wrong(
+            "too-few", rank, expected, came, "It does not fit: how many bytes a parameter are there, on so many ranks?",
+            "Stage 2: 2 + 14/N bytes a parameter; stage 3: 16/N.",
+        )  # fmt: skip
+    if stage != 3:
+        raise Wrong(
+            "stage-2", rank, "the fewest ranks that any stage needs", f"{came}, which fits, on more ranks than needed",
+            "It fits. Which stage leaves least on a rank?", "Stage 3 shares out the parameters too: 16/N bytes each.",
+        )  # fmt: skip
+    if ranks > best:
+        raise Wrong(
+            "too-many", rank, "the fewest ranks that any stage needs", f"{came}, which fits, and so do fewer ranks",
+            "Try one rank less.", "16 bytes a parameter (2 + 2 + 12), divided by N: which is the smallest N?",
+        )  # fmt: skip
+
+
+def _judge_gigabytes(rank: int, stage: int, ranks: int, gigabytes: float) -> None:
+    held = held_by(ranks, stage)
+    expected = f"{held / GB:.4g} GB on a rank"
+
+    def near(count):
+        return abs(gigabytes - count) <= 0.004 * abs(count)
+
+    if near(held / GB):
+        return
+    others = (
+        (held / GIB, "gibibytes", "That is the number in GiB, of 2**30 bytes.", "Divide by 10**9."),
+        (held, "bytes", "That is the number of bytes.", "Divide by 10**9."),
+        (held_by(ranks, stage, "mixed_adam_float32_gradients") / GB, "eighteen-bytes",
+         "That is 18 bytes a parameter, as with gradients in float32.", "Gradients have 2 bytes here: 16 in all."),
+        (PARAMETERS * 16 / GB, "not-divided", "That is what all ranks hold together.", "Divide by the ranks."),
+    )  # fmt: skip
+    for count, mistake, *hints in others:
+        if near(count):
+            raise Wrong(mistake, rank, expected, f"{gigabytes:g}", *hints)
+    raise Wrong(
+        "gigabytes", rank, expected, f"{gigabytes:g}", "Parameters, gradients, master weights and Adam's two moments.",
+        "16 bytes a parameter, divided by the ranks, in units of 10**9 bytes.",
+    )  # fmt: skip

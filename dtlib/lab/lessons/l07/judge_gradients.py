@@ -1,0 +1,101 @@
+"""The gradient of a stage as a sum of those of the micro-batches: how much of each is in it, and how much should be."""
+
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.lessons.l07.observe_stages import Reference, reference
+
+
+def judge_values(cases: dict) -> None:
+    """Each stage has the gradient of the mean over all samples. ``cases``: of one kind, by rank."""
+    size, kind = len(cases), cases[0]["kind"]
+    truth = reference(kind, size)
+    # Gradients go from the last rank to the first: the first mistake on their way is the cause.
+    for rank in reversed(range(size)):
+        gradient = cases[rank]["gradient"]
+        what = f"on stage {rank} the gradient of the mean over the batch, {cases[rank]['M']} micro-batches"
+        if any(part is None for part in gradient):
+            raise Wrong(
+                "no-gradient", rank, what, "parameters whose grad is None",
+                "Did a backward pass go through this stage? The first tensor to call backward on is its output.",
+                "On the last rank loss.backward(), on the others output.backward(gradient), with what was received.",
+            )  # fmt: skip
+        _judge_gradient([value for part in gradient for value in part], truth, rank, what, cases)
+
+
+def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> None:
+    """The gradient as a sum of those of the micro-batches: how much of each is in it?"""
+    import torch
+
+    each = torch.stack([gradients[rank] for gradients in truth.gradients], dim=1)
+    came, shares = torch.tensor(gradient, dtype=torch.float64), torch.tensor(truth.shares, dtype=torch.float64)
+    if _same(came, each @ shares, each):
+        return
+    if not came.isfinite().all():
+        _tell_mixed_up(rank, what, cases)
+    parts = torch.linalg.lstsq(each, came.unsqueeze(1), driver="gelsd").solution.flatten()
+    if not _same(each @ parts, came, each):
+        _tell_mixed_up(rank, what, cases)
+    count, times = len(shares), (parts / shares).tolist()
+    near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]
+    zero, ones, two, all_of_them, fraction = near
+    if all(zero):
+        raise Wrong("no-gradient", rank, what, "zeros", "What does the rank behind send back?")
+    if any(zero):
+        lost = ", ".join(str(m) for m in range(count) if zero[m])
+        raise Wrong(
+            "microbatch-lost", rank, what, f"nothing of micro-batch {lost}",
+            "Gradients of micro-batches add up in parameter.grad: is it set to zero or written over in between?",
+            "As many backward passes as forward passes: does the loop reach the last one?",
+        )  # fmt: skip
+    if count > 1 and all(all_of_them):
+        raise Wrong(
+            "not-averaged", rank, what, f"{count} times as much: the sum of the means of the micro-batches",
+            "backward() adds to parameter.grad. What does it add up to after all micro-batches?",
+            "Before backward() scale each loss by len(x) / (samples of the whole batch).",
+        )  # fmt: skip
+    if count > 1 and all(fraction):
+        raise Wrong(
+            "averaged-twice", rank, what, f"1/{count} of it: divided by the number of micro-batches once too often",
+            "Who divides by the number of micro-batches? Count all the places.",
+            "The shares of the micro-batches add up to 1: scale each loss by its share, and nothing else by anything.",
+        )  # fmt: skip
+    if max(parts) - min(parts) < 1e-6 and max(shares) > min(shares):
+        raise Wrong(
+            "unweighted", rank, what, "each micro-batch counts alike, although the last one is smaller",
+            "Should the sample of a small micro-batch count more than another?",
+            "Scale each loss by len(x) / (samples of the whole batch), not by 1 / (number of micro-batches).",
+        )  # fmt: skip
+    if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
+        raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", "One backward pass for each.")
+    said = ", ".join(f"{value:.3g}" for value in times)
+    raise Wrong(
+        "scaled", rank, what, f"micro-batches {said} times", "By what is each loss scaled? The shares sum to 1."
+    )
+
+
+def _tell_mixed_up(rank: int, what: str, cases) -> None:
+    mine, behind = backwards_of(cases[rank]), backwards_of(cases.get(rank + 1, cases[rank]))
+    if mine != behind:
+        raise Wrong(
+            "backward-order", rank, what,
+            f"something else: backward passes in the order {_listed(mine)}, and on rank {rank + 1} {_listed(behind)}",
+            "The rank behind sends a gradient: of which micro-batch? And which output does this rank use it for?",
+            "Messages from one rank come in the order in which they were sent: let all ranks go through the "
+            "micro-batches in the same order.",
+        )  # fmt: skip
+    raise Wrong(
+        "mixed-up", rank, what, "something else: no sum of the gradients of the micro-batches",
+        "Do the tensors of a backward pass belong to one micro-batch: its input, its output, its target, its gradient?",
+        "Keep input and output of micro-batch m under the number m until its backward pass.",
+    )  # fmt: skip
+
+
+def _same(a, b, each) -> bool:
+    return bool((a - b).abs().max() <= 1e-9 * (1e-3 + each.abs().max()))
+
+
+def backwards_of(case) -> list:
+    return [which for kind, which, *_ in case["log"] if kind == "B"]
+
+
+def _listed(microbatches) -> str:
+    return " ".join(map(str, microbatches))

@@ -1,0 +1,289 @@
+"""Lesson 07: steps of a pipeline, judged by values, by who does what when, by messages, and by what autograd keeps."""
+
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.lessons.l07.judge_gradients import backwards_of, judge_values
+from dtlib.lab.lessons.l07.observe_stages import LONG, make_batch, reference, width
+from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
+
+NUMBER = 8  # bytes of a float64
+SPARE = 128  # bytes of a message, for what may travel beside the tensor
+
+
+def judge_mend(observations) -> None:
+    """Gradients of the mean over the batch on every stage, in four micro-batches."""
+    cases = _of_number(observations, 0)
+    _judge_errors(cases)
+    _judge_forwards(cases)
+    judge_values(cases)
+
+
+def judge_gpipe(observations) -> None:
+    """All forward passes, then all backward passes; each result is sent on before the next micro-batch."""
+    for number in range(max(map(len, observations))):
+        cases = _of_number(observations, number)
+        _judge_step(cases)
+        for rank, case in cases.items():
+            kinds = "".join(kind for kind, _ in _actions(case))
+            if "BF" in kinds:
+                raise Wrong(
+                    "not-all-forward-first", rank, "all forward passes, then all backward passes", _words(case),
+                    "The clock of GPipe: which pass may begin only when the last micro-batch has gone forward?",
+                    "Two loops, one after the other: one over forward passes, one over backward passes.",
+                )  # fmt: skip
+        _judge_messages(cases)
+
+
+def judge_1f1b(observations) -> None:
+    """No more micro-batches in flight than there are ranks from here to the last, and no slower than 1F1B."""
+    for number in range(max(map(len, observations))):
+        cases = _of_number(observations, number)
+        _judge_step(cases)
+        _judge_in_flight(cases)
+        _judge_makespan(cases)
+        _judge_messages(cases)
+
+
+def _of_number(observations, number: int) -> dict:
+    """What ranks saw in one case, by rank; who had given up before is left out."""
+    return {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
+
+
+def _actions(case) -> list[tuple]:
+    return [entry for entry in case["log"] if entry[0] in ("F", "B")]
+
+
+def _words(case) -> str:
+    """``F0 F1 B0``; ``F?`` where the input belongs to no micro-batch."""
+    names = (f"{kind}{'?' if microbatch is None else microbatch}" for kind, microbatch in _actions(case))
+    return " ".join(names) or "nothing"
+
+
+def _judge_step(cases) -> None:
+    _judge_places(cases)
+    _judge_errors(cases)
+    _judge_forwards(cases)
+    judge_values(cases)
+    _judge_backwards(cases)
+    _judge_loss(cases)
+    _judge_waits(cases)
+
+
+def _judge_places(cases) -> None:
+    """What no rank should do, whether it came through or not."""
+    last = max(cases)
+    for rank, case in cases.items():
+        others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}
+        if others:
+            raise Wrong(
+                "collective-inside", rank, "send and recv alone", ", ".join(sorted(others)),
+                "A stage talks to its two neighbours: to nobody else.", "Use comm.send and comm.recv.",
+            )  # fmt: skip
+        if rank < last and any(entry[0] == "L" for entry in case["log"]):
+            raise Wrong(
+                "loss-elsewhere", rank, f"loss_fn on rank {last} alone", f"a call of loss_fn on rank {rank}",
+                "Who has the output of the whole model?",
+                "With more than two ranks there are some in the middle: they are neither first nor last, and "
+                "receive and send in both directions.",
+            )  # fmt: skip
+        neighbours = (rank - 1, rank + 1)
+        far = next((dest for name, dest, *_ in case["log"] if name == "send" and dest not in neighbours), None)
+        if far is not None:
+            raise Wrong(
+                "not-a-neighbour", rank, "messages to neighbours", f"one to rank {far}",
+                "Activations go to rank + 1, gradients to rank - 1.",
+            )  # fmt: skip
+    for rank, case in sorted(cases.items()):
+        if ("F", None) in case["log"] or ("R", None) in case["log"]:
+            raise Wrong(
+                "other-input", rank, "inputs that are the outputs of the stage before", "an input with other values",
+                "Has the message arrived when the stage computes? And is it what the stage before gave?",
+                "comm.recv(inputs[m], comm.rank - 1), then stage(inputs[m]).",
+            )  # fmt: skip
+
+
+def _judge_errors(cases) -> None:
+    failed = [(case["waited"], rank) for rank, case in cases.items() if "error" in case]
+    if not failed:
+        return
+    waited, rank = min(failed)  # who raised before who waited for it
+    case = cases[rank]
+    kind, came = case["kind"], f"{case['error']} ({_described(case)}; so far: {_words(case)})"
+    if not waited and "NoneType" in case["error"]:
+        raise Wrong(
+            "no-input-gradient", rank, "the gradient of what this rank has received", came,
+            "A tensor that has come in a message is not part of a graph. Who wants its gradient must say so first.",
+            "x.requires_grad_() before stage(x); after the backward pass x.grad is what the rank before waits for.",
+        )  # fmt: skip
+    if waited and kind == "long":
+        raise Wrong(
+            "long-messages", rank, f"no hang with micro-batches of {LONG:,} samples", came,
+            "Short messages leave at once, long ones wait until somebody receives them. Does the rank that should "
+            "receive this one send, at that moment, too?",
+            "Find the two neighbours that wait for one another: both stand in a send, or each in a recv for a "
+            "micro-batch that the other sends later.",
+            "Send with async_op=True, keep the handles, and wait for them at the end: handle.wait().",
+        )  # fmt: skip
+    if kind == "few":
+        raise Wrong(
+            "few-microbatches", rank, f"a step with {case['M']} micro-batches on {len(cases)} ranks", came,
+            "There may be fewer micro-batches than ranks.",
+            "The number of forward passes that come first is at most the number of micro-batches.",
+        )  # fmt: skip
+    if kind == "uneven":
+        raise Wrong(
+            "uneven", rank, "a step whose last micro-batch is smaller", came,
+            "Micro-batches need not be equal: which size does the code take for granted?",
+            "Receive activations into inputs[m], and gradients into torch.empty_like(output) of micro-batch m.",
+        )  # fmt: skip
+    if waited:
+        raise Wrong(
+            "waited", rank, "a send for every receive", came,
+            "Read from this rank on: what does it wait for, who should send it, and what does that rank wait for?",
+            "Forward: receive from rank - 1, compute, send to rank + 1. Backward: receive from rank + 1, compute, send "
+            "to rank - 1. Rank 0 and the last rank leave out what has no neighbour.",
+        )  # fmt: skip
+    raise Wrong(
+        "raised", rank, "no error", came,
+        "The passes so far tell where it happened. Rank 0 has nobody before it, and the last rank nobody behind it.",
+    )  # fmt: skip
+
+
+def _described(case) -> str:
+    return f"{case['M']} micro-batch{'es' * (case['M'] > 1)}, case {case['kind']!r}"
+
+
+def _judge_forwards(cases) -> None:
+    """Each micro-batch goes forward once on every stage, with the values that the stage before gave."""
+    for rank, case in sorted(cases.items()):
+        forwards = [microbatch for kind, microbatch in _actions(case) if kind == "F"]
+        expected = f"{case['M']} forward passes through the stage, one for each micro-batch"
+        if not forwards:
+            raise Wrong(
+                "no-forward", rank, expected, "none", "Where is stage(x) called?",
+                "for m, x in enumerate(inputs): receive into x (but on rank 0), output = stage(x), send it on.",
+            )  # fmt: skip
+        if "all" in forwards and case["M"] > 1:
+            raise Wrong(
+                "no-microbatches", rank, expected, "one, with the whole batch",
+                "The values are the same. But what do the other ranks do meanwhile?",
+                "Let each micro-batch pass the stage by itself.",
+            )  # fmt: skip
+        if len(forwards) != case["M"] or set(forwards) != set(range(case["M"])):
+            if None in forwards:
+                raise Wrong(
+                    "other-microbatches", rank, expected, f"{len(forwards)} with other samples",
+                    f"The batch is cut into {case['M']} micro-batches: is that number still there?",
+                )  # fmt: skip
+            raise Wrong(
+                "forward-count", rank, expected, _words(case), "Does each micro-batch pass the stage, once?",
+                "Who computes a pass again before it goes backward, computes the first one under torch.no_grad().",
+            )  # fmt: skip
+
+
+def _judge_backwards(cases) -> None:
+    for rank, case in sorted(cases.items()):
+        if sorted(backwards_of(case)) != list(range(case["M"])):
+            expected = f"{case['M']} backward passes through the stage, one for each micro-batch"
+            raise Wrong("backward-count", rank, expected, _words(case), "Call backward once for each micro-batch.")
+
+
+def _judge_loss(cases) -> None:
+    last = max(cases)
+    truth = reference(cases[last]["kind"], len(cases))
+    expected = sum(loss * share for loss, share in zip(truth.losses, truth.shares, strict=True))
+    came = cases[last]["loss"]
+    what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
+    if came is None:
+        raise Wrong("no-loss", last, what, "no number", "Add up the scaled losses, and return the sum.")
+    if not abs(came - expected) <= 1e-9:  # NaN is wrong, too
+        raise Wrong(
+            "other-loss", last, what, f"{came:.6g}",
+            "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
+        )  # fmt: skip
+
+
+def _judge_waits(cases) -> None:
+    for rank, case in sorted(cases.items()):
+        open_, started = case["sends"]
+        if open_:
+            raise Wrong(
+                "not-waited", rank, "a wait() for each send that is started with async_op=True",
+                f"{open_} of {started} sends that nobody waits for ({_described(case)})",
+                "The values are right. But when may a tensor that is being sent be changed, or its memory used again?",
+                "Keep the handles in a list, and at the end: for handle in sending: handle.wait().",
+            )  # fmt: skip
+
+
+def _judge_messages(cases) -> None:
+    """One message for each micro-batch and direction, sent before anything else is begun."""
+    size = len(cases)
+    samples = sum(len(x) for x in make_batch(cases[0]["kind"], size)[0])
+    for rank, case in cases.items():
+        for what, dest, edge in (("activations", rank + 1, rank + 1), ("gradients", rank - 1, rank)):
+            if not 0 <= dest < size:
+                continue
+            sizes = [entry[2] for entry in case["log"] if entry[0] == "send" and entry[1] == dest]
+            expected = f"{case['M']} messages with {what} from rank {rank} to rank {dest}"
+            if len(sizes) < case["M"]:
+                raise Wrong(
+                    "whole-batch", rank, expected, f"{len(sizes)}",
+                    f"What can rank {dest} do while it waits for all micro-batches together?",
+                    "Send each result by itself, as soon as it is there.",
+                )  # fmt: skip
+            wanted = samples * width(edge) * NUMBER
+            if len(sizes) > 3 * case["M"] or sum(sizes) > wanted + SPARE * case["M"]:
+                raise Wrong(
+                    "bytes", rank, f"{expected}, {wanted:,} bytes in all", f"{len(sizes)}, {sum(sizes):,} bytes",
+                    f"The values are right, but more travels than {what}, or in more pieces.",
+                )  # fmt: skip
+            _judge_promptness(case, "F" if dest > rank else "B", rank, dest)
+
+
+def _judge_promptness(case, kind: str, rank: int, dest: int) -> None:
+    """Results of F, or of B, have left when the next F or B begins: the simulation takes that for granted."""
+    begun = sent = 0
+    for entry in case["log"]:
+        sent += entry[:2] == ("send", dest)
+        if entry[0] in ("F", "B"):
+            if sent < begun:
+                raise Wrong(
+                    "sent-late", rank, f"what {kind} gives is sent to rank {dest} before the next pass begins",
+                    f"{entry[0]}{entry[1]} begins when {sent} of {begun} are sent",
+                    f"Rank {dest} could be at work already.", "Send right after you have computed.",
+                )  # fmt: skip
+            begun += entry[0] == kind
+
+
+def _judge_in_flight(cases) -> None:
+    size = len(cases)
+    for rank, case in cases.items():
+        most = min(size - rank, case["M"])
+        peak = peak_activations([[Action(rank, *action) for action in _actions(case)]])[0]
+        expected = f"at most {most} micro-batches in flight on rank {rank} of {size}"
+        if peak > most:
+            raise Wrong(
+                "too-many-activations", rank, expected, f"{peak}: {_words(case)}",
+                "The values are right. But when does the first backward pass come?",
+                "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
+            )  # fmt: skip
+        if case["peak"] > most:
+            raise Wrong(
+                "activations-kept", rank, expected, f"autograd keeps activations of {case['peak']}: {_words(case)}",
+                "The order is right. What still holds on to activations after their backward pass?",
+                "Without retain_graph=True a backward pass lets go of them.",
+            )  # fmt: skip
+
+
+def _judge_makespan(cases) -> None:
+    """The order that was observed, timed by ``simulate``: with B = 2 F it takes no longer than 1F1B."""
+    size, count = len(cases), cases[0]["M"]
+    observed = simulate([[Action(rank, *action) for action in _actions(cases[rank])] for rank in range(size)])
+    best = simulate(one_f_one_b(size, count))
+    if observed.makespan > best.makespan:
+        rank = next(r for r in range(size) if observed.bubble_of_ranks[r] > best.bubble_of_ranks[r])
+        raise Wrong(
+            "bubble", rank, f"a bubble of {best.bubble:.0%} with {count} micro-batches, as in 1F1B",
+            f"{observed.bubble:.0%}: on this rank {_words(cases[rank])}",
+            "Few activations, but ranks wait. How many micro-batches must be under way for all ranks to have work?",
+            "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
+        )  # fmt: skip

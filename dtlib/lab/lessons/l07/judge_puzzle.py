@@ -1,0 +1,222 @@
+"""Lesson 07, without ranks: the schedule puzzle. Orders typed by hand are judged by ``validate`` and scored by
+``simulate`` against par, the shortest time that there is."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from dtlib.lab.checks.checks import Exercise, Wrong
+from dtlib.schedule import Action, ScheduleError, draw, peak_activations, simulate, validate
+
+STAGES, MICROBATCHES = 4, 8
+HALVES = ("F", "I", "W")
+TOKEN = re.compile(r"(\d*)([FBIW])(\d+)(?:-(\d+))?", re.ASCII)
+LABEL = re.compile(r"\s*(?:rank\s*(\d+)\s*:?|(\d+)\s*:)(?=\s)", re.ASCII | re.IGNORECASE)
+CELLS = 34  # of a drawing side by side, so that it fits into a notebook
+HOW = 'Write a line a rank, such as "F0-3 B0 F4 B1": a kind, a micro-batch, or a range of them.'
+
+
+@dataclass(frozen=True)
+class Level:
+    """At most ``activations`` on any rank; ``kinds`` are F and B, or F, I and W. ``par`` is proven in the tests."""
+
+    name: str
+    activations: int
+    par: int
+    kinds: tuple = ("F", "B")
+    hints: tuple = ()
+
+
+LEVELS = {
+    1: Level("puzzle", 8, 33, hints=(
+        "The last rank is the one that can be busy without a break: does it wait between two of its actions?",
+        "All forward passes, then all backward passes, on every rank.",
+    )),
+    2: Level("puzzle_2", 4, 33, hints=(
+        "Where two actions could come next, which one is another rank waiting for?",
+        "A rank that has done as many forward passes as there are ranks from it to the last should go on with a "
+        "backward pass.",
+        "Rank r begins with 4 - r forward passes; then a backward and a forward pass in turn.",
+    )),
+    3: Level("puzzle_3", 3, 39, hints=(
+        "How long is it from F0 to the end of B0 on rank 0? So long it keeps an activation, and it has room for three.",
+        "Rank 0 begins with three F and then has B and F in turn; rank 3 has F and B in turn. Ranks 1 and 2 may hold "
+        "three as well: an F that comes early there keeps rank 3 busy.",
+        "Rank 2 is F0-2 B0-2 F3 F4 B3 F5 B4 B5 F6 F7 B6 B7. What can rank 1 be?",
+    )),
+    4: Level("puzzle_4", 4, 27, HALVES, hints=(
+        "The rank before waits for I alone: can W come later, where its rank would be idle?",
+        "Rank 0 has no time to lose at the end of I7: its W can wait, but not so long that a fifth activation is kept.",
+        "Begin with 1F1B, write I for B, and on rank r put the W of a micro-batch after r more I.",
+    )),
+}  # fmt: skip
+
+
+# What is observed
+
+
+def observe(answer, comm=None):
+    """The answer as lines of text, one a rank; a description where it is neither text nor lists."""
+    if isinstance(answer, str):
+        lines = answer.splitlines()
+    elif isinstance(answer, dict):
+        lines = [answer[key] for key in sorted(answer, key=str)]
+    elif isinstance(answer, (list, tuple)):
+        lines = answer
+    else:
+        return f"{answer!r:.60}"
+    of_rank = {}
+    for line in lines:
+        line = " ".join(map(str, line)) if isinstance(line, (list, tuple)) else str(line)
+        label, words = LABEL.match(line), _words(LABEL.sub("", line))
+        if words:
+            rank = int(label[1] or label[2]) if label else len(of_rank)
+            of_rank[rank] = f"{of_rank.get(rank, '')} {words}".strip()
+    return [of_rank[rank] for rank in sorted(of_rank)]
+
+
+def _words(line: str) -> str:
+    """The actions alone, without comments and without what ``draw`` puts between them: a drawing may be pasted."""
+    return " ".join(word for word in re.split(r"[\s,;]+", re.sub(r"#.*", "", line)) if word.strip("-."))
+
+
+def actions_of(lines: list[str]) -> list[list[Action]]:
+    """``["F0-1 B0 B1", ...]`` as a schedule: rank r has stage r. Raises ``Wrong`` for what cannot be read."""
+    schedule = []
+    for rank, line in enumerate(lines):
+        actions = []
+        for word in line.split():
+            match = TOKEN.fullmatch(word.upper())
+            if not match:
+                came = f"`{word}`"
+                raise Wrong("unreadable", rank, "words such as F0, B3, or F0-3 for four of them", came, HOW)
+            stage, kind, first, last = match.groups()
+            if stage and int(stage) != rank:
+                raise Wrong(
+                    "other-stage", rank, f"actions of stage {rank}, which lives on rank {rank}", f"`{word}`",
+                    "The number in front is the stage, and can be left out.",
+                )  # fmt: skip
+            first, last = int(first), int(last or first)
+            step = 1 if last >= first else -1
+            # Whoever writes F0-999999999 shall be told so, and not wait for it.
+            for microbatch in range(first, last + step, step)[: 2 * MICROBATCHES]:
+                actions.append(Action(rank, kind, microbatch))
+        schedule.append(actions)
+    return schedule
+
+
+# How it is judged
+
+
+def picture(observations) -> str:
+    """What was typed, drawn, wherever ranks could carry it out."""
+    try:
+        rows = draw(simulate(actions_of(observations[0]))).splitlines()
+    except (Wrong, ScheduleError):
+        return ""
+    # "rank 0  F0 F1 ..", a cell of three letters each; what is longer goes on below.
+    width = 3 * CELLS
+    begins = range(8, max(map(len, rows)), width)
+    return "\n\n".join("\n".join((row[:8] + row[at : at + width]).rstrip() for row in rows) for at in begins)
+
+
+def exercise(level: int) -> Exercise:
+    """The exercise for a level; it needs no ranks."""
+    rules = LEVELS[level]
+    return Exercise(rules.name, observe, lambda seen: _judge(rules, seen[0]), picture, needs_ranks=False)
+
+
+def _judge(level: Level, lines) -> str:
+    """Complete, in order, free of deadlock, within memory, and as fast as can be; the score."""
+    if isinstance(lines, str):
+        raise Wrong("unreadable", None, f"{level.name}: text with a line a rank, or a list of lines", lines, HOW)
+    if len(lines) != STAGES:
+        raise Wrong("ranks", None, f"{STAGES} lines, one a rank", f"{len(lines)} lines", HOW)
+    schedule = actions_of(lines)
+    _judge_complete(level, schedule)
+    _judge_order(schedule)
+    return _judge_score(level, schedule)
+
+
+def _judge_complete(level: Level, schedule) -> None:
+    """Every rank does each kind of each micro-batch once."""
+    for rank, actions in enumerate(schedule):
+        times = Counter(actions)
+        other = next((action for action in times if action.kind not in level.kinds), None)
+        if other:
+            kinds = f"only {', '.join(level.kinds)} in this level"
+            raise Wrong("other-kind", rank, kinds, _short(other), "I and W are the two halves of B.")
+        wanted = {Action(rank, kind, microbatch) for microbatch in range(MICROBATCHES) for kind in level.kinds}
+        unknown = next((action for action in times if action not in wanted), None)
+        if unknown:
+            numbers = f"micro-batches 0 to {MICROBATCHES - 1}"
+            raise Wrong("unknown-microbatch", rank, numbers, _short(unknown), "They are counted from 0.")
+        twice = next((action for action in times if times[action] > 1), None)
+        if twice:
+            came = f"{_short(twice)} {times[twice]} times"
+            raise Wrong("twice", rank, "each action once", came, f"Leave one {_short(twice)} out: is it in a range?")
+        missing = sorted(wanted - set(times), key=lambda action: (level.kinds.index(action.kind), action.microbatch))
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            came = f"without {', '.join(map(_short, missing[:3]))}{more}"
+            expected = f"{', '.join(level.kinds)} of all {MICROBATCHES} micro-batches"
+            raise Wrong("missing-action", rank, expected, came, f"Each rank does {_all_kinds(level)} of all of them.")
+
+
+def _judge_order(schedule) -> None:
+    """``validate`` says what is wrong with an order; here it only gets its name."""
+    said = _said_of(schedule)
+    if not said:
+        return
+    for rank, actions in enumerate(schedule):
+        place = {action: i for i, action in enumerate(actions)}
+        for action in actions:
+            before = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
+            need = before and Action(rank, before, action.microbatch)
+            if need and place[need] > place[action]:
+                raise Wrong(
+                    "before-its-forward" if before == "F" else "before-its-half", rank,
+                    f"{_short(need)} before {_short(action)}", f"{_short(action)} first", said,
+                )  # fmt: skip
+    raise Wrong(
+        "deadlock", None, "orders that ranks can carry out together", said,
+        "Each rank is in order by itself. But what does each wait for, and who would have to give it?",
+        "If one rank does F1 before the backward pass of micro-batch 0, so must every rank before it: what it needs "
+        "for F1 comes from there.",
+    )  # fmt: skip
+
+
+def _judge_score(level: Level, schedule) -> str:
+    simulation, peaks = simulate(schedule), peak_activations(schedule)
+    most = max(peaks)
+    score = (
+        f"makespan {simulation.makespan:g}, par {level.par}; bubble {simulation.bubble:.0%}; "
+        f"{most} activation{'s' * (most > 1)}"
+    )
+    if most > level.activations:
+        rank = peaks.index(most)
+        raise Wrong(
+            "too-many-activations", rank, f"at most {level.activations} activations on any rank",
+            f"{most} on this one ({score})",
+            f"An activation is kept from F to the end of {level.kinds[-1]}: read the line from the left and count.",
+            f"After {level.activations} forward passes a {level.kinds[-1]} must come before the next one.",
+        )  # fmt: skip
+    if simulation.makespan > level.par:
+        raise Wrong("over-par", None, f"makespan {level.par} (par), with this many activations", score, *level.hints)
+    return f"{score[0].upper()}{score[1:]}."
+
+
+def _said_of(schedule) -> str:
+    try:
+        validate(schedule, STAGES, MICROBATCHES, lookahead=None)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def _all_kinds(level: Level) -> str:
+    return f"{', '.join(level.kinds[:-1])} and {level.kinds[-1]}"
+
+
+def _short(action: Action) -> str:
+    return f"{action.kind}{action.microbatch}"

@@ -1,0 +1,242 @@
+"""The figures of lesson 08, each with its text."""
+
+from itertools import groupby, pairwise
+
+from dtlib.lab.pictures import RANK_COLOURS, _print_table, rank_colour
+from dtlib.world.mesh import coordinates_of, rank_of, shape_of
+
+_HATCHES = ("//", "..", "\\\\", "xx", "--", "++", "oo", "**")
+
+
+def cuts(ranks: int = 4) -> None:
+    """Y = X A by columns and by rows: who has what of X, A and Y."""
+    import matplotlib.pyplot as plt
+
+    figure, rows = plt.subplots(2, 1, figsize=(8.5, 5.2))
+    drawn = {
+        "by columns": (("whole", "on every rank"), ("columns", "part r of the columns"), ("columns", "part r of Y")),
+        "by rows": (("columns", "part r of the columns"), ("rows", "part r of the rows"), ("sum", "a summand a rank")),
+    }
+    for axes, (name, matrices) in zip(rows, drawn.items(), strict=True):
+        sizes = {"X": (2.2, 1.6), "A": (2.8, 2.2), "Y": (2.8, 1.6)}
+        left = 0.0
+        for (letter, (width, height)), (cut, whose) in zip(sizes.items(), matrices, strict=True):
+            _matrix(axes, left, width, height, cut, ranks)
+            axes.text(left + width / 2, -1.45, f"{letter}: {whose}", ha="center", fontsize=9)
+            left += width + 1.4
+            if letter != "Y":
+                axes.text(left - 0.7, 0, "=" if letter == "A" else "times", ha="center", va="center")
+        axes.set(xlim=(-0.2, left), ylim=(-1.8, 1.6), aspect="equal", title=name)
+        axes.axis("off")
+    figure.tight_layout()
+    plt.show()
+    table = [
+        ("by columns", "whole", "columns", "columns of Y", "nothing", "all_reduce"),
+        ("by rows", "columns", "rows", "a summand of Y", "all_reduce", "nothing"),
+    ]
+    headers = ("cut", "X on a rank", "A on a rank", "a rank computes", "for the whole Y, or a part", "gradient of X")
+    _print_table(table, headers)
+
+
+def _matrix(axes, left, width, height, cut, ranks) -> None:
+    """A rectangle around y = 0: whole, in parts of one colour and hatch a rank, or one behind the other."""
+    outline = {"edgecolor": "white", "lw": 1}
+    if cut == "whole":
+        axes.add_patch(_box(left, -height / 2, width, height, facecolor="lightgrey", **outline))
+    for rank in range(ranks if cut != "whole" else 0):
+        style = {"facecolor": rank_colour(rank), "hatch": _HATCHES[rank % len(_HATCHES)], **outline}
+        if cut == "columns":
+            x, y, w, h = left + rank * width / ranks, -height / 2, width / ranks, height
+        elif cut == "rows":
+            x, y, w, h = left, height / 2 - (rank + 1) * height / ranks, width, height / ranks
+        else:
+            x, y, w, h = left + 0.14 * rank, -height / 2 + 0.14 * rank, width, height
+            style["zorder"] = ranks - rank
+        axes.add_patch(_box(x, y, w, h, **style))
+        label = {"ha": "center", "va": "center", "fontsize": 9, "bbox": {"facecolor": "white", "pad": 1.5, "lw": 0}}
+        if cut != "sum":
+            axes.text(x + w / 2, y + h / 2, f"{rank}", **label)
+    if cut == "sum":
+        axes.text(left + width / 2, 0, " + ".join(f"{rank}" for rank in range(ranks)), zorder=ranks + 1, **label)
+
+
+def _box(x, y, width, height, **style):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, **style)
+
+
+def groups_of(axis: str, shape: dict[str, int]) -> list[list[int]]:
+    """The ranks that talk with each other along an axis of a mesh, group by group."""
+    ranks = 1
+    for size in shape.values():
+        ranks *= size
+    firsts = [rank for rank in range(ranks) if coordinates_of(rank, shape)[axis] == 0]
+    along = range(shape[axis])
+    return [[rank_of(coordinates_of(first, shape) | {axis: place}, shape) for place in along] for first in firsts]
+
+
+def mesh(**axes: int) -> None:
+    """Ranks on their grid, once for each axis (three at most): who is joined with whom along it."""
+    import math
+
+    import matplotlib.pyplot as plt
+
+    shape = shape_of(axes, math.prod(axes.values()))
+    places = {rank: _place(rank, shape) for rank in range(math.prod(shape.values()))}
+    wide, high = (max(place[i] for place in places.values()) for i in (0, 1))
+    size = (min(11, (0.7 * wide + 1.6) * len(shape)), 0.7 * high + 1.9)
+    figure, panels = plt.subplots(1, len(shape), figsize=size, squeeze=False)
+    rows = []
+    for axis, panel in zip(shape, panels[0], strict=True):
+        for group in groups_of(axis, shape):
+            for one, other in pairwise(group):
+                _join(panel, places[one], places[other])
+        for rank, (x, y) in places.items():
+            circle = {"marker": "o", "s": 480, "facecolors": "white", "edgecolors": rank_colour(rank), "linewidths": 3}
+            panel.scatter([x], [-y], zorder=3, **circle)
+            panel.text(x, -y, f"{rank}", ha="center", va="center", zorder=4)
+        above = 1.1 if len(shape) > 2 else 0.6  # room for arcs
+        panel.set(title=axis, xlim=(-0.6, wide + 0.6), ylim=(-high - 0.6, above), aspect="equal")
+        panel.axis("off")
+        groups = "  ".join("-".join(map(str, group)) for group in groups_of(axis, shape))
+        rows.append((axis, shape[axis], groups))
+    figure.tight_layout()
+    plt.show()
+    _print_table(rows, ("axis", "size", "ranks that talk with each other along it"))
+
+
+def _place(rank: int, shape: dict[str, int]) -> tuple[float, float]:
+    """The last axis goes to the right, the one before it down, a third one to the right again, with a gap."""
+    *rest, y, x = (0, *coordinates_of(rank, shape).values())
+    return x + sum(rest) * (list(shape.values())[-1] + 0.6), y
+
+
+def _join(panel, one, other) -> None:
+    """A thick line; an arc where others stand between."""
+    from matplotlib.patches import FancyArrowPatch
+
+    apart = abs(one[0] - other[0]) + abs(one[1] - other[1])
+    ends = {"posA": (one[0], -one[1]), "posB": (other[0], -other[1])}
+    bend = f"arc3,rad={-0.35 if apart > 1.2 else 0}"
+    panel.add_patch(FancyArrowPatch(**ends, connectionstyle=bend, arrowstyle="-", lw=5, color="darkgrey", zorder=1))
+
+
+def bytes_of_axes(sent: dict[str, int], title: str = "") -> None:
+    """Bytes that a rank sends in a step along each axis, as bars; ``sent`` maps an axis to bytes."""
+    import matplotlib.pyplot as plt
+
+    names, most = list(sent), max(sent.values())
+    _, axes = plt.subplots(figsize=(7, 0.5 * len(names) + 1.1))
+    for number, count in enumerate(sent.values()):
+        style = {"color": RANK_COLOURS[number], "hatch": _HATCHES[number], "edgecolor": "white", "lw": 0}
+        axes.barh(number, count, 0.6, **style)
+        axes.text(count + 0.01 * most, number, _readable(count), va="center")
+    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1.25 * most), title=title, xticks=[])
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    plt.show()
+    if title:
+        print(title)
+    least = min(sent.values())
+    rows = [(name, _readable(count), f"{count / least:.3g}") for name, count in sent.items()]
+    _print_table(rows, ("axis", "a rank sends in a step", "times the least"))
+
+
+def _readable(count: float) -> str:
+    size, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= s or s == 1)
+    return f"{count / size:.3g} {unit}"
+
+
+# The rewired graph of a Replicator
+
+# Operations that compute nothing: other views of a tensor, other names for it.
+_VIEWS = {
+    "t", "view", "detach", "slice", "split_with_sizes", "unbind", "alias", "expand", "_to_copy", "reshape",
+    "transpose", "unsqueeze", "squeeze", "full_like", "ones_like", "clone", "stack", "lift_fresh_copy",
+}  # fmt: skip
+
+
+def steps_of(graph) -> list[tuple]:
+    """What a rewired graph does, in order: ("replica", number, operation), ("exchange", text) or ("variables", n).
+
+    Operations that only give a tensor another shape or name are left out.
+    """
+    variables = {node.target for node in graph.module.graph.nodes if node.op == "get_attr" and node.users}
+    trained = {name for name in variables if getattr(graph.module, name).requires_grad}
+    steps = [("variables", len(trained))]
+    for node in graph.module.graph.nodes:
+        if "exchange" in node.meta:
+            steps.append(("exchange", node.meta["exchange"]))
+        elif node.op == "call_function" and "replica" in node.meta:
+            name = getattr(node.target, "__name__", f"{node.target}").partition(".")[0]
+            if name not in _VIEWS and name != "getitem":
+                steps.append(("replica", node.meta["replica"], name.strip("_")))
+    return steps
+
+
+def rewired(graph) -> None:
+    """The graph of all replicas from top to bottom: a column a replica, and bars where they exchange."""
+    import matplotlib.pyplot as plt
+
+    steps = steps_of(graph)
+    replicas = graph.replicas
+    bands = [list(band) for _, band in groupby(steps, key=lambda step: step[0])]
+    heights = [_height(band, replicas) for band in bands]
+    figure, axes = plt.subplots(figsize=(2.6 * replicas + 0.6, 0.33 * sum(heights) + 0.8))
+    top = 0
+    for band, height in zip(bands, heights, strict=True):
+        if band[0][0] == "replica":
+            for replica in range(replicas):
+                for line, name in enumerate(_names(band, replica)):
+                    _operation(axes, replica, top + line, name)
+        for line, step in enumerate(band):
+            if step[0] == "variables":
+                _bar(axes, replicas, top + line, f"{step[1]} variables, shared by all replicas", "white")
+            elif step[0] == "exchange":
+                _bar(axes, replicas, top + line, step[1], "lightgrey")
+        top += height
+    for replica in range(replicas):
+        axes.text(replica, -0.75, f"replica {replica}", ha="center", color=rank_colour(replica), weight="bold")
+    axes.set(xlim=(-0.6, replicas - 0.4), ylim=(top - 0.4, -1.2))
+    axes.axis("off")
+    figure.tight_layout()
+    plt.show()
+    _print_rewired(bands, replicas)
+
+
+def _names(band, replica: int) -> list[str]:
+    return [step[2] for step in band if step[1] == replica]
+
+
+def _height(band, replicas: int) -> int:
+    """Lines that it takes: of the replica that does most, or one an exchange."""
+    return max(len(_names(band, r)) for r in range(replicas)) if band[0][0] == "replica" else len(band)
+
+
+def _operation(axes, replica: int, y: float, name: str) -> None:
+    frame = {"facecolor": "white", "edgecolor": rank_colour(replica), "boxstyle": "round,pad=0.2", "lw": 1.5}
+    axes.text(replica, y, name, ha="center", va="center", fontsize=8, bbox=frame, zorder=3)
+    axes.plot([replica, replica], [y - 0.5, y + 0.5], color=rank_colour(replica), lw=1, zorder=1)
+
+
+def _bar(axes, replicas: int, y: float, text: str, colour: str) -> None:
+    axes.add_patch(_box(-0.5, y - 0.38, replicas, 0.76, facecolor=colour, edgecolor="black", zorder=2))
+    axes.text((replicas - 1) / 2, y, text, ha="center", va="center", fontsize=8, weight="bold", zorder=3)
+
+
+def _print_rewired(bands, replicas: int) -> None:
+    """The same as text: replicas do the same between two exchanges, so it is told once."""
+    for band in bands:
+        if band[0][0] == "replica":
+            ours = [_names(band, replica) for replica in range(replicas)]
+            if all(names == ours[0] for names in ours):
+                print(f"each replica: {', '.join(ours[0])}")
+            else:
+                for replica, names in enumerate(ours):
+                    print(f"replica {replica}: {', '.join(names) or 'nothing'}")
+        for step in band:
+            if step[0] == "variables":
+                print(f"[ {step[1]} variables, shared by all replicas ]")
+            elif step[0] == "exchange":
+                print(f"==== {step[1]} ====")

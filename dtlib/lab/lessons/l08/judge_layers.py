@@ -1,0 +1,210 @@
+"""Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
+
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.lessons.l06.judge_adam import NUMBER, SPARE, same
+from dtlib.lab.lessons.l08.observe_layers import PASSES, expected, make_input
+
+FLAGS = 64  # bytes that may travel beside
+
+
+def judge_row(observations) -> None:
+    """The output of the whole layer and its gradients, from parts, for one all_reduce forward and nothing backward."""
+    _judge(observations, "row")
+
+
+def judge_mlp(observations) -> None:
+    """The same for the perceptron, with one all_reduce more, backward."""
+    _judge(observations, "mlp")
+
+
+def _judge(observations, kind: str) -> None:
+    ranks = len(observations)
+    for rank, seen in enumerate(observations):
+        if "type" in seen:
+            raise Wrong(
+                "type", rank, "the output: a tensor", seen["type"], "forward returns the output.",
+                "linear(part, self.weight) is this rank's summand of the output.",
+            )  # fmt: skip
+    for step in range(PASSES):
+        ways = expected(kind, ranks, step)
+        for judge in (_judge_output, _judge_input_gradient):
+            for rank, seen in enumerate(observations):
+                judge(seen["passes"][step], ways, rank, ranks, step)
+        for rank, seen in enumerate(observations):
+            _judge_parameters(seen["passes"][step], ways, rank, ranks)
+    if ranks == 1:
+        return
+    for rank, seen in enumerate(observations):
+        _judge_held(seen["held"], ways["parameters"][rank], rank)
+        if kind == "mlp" and seen["shared"]:
+            raise Wrong(
+                "shared-memory", rank, "parameters with memory of their own", f"{seen['shared'][0]} has the layer's",
+                "detach() gives a view: whoever trains this block would change the layer that it was made from.",
+                "nn.Parameter(whole.detach().clone()).",
+            )  # fmt: skip
+        for step, one in enumerate(seen["passes"]):
+            x, out = make_input(kind, step)
+            counts = out.numel(), x.numel() if kind == "mlp" else 0
+            _judge_sent(one["sent"], counts, rank, ranks)
+
+
+def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
+    out, bias, summand = ways["out"], ways["bias"], ways["summand"][rank]
+    came = as_tensor(one["out"])
+    what = f"the output of the whole layers, of shape {tuple(out.shape)}"
+    if same(came, out):
+        if not same(as_tensor(one["quiet"]), out):
+            raise Wrong(
+                "no-grad", rank, f"{what}, under torch.no_grad() too", "something else",
+                "Is there a step that only happens where gradients are wanted?",
+            )  # fmt: skip
+        return
+    if step:
+        raise Wrong(
+            "second-pass", rank, what, "something else, after a first pass that was right",
+            "What did the first pass change? And does it work for any number of dimensions before the last?",
+        )  # fmt: skip
+    if same(came, summand) or same(came, summand + bias):
+        raise Wrong(
+            "not-reduced", rank, what, "the summand of this rank's features",
+            "Each rank has multiplied its features alone. Who adds up?",
+            "reduce_from_ranks(y, comm), Megatron-LM's g, gives every rank the sum.",
+        )  # fmt: skip
+    if same(came, out + (ranks - 1) * bias):
+        raise Wrong(
+            "bias-once-a-rank", rank, what, f"that, with the bias {ranks} times",
+            "The weight is cut, the bias is not. How often is it in the sum?", "Add the bias after the sum.",
+        )  # fmt: skip
+    if same(came, out - bias):
+        raise Wrong("no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.")
+    if same(came, (out - bias) / ranks + bias) or same(came, out / ranks):
+        raise Wrong(
+            "averaged", rank, what, "a mean over ranks", "Rows of a product are added: is it a sum, or a mean?",
+            'The op is "sum", which is what all_reduce does if it is not told otherwise.',
+        )  # fmt: skip
+    raise Wrong(
+        "other-values", rank, what, f"others, of shape {tuple(came.shape)}",
+        "Rank r has consecutive features, part r of them. Do both weights use the same ones?",
+        "torch keeps a weight as (outputs, inputs): columns of A are its rows.",
+    )  # fmt: skip
+
+
+def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
+    right, summand = ways["x"][rank], ways["x_summand"][rank]
+    what = "the gradient of this rank's input"
+    if one["x"] is None:
+        raise Wrong(
+            "no-gradient", rank, what, "none", "Is something detached on the way, or computed under no_grad?",
+            "reduce_from_ranks is known to autograd.",
+        )  # fmt: skip
+    came = as_tensor(one["x"])
+    if same(came, right):
+        return
+    if same(came, ranks * right):
+        raise _reduces_too(rank, what, ranks)
+    if same(came, summand):
+        raise Wrong(
+            "f-missing", rank, what, "what came of this rank's hidden features",
+            "All ranks used the same input. Whose gradients belong to it?",
+            "copy_to_ranks(x, comm), Megatron-LM's f: x as it is, and backward an all_reduce of its gradient.",
+        )  # fmt: skip
+    if same(came, right / ranks) or same(came, summand / ranks):
+        raise Wrong(
+            "gradient-averaged", rank, what, f"1/{ranks} of it",
+            "Data parallelism takes the mean over ranks, as each has other samples. Here all have the same samples.",
+            "The gradients of all ranks are added up; nothing divides.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-gradient", rank, what, "something else", "What does backward send, and in which order?",
+        "f: forward nothing, backward all_reduce. g: forward all_reduce, backward nothing.",
+    )  # fmt: skip
+
+
+def _reduces_too(rank: int, what: str, ranks: int) -> Wrong:
+    return Wrong(
+        "g-reduces-too", rank, what, f"{ranks} times as much",
+        "The output is the same on all ranks, and so is its gradient: what happens if all ranks' are added up?",
+        "The backward pass of the sum gives each summand the gradient as it is: reduce_from_ranks does that.",
+    )  # fmt: skip
+
+
+def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
+    for name, (value, right) in ways["parameters"][rank].items():
+        gradient = _gradient_of(one["parameters"], value, name, rank, [parts[name][0] for parts in ways["parameters"]])
+        what = f"the gradient of {name}"
+        if gradient is None:
+            raise Wrong(
+                "no-gradient", rank, what, "none", f"Does this rank compute with {name}, and does autograd know it?",
+                "What a rank has, it uses: a bias that one rank alone adds would drift apart from the others'.",
+            )  # fmt: skip
+        if same(gradient, right):
+            continue
+        if same(gradient, ranks * right) and "bias" not in name:
+            raise _reduces_too(rank, what, ranks)
+        if same(gradient, ranks * right) or same(gradient, right / ranks):
+            raise Wrong(
+                "gradient-scaled", rank, what, f"{ranks} times as much, or 1/{ranks} of it",
+                "Nothing is added up over ranks or divided by them for it.",
+                "The bias is added once, after the sum, on every rank alike.",
+            )  # fmt: skip
+        everyones = sum(parts[name][1] for parts in ways["parameters"])
+        if same(gradient, everyones) or same(gradient, everyones / ranks):
+            raise Wrong(
+                "parts-reduced", rank, what, "that of all ranks' parts together",
+                "Ranks have different features: do their gradients belong together?",
+                "A part's gradient is complete where it is: nothing travels for it.",
+            )  # fmt: skip
+        raise Wrong("other-gradient", rank, what, "something else", "Which features does this rank have?")
+
+
+def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
+    """The gradient of the parameter with these values, whatever its name; it may be kept transposed."""
+    for come, gradient in parameters:
+        come = as_tensor(come)
+        for turned in (lambda tensor: tensor, lambda tensor: tensor.T):
+            if come.dim() == value.dim() and same(turned(come), value):
+                return None if gradient is None else turned(as_tensor(gradient))
+    shapes = ", ".join(f"{tuple(as_tensor(come).shape)}" for come, _ in parameters) or "none"
+    expected = f"{name}, a parameter of shape {tuple(value.shape)}: this rank's features"
+    if any(same(as_tensor(come), other) for come, _ in parameters for other in of_all_ranks):
+        raise Wrong("other-part", rank, expected, "the part of another rank", "Rank r has part r, in rank order.")
+    raise Wrong(
+        "no-part", rank, expected, f"parameters of shapes {shapes}", "What does this rank keep, and what is trained?",
+        "self.weight = nn.Parameter(part.detach().clone()), where part has this rank's features.",
+    )  # fmt: skip
+
+
+def _judge_held(held: int, parts, rank: int) -> None:
+    wanted = sum(value.numel() for value, _ in parts.values()) * NUMBER
+    if held > wanted + SPARE:
+        raise Wrong(
+            "whole-held", rank, f"{wanted} bytes of parameters: this rank's parts", f"{held} bytes",
+            "The values are right, and memory is saved in name only. What keeps the whole weight alive?",
+            "A slice is a view, and keeps all of its memory: .clone() it. And keep no whole layer.",
+        )  # fmt: skip
+
+
+def _judge_sent(sent, counts, rank: int, ranks: int) -> None:
+    for direction, bytes_, count in zip(("forward", "backward"), sent, counts, strict=True):
+        limit = most_sent(count, ranks)
+        if bytes_ > limit + FLAGS:
+            allowed = f"one all_reduce of {count} numbers" if count else "nothing"
+            raise Wrong(
+                "too-many-bytes", rank, f"{limit} bytes {direction}: {allowed}", f"{bytes_} bytes",
+                "The values are right. But what has to travel: weights, inputs, hidden features, or a sum?",
+                "Forward: reduce_from_ranks of the last layer's product. Backward: what f adds up. No all_gather.",
+            )  # fmt: skip
+
+
+def most_sent(count: int, ranks: int) -> int:
+    """Bytes that a rank sends at most for an all_reduce of so many numbers, by any good algorithm."""
+    from dtlib.theory.collectives import elements_sent_by_the_busiest
+
+    algorithms = ("ring", "recursive_doubling", "tree")
+    return NUMBER * max(elements_sent_by_the_busiest("all_reduce", each, ranks, count) for each in algorithms)
+
+
+def as_tensor(values):
+    import torch
+
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,235 @@
+"""Lesson 08: a step function for the Replicator, run a process a replica and in one graph, judged by what it trains."""
+
+from dtlib.errors import DtlibError
+from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.lessons.l06.judge_adam import same
+
+SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # samples of a replica in a step
+RATE = 0.5
+
+
+def make_model():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(PIXELS, 5), nn.Tanh(), nn.Linear(5, DIGITS)).double()
+
+
+def make_batch(replica: int, step: int):
+    """The samples of a replica, the same wherever they are made; a digit has something to do with its pixels."""
+    import torch
+
+    generator = torch.Generator().manual_seed(100 * step + replica + 1)
+    x = torch.randn(SAMPLES, PIXELS, dtype=torch.float64, generator=generator)
+    return x, x[:, :DIGITS].argmax(1)
+
+
+# build: build_step(replicator, model) gives step_fn(inputs)
+
+
+def observe_step(build_step, comm) -> dict:
+    """What it gives and trains, a process a replica; then the same in one graph of as many replicas."""
+    from dtlib.parallel.replicator import Replicator
+
+    seen = {"between": _train(build_step, Replicator(comm))}
+    try:
+        seen["in-graph"] = _train(build_step, Replicator(replicas=comm.size))
+    except DtlibError as refusal:
+        seen["refusal"] = f"{refusal}"
+    return seen
+
+
+def _train(build_step, replicator):
+    import torch
+
+    model = make_model()
+    step_fn = build_step(replicator, model)
+    if not callable(step_fn):
+        return {"type": f"build_step returned {type(step_fn).__name__}"}
+    given = replicator.run(step_fn, lambda replica: [make_batch(replica, step) for step in range(STEPS)])
+    if not isinstance(given, dict) or {"loss", "accuracy"} - set(given):
+        keys = f" with {', '.join(map(str, given))}" if isinstance(given, dict) else ""
+        return {"type": f"step_fn returned {'no' if given is None else 'a'} {_kind(given)}{keys}"}
+    for name in ("loss", "accuracy"):
+        if not isinstance(given[name], torch.Tensor) or given[name].dim() != 2:
+            shape = f", of shape {tuple(given[name].shape[2:])}" if isinstance(given[name], torch.Tensor) else ""
+            return {"type": f"{name} is no single number on each replica{shape}"}
+    after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return {"loss": given["loss"].tolist(), "accuracy": given["accuracy"].tolist(), "after": after.tolist()}
+
+
+def _kind(given) -> str:
+    return "tensor" if given is None else type(given).__name__
+
+
+def judge_step(observations) -> None:
+    """Losses of each replica, parameters and accuracies of one process with all samples; the same in one graph."""
+    ranks = len(observations)
+    for rank, seen in enumerate(observations):
+        for way in ("between", "in-graph"):
+            if "type" in seen.get(way, {}):
+                raise Wrong(
+                    "type", rank, 'step_fn returns {"loss": ..., "accuracy": ...}, two tensors of one number each',
+                    seen[way]["type"], "build_step returns the function step_fn, and step_fn returns a dictionary.",
+                )  # fmt: skip
+    between = [seen["between"] for seen in observations]
+    reference = in_one_process(ranks)
+    _judge_first_losses(between, reference)
+    _judge_parameters(between, reference)
+    for rank, one in enumerate(between):
+        _judge_accuracy(one, reference, rank, ranks)
+        if not same(_tensor(one["loss"]), reference["loss"]):
+            raise Wrong(
+                "other-loss", rank, "the loss of this replica's samples before each step", "something else",
+                "Is the loss computed anew in each step, from its inputs?",
+            )  # fmt: skip
+    for rank, seen in enumerate(observations):
+        _judge_graph(seen, rank)
+
+
+def in_one_process(replicas: int, factor: float = 1, only: int | None = None, steps: int = STEPS) -> dict:
+    """Training on the mean gradient of all replicas' samples, or of ``only`` one's, times ``factor``."""
+    import torch
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    seen = {"loss": [], "accuracy": [], "later": [], "start": _flat(model)}
+    for step in range(steps):
+        optimizer.zero_grad()
+        batches = [make_batch(replica, step) for replica in range(replicas)]
+        losses = [torch.nn.functional.cross_entropy(model(x), y) for x, y in batches]
+        mean = sum(losses) / replicas if only is None else losses[only]
+        seen["accuracy"].append([accuracy(model, *batch) for batch in batches])
+        (mean * factor).backward()
+        optimizer.step()
+        seen["later"].append([accuracy(model, *batch) for batch in batches])
+        seen["loss"].append([loss.item() for loss in losses])
+    tensors = {name: _tensor(values) for name, values in seen.items()}
+    return tensors | {"after": _flat(model)}
+
+
+def accuracy(model, x, y) -> float:
+    return (model(x).argmax(1) == y).double().mean().item()
+
+
+def _flat(model):
+    import torch
+
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _judge_first_losses(between, reference) -> None:
+    """In the first step nothing has been trained yet: is the loss that of this replica's samples?"""
+    first = reference["loss"][0]
+    for rank, one in enumerate(between):
+        came = _tensor(one["loss"][0])
+        if same(came, first):
+            continue
+        what = "the loss of each replica's own samples, in the first step"
+        ranks = len(between)
+        if any(same(came, value.expand_as(came)) for value in (first.mean(), first.sum())):
+            raise Wrong(
+                "loss-reduced", rank, what, "one loss for all replicas", "run returns the losses of all replicas.",
+                "Return loss as it is; map_reduce is for the accuracy.",
+            )  # fmt: skip
+        if same(came, first / ranks) or same(came, first * ranks):
+            raise Wrong(
+                "loss-scaled", rank, what, f"1/{ranks} of it, or {ranks} times as much",
+                "Who averages over replicas, and how often?", "minimize(loss) of the wrapped optimizer does it, once.",
+            )  # fmt: skip
+        raise Wrong(
+            "other-loss", rank, what, "something else", "Is it the mean cross-entropy of model(x) and y?",
+            "x, y = inputs; loss = cross_entropy(model(x), y).",
+        )  # fmt: skip
+
+
+def _judge_parameters(between, reference) -> None:
+    ranks, expected = len(between), reference["after"]
+    after = [_tensor(one["after"]) for one in between]
+    what = f"the parameters of one process with all replicas' samples, after {STEPS} steps"
+    wrong = [rank for rank in range(ranks) if not same(after[rank], expected)]
+    if not wrong:
+        return
+    rank = wrong[0]
+    if all(same(values, reference["start"]) for values in after):
+        raise Wrong(
+            "no-step", rank, what, "those of the beginning", "Who takes the step?",
+            "optimizer.minimize(loss): gradients, their average, and the step.",
+        )  # fmt: skip
+    if all(same(values, in_one_process(ranks, only=r)["after"]) for r, values in enumerate(after)):
+        raise Wrong(
+            "not-averaged", rank, what, "those of a process that knows its own samples alone",
+            "The replicas drift apart: each takes its own step. Which optimizer knows of the others?",
+            "optimizer = replicator.wrap_optimizer(torch.optim.SGD(...)), then optimizer.minimize(loss).",
+        )  # fmt: skip
+    for factor, mistake in ((ranks, "summed"), (1 / ranks, "averaged-twice")):
+        if all(same(values, in_one_process(ranks, factor=factor)["after"]) for values in after):
+            raise Wrong(
+                mistake, rank, what, f"those of a gradient {factor:.3g} times as large",
+                "minimize averages over replicas. What else adds up, or divides?",
+                "Give minimize this replica's loss as it is.",
+            )  # fmt: skip
+    if any(not same(values, after[0]) for values in after):
+        raise Wrong(
+            "replicas-apart", rank, what, "others, and not the same on all replicas",
+            "What differs between replicas beside their samples? Look for replica_id.",
+            "Rate, model and the order of exchanges are the same on all; inputs alone differ.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-values", rank, what, "others, the same on all replicas",
+        f"Is it torch.optim.SGD(model.parameters(), lr={RATE}), with one minimize a step?",
+    )  # fmt: skip
+
+
+def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
+    came, own = _tensor(one["accuracy"]), reference["accuracy"]
+    expected = own.mean(1, keepdim=True).expand_as(own)
+    came = came if (came - expected).abs().max() > 1e-6 else expected  # hits / samples is a float32
+    what = "the share of right answers among all replicas' samples, the same on all replicas"
+    if same(came, expected):
+        return
+    if same(came, own):
+        raise Wrong(
+            "local-metric", rank, what, "that of each replica's own samples",
+            "It looks like an accuracy, but whose?", 'replicator.map_reduce(accuracy, "mean") asks all replicas.',
+        )  # fmt: skip
+    if same(came, expected * ranks):
+        raise Wrong(
+            "metric-summed", rank, what, f"{ranks} times as much", "map_reduce adds up if it is not told otherwise.",
+            'map_reduce(accuracy, "mean").',
+        )  # fmt: skip
+    if same(came, reference["later"].mean(1, keepdim=True).expand_as(own)) or same(came, reference["later"]):
+        raise Wrong(
+            "metric-later", rank, what, "that of the scores after the step", "With which parameters was it computed?",
+            "Compute model(x) once, and use its scores for both.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-metric", rank, what, "something else",
+        "(scores.argmax(1) == y).double().mean() is a replica's; all have as many samples.",
+    )  # fmt: skip
+
+
+def _judge_graph(seen, rank: int) -> None:
+    if "refusal" in seen:
+        raise Wrong(
+            "not-captured", rank, "a step that can be captured as a graph", seen["refusal"],
+            "A process a replica it works. A graph does the same operations every time: what depends on values here?",
+            "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.",
+        )  # fmt: skip
+    for name in ("loss", "accuracy", "after"):
+        came, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
+        if name == "accuracy" and came.shape == wanted.shape and (came - wanted).abs().max() <= 1e-6:
+            continue  # a share of hits may be a float32
+        if not same(came, wanted):
+            raise Wrong(
+                "graph-differs", rank, f"the same {name} in a graph as a process a replica", "something else",
+                "The graph is captured once. What does step_fn read that was other then?",
+                "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.",
+            )  # fmt: skip
+
+
+def _tensor(values):
+    import torch
+
+    return torch.as_tensor(values, dtype=torch.float64)

@@ -1,0 +1,134 @@
+"""Lesson 08: layers cut over ranks, observed: outputs, gradients, bytes sent and held, and what they should be."""
+
+from dtlib.lab.checks.held import Snapshot, nbytes
+
+BATCH, FEATURES, OUTPUTS = 4, 24, 5  # of the row-parallel layer; features divide by 2, 3 and 4
+WIDTH, HIDDEN = 6, 48  # of the perceptron; hidden features divide by 2, 3 and 4
+PASSES = 2
+
+
+def make_linears(kind: str) -> list:
+    """The whole layers, the same on all ranks."""
+    import torch
+    from torch import nn
+
+    sizes = {"row": [(FEATURES, OUTPUTS)], "mlp": [(WIDTH, HIDDEN), (HIDDEN, WIDTH)]}[kind]
+    torch.manual_seed(2)
+    return [nn.Linear(*size).double() for size in sizes]
+
+
+def make_input(kind: str, step: int):
+    """The whole input and the gradient of the whole output; the perceptron's second one has a dimension more."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step + 1)
+    first = (BATCH,) if kind == "row" else ((5,), (2, 3))[step]
+    inside, outside = (FEATURES, OUTPUTS) if kind == "row" else (WIDTH, WIDTH)
+    return [torch.randn(*first, size, dtype=torch.float64, generator=generator) for size in (inside, outside)]
+
+
+def part(tensor, rank: int, ranks: int, dim: int = -1):
+    """This rank's part along a dimension that divides by the ranks."""
+    return tensor.chunk(ranks, dim)[rank]
+
+
+# What an answer does
+
+
+def observe_row(cls, comm) -> dict:
+    """mend: ``RowParallel(linear, comm)``, called with this rank's features."""
+    return _observe(cls, comm, "row", lambda whole: part(whole, comm.rank, comm.size))
+
+
+def observe_mlp(cls, comm) -> dict:
+    """build: ``MyMLP(linear1, linear2, comm)``, called with the whole input."""
+    return _observe(cls, comm, "mlp", lambda whole: whole)
+
+
+def _observe(cls, comm, kind: str, mine) -> dict:
+    """Bytes held, and in each of two passes: outputs, gradients, and bytes sent forward and backward."""
+    import torch
+
+    from dtlib.comm.watch.recorder import recording
+
+    with Snapshot() as before:
+        whole = make_linears(kind)
+        theirs = [parameter for linear in whole for parameter in linear.parameters()]
+        model = cls(*whole, comm)
+        shared = _with_memory_of(model, theirs)
+        del whole, theirs
+        seen = {"held": nbytes(before.new()), "shared": shared, "passes": []}
+    for step in range(PASSES):
+        x, gradient = make_input(kind, step)
+        x = mine(x).clone().requires_grad_()
+        model.zero_grad()
+        one = {}
+        with recording() as forward:
+            out = model(x)
+        if type_of(out) != "Tensor":
+            return {"type": type_of(out)}
+        one["out"] = out.detach().tolist()
+        with recording() as backward:
+            if out.shape == gradient.shape and out.requires_grad:
+                out.backward(gradient)
+        one["x"] = numbers(x.grad)
+        with torch.no_grad():
+            one["quiet"] = numbers(model(x.detach()))
+        one["parameters"] = [(numbers(p), numbers(p.grad)) for p in model.parameters()]
+        one["sent"] = [sum(e.bytes for e in events if e.kind == "verb") for events in (forward, backward)]
+        seen["passes"].append(one)
+    return seen
+
+
+def _with_memory_of(model, others) -> list:
+    """The parameters of the model that lie in the memory of these tensors, by name."""
+    begins = {other.untyped_storage().data_ptr() for other in others}
+    return [name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() in begins]
+
+
+def type_of(thing) -> str:
+    import torch
+
+    return "Tensor" if isinstance(thing, torch.Tensor) else type(thing).__name__
+
+
+def numbers(tensor):
+    return None if tensor is None else tensor.detach().tolist()
+
+
+# What it should do
+
+
+def expected(kind: str, ranks: int, step: int) -> dict:
+    """Of the whole layers: the output, and what of each rank is right and what is wrong in a way that has a name."""
+    import torch
+
+    linears = make_linears(kind)
+    x, gradient = make_input(kind, step)
+    x.requires_grad_()
+    *first, last = linears
+    inside = torch.nn.functional.gelu(first[0](x)) if first else x
+    last(inside).backward(gradient, retain_graph=True)
+    ways = {"out": last(inside).detach(), "bias": last.bias.detach(), "summand": [], "x": [], "x_summand": []}
+    ways["parameters"] = [_parts_of(linears, rank, ranks) for rank in range(ranks)]
+    for rank in range(ranks):
+        features = [part(tensor, rank, ranks) for tensor in (inside, last.weight)]
+        summand = features[0] @ features[1].T
+        (of_this,) = torch.autograd.grad(summand, x, gradient, retain_graph=True)
+        ways["summand"].append(summand.detach())
+        ways["x"].append(x.grad if first else part(x.grad, rank, ranks))
+        ways["x_summand"].append(of_this)
+    return ways
+
+
+def _parts_of(linears, rank: int, ranks: int) -> dict:
+    """A rank's parameters by name: their values and gradients; the last layer is cut by rows, one before by columns."""
+    *first, last = linears
+    dims = {"the second weight" if first else "the weight": (last.weight, 1)}
+    for linear in first:
+        dims |= {"the first weight": (linear.weight, 0), "the first bias": (linear.bias, 0)}
+    parts = {
+        name: (part(whole.detach(), rank, ranks, dim), part(whole.grad, rank, ranks, dim))
+        for name, (whole, dim) in dims.items()
+    }
+    return parts | {"the second bias" if first else "the bias": (last.bias.detach(), last.bias.grad)}

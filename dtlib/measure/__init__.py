@@ -1,0 +1,1 @@
+"""What every rank did and held: traces, memory, progress."""

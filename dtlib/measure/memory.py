@@ -1,0 +1,267 @@
+"""``dtlib.memory()``: the bytes that this rank holds, counted from the storages themselves.
+
+    with dtlib.memory(model, optimizer) as m:
+        loss_of(model, batch).backward()      m.activations: the most that autograd kept at a time
+        optimizer.step()                      m.gradients: as they stand between backward and step
+    print(m.beside(stage=2))                  the rest as it stands at the end, and the closed formula
+
+Every byte is counted once, under the first line that claims it. Views claim their bytes of a flat memory; what no
+tensor claims is padding:
+
+    flat memory   [ w1 w1 w1 w1 b1 | b1 w2 w2 w2 .. ]
+    claimed        parameters, or gradients      padding
+
+Who keeps flat memory says so in a method ``held()``: tensors under the keys "parameters", "gradients" and
+"communication", of which parameters and gradients are views. Gradients that are as long as the parameters are laid out
+like them; shorter ones hold this rank's parts.
+"""
+
+from contextlib import ExitStack
+
+import torch
+
+from dtlib.errors import DtlibError
+from dtlib.gradients.flat import FlatBuffer
+from dtlib.measure.activations import Activations, Allocations
+from dtlib.measure.storages import Storages, storage_key
+from dtlib.theory.zero import SCHEMES, zero_bytes
+
+LINES = (
+    "parameters", "buffers", "gradients", "master_weights", "optimizer_states", "step_counters", "padding",
+    "communication", "activations", "peak",
+)  # fmt: skip
+
+
+def memory(model, optimizer=None) -> "Memory":
+    """Count what this rank holds for a model while a block runs: ``with dtlib.memory(model, optimizer) as m: ...``
+
+    Args:
+        model: a module, with or without ``DataParallel`` or ``fully_shard``, or what ``dtlib.initialize`` returned.
+        optimizer: a torch optimizer or a ``ZeroOptimizer``; an engine brings its own.
+
+    Gradients are looked at when the optimizer's step begins, and wherever the block calls ``m.sample()``; the largest
+    count holds. On the communicator of ``dtlib.comm.solo`` all is counted as on that rank, and marked as simulated.
+
+    Counterparts: DeepSpeed's ``estimate_zero2_model_states_mem_needs``, which computes and does not count, and
+    ``torch.distributed._tools.mem_tracker.MemTracker``.
+    """
+    return Memory(model, optimizer)
+
+
+class Memory:
+    """What ``memory`` gives. All figures are bytes, exact ones.
+
+    ``parameters``, frozen ones too; ``buffers`` of the modules; ``gradients``; ``master_weights``, which the optimizer
+    updates instead of parameters in 16 bits; ``optimizer_states``, as long as what they belong to; ``step_counters``,
+    which an optimizer keeps once a tensor; ``padding`` of flat memory; ``communication``: memory in which messages are
+    put together, parameters that are gathered, and the communicator's scratch memory (of which ``solo`` has none);
+    ``activations``: what autograd kept for the backward pass, without the lines above; where it computes activations
+    anew, it is what was stored. ``total`` is all lines but activations and peak.
+
+    ``peak`` is the most that torch's allocator had given out at a time: what these lines counted when the block began,
+    and what this thread allocated in it. Batches made before the block are in neither. The communicator's scratch
+    memory is numpy's, and not in it. On a GPU it is what ``torch.cuda.max_memory_allocated`` says.
+
+    Inside the block autograd does not notice that a tensor that it keeps is changed in place.
+    """
+
+    def __init__(self, model, optimizer=None):
+        self._engine = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
+        self._model = model if self._engine is None else model.module
+        self._optimizer = optimizer if self._engine is None else optimizer or model.optimizer
+        self._sampled = {}  # the largest counts so far
+        self._kept = Activations()
+        self._formula = None
+
+    def __enter__(self) -> "Memory":
+        if torch.autograd._profiler_enabled():
+            raise DtlibError("dtlib.memory() asks torch's profiler, and one runs already: end that one first.")
+        self.simulated = any(getattr(comm, "simulated", False) for comm in self._communicators())
+        self.ranks = max((comm.size for comm in self._communicators()), default=1)
+        self.rank = next((comm.rank for comm in self._communicators() if comm.size == self.ranks), 0)
+        with ExitStack() as hooks:  # which go again if something here is refused
+            hooks.enter_context(self._kept)
+            hooks.callback(self._model.register_forward_pre_hook(self._look_at_storages, prepend=True).remove)
+            if hasattr(self._engine, "before_step_hooks"):
+                self._engine.before_step_hooks.append(self._sample_now)
+                hooks.callback(self._engine.before_step_hooks.remove, self._sample_now)
+            elif self._optimizer is not None:
+                hooks.callback(self._optimizer.register_step_pre_hook(self._sample_now).remove)
+            self._look_at_storages()
+            self._counted()
+            self._at_the_start = self._in_torch
+            self._allocated = hooks.enter_context(Allocations({p.device for p in self._parameters() if p.is_cuda}))
+            self._hooks = hooks.pop_all()
+        return self
+
+    def __exit__(self, kind, problem, traceback) -> None:
+        self._hooks.close()
+        if kind is None:
+            self._count_at_the_end()
+
+    def sample(self) -> None:
+        """Look at gradients and communication buffers now."""
+        for name, count in self._counted().items():
+            self._sampled[name] = max(count, self._sampled.get(name, 0))
+
+    def _sample_now(self, *_) -> None:
+        self.sample()
+
+    def _count_at_the_end(self) -> None:
+        at_the_end = self._counted()
+        sampled = self._sampled or at_the_end
+        for name in ("gradients", "gradient_padding"):
+            at_the_end[name] = sampled[name]
+        at_the_end["communication"] = max(at_the_end["communication"], sampled["communication"])
+        at_the_end["padding"] += at_the_end.pop("gradient_padding")
+        peak = self._allocated.most + (0 if self._allocated.devices else self._at_the_start)
+        counted = {**at_the_end, "activations": self._kept.most, "peak": peak}
+        self.lines = {name: counted[name] for name in LINES}
+        self.__dict__.update(self.lines)
+        self.total = sum(at_the_end.values())
+
+    # What is there
+
+    def _counted(self) -> dict[str, int]:
+        storages = Storages()
+        held = self._held()
+        trained, updated = self._parameters(), self._updated()
+        lines = {"communication": storages.claim([*held["communication"], *self._tails()])}
+        lines["parameters"] = storages.claim(trained + [p for p in updated if _inside(p, held["parameters"])])
+        lines["buffers"] = storages.claim(self._model.buffers())
+        lines["master_weights"] = storages.claim(p for p in updated if not _inside(p, held["parameters"]))
+        states = [(key, state) for states in self._states() for key, state in states.items()]
+        counters = [state for key, state in states if key == "step" or state.dim() == 0]
+        lines["step_counters"] = storages.claim(counters)
+        lines["optimizer_states"] = storages.claim(state for _, state in states)
+        lines["padding"] = storages.rest([*trained, *updated, *held["parameters"], *(s for _, s in states)])
+        flat = storages.claim(held["gradients"])
+        named = self._named_bytes(held) if held["gradients"] else 0
+        others = [p.grad for p in [*trained, *updated] if p.grad is not None]
+        others += [view for buffer in self._flat_buffers() for view in buffer.views]
+        lines["gradients"] = named + storages.claim(others)
+        lines["gradient_padding"] = flat - named + storages.rest(others)
+        scratch = {id(array.base): array.base for comm in self._communicators() for array in _scratch(comm)}
+        self._in_torch = sum(lines.values())
+        lines["communication"] += sum(base.nbytes for base in scratch.values())
+        return lines
+
+    def _named_bytes(self, held) -> int:
+        """Bytes of flat gradients that belong to a parameter."""
+        if _bytes(held["gradients"]) == _bytes(held["parameters"]) or not hasattr(self._optimizer, "part_of"):
+            named = (p for p in [*self._parameters(), *self._updated()] if p.requires_grad)
+            return Storages().claim(p for p in named if _inside(p, held["parameters"]))
+        known = ((self._optimizer.part_of(p), p.itemsize) for p in self._parameters())
+        return sum((known[0].stop - known[0].start) * itemsize for known, itemsize in known if known is not None)
+
+    def _held(self) -> dict[str, list[torch.Tensor]]:
+        held = {"parameters": [], "gradients": [], "communication": []}
+        for thing in (self._optimizer, self._model):
+            if hasattr(thing, "held"):
+                for key, tensors in thing.held().items():
+                    held[key] += tensors
+        return held
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(self._model.parameters())
+
+    def _updated(self) -> list[torch.Tensor]:
+        """What optimizers update: parameters, parts of them, or masters."""
+        found = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
+        for thing in (self._engine, self._optimizer):
+            for name in ("masters", "_masters"):
+                found += getattr(getattr(thing, name, None), "masters", [])
+        return found
+
+    def _optimizers(self):
+        local = getattr(self._optimizer, "optim", None)  # the one that has the states, inside of one that shares out
+        return [one for one in (self._optimizer, local) if one is not None]
+
+    def _states(self):
+        for optimizer in self._optimizers():
+            for state in optimizer.state.values():
+                yield {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def _parts(self):
+        """What the model consists of, and what was put around it: all that may have a communicator or flat memory."""
+        forward = getattr(getattr(self._engine, "_strategy", None), "forward", None)
+        around = [self._engine, forward, self._optimizer]
+        units = [module.__dict__.get("_unit") for module in self._model.modules()]
+        plans = [getattr(unit, "plan", None) for unit in units]
+        return [thing for thing in [*around, *self._model.modules(), *units, *plans] if thing is not None]
+
+    def _communicators(self) -> list:
+        found = [getattr(thing, name, None) for thing in self._parts() for name in ("comm", "_comm")]
+        return list({id(comm): comm for comm in found if hasattr(comm, "rank")}.values())
+
+    def _flat_buffers(self) -> list[FlatBuffer]:
+        """Those from which the gradients of data parallelism travel, with a tail of flags."""
+        buckets = (bucket for thing in self._parts() for bucket in getattr(thing, "buckets", ()))
+        return [bucket.buffer for bucket in buckets if isinstance(getattr(bucket, "buffer", None), FlatBuffer)]
+
+    def _tails(self) -> list[torch.Tensor]:
+        return [buffer.tail for buffer in self._flat_buffers()]
+
+    def _look_at_storages(self, *_) -> None:
+        held = [tensor for tensors in self._held().values() for tensor in tensors]
+        tensors = [*self._parameters(), *self._model.buffers(), *held]
+        self._kept.others = {storage_key(tensor) for tensor in tensors}
+
+    # The report
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Elements of the whole model: trained ones in each flat memory or all together, and frozen ones."""
+        flats = self._held()["parameters"]
+        trained, frozen = {}, {}
+        for parameter in self._parameters():
+            place = next((i for i, flat in enumerate(flats) if storage_key(flat) == storage_key(parameter)), None)
+            part = getattr(parameter, "part", None)
+            size = torch.Size(part.shape).numel() if part is not None else parameter.numel()
+            kind = trained if parameter.requires_grad else frozen
+            kind[place] = kind.get(place, 0) + size
+        return list(trained.values()), list(frozen.values())
+
+    def beside(self, stage: int | None = None, ranks: int | None = None, scheme="adam") -> "Memory":
+        """Have the table show the closed formula of a ZeRO stage (zero_theory.py) too, for this rank; returns itself.
+
+        Stage and ranks are by default those that the model and its optimizer have.
+        """
+        if stage is None:
+            stage = 3 if hasattr(self._model, "held") else getattr(self._optimizer, "stage", 0)
+        ranks = ranks or self.ranks
+        trained, frozen = self.sizes
+        self._formula = zero_bytes(trained, ranks, stage, scheme, min(self.rank, ranks - 1), frozen)
+        name = scheme if isinstance(scheme, str) and scheme in SCHEMES else str(scheme)
+        self._formula_of = f"formula: stage {stage}, {ranks} ranks, {name}"
+        return self
+
+    def table(self) -> str:
+        """A row a line: bytes, bytes for each parameter of the whole model, and the formula after ``beside()``."""
+        from tabulate import tabulate
+
+        parameters = max(1, sum(map(sum, self.sizes)))
+        headers = [f"rank {self.rank} of {self.ranks}{', simulated' * self.simulated}", "bytes", "a parameter"]
+        rows = [
+            [name.replace("_", " "), f"{count:,}", f"{count / parameters:.3f}"] for name, count in self.lines.items()
+        ]
+        if self._formula is not None:
+            headers.append(self._formula_of)
+            for name, row in zip(self.lines, rows, strict=True):
+                row.append(f"{self._formula[name]:,}" if name in self._formula else "")
+        return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
+
+    def __str__(self):
+        return self.table()
+
+
+def _inside(tensor, flats) -> bool:
+    return any(storage_key(tensor) == storage_key(flat) for flat in flats)
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _scratch(comm) -> list:
+    return [array for array in getattr(comm, "_buffers", {}).values() if array.base is not None]

@@ -1,0 +1,84 @@
+"""One progress bar for all ranks.
+
+Every rank reports what it has done; rank 0 adds up and draws. Reports are small messages that nobody waits for:
+rank 0 looks for them whenever it has something to report itself.
+"""
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from dtlib.comm.link import CALLER_TAGS
+from dtlib.world.launch import in_engine
+
+_TAG = CALLER_TAGS - 1  # the last of those that callers have
+
+
+class RankProgress:
+    """Progress of a known amount of work over all ranks of ``comm``.
+
+    Use as a context manager and call it with the units done since the last call. The bar shows on rank 0 once
+    the work has taken two seconds; in an engine the notebook draws it. Leaving is collective: rank 0 waits there for
+    the last reports.
+    """
+
+    def __init__(self, comm, total: int, unit: str = "points"):
+        self.comm = comm
+        self._sent = []  # reports on their way
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self._finished_ranks = 0
+        self._bar = None
+        if comm.rank == 0 and not in_engine():
+            self._bar = tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
+
+    def __enter__(self):
+        return self
+
+    def __call__(self, units: int) -> None:
+        if self.comm.rank == 0:
+            self._add(units)
+            self._collect()
+        else:
+            self._send(units)
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            if self.comm.rank == 0:
+                while self._finished_ranks < self.comm.size - 1:
+                    self._receive()
+            else:
+                self._send(-1)  # the last word of this rank; messages do not overtake one another
+                for request, message in self._sent:
+                    self.comm.wait_for(request, message, "progress on its way to rank 0")
+        if self._bar is not None:
+            self._bar.close()
+
+    def _send(self, units):
+        # Not the communicator's send: reports come whenever they do, without a note about each.
+        self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+        message = np.array([units], dtype=np.int64)
+        self._sent.append((self.comm.mpi.Isend(message, 0, _TAG), message))
+
+    def _collect(self):
+        while self.comm.mpi.Iprobe(tag=_TAG):
+            self._receive()
+
+    def _receive(self):
+        from mpi4py import MPI
+
+        message = np.zeros(1, dtype=np.int64)
+        self.comm.wait_for(self.comm.mpi.Irecv(message, MPI.ANY_SOURCE, _TAG), message, "progress of the other ranks")
+        if message[0] < 0:
+            self._finished_ranks += 1
+        else:
+            self._add(int(message[0]))
+
+    def _add(self, units):
+        self.done += units
+        if self._bar is not None:
+            self._bar.update(units)
+        else:
+            from ipyparallel.engine.datapub import publish_data
+
+            publish_data({"progress": (self.done, self.total, self.unit)})

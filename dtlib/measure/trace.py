@@ -1,0 +1,127 @@
+"""``dtlib.trace()``: what every rank did and when, on one clock.
+
+    %%px
+    with dtlib.trace() as trace:
+        with dtlib.phase("compute"):
+            ...
+        world.comm.all_reduce(gradients)
+
+From the record come the messages and bytes that exercises check, the timelines that notebooks draw
+(``lab.timeline("trace")``), and a file that https://ui.perfetto.dev and Chrome's about:tracing open.
+"""
+
+import json
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
+
+from dtlib.comm.watch import recorder
+from dtlib.comm.watch.recorder import Event
+from dtlib.world import init
+
+ROUND_TRIPS = 20
+
+
+@dataclass
+class Trace:
+    """The record of one rank. ``clock_offset`` is what to add to its times to get those of rank 0's clock."""
+
+    rank: int
+    clock_offset: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def sent(self, verb: str | None = None) -> tuple[int, int]:
+        """Messages and payload bytes that this rank sent, for one verb or for all."""
+        chosen = [event for event in self.events if verb in (None, event.name)]
+        return sum(event.messages for event in chosen), sum(event.bytes for event in chosen)
+
+    def gather(self, comm=None) -> "Timeline":
+        """The records of all ranks, on every rank; all ranks call it."""
+        return Timeline((comm or init().comm).all_gather_object(self))
+
+
+@contextmanager
+def trace():
+    """Record every verb and phase of this rank while the block runs: ``with dtlib.trace() as trace: ...``
+
+    All ranks enter it together where they are on several machines, as their clocks are compared first. An operation
+    that is still under way at the end gets its end filled in later; one that was interrupted has none.
+    """
+    world = init()
+    # The clocks of one machine are the same clock.
+    offset = 0.0 if world.nodes == 1 else clock_offset(world.comm)
+    with recorder.recording() as events:
+        yield Trace(world.rank, offset, events)
+
+
+def phase(name: str):
+    """A piece of computing, for the timeline: ``with dtlib.phase("forward"): ...``"""
+    return recorder.phase(name, init().rank)
+
+
+def clock_offset(comm, clock=time.monotonic) -> float:
+    """Seconds to add to this rank's ``clock`` to get rank 0's; all ranks call it.
+
+    Of several round trips the shortest is believed: rank 0 looked at its clock in the middle of it, give or take half
+    of its length. F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989.
+
+        rank r   asks at a -----------\\            /-------> gets t at b
+        rank 0                         reads t -----           offset = t - (a + b) / 2
+    """
+    reading = np.zeros(1)
+    best = (float("inf"), 0.0)
+    for other in range(1, comm.size):
+        for _ in range(ROUND_TRIPS):
+            if comm.rank == 0:
+                comm.recv(reading, other)
+                reading[0] = clock()
+                comm.send(reading, other)
+            elif comm.rank == other:
+                asked = clock()
+                comm.send(reading, 0)
+                comm.recv(reading, 0)
+                took = clock() - asked
+                best = min(best, (took, float(reading[0]) - asked - took / 2))
+    return best[1]
+
+
+class Timeline:
+    """The events of all ranks in the order of their start, in seconds since the first of them."""
+
+    def __init__(self, traces: list[Trace]):
+        self.ranks = sorted(trace.rank for trace in traces)
+        shifted = [
+            replace(event, start=event.start + trace.clock_offset, end=event.end and event.end + trace.clock_offset)
+            for trace in traces
+            for event in trace.events
+        ]
+        begin = min((event.start for event in shifted), default=0.0)
+        moved = [replace(event, start=event.start - begin, end=event.end and event.end - begin) for event in shifted]
+        self.events = sorted(moved, key=lambda event: (event.start, event.rank))
+
+    @property
+    def end(self) -> float:
+        """When the last event ended, as far as is known."""
+        return max((event.end or event.start for event in self.events), default=0.0)
+
+    @property
+    def emulated(self) -> bool:
+        """True if part of it ran on a network that was slowed down on purpose."""
+        return any(event.emulated for event in self.events)
+
+    def save(self, file) -> None:
+        """Write the events in the Trace Event Format (Google, 2016) for Perfetto and Chrome; times in microseconds."""
+        lanes = {"main": 0, "background": 1}
+        rows = [{"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in self.ranks]
+        for rank, (lane, number) in ((rank, item) for rank in self.ranks for item in lanes.items()):
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
+        for event in self.events:
+            end = self.end if event.end is None else event.end
+            rows.append({
+                "ph": "X", "name": event.name, "cat": event.kind, "pid": event.rank, "tid": lanes[event.lane],
+                "ts": event.start * 1e6, "dur": (end - event.start) * 1e6, "args": asdict(event),
+            })  # fmt: skip
+        with open(file, "w") as opened:
+            json.dump({"traceEvents": rows}, opened)

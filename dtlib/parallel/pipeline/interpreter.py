@@ -1,0 +1,246 @@
+"""Schedules that run: one interpreter for all, over lists of actions (dtlib/schedule).
+
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=cross_entropy)
+    rank 0             schedule.step(x)
+    between            schedule.step()
+    the last rank      schedule.step(target=y, losses=losses)
+
+A rank works off its list in order. For each action it takes what has come, computes, and sends on without waiting for
+it to arrive; what its next actions need is asked for beforehand.
+"""
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dtlib import schedule as schedules
+from dtlib.comm.watch import recorder
+from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline.stage import PipelineStage, RunningStage
+
+AHEAD = 2  # actions whose messages are asked for beforehand, beside the one at hand
+
+
+class _Schedule:
+    """A schedule of a pipeline, with the contract of torch's classes of the same names.
+
+    Args:
+        stage: this rank's PipelineStage; a list of them where a rank has several.
+        n_microbatches: into how many parts a batch is cut; they may differ by a sample.
+        loss_fn: a function of output and target that gives a mean over samples; only the last stage calls it.
+        recompute: keep the inputs of micro-batches only, and compute activations anew for the backward pass.
+
+    Raises:
+        DtlibError: for a number of micro-batches that the schedule cannot take, and for an order of one's own in which
+            a stage does not take micro-batches in their order; on every rank that has one.
+    """
+
+    def __init__(self, stage, n_microbatches: int, loss_fn=None, recompute: bool = False):
+        self.stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+        first = self.stages[0]
+        expected = list(range(first.comm.rank, first.num_stages, first.comm.size))
+        if sorted(one.stage_index for one in self.stages) != expected:
+            raise DtlibError(
+                f"{type(self).__name__}: stages {', '.join(map(str, expected))} of {first.num_stages} are on rank "
+                f"{first.comm.rank} of {first.comm.size}, and it got {[one.stage_index for one in self.stages]}."
+            )
+        self.n_microbatches, self.loss_fn, self.recompute = n_microbatches, loss_fn, recompute
+        comm = first.comm
+        self.actions = self.order(comm.size, n_microbatches, first.num_stages)[comm.rank]
+        performed = {(action.stage, action.microbatch) for action in self.actions if action.kind == "F"}
+        if performed != {(stage, microbatch) for stage in expected for microbatch in range(n_microbatches)}:
+            raise DtlibError(
+                f"{type(self).__name__} runs stages {sorted({stage for stage, _ in performed})} of micro-batches 0 to "
+                f"{n_microbatches - 1} on rank {comm.rank}, which has stages {expected}: several stages a rank are run "
+                "by ScheduleInterleaved1F1B."
+            )
+        for stage, kind in {(action.stage, action.kind) for action in self.actions}:
+            turns = [action.microbatch for action in self.actions if (action.stage, action.kind) == (stage, kind)]
+            if turns != sorted(turns):
+                raise DtlibError(
+                    f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {turns}; messages come in the "
+                    "order of micro-batches, so each stage does all its F in this order, and all its B, I and W."
+                )
+        # Messages of other parts of a program must not meet these.
+        self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
+        self.peak_in_flight = 0  # micro-batches whose activations this rank kept at a time, in the last step
+        self._ended_by = None  # the error in whose middle a step ended
+
+    @staticmethod
+    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
+        """The actions of every rank."""
+        raise NotImplementedError
+
+    def step(self, *args, target=None, losses: list | None = None, return_outputs: bool = True, **kwargs):
+        """Forward and backward of a whole batch, in micro-batches; gradients are those of the mean over its samples.
+
+        The first stage gets the inputs and the last one the target: tensors with samples in their first dimension, also
+        in tuples, lists and dictionaries, each of which is cut; what else these hold goes whole to every micro-batch.
+        ``losses`` is filled on the last stage with the mean of each micro-batch. Returns its output for the whole
+        batch, None elsewhere. A ``loss_fn`` that does not weigh samples alike (``ignore_index``, weights of classes)
+        makes the mean one of micro-batches' means. What a stage gives and the next one does not use has gradients of
+        zero. Counterpart: ``step`` of torch's schedules, which count micro-batches alike where their sizes differ.
+
+        Raises:
+            DtlibError: under ``no_grad``; without a loss; for what cannot be cut; after a step that an error ended.
+        """
+        name = type(self).__name__
+        if not torch.is_grad_enabled():
+            raise DtlibError(f"{name}.step() has no gradients to compute under no_grad: call eval(), or leave no_grad.")
+        if (target is None or self.loss_fn is None) and any(stage.is_last for stage in self.stages):
+            raise DtlibError(f"{name}.step() on the last stage needs a loss: {name}(..., loss_fn).step(target=y).")
+        return self._run(self.actions, args, kwargs, target, losses, return_outputs)
+
+    def eval(self, *args, target=None, losses: list | None = None, **kwargs):
+        """The forward passes alone; returns the last stage's output."""
+        forward = [action for action in self.actions if action.kind == "F"]
+        with torch.no_grad():
+            return self._run(forward, args, kwargs, target, losses, True)
+
+    def _run(self, actions, args, kwargs, target, losses, return_outputs):
+        if self._ended_by:
+            raise DtlibError(
+                f"A step of this {type(self).__name__} ended with {self._ended_by}, and messages of it may still be "
+                "under way: make a new one on all ranks, after dtlib.reset() if some of them still waited."
+            )
+        # Before anything is sent: a mistake here can be mended, and the others still wait.
+        inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
+        try:
+            return self._interpret(actions, inputs, target, losses, return_outputs)
+        except BaseException as error:
+            self._ended_by = type(error).__name__ if self.comm.size > 1 else None
+            raise
+
+    def _interpret(self, actions, inputs, target, losses, return_outputs):
+        running = {}
+        for stage in self.stages:
+            targets, weights = self._targets(target) if stage.is_last else (None, None)
+            running[stage.stage_index] = RunningStage(
+                stage, self.comm, self.n_microbatches, inputs if stage.is_first else None, targets, self.loss_fn,
+                weights, self.recompute, running,
+            )  # fmt: skip
+        self.peak_in_flight = 0
+        for place, action in enumerate(actions):
+            for coming in actions[place : place + 1 + AHEAD]:
+                running[coming.stage].post(coming.kind, coming.microbatch)
+            self._perform(running[action.stage], action)
+            self.peak_in_flight = max(self.peak_in_flight, sum(one.in_flight for one in running.values()))
+        for one in running.values():
+            for handle in one.sending:
+                handle.wait()
+        last = running.get(self.stages[0].num_stages - 1)
+        if last is None:
+            return None
+        if losses is not None:
+            losses[:] = [last.losses[m] for m in sorted(last.losses)]
+        return _joined([last.outputs[m] for m in sorted(last.outputs)]) if return_outputs else None
+
+    def _perform(self, stage: RunningStage, action) -> None:
+        with recorder.phase(action, self.comm.world_rank):
+            match action.kind:
+                case "F":
+                    stage.forward(action.microbatch)
+                case "B":
+                    stage.backward(action.microbatch)
+                    stage.weights_of(action.microbatch)
+                case "I":
+                    stage.backward(action.microbatch, later=True)
+                case "W":
+                    stage.weights_of(action.microbatch)
+
+    def _microbatches(self, args, kwargs) -> list:
+        if not args and not kwargs:
+            raise DtlibError(f"{type(self).__name__}.step() on the first stage needs the inputs: step(x).")
+        return self._cut((args, kwargs), "The inputs")
+
+    def _targets(self, target):
+        if target is None:
+            return None, None
+        if self.loss_fn is None:
+            raise DtlibError(f"{type(self).__name__} got a target and has no loss_fn: pass one when it is made.")
+        targets = self._cut(target, "The target")
+        sizes = [next(len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)) for part in targets]
+        return targets, [size / sum(sizes) for size in sizes]
+
+    def _cut(self, value, what: str) -> list:
+        """``value`` for each micro-batch."""
+        leaves, spec = tree_flatten(value, is_leaf=lambda one: isinstance(one, PackedSequence))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) and _holds_values(leaf):
+                raise DtlibError(
+                    f"{what} have a {type(leaf).__name__}, which is not cut into micro-batches: give tensors, in "
+                    "tuples, lists or dictionaries."
+                )
+        sizes = [len(tensor) if tensor.dim() else None for tensor in tensors]
+        if not sizes or None in sizes or len(set(sizes)) > 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
+            raise DtlibError(
+                f"{what} have tensors of shapes {shapes}: each has the samples in its first dimension, as many as the "
+                "others; pass a number as a number."
+            )
+        if sizes[0] < self.n_microbatches:
+            raise DtlibError(
+                f"A batch of {sizes[0]} samples cannot be cut into {self.n_microbatches} micro-batches: take fewer, "
+                "or a larger batch."
+            )
+        count = self.n_microbatches
+        parts = [leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+        return [tree_unflatten([part[m] for part in parts], spec) for m in range(count)]
+
+
+class ScheduleGPipe(_Schedule):
+    """All forward passes, then all backward passes. Y. Huang et al., "GPipe", NeurIPS 2019."""
+
+    @staticmethod
+    def order(ranks, microbatches, stages):
+        return schedules.gpipe(ranks, microbatches)
+
+
+class Schedule1F1B(_Schedule):
+    """One forward, one backward: no more micro-batches in flight than stages. D. Narayanan et al., SC 2021."""
+
+    @staticmethod
+    def order(ranks, microbatches, stages):
+        return schedules.one_f_one_b(ranks, microbatches)
+
+
+class ScheduleInterleaved1F1B(_Schedule):
+    """1F1B with several stages a rank, which make the bubble smaller. D. Narayanan et al., SC 2021, section 2.2."""
+
+    @staticmethod
+    def order(ranks, microbatches, stages):
+        return schedules.interleaved(ranks, microbatches, stages // ranks)
+
+
+class ScheduleZeroBubbleH1(_Schedule):
+    """1F1B whose backward passes come in two halves. P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024,
+    section 2.1.
+
+    Backward passes of our ``Linear`` are split; those of other layers, and of layers whose parameters have hooks (of
+    data parallelism or ZeRO), are done in the first half.
+    """
+
+    @staticmethod
+    def order(ranks, microbatches, stages):
+        return schedules.zero_bubble_h1(ranks, microbatches)
+
+
+def _holds_values(leaf) -> bool:
+    """True for what may hold samples that nobody would cut: an array, or an object with tensors."""
+    inside = tree_leaves(dict(getattr(leaf, "__dict__", {})))
+    return isinstance(leaf, PackedSequence) or any(getattr(one, "ndim", 0) for one in (leaf, *inside))
+
+
+def _joined(outputs: list):
+    """The output for the whole batch from those of its micro-batches; of what is no tensor a list of all."""
+    leaves, specs = zip(*map(tree_flatten, outputs), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise DtlibError(f"The last stage gave {specs[0]} and for other micro-batches not: give each time the same.")
+    return tree_unflatten([_joined_leaf(list(same)) for same in zip(*leaves, strict=True)], specs[0])
+
+
+def _joined_leaf(parts: list):
+    if not isinstance(parts[0], torch.Tensor):
+        return parts
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)

@@ -1,0 +1,210 @@
+"""Monte Carlo pi: the same count, to the last point, on every rung of the ladder.
+
+Throw points at the unit square and count those inside the quarter circle: pi is four times their share.
+Point number i comes from a counter-based generator: a function of i alone, so that any rank can compute any
+point without asking the others, in any order and in blocks of any size:
+
+    i + 1 --(multiply, add the seed)--> z --(mix)--> 64 bits --> x: the upper 31 bits, y: the lower 31 bits
+
+The mixing is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
+figure 16), which walks through all 2**64 states before it repeats. x and y stay integers: a point is inside if
+x*x + y*y < 2**62. Nothing is rounded, so the counts of two machines must be equal.
+"""
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from dtlib.errors import DtlibError
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, made odd: the step of the counter
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+MASK_64 = 2**64 - 1
+MASK_31 = 2**31 - 1
+RADIUS_SQUARED = 2**62
+
+MOST_POINTS = 10**15
+BLOCK = 2**13  # points in memory at once: their arrays of 64 kB stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a count says of pi."""
+
+    points: int
+    inside: int
+
+    @property
+    def pi(self) -> float:
+        return 4 * self.inside / self.points
+
+    @property
+    def standard_error(self) -> float:
+        """Standard deviation of ``pi`` over seeds: each point is a coin with p = pi/4, so 4 sqrt(p (1-p) / n)."""
+        share = self.inside / self.points
+        return 4 * math.sqrt(share * (1 - share) / self.points)
+
+
+# Rung 1: a plain Python loop
+
+
+def point(i: int, seed: int = 0) -> tuple[int, int]:
+    """Point number ``i`` as two integers from 0 to 2**31 - 1."""
+    z = (seed + (i + 1) * GOLDEN) & MASK_64
+    z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
+    z = ((z ^ (z >> 27)) * MIX_2) & MASK_64
+    z = z ^ (z >> 31)
+    return z >> 33, z & MASK_31
+
+
+def count_loop(start: int, stop: int, seed: int = 0) -> int:
+    """How many of the points ``start`` to ``stop - 1`` lie inside: one after the other, in Python."""
+    inside = 0
+    for i in range(start, stop):
+        x, y = point(i, seed)
+        inside += x * x + y * y < RADIUS_SQUARED
+    return inside
+
+
+# Rung 2: numpy, block by block
+
+
+def points_numpy(start: int, stop: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The points ``start`` to ``stop - 1`` as two uint64 arrays; arithmetic wraps at 2**64 by itself."""
+    z = np.arange(start + 1, stop + 1, dtype=np.uint64)
+    z *= np.uint64(GOLDEN)
+    z += np.uint64(seed & MASK_64)
+    shifted = z >> np.uint64(30)
+    z ^= shifted
+    z *= np.uint64(MIX_1)
+    np.right_shift(z, np.uint64(27), out=shifted)
+    z ^= shifted
+    z *= np.uint64(MIX_2)
+    np.right_shift(z, np.uint64(31), out=shifted)
+    z ^= shifted
+    np.right_shift(z, np.uint64(33), out=shifted)
+    z &= np.uint64(MASK_31)
+    return shifted, z
+
+
+def inside_numpy(x: np.ndarray, y: np.ndarray) -> int:
+    """How many of the points lie inside. Squares ``x`` and ``y`` (uint64) in place."""
+    x *= x
+    y *= y
+    x += y
+    return int(np.count_nonzero(x < np.uint64(RADIUS_SQUARED)))
+
+
+def count_numpy(start: int, stop: int, seed: int = 0, block: int = BLOCK) -> int:
+    """The same with arrays. All points at once would need 16 bytes each; ``block`` of them fit the cache."""
+    return sum(inside_numpy(*points_numpy(a, min(a + block, stop), seed)) for a in range(start, stop, block))
+
+
+# Rung 3: the loop again, compiled
+
+
+@lru_cache
+def _compiled_kernel():
+    import numba
+    from numba import uint64
+
+    @numba.njit("int64(uint64, uint64, uint64)", cache=True, nogil=True)
+    def kernel(start, stop, seed):
+        inside = 0
+        for i in range(start, stop):
+            z = seed + (i + uint64(1)) * uint64(GOLDEN)
+            z = (z ^ (z >> uint64(30))) * uint64(MIX_1)
+            z = (z ^ (z >> uint64(27))) * uint64(MIX_2)
+            z = z ^ (z >> uint64(31))
+            x = z >> uint64(33)
+            y = z & uint64(MASK_31)
+            inside += x * x + y * y < uint64(RADIUS_SQUARED)
+        return inside
+
+    return kernel
+
+
+def count_compiled(start: int, stop: int, seed: int = 0) -> int:
+    """The plain loop, compiled by numba: points live in registers and are never stored."""
+    return _compiled_kernel()(start, stop, seed & MASK_64)
+
+
+def count_gpu(start: int, stop: int, seed: int = 0) -> int:
+    """The compiled loop in thousands of threads of this rank's GPU."""
+    from dtlib.pi.gpu import count
+
+    return count(start, stop, seed & MASK_64)
+
+
+KERNELS = {"loop": count_loop, "numpy": count_numpy, "compiled": count_compiled, "gpu": count_gpu}
+
+
+# Rung 4: ranks that each count a part, and reduce
+
+
+def part(points: int, rank: int, size: int) -> tuple[int, int]:
+    """First and one past the last of the points that ``rank`` of ``size`` counts.
+
+    The parts meet without gap or overlap for every number of points and differ by one point at most:
+
+        10 points, 3 ranks:   0 1 2 | 3 4 5 | 6 7 8 9
+    """
+    return points * rank // size, points * (rank + 1) // size
+
+
+def count_on_ranks(points: int, comm, kernel=count_compiled, seed: int = 0, progress=None) -> int:
+    """Count on all ranks of ``comm``; every rank returns the total.
+
+    ``progress(done)`` is called after each slice of about half a second with the points that this rank just counted.
+    """
+    start, stop = part(points, comm.rank, comm.size)
+    inside = np.zeros(1, dtype=np.int64)
+    slice_points = stop - start if progress is None else 10**6
+    while start < stop:
+        began = time.perf_counter()
+        end = min(start + slice_points, stop)
+        inside += kernel(start, end, seed)
+        if progress is not None:
+            progress(end - start)
+            elapsed = max(time.perf_counter() - began, 1e-6)
+            slice_points = max(1, min(int(slice_points * 0.5 / elapsed), 4 * slice_points))
+        start = end
+    return int(comm.all_reduce(inside)[0])
+
+
+# Rung 5: ranks that each read a part of a file
+
+
+def write_points(path, points: int, seed: int = 0) -> Path:
+    """Write ``points`` points to ``path``: pairs of little-endian uint32, x then y, 8 bytes a point."""
+    path = Path(path)
+    with open(path, "wb") as file:
+        for start in range(0, points, BLOCK):
+            pairs = np.stack(points_numpy(start, min(start + BLOCK, points), seed), axis=1)
+            file.write(pairs.astype("<u4").tobytes())
+    return path
+
+
+def count_file(path, comm) -> Estimate:
+    """Count the points of a file of ``write_points``; each rank reads its own part and no other."""
+    try:
+        size = os.path.getsize(path)
+    except OSError as problem:
+        raise DtlibError(f"{path} cannot be read ({problem.strerror}): write it with dtlib.pi.write_points.") from None
+    if size == 0 or size % 8:
+        raise DtlibError(f"{path} holds {size} bytes, which is no whole number of 8-byte points: write it again.")
+    points = size // 8
+    start, stop = part(points, comm.rank, comm.size)
+    inside = np.zeros(1, dtype=np.int64)
+    with open(path, "rb") as file:
+        file.seek(8 * start)
+        for a in range(start, stop, BLOCK):
+            pairs = np.fromfile(file, dtype="<u4", count=2 * min(BLOCK, stop - a)).reshape(-1, 2).astype(np.uint64)
+            inside += inside_numpy(pairs[:, 0], pairs[:, 1])
+    return Estimate(points, int(comm.all_reduce(inside)[0]))

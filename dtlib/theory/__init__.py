@@ -1,0 +1,1 @@
+"""The closed formulas of the lectures (pure Python)."""

@@ -1,0 +1,189 @@
+"""The closed formulas of ZeRO: what a rank holds, what is alive at a time, and what it sends (pure Python).
+
+Data parallelism is stage 0. Each stage shares out one thing more among N ranks. With P parameters of p bytes, gradients
+of g bytes, and K bytes a parameter for the optimizer (its states and the master weights), a rank holds, in bytes:
+
+    stage    parameters   gradients   optimizer      in float32 with Adam    mixed precision, as in the paper
+    0           P p          P g         P K          4 + 4 + 8               2 + 2 + 12
+    1           P p          P g         P K / N      4 + 4 + 8/N             2 + 2 + 12/N
+    2           P p          P g / N     P K / N      4 + (4 + 8)/N           2 + (2 + 12)/N
+    3           P p / N      P g / N     P K / N      (4 + 4 + 8)/N           (2 + 2 + 12)/N
+
+S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020: the bytes in
+sections 3.1 and 5 (figure 1 and table 1), what is sent in section 7.
+
+A gigabyte (GB) is 10**9 bytes, as in the paper; a gibibyte (GiB) is 2**30, as in the data sheets of accelerators.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dtlib.theory.collectives import elements_sent
+
+GB = 10**9
+GIB = 2**30
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Bytes a parameter, in whole numbers."""
+
+    parameters: int
+    gradients: int
+    master_weights: int
+    optimizer_states: int
+
+    @property
+    def optimizer(self) -> int:
+        """What is shared out from stage 1 on: K in the paper."""
+        return self.master_weights + self.optimizer_states
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+SCHEMES = {
+    "sgd": Scheme(4, 4, 0, 0),
+    "sgd_momentum": Scheme(4, 4, 0, 4),
+    "adam": Scheme(4, 4, 0, 8),
+    "mixed_adam": Scheme(2, 2, 4, 8),  # 16 bytes, as in the paper
+    "mixed_adam_float32_gradients": Scheme(2, 4, 4, 8),  # 18 bytes, as where gradients are added up in float32
+}
+
+
+def zero_bytes(parameters, ranks: int, stage: int, scheme="mixed_adam", rank: int = 0, frozen=()) -> dict[str, int]:
+    """Bytes of model states that one rank holds, exactly, by what they are for.
+
+    A flat buffer is cut into equal parts of ceil(P / N) elements; what is missing at the end is padding. Rank 0, the
+    default, holds most.
+
+    Args:
+        parameters: elements that are trained: how many, or how many in each flat buffer.
+        scheme: a name in ``SCHEMES``, or a ``Scheme``.
+        frozen: elements that are not trained, as for ``parameters``: no gradients, no states, shared out at stage 3.
+    """
+    scheme, sizes, frozen = _checked(parameters, ranks, stage, scheme, frozen)
+    whole, own = sum(sizes), sum(_part(size, ranks, rank) for size in sizes)
+    frozen_held = sum(_part(size, ranks, rank) if stage == 3 else size for size in frozen)
+    missing_at_all = sum(-size % ranks for size in sizes)
+    missing_here = sum(_ceil(size, ranks) - _part(size, ranks, rank) for size in sizes)
+    padding = {
+        0: 0,
+        1: missing_at_all * (scheme.parameters + scheme.gradients),
+        2: missing_at_all * scheme.parameters + missing_here * scheme.gradients,
+        3: missing_here * (scheme.parameters + scheme.gradients)
+        + sum(_ceil(size, ranks) - _part(size, ranks, rank) for size in frozen) * scheme.parameters,
+    }[stage]
+    return {
+        "parameters": ((own if stage == 3 else whole) + frozen_held) * scheme.parameters,
+        "gradients": (own if stage >= 2 else whole) * scheme.gradients,
+        "master_weights": (own if stage else whole) * scheme.master_weights,
+        "optimizer_states": (own if stage else whole) * scheme.optimizer_states,
+        "padding": padding,
+    }
+
+
+def zero_peak_bytes(
+    parameters, ranks: int, stage: int, scheme="mixed_adam", at_a_time: int = 0, gathered: int = 1, rank: int = 0
+) -> dict[str, int]:
+    """The most bytes alive on a rank in each phase of a step, without activations and temporaries of the optimizer.
+
+                 held    and beside it, in parameters' or gradients' bytes
+        stage 0  all     backward: all gradients, until they lie in their buckets
+        stage 1  all     backward: a gradient before it moves into flat memory
+        stage 2  all     always: 2 buckets from which gradients travel; backward: the bucket that fills
+        stage 3  parts   always: 2 units from which gradients travel; backward: the unit that fills;
+                         forward and backward: the parameters of ``gathered`` units
+
+        stage 3, backward    parts ======================================================   always
+        of units 3, 2, 1     staging               3..............................          2 of them
+                             parameters  3--------- 2--------- 1---------                   whole while they compute
+                             gradients       3-----     2-----     1-----                   until they are copied
+
+    Gradients in 16 bits are copied to 32 for the masters in the step: this rank's part of them. All memory from which
+    gradients travel is kept from the first backward pass on.
+
+    Args:
+        parameters, ranks, stage, scheme, rank: as for ``zero_bytes``.
+        at_a_time: elements of what comes at a time: of the largest parameter at stage 1, the largest bucket at stage 2,
+            the largest unit at stage 3.
+        gathered: stage 3: units that are whole at a time, 2 with prefetch.
+    """
+    held = zero_bytes(parameters, ranks, stage, scheme, rank)
+    scheme, sizes, _ = _checked(parameters, ranks, stage, scheme, ())
+    padded = _ceil(at_a_time, ranks) * ranks
+    always = sum(held.values()) + (2 * padded * scheme.gradients if stage >= 2 else 0)
+    whole_units = gathered * padded * scheme.parameters if stage == 3 else 0
+    fresh = (at_a_time if stage else sum(sizes)) * scheme.gradients
+    own = sum(_part(size, ranks, rank) if stage else size for size in sizes)
+    for_masters = own * 4 if scheme.master_weights and scheme.gradients < 4 else 0
+    return {
+        "forward": always + whole_units,
+        "backward": always + whole_units + fresh,
+        "step": always + for_masters,
+    }
+
+
+def zero_wire_elements(
+    parameters, ranks: int, stage: int, micro_steps: int = 1, reshard_after_forward: bool = True, rank: int = 0
+) -> int:
+    """Elements that one rank sends in a step of ``micro_steps`` forward and backward passes, with rings.
+
+        stage 0    all_reduce of gradients, once a step                            2 P (N-1)/N
+        stage 1    reduce_scatter of gradients, all_gather of parameters, once     2 P (N-1)/N
+        stage 2    reduce_scatter each micro step, all_gather once                 (M + 1) P (N-1)/N
+        stage 3    two all_gathers and a reduce_scatter each micro step            3 M P (N-1)/N
+                   one all_gather, if parameters stay after the forward pass       2 M P (N-1)/N
+
+    Padding travels along: P is N ceil(P/N) from stage 1 on. ``parameters`` is as for ``zero_bytes``; ``rank`` matters
+    to stage 0 alone, where parts differ by an element.
+    """
+    _, sizes, _ = _checked(parameters, ranks, stage, "adam", ())
+    if stage == 0:
+        return sum(elements_sent("all_reduce", "ring", ranks, rank, size) for size in sizes)
+    once = sum((ranks - 1) * _ceil(size, ranks) for size in sizes)
+    return once * {1: 2, 2: micro_steps + 1, 3: (3 if reshard_after_forward else 2) * micro_steps}[stage]
+
+
+def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme="mixed_adam") -> int | None:
+    """The smallest number of ranks on which model states fit into ``budget_bytes`` a rank, or None if on none.
+
+    Without padding, which is fewer than N elements. More ranks than parameters do not help.
+    """
+
+    scheme, _, _ = _checked(parameters, 1, stage, scheme, ())
+    kinds = scheme.parameters, scheme.gradients, scheme.optimizer
+    shared = sum(kinds[3 - stage :])  # a stage shares out so many of them, from the last one on
+
+    def fits(ranks: int) -> bool:
+        return parameters * ((scheme.total - shared) * ranks + shared) <= budget_bytes * ranks
+
+    most = max(1, parameters)
+    return 1 + bisect_left(range(1, most + 1), True, key=fits) if fits(most) else None
+
+
+def _checked(parameters, ranks, stage, scheme, frozen):
+    if stage not in STAGES or ranks < 1:
+        raise ValueError(f"ZeRO stage {stage!r} on {ranks!r} ranks: the stage is 0 to 3, and ranks are at least 1.")
+    if not isinstance(scheme, Scheme):
+        if scheme not in SCHEMES:
+            raise ValueError(f"There is no scheme {scheme!r}; there are {', '.join(SCHEMES)}.")
+        scheme = SCHEMES[scheme]
+    return scheme, _sizes(parameters), _sizes(frozen)
+
+
+def _sizes(elements) -> list[int]:
+    return list(elements) if isinstance(elements, Iterable) else [elements]
+
+
+def _ceil(size: int, ranks: int) -> int:
+    return -(-size // ranks)
+
+
+def _part(size: int, ranks: int, rank: int) -> int:
+    """Elements of a flat buffer that are this rank's, without padding."""
+    length = _ceil(size, ranks)
+    return min(max(size - rank * length, 0), length)

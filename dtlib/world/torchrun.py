@@ -1,0 +1,81 @@
+"""The world of processes that torchrun started: on torch.distributed, without MPI."""
+
+import atexit
+import os
+
+from dtlib.world import loopback
+from dtlib.world.machine import usable_cores
+
+# What torchrun tells each process; a program that sets WORLD_SIZE alone was not started by it.
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def started_this() -> bool:
+    """True in a process that torchrun started, or somebody who sets the same environment variables."""
+    return all(name in os.environ for name in TOLD)
+
+
+def join() -> dict:
+    """What ``World`` wants to know, from the environment and the default group of ``torch.distributed``.
+
+    The default group is the one that lives already, or a new one: gloo for the CPU, and NCCL for GPUs if every rank
+    has one of its own.
+    """
+    from torch import distributed as dist
+
+    from dtlib.comm import waiting
+    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+
+    if loopback.all_ranks_here():
+        loopback.groups_inside()
+    if not dist.is_initialized():
+        _make_default_group(dist)
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    waiting.crowded = local_size > usable_cores()
+    comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
+    node = int(os.environ.get("GROUP_RANK", comm.rank // local_size))
+    nodes = sorted(set(comm.all_gather_object(node)))
+    return {
+        "rank": comm.rank,
+        "size": comm.size,
+        "node": nodes.index(node),
+        "local_rank": local_rank,
+        "comm": comm,
+        "nodes": len(nodes),
+    }
+
+
+def fresh_communicator(old):
+    """A new group of all ranks, beside the one that an interrupt or an error has left out of step."""
+    from torch import distributed as dist
+
+    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+
+    return ProcessGroupCommunicator(dist.new_group(), old.time_limit, name="world")
+
+
+def _make_default_group(dist) -> None:
+    store, rank, size = next(dist.rendezvous("env://"))
+    store.set_timeout(dist.default_pg_timeout)
+    store = dist.PrefixStore("dtlib", store)  # the launcher and others have keys of their own there
+    backend = "cpu:gloo,cuda:nccl" if _each_rank_has_a_gpu(dist, store, rank, size) else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def _each_rank_has_a_gpu(dist, store, rank: int, size: int) -> bool:
+    """Ask all ranks by way of the store: there is no group to ask yet."""
+    import json
+    import socket
+
+    import torch
+
+    from dtlib.comm.torch.gpu import each_has_its_own
+
+    mine = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        device = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        torch.cuda.set_device(device)
+        mine = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"gpu of rank {rank}", json.dumps((socket.gethostname(), mine)))
+    return each_has_its_own([tuple(json.loads(store.get(f"gpu of rank {other}"))) for other in range(size)])

@@ -1,0 +1,167 @@
+"""Plausible wrong ways to build 1F1B, and the mistake that the check must recognise in each."""
+
+import torch
+
+from tests.wrong_answers.pipelines_wrong import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
+
+# build: my_1f1b(comm, stage, inputs, targets, loss_fn)
+
+
+class SendsThatWait(Right1F1B):
+    """The famous deadlock: activations go down while gradients come up, and both sends wait."""
+
+    async_op = False
+
+
+class NoWarmUp(Right1F1B):
+    """One micro-batch at a time: as little memory as there can be, and no pipeline."""
+
+    def run(self, count):
+        for m in range(count):
+            self.forward(m)
+            self.backward(m)
+
+
+class OneTooManyAhead(Right1F1B):
+    """The warm-up has one forward pass more than the papers', and then one forward comes before one backward."""
+
+    def run(self, count):
+        ahead = min(self.comm.size - self.comm.rank, count)
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count):
+            if m + ahead < count:
+                self.forward(m + ahead)
+            self.backward(m)
+
+
+class SameWarmUpEverywhere(Right1F1B):
+    def run(self, count):
+        ahead = min(self.comm.size - 1, count)
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count):
+            if m + ahead < count:
+                self.forward(m + ahead)
+            self.backward(m)
+
+
+class WarmUpTheWrongWayRound(Right1F1B):
+    """Rank r does r forward passes first: rank 0 wants a gradient before anybody can have one, and all wait."""
+
+    def run(self, count):
+        ahead = min(self.comm.rank, count)
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count):
+            if m + ahead < count:
+                self.forward(m + ahead)
+            self.backward(m)
+
+
+class SendsAfterTheBackwardPass(Right1F1B):
+    """The right order; but the rank behind waits for activations while a backward pass goes on here."""
+
+    def forward(self, m):
+        self.held = []
+        super().forward(m)
+        if len(self.outputs) < self.comm.size - self.comm.rank and m + 1 < len(self.inputs):
+            self.flush()
+
+    def backward(self, m):
+        super().backward(m)
+        self.flush()
+
+    def flush(self):
+        while self.held:
+            Step.send(self, *self.held.pop())
+
+    def send(self, tensor, dest, m):
+        if dest < self.comm.rank:
+            return super().send(tensor, dest, m)
+        self.held.append((tensor, dest, m))
+
+
+class ManyMicrobatchesOnly(Right1F1B):
+    """The warm-up is longer than the batch."""
+
+    def run(self, count):
+        ahead = self.comm.size - self.comm.rank - 1
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count - ahead):
+            self.forward(m + ahead)
+            self.backward(m)
+        for m in range(count - ahead, count):
+            self.backward(m)
+
+
+class TailForgotten(Right1F1B):
+    """The backward passes that are left over after the last forward pass."""
+
+    def run(self, count):
+        ahead = min(self.comm.size - self.comm.rank - 1, count)
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count - ahead):
+            self.forward(m + ahead)
+            self.backward(m)
+
+
+class KeepsGraphs(Right1F1B):
+    """The right order, and memory as with GPipe."""
+
+    def backward(self, m):
+        gradient = torch.ones(())
+        output = self.outputs[m]
+        if self.last:
+            output = self.loss_fn(output, self.targets[m]) * self.share(m)
+            self.loss += output.item()
+        else:
+            gradient = self.comm.recv(torch.empty_like(output), self.comm.rank + 1)
+        output.backward(gradient, retain_graph=True)
+        if not self.first:
+            self.send(self.inputs[m].grad, self.comm.rank - 1, m)
+
+
+class AveragedTwice1F1B(Right1F1B):
+    share = AveragedTwice.share
+
+
+class Unweighted1F1B(Right1F1B):
+    share = Unweighted.share
+
+
+# The last entry: the fewest ranks on which the mistake can be seen.
+class NeverWaits(Right1F1B):
+    def send(self, tensor, dest, m):
+        self.comm.send(tensor, dest, async_op=True)
+
+
+class WaitsForActivationsAlone(Right1F1B):
+    """The handles of gradients are dropped."""
+
+    def send(self, tensor, dest, m):
+        sent = self.comm.send(tensor, dest, async_op=True)
+        self.sending += [sent] if dest > self.comm.rank else []
+
+
+WRONG = {
+    "1f1b-build": {
+        does_nothing: ("no-forward", 2),
+        Step: ("too-many-activations", 2),  # GPipe
+        OneTooManyAhead: ("too-many-activations", 2),
+        SameWarmUpEverywhere: ("too-many-activations", 2),
+        KeepsGraphs: ("activations-kept", 2),
+        NoWarmUp: ("bubble", 2),
+        SendsThatWait: ("long-messages", 2),
+        SendsAfterTheBackwardPass: ("sent-late", 2),
+        WarmUpTheWrongWayRound: ("waited", 2),
+        ManyMicrobatchesOnly: ("few-microbatches", 3),
+        TailForgotten: ("microbatch-lost", 2),
+        AveragedTwice1F1B: ("averaged-twice", 2),
+        Unweighted1F1B: ("unweighted", 2),
+        NeverWaits: ("not-waited", 2),
+        WaitsForActivationsAlone: ("not-waited", 2),
+    },
+}  # fmt: skip

@@ -1,0 +1,91 @@
+"""Answers that are right on three ranks, as the number three is written into them."""
+
+import torch
+from DTsts.wrong_answers import buckets_wrong, data_parallel_wrong, mlp_wrong, pipelines_wrong, zero3_wrong
+from torch import nn
+
+from dtlib import pi
+from tests.wrong_answers.collectives_wrong import ring
+
+
+def count_a_third(points, comm):
+    return pi.count_compiled(points * comm.rank // 3, points * (comm.rank + 1) // 3)
+
+
+def estimate_by_thirds(points, comm):
+    inside = torch.tensor([count_a_third(points, comm)])
+    return 4 * comm.all_reduce(inside).item() / points
+
+
+def ring_in_three_parts(comm, tensor):
+    return ring(comm, tensor, torch.tensor_split(tensor, 3))
+
+
+def hooks_divide_by_three(comm, module):
+    def act(parameter):
+        comm.all_reduce(parameter.grad)
+        parameter.grad /= 3
+
+    return data_parallel_wrong.with_hooks(comm, module, act)
+
+
+class MeanOfThree(buckets_wrong.Right):
+    def weight(self, samples):
+        return super().weight(samples) * 3
+
+    def reduce(self, flat):
+        self.comm.all_reduce(flat, op="mean")
+
+
+class AThirdOfTheLayer(zero3_wrong.RightLayer):
+    def cut(self, padded):
+        third = len(padded) // 3
+        return padded[self.comm.rank * third : (self.comm.rank + 1) * third].clone()
+
+    def gather(self):
+        whole = torch.empty(len(self.own) * self.comm.size, dtype=self.own.dtype)
+        return self.comm.all_gather(whole, self.own)
+
+
+class AThirdOfTheFeatures(mlp_wrong.RightMLP):
+    def __init__(self, linear1, linear2, comm):
+        super().__init__(linear1, linear2, comm)
+        for name, whole, dim in (
+            ("weight1", linear1.weight, 0),
+            ("bias1", linear1.bias, 0),
+            ("weight2", linear2.weight, 1),
+        ):
+            setattr(self, name, nn.Parameter(whole.detach().chunk(3, dim)[comm.rank].clone()))
+
+
+class LastIsRank2(pipelines_wrong.Step):
+    def run(self, count):
+        self.last = self.comm.rank == 2
+        super().run(count)
+
+
+class WarmsUpForThree(pipelines_wrong.Right1F1B):
+    """One forward pass more in hand than two ranks need."""
+
+    def run(self, count):
+        ahead = min(2 - self.comm.rank, count)
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count):
+            if m + ahead < count:
+                self.forward(m + ahead)
+            self.backward(m)
+
+
+WRONG = {
+    "pi-streams": count_a_third,
+    "pi-on-ranks": estimate_by_thirds,
+    "ring-mend": ring_in_three_parts,
+    "ring-build": ring_in_three_parts,
+    "hook-mend": hooks_divide_by_three,
+    "buckets-build": MeanOfThree,
+    "gather-on-demand": AThirdOfTheLayer,
+    "mlp-build": AThirdOfTheFeatures,
+    "gpipe-build": LastIsRank2,
+    "1f1b-build": WarmsUpForThree,
+}
