@@ -172,12 +172,12 @@ def test_arguments_that_are_refused(world):
         with pytest.raises(ValueError, match=words):
             call()
     left_out = {
-        "only all ranks together": lambda: hvd.allreduce(one, process_set="mine"),
         r"init\(\[0, 1\]\): it is for all ranks together; .*split": lambda: hvd.init(comm=[0, 1]),
         r"init\('dynamic'\)": lambda: hvd.init(process_sets="dynamic"),
     }
-    with pytest.raises(TypeError, match="float"):
-        hvd.broadcast(one, 0.5)
+    for call in (lambda: hvd.broadcast(one, 0.5), lambda: hvd.allreduce(one, process_set=hvd.size)):
+        with pytest.raises(TypeError, match=r"float|process_set"):
+            call()
     for words, call in left_out.items():
         with pytest.raises(hvd.NotOffered, match=words):
             call()
@@ -187,8 +187,9 @@ def test_arguments_that_are_refused(world):
 def test_parts_of_horovod_that_are_left_out_say_so():
     ways_round = {
         "Adasum": "use op=hvd.Average", "ProcessSet": "split", "SyncBatchNorm": "dtlib.parallel.data.batch_norm",
-        "alltoall_async": "comm.all_to_all", "elastic": "save checkpoints", "grouped_allreduce_": "in one buffer",
-        "reducescatter": "comm.reduce_scatter", "sparse_allreduce_async": "to_dense", "start_timeline": "dtlib.trace",
+        "alltoall_async": "comm.all_to_all", "elastic": "save checkpoints", "global_process_set": "split",
+        "grouped_allreduce_": "in one buffer", "is_homogeneous": "local_size", "reducescatter": "comm.reduce_scatter",
+        "sparse_allreduce_async": "to_dense", "start_timeline": "dtlib.trace",
     }  # fmt: skip
     for name, way_round in ways_round.items():
         with pytest.raises(DtlibError, match=f"hvd.{name} is not offered here: .*{way_round}"):

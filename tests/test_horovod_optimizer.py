@@ -255,9 +255,6 @@ def test_arguments_that_are_refused(world):
         "must be unique. Found duplicates: .*twice": {"named_parameters": [("twice", p) for _, p in names]},
         r"were not named: those of shape \(10, 6\)": {"named_parameters": names[1:]},
         "gradient_predivide_factor not supported": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
-        "groups should be a positive integer": {"groups": 0},
-        "groups must consist of torch.Tensor": {"groups": [[1]]},
-        "can only appear once in groups": {"groups": [[names[0][1]], [names[0][1]]]},
         "backward_passes_per_step must be > 0.* and is 0": {"backward_passes_per_step": 0},
         "backward_passes_per_step must be > 0.* and is 1.5": {"backward_passes_per_step": 1.5},
         "gradient_predivide_factor=0 must be > 0": {"gradient_predivide_factor": 0},
@@ -266,14 +263,10 @@ def test_arguments_that_are_refused(world):
     for words, options in refused.items():
         with pytest.raises(ValueError, match=words):
             make(**options)
-    with pytest.raises(hvd.NotOffered, match="only all ranks together"):
-        make(process_set=1)
     with pytest.raises(ValueError, match="LBFGS computes as many gradients as each rank's own loss asks for"):
         hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="is one already"):
         hvd.DistributedOptimizer(make())
-    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced"):
-        make(num_groups=1)
 
 
 @on_ranks(2)

@@ -33,20 +33,16 @@ from dtlib.horovod.operations import (
 from dtlib.horovod.optimizer import DistributedOptimizer
 from dtlib.horovod.request import HorovodInternalError
 
-# How the names begin, and the way round.
+# What the names contain, and the way round.
 _LEFT_OUT = {
     "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start anew",
-    "Adasum": "use op=hvd.Average or op=hvd.Sum",
-    "SyncBatchNorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
-    "ProcessSet": "use the verbs of dtlib.init().comm.split(color) for a part of the ranks",
-    "add_process_set": "use the verbs of dtlib.init().comm.split(color) for a part of the ranks",
-    "remove_process_set": "use the verbs of dtlib.init().comm.split(color) for a part of the ranks",
-    "global_process_set": "leave out process_set=, as all verbs are for all ranks",
-    "is_homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
-    "start_timeline": "use `with dtlib.trace() as trace:`",
-    "stop_timeline": "use `with dtlib.trace() as trace:`",
-    "grouped_": "call the asynchronous form for each tensor, then hvd.synchronize: they travel in one buffer",
-    "sparse_allreduce": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
+    "adasum": "use op=hvd.Average or op=hvd.Sum",
+    "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
+    "process": "all verbs are for all ranks; use those of dtlib.init().comm.split(color) for a part of them",
+    "homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
+    "timeline": "use `with dtlib.trace() as trace:`",
+    "grouped": "call the asynchronous form for each tensor, then hvd.synchronize: they travel in one buffer",
+    "sparse": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
     "alltoall": "use dtlib.init().comm.all_to_all(out, tensor), with parts of equal length",
     "reducescatter": "use dtlib.init().comm.reduce_scatter(out, tensor), or a part of hvd.allreduce(tensor)",
 }
@@ -57,7 +53,7 @@ class MissingPart(DtlibError, AttributeError):
 
 
 def __getattr__(name):
-    for beginning, way_round in _LEFT_OUT.items():
-        if name.startswith(beginning):
+    for fragment, way_round in _LEFT_OUT.items():
+        if fragment in name.lower():
             raise MissingPart(f"hvd.{name} is not offered here: {way_round}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,41 +49,35 @@ def join(device: int = -1) -> int:
     return negotiator().join()
 
 
-def barrier(process_set=None) -> None:
+def barrier() -> None:
     """Wait until every rank has come here."""
-    allgather(torch.empty(0), "barrier", process_set)
+    allgather(torch.empty(0), "barrier")
 
 
 # Averages and sums
 
 
-def allreduce_async(
-    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
-):
-    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, process_set)
+def allreduce_async(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0):
+    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor)
 
 
-def allreduce_async_(
-    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None
-):
-    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, process_set, in_place=True)
+def allreduce_async_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0):
+    return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True)
 
 
-def allreduce_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=None):
+def allreduce_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0):
     """``allreduce`` into its argument."""
-    op = _op_of(op, average)
-    return synchronize(_reduce(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=True))
+    return synchronize(_reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True))
 
 
 def allreduce(
-    tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
-    process_set=None,
-):  # fmt: skip
+    tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0
+):
     """The average (or ``op``) of every rank's ``tensor``, as a new tensor; ``prescale_factor`` and
     ``postscale_factor`` multiply before and after. ``average=`` is deprecated. Gradients flow through averages and
     sums. Averages of integers are rounded towards zero."""
     op = _op_of(op, average)
-    scales = prescale_factor, postscale_factor, process_set
+    scales = prescale_factor, postscale_factor
 
     def forward(tensor):
         short, ctx = compression.compress(tensor)
@@ -97,9 +91,9 @@ def allreduce(
     return _differentiable(tensor, forward, backward)
 
 
-def _reduce(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=False) -> Operation:
+def _reduce(tensor, name, op, prescale_factor, postscale_factor, in_place=False) -> Operation:
     way = {"op": check_op(op, "allreduce"), "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return _submit("allreduce", tensor, name, process_set, in_place, **way)
+    return _submit("allreduce", tensor, name, in_place, **way)
 
 
 def _op_of(op, average):
@@ -124,11 +118,11 @@ def check_op(op, verb: str) -> str:
 # Rows, and one rank's tensor
 
 
-def allgather_async(tensor, name=None, process_set=None):
-    return _submit("allgather", tensor, name, process_set)
+def allgather_async(tensor, name=None):
+    return _submit("allgather", tensor, name)
 
 
-def allgather(tensor, name=None, process_set=None):
+def allgather(tensor, name=None):
     """Every rank's ``tensor`` one after the other, on all ranks: first dimensions may differ, the others must agree.
     Gradients flow through it."""
 
@@ -136,27 +130,27 @@ def allgather(tensor, name=None, process_set=None):
         rows = allgather(torch.tensor([len(tensor)])).tolist()
         return allreduce(gradient.contiguous()).split(rows)[rank()]
 
-    return _differentiable(tensor, lambda tensor: synchronize(allgather_async(tensor, name, process_set)), backward)
+    return _differentiable(tensor, lambda tensor: synchronize(allgather_async(tensor, name)), backward)
 
 
-def broadcast_async(tensor, root_rank, name=None, process_set=None):
-    return _submit("broadcast", tensor, name, process_set, root=_root(root_rank))
+def broadcast_async(tensor, root_rank, name=None):
+    return _submit("broadcast", tensor, name, root=_root(root_rank))
 
 
-def broadcast_async_(tensor, root_rank, name=None, process_set=None):
-    return _submit("broadcast", tensor, name, process_set, in_place=True, root=_root(root_rank))
+def broadcast_async_(tensor, root_rank, name=None):
+    return _submit("broadcast", tensor, name, in_place=True, root=_root(root_rank))
 
 
-def broadcast_(tensor, root_rank, name=None, process_set=None):
+def broadcast_(tensor, root_rank, name=None):
     """``broadcast`` into its argument."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return synchronize(broadcast_async_(tensor, root_rank, name))
 
 
-def broadcast(tensor, root_rank, name=None, process_set=None):
+def broadcast(tensor, root_rank, name=None):
     """The ``tensor`` of rank ``root_rank``, as a new tensor on all ranks. Gradients flow through it."""
 
     def forward(tensor):
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return synchronize(broadcast_async(tensor, root_rank, name))
 
     def backward(gradient):
         average = allreduce(gradient.contiguous())
@@ -192,12 +186,7 @@ def _differentiable(tensor, forward, backward):
     return forward(tensor)
 
 
-def _submit(kind, tensor, name, process_set, in_place=False, **way) -> Operation:
-    if process_set is not None:
-        raise NotOffered(
-            f"{kind}(process_set={process_set!r:.40}): only all ranks together are offered here; use the verbs of "
-            "dtlib.init().comm.split(color) for a part of them."
-        )
+def _submit(kind, tensor, name, in_place=False, **way) -> Operation:
     _check_tensor(tensor, kind, way.get("op"))
     own, mine = tensor.detach(), negotiator()
     output = own if in_place else None if kind == "allgather" else torch.empty_like(own)

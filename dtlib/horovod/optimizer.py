@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dtlib.horovod.basics import NotOffered, size
+from dtlib.horovod.basics import size
 from dtlib.horovod.compression import Compression
 from dtlib.horovod.operations import Average, Sum, allgather_async, allreduce_async_, check_op, synchronize
 from dtlib.horovod.request import HorovodInternalError
@@ -18,20 +18,14 @@ from dtlib.horovod.request import HorovodInternalError
 class _Distributed:
     """What is put before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
-    def _distribute(self, named_parameters, groups, **options):
+    def _distribute(self, named_parameters, **options):
         self.__dict__.update(options)  # compression, op and the others of these names
         self._names = self._checked_names(named_parameters)
         self._delay = {}  # of a parameter: backward passes until its gradient is submitted
         self._travelling = {}  # of a parameter: its gradient, and what waits for the reduced one
         self._synchronized, self._should_synchronize = False, True
-        self._hooked, self._group_of = {}, {}
+        self._hooked = {}
         self._hook_parameters()
-        if isinstance(groups, int):
-            ordered = list(self._hooked)
-            groups = [ordered[len(ordered) * i // groups : len(ordered) * (i + 1) // groups] for i in range(groups)]
-        for group in groups or []:
-            group = [parameter for parameter in group if parameter in self._hooked]
-            self._group_of.update({parameter: group for parameter in group})
 
     def _parameters(self):
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -71,10 +65,8 @@ class _Distributed:
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self._delay[parameter] -= 1
-        group = self._group_of.get(parameter, [parameter])
-        if not any(self._delay[member] for member in group):
-            for member in group:
-                self._submit(member)
+        if not self._delay[parameter]:
+            self._submit(parameter)
 
     def _submit(self, parameter) -> None:
         gathered = parameter.grad.is_sparse and not self.sparse_as_dense
@@ -207,7 +199,7 @@ class _Distributed:
 
 def DistributedOptimizer(
     optimizer, named_parameters=None, compression=Compression.none, backward_passes_per_step=1, op=Average,
-    gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=None,
+    gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False,
 ):  # fmt: skip
     """An optimizer of the same class that averages gradients over ranks before each step.
 
@@ -219,8 +211,7 @@ def DistributedOptimizer(
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         gradient_predivide_factor: gradients are divided by it before the sum, and by size over it afterwards; only
             for ``Average``. For 16 bits, where a sum may overflow.
-        groups: a number of groups, or lists of parameters, whose gradients are submitted together (``num_groups`` is
-            the deprecated form).
+        num_groups, groups: without effect: gradients that have come on all ranks travel together anyway.
         sparse_as_dense: sparse gradients travel as dense ones, and are sparse again afterwards; else everyone's
             indices and values are gathered.
 
@@ -233,13 +224,10 @@ def DistributedOptimizer(
             optimizer.step()
 
     Raises:
-        ValueError: for names that do not name each parameter once; for groups that are not such; for a predivide factor
-            with another ``op``; for LBFGS.
+        ValueError: for names that do not name each parameter once, a predivide factor with another ``op``, LBFGS.
         AssertionError: from ``backward()`` after more passes than agreed; from ``zero_grad()`` while gradients travel.
         HorovodInternalError: from ``step()`` where gradients were changed while they travelled.
     """
-    if process_set is not None:
-        raise NotOffered("DistributedOptimizer(process_set=...): only all ranks together are offered here.")
     check_op(op, "DistributedOptimizer")
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is one already; wrap the torch optimizer once.")
@@ -250,16 +238,12 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be > 0")
-    if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
-    groups = (num_groups or None) if groups is None else groups
-    _check_groups(groups)
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
     distributed = kind.__new__(kind)
     # A scheduler made before has wrapped the old one's step; ours is a method.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     distributed._distribute(
-        named_parameters, groups, compression=compression, op=op, sparse_as_dense=sparse_as_dense,
+        named_parameters, compression=compression, op=op, sparse_as_dense=sparse_as_dense,
         backward_passes_per_step=_whole_number(backward_passes_per_step),
         gradient_predivide_factor=gradient_predivide_factor,
     )  # fmt: skip
@@ -270,13 +254,3 @@ def _whole_number(passes) -> int:
     if not isinstance(passes, int) or passes <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, a whole number, and is {passes!r:.40}")
     return passes
-
-
-def _check_groups(groups) -> None:
-    if isinstance(groups, bool) or not (groups is None or isinstance(groups, list) or groups > 0):
-        raise ValueError("groups should be a positive integer or a list of list of torch.Tensor.")
-    members = [parameter for group in groups for parameter in group] if isinstance(groups, list) else []
-    if not all(isinstance(member, torch.Tensor) for member in members):
-        raise ValueError("groups must consist of torch.Tensor.")
-    if len(set(members)) < len(members):
-        raise ValueError("A parameter can only appear once in groups.")
