@@ -65,6 +65,7 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     else:
         like = announced(comm, before, next(stage.parameters()).device)
         activations = (x.requires_grad_() for x in arriving(comm, before, like, microbatches))
+    targets = targets.chunk(microbatches) if is_last else None
     kept, sending, losses = {}, [], []  # kept: of each micro-batch input and output, until its backward pass
     for kind, m in order(schedule, comm.rank, comm.size, microbatches):
         with recorder.phase(f"{comm.rank}{kind}{m}", comm.world_rank):
@@ -72,7 +73,7 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
                 x = next(activations)
                 y = stage(x)
                 if is_last:
-                    y = loss_fn(y, targets.chunk(microbatches)[m]) / microbatches
+                    y = loss_fn(y, targets[m]) / microbatches
                     losses.append(y.detach())
                 else:
                     if m == 0:
@@ -97,16 +98,18 @@ def check(comm, stage, inputs, targets, microbatches: int, schedule: str) -> Non
     trained = any(parameter.requires_grad for parameter in stage.parameters())
     samples = [-1 if batch is None else len(batch) for batch in (inputs, targets)]
     mine = torch.tensor([*samples, microbatches, SCHEDULES.index(schedule) if schedule in SCHEDULES else -1, trained])
-    notes = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)
-    count, wanted = int(notes[0, 0]), int(notes[-1, 1])
+    notes = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine).tolist()
+    count, wanted = notes[0][0], notes[-1][1]
     if count != wanted or count < 1:
         raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
-    if (notes[:, 2:4] != notes[0, 2:4]).any() or notes[0, 3] < 0:
-        raise DtlibError(f"schedule={schedule!r}: one of {SCHEDULES}, with as many micro-batches, on all ranks.")
+    if any(note[2:4] != notes[0][2:4] for note in notes) or notes[0][3] < 0:
+        raise DtlibError(
+            f"All ranks name one of {SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."
+        )
     if microbatches < 1 or count % microbatches:
         raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
-    if not notes[:, 4].all():
-        raise DtlibError(f"Stages {notes[:, 4].logical_not().nonzero().flatten().tolist()} train no parameter.")
+    if idle := [rank for rank, note in enumerate(notes) if not note[4]]:
+        raise DtlibError(f"Stages {idle} train no parameter: give each one, or see PipelineStage.")
 
 
 # The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), stages and schedules of
