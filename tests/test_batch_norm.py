@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ def test_training_equals_one_process_with_the_joined_batch(world, extra):
         loss_of(reference, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    converted = SyncBatchNorm.convert_sync_batchnorm(build("convolutional"), world.comm)
+    converted = SyncBatchNorm.convert_sync_batchnorm(build("convolutional"))
     ours = DataParallel(converted, world.comm)
     optimizer = sgd(ours)
     for batch in data:
@@ -53,10 +55,31 @@ def test_options_are_those_of_torch(world, momentum, affine, tracks):
 
 @on_ranks(2)
 def test_other_shapes_and_join_are_refused(world):
-    layer = SyncBatchNorm(3, world.comm)
+    layer = SyncBatchNorm(3)
+    with pytest.raises(DtlibError, match="got 1 values a channel on all ranks together"):
+        layer(torch.ones(1 if world.rank else 0, 3))
     with pytest.raises(DtlibError, match=r"takes inputs of shape \(N, 3, ...\) and got \(4, 2\)"):
         layer(torch.ones(4, 2))
     model = DataParallel(nn.Sequential(SyncBatchNorm(3, world.comm)), world.comm)
     with pytest.raises(DtlibError, match="join"), model.join():
         pass
     world.comm.barrier()
+
+
+@on_ranks(2)
+def test_what_conversion_keeps(world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model.append(model[1])  # one layer under two names
+    seen = []
+    handle = model[1].register_forward_hook(lambda *_: seen.append(1))
+    model = SyncBatchNorm.convert_sync_batchnorm(model)
+    assert model[1] is model[3] and isinstance(model[1], SyncBatchNorm)
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(twin(x), model(x))
+    assert twin[1].comm is model[1].comm and twin[1].weight is not model[1].weight
+    assert len(seen) == 4
+    handle.remove()
+    model(x)
+    assert len(seen) == 4
+    assert model[1](x.bfloat16()).dtype == torch.bfloat16

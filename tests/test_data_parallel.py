@@ -1,5 +1,7 @@
 """Data parallelism against one process that has the whole batch, and against torch's DistributedDataParallel."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -309,6 +311,16 @@ def test_what_would_be_lost_without_a_word_is_refused(world):
         def forward(self, words):
             return nn.functional.embedding(words, self.table, sparse=True)
 
+    with pytest.raises(DtlibError, match=r"copy model\.module instead"):
+        copy.deepcopy(model)
+    model = DataParallel(nn.Linear(2, 2), world.comm)
+    late = model.module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(DtlibError, match="weight was given a hook after that"):
+        model(torch.ones(1, 2)).sum().backward()
+    late.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(DtlibError, match="converted or moved after it was wrapped"):
+        model.double()(torch.ones(1, 2).double())
     model = DataParallel(Sparse(), world.comm)
     with pytest.raises(DtlibError, match="A gradient is sparse"):
         model(torch.tensor([1])).sum().backward()

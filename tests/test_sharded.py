@@ -1,6 +1,7 @@
 """ZeRO stage 3 against one process, and against torch's FSDP2."""
 
 import copy
+import dataclasses
 import gc
 import weakref
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
@@ -16,8 +18,7 @@ from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.parallel.zero.sharded import fully_shard, units_of
-from tests.models import batches, build, difference_of_values, full_values, loss_of, part
+from tests.models import batches, build, difference, difference_of_values, full_values, loss_of, part
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone
 from tests.test_zero import optimizer_of, train_torch
@@ -309,6 +310,148 @@ def test_what_it_cannot_do_is_refused(world):
         fully_shard(nn.Linear(2, 2, dtype=torch.complex64), world.comm)
     with pytest.raises(DtlibError, match=r"The models differ: (weight|bias) is"):
         fully_shard(nn.Linear(2, 2 + world.rank), world.comm)
+
+
+@on_ranks(2, 3)
+def test_whole_parameters_are_summoned_and_what_rank_0_changes_holds(world):
+    reference = build("transformer", seed=3)
+    model = sharded(build("transformer"), world.comm)
+    with model.summon_full_params():
+        assert {name: value.shape for name, value in model.state_dict().items()} == {
+            name: value.shape for name, value in reference.state_dict().items()
+        }
+        assert model.output.weight is model.embedding.weight
+        assert difference(model, build("transformer")) == 0
+        if world.rank == 0:
+            model.load_state_dict(reference.state_dict())
+        with pytest.raises(DtlibError, match="leave that context first"):
+            model(batches("transformer", 1, 2)[0][0])
+    assert difference_of_values(model, reference, world.comm) == 0
+    data = batches("transformer", 2, 4 * world.size)
+    train_alone(reference, optimizer_of(reference, "sgd"), data, world.size)
+    train(model, optimizer_of(model, "sgd"), data, world.comm)
+    assert difference_of_values(model, reference, world.comm) <= 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_mixed_precision_is_that_of_fsdp2(world, reduce_dtype):
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, torch.float32)
+    data = batches("plain", STEPS, 4 * world.size, torch.float32)
+    ours = build("plain", torch.float32)
+    for module in [*units(ours), ours]:
+        fully_shard(module, mp_policy=policy)
+    seen = []
+    ours.second.register_forward_pre_hook(lambda module, inputs: seen.append((module.weight.dtype, inputs[0].dtype)))
+    assert ours(data[0][0]).dtype == torch.float32 and set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    theirs, mesh = build("plain", torch.float32), DeviceMesh.from_group(torch_group(world), "cpu")
+    for module in [*units(theirs), theirs]:
+        fsdp2(module, mesh=mesh, mp_policy=policy)
+    for batch in data[:1]:
+        loss_of(ours, part(batch, world.rank, world.size)).backward()
+        loss_of(theirs, part(batch, world.rank, world.size)).backward()
+    grads = {n: p.grad.full_tensor() for n, p in theirs.named_parameters() if p.grad is not None}
+    for name, parameter in ours.named_parameters():
+        if parameter.grad is not None:
+            whole = torch.cat(world.comm.all_gather_object(parameter.grad.clone()))
+            # Gradients in float32 of the same 16-bit passes; averages in 16 bits may round otherwise.
+            close = 1e-7 if reduce_dtype else 1e-2
+            torch.testing.assert_close(whole.view(parameter.part.shape), grads[name], rtol=close, atol=close)
+            assert parameter.grad.dtype == torch.float32
+    for wrong, words in ((1, "pass torch.distributed.fsdp.Mixed"), (MixedPrecisionPolicy(torch.int8), "torch.int8")):
+        with pytest.raises(DtlibError, match=words):
+            fully_shard(nn.Linear(2, 2), mp_policy=wrong)
+
+
+@dataclasses.dataclass
+class Output:
+    values: torch.Tensor
+
+
+class Wrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return Output(self.layer(x))
+
+
+@on_ranks(2)
+def test_what_goes_wrong_without_a_word_elsewhere(world):
+    batch = batches("plain", 1, 8)[0]
+    mine = part(batch, world.rank, 2)
+
+    def fresh():
+        return sharded(build("plain"), world.comm)
+
+    def meddle(change, words):
+        model = fresh()
+        change(model)
+        with pytest.raises(DtlibError, match=words):
+            model(batch[0])
+
+    meddle(lambda model: model.requires_grad_(True), "bias was unfrozen after fully_shard")
+    meddle(lambda model: model.requires_grad_(False), "weight was frozen after fully_shard")
+    meddle(lambda model: model.float(), "weight was converted or moved after fully_shard")
+    state = {name: value.clone() for name, value in fresh().state_dict().items()}
+    meddle(lambda model: model.load_state_dict(state, assign=True), "was replaced after fully_shard")
+    meddle(lambda model: model.second.weight.register_hook(lambda grad: 2 * grad), "given a hook of its gradient")
+    hooked = nn.Linear(2, 2)
+    hooked.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(DtlibError, match="weight has a hook of its gradient"):
+        fully_shard(hooked)
+    model = fresh()
+    with pytest.raises(DtlibError, match="cannot be copied"):
+        copy.deepcopy(model)
+    loss_of(model, mine).backward()
+    with pytest.raises(DtlibError, match="clip with clip_grad_norm_ of"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    reference = build("plain")
+    loss_of(reference, batch).backward()
+    for norm_type in (1, float("inf")):
+        norm = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None], norm_type)
+        assert abs(model.clip_grad_norm_(1e9, norm_type) - norm) <= 1e-12
+    with pytest.raises(DtlibError, match="create_graph=True"):
+        loss_of(fresh(), mine).backward(create_graph=True)
+    cut = nn.Linear(2, 2)
+    cut.weight.tensor_parallel = True
+    with pytest.raises(DtlibError, match="1 parameters are parts of tensor-parallel layers"):
+        fully_shard(cut, world.comm).clip_grad_norm_(1.0)
+    # What stayed here in no_sync() is dropped by zero_grad() of the optimizer.
+    model = fresh()
+    optimizer = optimizer_of(model, "sgd")
+    with model.no_sync():
+        (loss_of(model, mine) * 7).backward()
+    optimizer.zero_grad()
+    loss_of(model, mine).backward()
+    optimizer.step()
+    optimizer_of(reference, "sgd").step()
+    assert difference_of_values(model, reference, world.comm) <= 1e-12
+    wrapping, alone = Wrapping().double(), Wrapping().double()
+    fully_shard(wrapping.layer), fully_shard(wrapping)
+    with wrapping.summon_full_params():
+        alone.load_state_dict(wrapping.state_dict())
+    wrapping(mine[0]).values.square().mean().backward()
+    alone(batch[0]).values.square().mean().backward()
+    came = torch.cat(world.comm.all_gather_object(wrapping.layer.bias.grad.clone()))
+    torch.testing.assert_close(came, alone.layer.bias.grad, rtol=0, atol=1e-12)
+
+
+@on_ranks(2, 3)
+def test_batch_size_on_some_ranks_only_is_refused_on_all(world):
+    data = batches("plain", 2, 4 * world.size)
+    reference = build("plain")
+    train_alone(reference, optimizer_of(reference, "sgd"), data, world.size, accumulate=2)
+    ours = sharded(build("plain"), world.comm)
+    ours.batch_size = 4 if world.rank else None
+    with pytest.raises(DtlibError, match="on some ranks only"):
+        loss_of(ours, part(data[0], world.rank, world.size)).backward()
+    ours.zero_grad()
+    ours.batch_size = 4
+    train(ours, optimizer_of(ours, "sgd"), data, world.comm, accumulate=2)
+    assert difference_of_values(ours, reference, world.comm) <= 1e-12
 
 
 def test_units_are_the_repeated_layers_that_share_nothing():

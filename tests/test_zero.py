@@ -203,7 +203,7 @@ def test_a_group_is_added_and_parameters_frozen_before_are_refused(world, stage)
     model = nn.Linear(2, 2)
     zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world.comm, stage)
     model.double()(torch.ones(1, 2).double()).sum().backward() if stage == 1 else model.double()
-    with pytest.raises(DtlibError, match="weight has got other memory"):
+    with pytest.raises(DtlibError, match="has got other memory"):
         zero.step()
 
 
@@ -221,7 +221,7 @@ def test_torchs_clipping_and_scaling_are_refused_and_other_norms_are_those_of_on
         torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1).step()
         loss_of(ours, part(batch, world.rank, world.size)).backward()
         for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-            with pytest.raises(DtlibError, match="optimizer.clip_grad_norm_|clip with clip_grad_norm_ of"):
+            with pytest.raises(DtlibError, match=r"optimizer.clip_grad_norm_|clip with clip_grad_norm_ of"):
                 clip(ours.parameters(), 0.01)
         assert abs(zero.clip_grad_norm_(0.01, norm_type) - norm) <= 1e-12
         zero.step()
@@ -231,13 +231,37 @@ def test_torchs_clipping_and_scaling_are_refused_and_other_norms_are_those_of_on
     if stage == 1:
         loss_of(ours, batch).backward()
         for ask in (lambda grad: grad.norm(), lambda grad: grad.data.norm(2), lambda grad: grad.detach().norm()):
-            with pytest.raises(DtlibError, match="look at gradient.clone"):
+            with pytest.raises(DtlibError, match=r"look at gradient\.clone"):
                 ask(ours.second.weight.grad)
         assert ours.second.weight.grad.clone().norm() > 0
         with pytest.raises(DtlibError, match="GradScaler would look"):
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(torch.ones(()))
             scaler.unscale_(zero)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_scripts_do_between_steps(world, stage):
+    batch = batches("plain", 1, 8)[0]
+    ours, reference = build("plain"), build("plain")
+    zero = ZeroOptimizer(ours.named_parameters(), torch.optim.SGD, world.comm, stage, lr=0.1)
+    loss_of(reference, batch).backward()
+    loss_of(ours, part(batch, world.rank, 2)).backward(create_graph=True)
+    zero.step()
+    torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1).step()
+    assert difference(ours, reference) <= 1e-12
+    # Values written into 16 bits reach the masters, which would write over them.
+    ours, other = build("plain", torch.bfloat16), build("plain", torch.bfloat16, seed=5)
+    zero = ZeroOptimizer(ours.named_parameters(), torch.optim.SGD, world.comm, stage, lr=1e-6)
+    ours.load_state_dict(other.state_dict())
+    loss_of(ours, (batch[0].bfloat16(), batch[1])).backward()
+    zero.step()
+    assert difference(ours, other) == 0
+    if stage == 2:
+        ours.second.weight.grad = torch.ones_like(ours.second.weight)
+        with pytest.raises(DtlibError, match=r"second\.weight has a gradient that did not come"):
+            zero.step()
 
 
 @on_ranks(2, 3)
@@ -277,10 +301,10 @@ def test_whole_state_is_that_of_one_optimizer(world, stage, dtype):
     assert fresh.param_groups[0]["lr"] == settings["lr"]
     if dtype == torch.float64:
         plain = kind(reference.parameters(), **settings)
-        plain.load_state_dict(whole)
+        plain.load_state_dict(copy.deepcopy(whole))
         train_alone(reference, plain, data[:3], world.size)
         reference.load_state_dict(ours.state_dict())
-        plain.load_state_dict(whole)
+        plain.load_state_dict(copy.deepcopy(whole))
         train_alone(reference, plain, data[3:], world.size)
     for model, optimizer in ((ours, zero), (other, fresh)):
         train(model, optimizer, data[3:], world.comm)

@@ -73,16 +73,25 @@ class BackwardPass:
         self._under_way = False
 
     def _start(self) -> None:
+        for parameter, name in self._names.items():
+            *_, last = [None, *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+            if last is not None and not getattr(last, "func", last).__module__.startswith("dtlib."):
+                raise DtlibError(
+                    f"{name} was given a hook after that which sends its gradient, and would change it too late: "
+                    "register post-accumulate hooks before the model is wrapped."
+                )
         self._under_way = True
         self._missing = [set(bucket.parameters) for bucket in self.buckets]
         self._begin()
 
+    @torch.no_grad()  # backward(create_graph=True) records what hooks do
     def _launch_next(self) -> None:
         if self.progress == "thread" and not self._launched:
             self._background.enter_context(progress_thread())
         self._launch(self.buckets[self._launched])
         self._launched += 1
 
+    @torch.no_grad()
     def _end(self) -> None:
         while self._launched < len(self.buckets):
             self._launch_next()

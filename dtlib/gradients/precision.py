@@ -32,9 +32,13 @@ class MasterWeights:
         return torch.nn.Parameter(parameter.detach().to(device, dtype))
 
     def take_gradients(self, scale: float = 1.0) -> None:
-        """Give the masters the gradients of the parameters, divided by ``scale``."""
+        """Give the masters the gradients of the parameters, divided by ``scale``, and what others have written into
+        these since ``give_values``, such as ``load_state_dict``."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
+                value = parameter.detach().to(master.device)
+                changed = value != master.detach().to(value.dtype)
+                master.data.copy_(torch.where(changed, value.to(master.dtype), master.detach()))
                 gradient = parameter.grad
                 master.grad = None if gradient is None else gradient.detach().to(master.device, master.dtype)
             if master.grad is not None and scale != 1:

@@ -176,7 +176,8 @@ class Samples:
     """An average over samples in which the number of all samples is known only after the gradients have travelled.
 
     Ranks weight by their samples over a guess, and what has come is multiplied by the guess over all samples. The guess
-    keeps numbers of 16 bits in their range: a power of two, so that it rounds nothing, near the samples of the last pass.
+    keeps numbers of 16 bits in their range: a power of two, so that it rounds nothing, near the most samples of a pass
+    so far.
     """
 
     def __init__(self, comm):
@@ -188,7 +189,8 @@ class Samples:
     def correction(self, batch_size: float) -> float:
         """What to multiply sums of weighted gradients with. All ranks call it."""
         total = samples_of_all(self._comm, batch_size)
-        factor, self._guess = self._guess / total, 2.0 ** round(math.log2(total))
+        factor = self._guess / total
+        self._guess = max(self._guess, 2.0 ** round(math.log2(total)))
         return factor
 
 

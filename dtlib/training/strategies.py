@@ -18,7 +18,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.flat import MEBIBYTE
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
-from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
+from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer, is_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of
 
 
@@ -117,7 +117,7 @@ class Sharded(Replicated):
         offload = zero.offload_optimizer.device == "cpu"
         self.masters = MasterWeights(trained(), "cpu" if offload else None)
         self.optimizer = make_optimizer(self.masters.masters)
-        if type(self.optimizer) not in ELEMENTWISE:
+        if not is_elementwise(type(self.optimizer)):
             raise DtlibError(
                 f"ZeRO cuts parameters anywhere, and {type(self.optimizer).__name__} is not known to work element by "
                 f"element: choose one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}."

@@ -7,41 +7,60 @@ of the whole batch. Ranks exchange three numbers a channel in the forward pass, 
     rank r   sum of dy, sum of dy * x_hat            --- all_reduce --->  those of the whole batch
 """
 
+from copy import deepcopy
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.world import init
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """``BatchNorm`` for inputs ``(N, C, ...)`` whose statistics in training are those of all ranks' parts together.
 
-    ``N`` may differ between ranks; all ranks call it in the same order. Counterpart: ``torch.nn.SyncBatchNorm``, which
-    is for GPUs only.
+    ``N`` may differ between ranks; all ranks call it in the same order. ``comm`` is by default that of
+    ``dtlib.init()``. Counterpart: ``torch.nn.SyncBatchNorm``, which is for GPUs only.
     """
 
     communicates_in_forward = True
 
-    def __init__(self, num_features: int, comm, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True):
+    def __init__(self, num_features: int, comm=None, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         # Of its own: ranks may launch other collectives in another order than this layer's backward pass.
-        self.comm = as_communicator(comm).split(0)
+        self.comm = as_communicator(init().comm if comm is None else comm).split(0)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, comm) -> nn.Module:
-        """The same model with every ``BatchNorm`` in it replaced; parameters and statistics are kept."""
-        comm = as_communicator(comm)
+    def convert_sync_batchnorm(cls, module: nn.Module, comm=None) -> nn.Module:
+        """The same model with every ``BatchNorm`` in it replaced; parameters, statistics and hooks are kept."""
+        return cls._converted(module, as_communicator(init().comm if comm is None else comm), {})
+
+    @classmethod
+    def _converted(cls, module, comm, known: dict) -> nn.Module:
+        """``known`` are the modules that have been converted: one may have several names."""
+        if module in known:
+            return known[module]
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
             tracks = module.track_running_stats
             made = cls(module.num_features, comm, module.eps, module.momentum, module.affine, tracks)
             made.weight, made.bias = module.weight, module.bias
             made._buffers = module._buffers
-            return made.train(module.training)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child, comm))
+            vars(made).update({name: hooks for name, hooks in vars(module).items() if name.endswith("_hooks")})
+            known[module] = made.train(module.training)
+            return made
+        known[module] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = cls._converted(child, comm, known)
         return module
+
+    def __deepcopy__(self, memo):
+        memo[id(self.comm)] = self.comm  # a copy talks over the same one
+        memo[id(self)] = made = self.__class__.__new__(self.__class__)
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
 
     def _check_input_dim(self, x):
         if x.dim() < 2 or x.shape[1] != self.num_features:
@@ -61,7 +80,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self._keep(mean, variance * count / max(count - 1, 1))
         if not self.affine:
             return normalised
-        return normalised * _by_channel(self.weight, x) + _by_channel(self.bias, x)
+        return (normalised * _by_channel(self.weight, x) + _by_channel(self.bias, x)).to(x.dtype)
 
     def _keep(self, mean, variance) -> None:
         """Update the running statistics; ``momentum=None`` keeps the plain average over all batches."""
@@ -85,6 +104,11 @@ class _Normalise(torch.autograd.Function):
         everyones = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)
         means, squares, counts = everyones.split([len(mean), len(mean), 1], dim=1)
         total = counts.sum()
+        if total <= 1:
+            raise DtlibError(
+                f"SyncBatchNorm got {total:g} values a channel on all ranks together, and a variance needs two or "
+                "more: train on larger batches, or call eval()."
+            )
         # Of deviations from each rank's own mean those from the common one: T. Chan et al., COMPSTAT 1982.
         mean = (means * counts).sum(0) / total
         variance = (squares + counts * (means - mean).square()).sum(0) / total

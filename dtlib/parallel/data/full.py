@@ -41,7 +41,8 @@ class DataParallel(nn.Module):
     Args:
         module: the model; every rank has it, with the same parameters in the same order. Rank 0's values are
             broadcast at construction.
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default ``dtlib.init().comm``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
+            ``dtlib.init()``.
         bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB.
         broadcast_buffers: give all ranks rank 0's buffers before each forward pass in training.
         progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
@@ -52,8 +53,9 @@ class DataParallel(nn.Module):
         find_unused_parameters, gradient_as_bucket_view: for scripts of torch's, whatever they say; both are so here.
 
     Set ``model.batch_size = len(x)``, on all ranks, before a step whose batches differ in size between them, and
-    gradients are weighted by it: a mean over samples, not over ranks. A parameter that no rank has used keeps ``grad=None``; one
-    that some ranks have used counts as zero on the others.
+    gradients are weighted by it: a mean over samples, not over ranks. A parameter that no rank has
+    used keeps ``grad=None``; one that some ranks have used counts as zero on the others. What
+    ``torch.autograd.grad`` returns is this rank's own.
 
     Counterpart: ``torch.nn.parallel.DistributedDataParallel`` with ``gradient_as_bucket_view=True`` and
     ``find_unused_parameters=True``.
@@ -87,7 +89,7 @@ class DataParallel(nn.Module):
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
         self.buckets = [_bucket_of([parameters[i] for i in group]) for group in groups]
         self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
-        self._trained = set(parameters)
+        self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._samples = Samples(self.comm)
         self._join = None  # in join(): which ranks still have batches
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
@@ -101,12 +103,22 @@ class DataParallel(nn.Module):
                 raise DtlibError(
                     "A parameter was unfrozen after the model was wrapped: wrap it anew with DataParallel."
                 )
+            if parameter.requires_grad and self._trained[parameter] != (parameter.dtype, parameter.device):
+                raise DtlibError(
+                    "The model was converted or moved after it was wrapped: do that first, then wrap it with "
+                    "DataParallel, and make the optimizer."
+                )
         if self.training and torch.is_grad_enabled() and self._synchronising:
             if self._join is not None:
                 self._join = self._announce(True)
             if self.broadcast_buffers:
                 self._broadcast_buffers()
         return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        raise DtlibError(
+            "DataParallel cannot be copied, as ranks would have to agree on it: copy model.module instead."
+        )
 
     @contextmanager
     def no_sync(self):
@@ -237,8 +249,8 @@ def _check_devices(module, asked) -> None:
         if {device} != has and not {device.type} == {one.type for one in has} == {"cpu"}:
             places = ", ".join(sorted(map(str, has)))
             raise DtlibError(
-                f"DataParallel was given the device {given!r}, and this rank's module is on {places}: move it there with "
-                "module.to(device) first, or leave device_ids and output_device out."
+                f"DataParallel was given the device {given!r}, and this rank's module is on {places}: move it there "
+                "with module.to(device) first, or leave device_ids and output_device out."
             )
 
 

@@ -29,10 +29,7 @@ class Bucket:
         """Refuse to step where parameters have left this memory, as the model would never see the new values."""
         for parameter, view in zip(self.parameters, self.values.views, strict=True):
             if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
-                raise DtlibError(
-                    f"{names[parameter]} has got other memory since ZeroOptimizer was made, as by model.to() or "
-                    "model.half(): convert the model first, and make the optimizer of it afterwards."
-                )
+                _refuse_converted(names[parameter])
 
     def _flat_buffer(self) -> FlatBuffer:
         first = self.parameters[0]
@@ -42,8 +39,11 @@ class Bucket:
         """Stage 1: which parameters have a gradient."""
         return torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int8)
 
+    @torch.no_grad()  # backward(create_graph=True) records what hooks do
     def keep(self, parameter, view) -> None:
         """Stage 1: a gradient moves into flat memory, where autograd adds those of later passes to it."""
+        if parameter.dtype != view.dtype:
+            _refuse_converted("A parameter")
         if parameter.grad is not view:
             check_dense(parameter.grad)
             view.copy_(parameter.grad)
@@ -66,3 +66,16 @@ class Bucket:
         """This rank's part of each gradient's average, once it has been reduced."""
         own = self.shards.own(self.gradients.flat) if isinstance(self.gradients, FlatBuffer) else self.gradients.average
         return self.shards.views(own)
+
+
+def names_of(number: int, group: dict) -> dict:
+    """What to call each parameter of a group in an error: its name, where the optimizer was given names."""
+    given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+    return dict(zip(group["params"], given, strict=True))
+
+
+def _refuse_converted(name: str):
+    raise DtlibError(
+        f"{name} has got other memory since ZeroOptimizer was made, as by model.to() or model.half(): convert the "
+        "model first, and make the optimizer of it afterwards."
+    )

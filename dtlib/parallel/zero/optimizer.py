@@ -27,19 +27,15 @@ from torch import nn, optim
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import progress_for
 from dtlib.gradients.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_parts
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
-from dtlib.parallel.zero.bucket import Bucket
-from dtlib.parallel.zero.elementwise import ELEMENTWISE as ELEMENTWISE
-from dtlib.parallel.zero.elementwise import refuse_unless_elementwise
+from dtlib.parallel.zero.arguments import check_arguments
+from dtlib.parallel.zero.bucket import Bucket, names_of
 from dtlib.parallel.zero.state import load_state, settings_of, whole_state
 from dtlib.world import init
-
-STAGES = (1, 2)
 
 
 class ZeroOptimizer(optim.Optimizer):
@@ -54,7 +50,8 @@ class ZeroOptimizer(optim.Optimizer):
             alone.
         optimizer_class: an element-wise optimizer of torch, such as ``torch.optim.AdamW``, or a subclass with its
             ``step``.
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default ``dtlib.init().comm``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
+            ``dtlib.init()``.
         stage: 1 shares out the optimizer's states, 2 the gradients as well.
         bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, the first of at most 1 MiB.
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
@@ -66,30 +63,23 @@ class ZeroOptimizer(optim.Optimizer):
 
     ``optimizer.batch_size = len(x)`` before a backward pass weights this rank's gradients by its samples; a rank
     without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is left
-    alone. ``step()`` uses gradients up: they are None afterwards, and at stage 2 after ``backward()`` already. Clip
-    with ``optimizer.clip_grad_norm_``: before ``step()`` no rank has the averages that torch's function looks for.
+    alone. ``step()`` uses gradients up: they are None afterwards, and at stage 2 after ``backward()`` already, so that
+    ``optimizer.zero_grad()`` drops them and ``model.zero_grad()`` cannot. Clip with ``optimizer.clip_grad_norm_``:
+    before ``step()`` no rank has the averages that torch's function looks for, and that is refused.
 
     Counterparts: ``torch.distributed.optim.ZeroRedundancyOptimizer``, which is stage 1 and needs
     ``DistributedDataParallel`` beside it; DeepSpeed's ZeRO stages 1 and 2.
 
     Raises:
         DtlibError: for an optimizer that is not element-wise, a stage that is none, parameters that differ between
-            ranks, or whose type cannot be averaged; in ``step()`` for parameters that were unfrozen, or converted, since.
+            ranks, or whose type cannot be averaged; in ``step()`` for parameters that were unfrozen or converted since.
     """
 
     def __init__(
         self, params, optimizer_class, comm=None, stage: int = 1, bucket_cap_mb: float = 25, offload: bool = False,
         progress: str | None = None, **defaults,
     ):  # fmt: skip
-        refuse_unless_elementwise(optimizer_class)
-        if stage not in STAGES:
-            raise DtlibError(
-                f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.zero.sharded."
-            )
-        if bucket_cap_mb <= 0:
-            raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
-        if progress not in (None, "inline", "thread"):
-            raise DtlibError(f"ZeroOptimizer(progress={progress!r}): choose 'inline' or 'thread'.")
+        check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.batch_size = stage, None
         self._offload, self._wanted_progress = offload, progress
@@ -118,7 +108,7 @@ class ZeroOptimizer(optim.Optimizer):
         """Lay a group's parameters into flat memory; returns what the local optimizer has of it."""
         group = self.param_groups[number]
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        names = _names_of(number, group)
+        names = names_of(number, group)
         check_same_model({names[parameter]: parameter for parameter in trained}, self.comm, "ZeroOptimizer")
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -189,8 +179,13 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter, name in self._names.items():
             if parameter.requires_grad and parameter not in self._part_of:
                 raise DtlibError(
-                    f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or add "
-                    "it with add_param_group once it is unfrozen."
+                    f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or "
+                    "add it with add_param_group once it is unfrozen."
+                )
+            if self.stage == 2 and parameter.grad is not None:
+                raise DtlibError(
+                    f"{name} has a gradient that did not come from a backward pass through this optimizer's hooks: "
+                    "stage 2 takes no gradients by hand, nor those of DataParallel; use stage 1, or no DataParallel."
                 )
         for bucket in self._buckets:
             bucket.check(self._names)
@@ -294,9 +289,3 @@ class ZeroOptimizer(optim.Optimizer):
         self._whole_state = None
         load_state(self, state_dict)
         self.give_values()
-
-
-def _names_of(number: int, group: dict) -> dict:
-    """What to call each parameter in an error: its name, where the optimizer was given names."""
-    given = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
-    return dict(zip(group["params"], given, strict=True))

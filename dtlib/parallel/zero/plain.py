@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dtlib.comm import as_communicator
 from dtlib.gradients.contract import Contract, check_optimizer, check_output
-from dtlib.parallel.zero.optimizer import ELEMENTWISE
+from dtlib.parallel.zero.arguments import ELEMENTWISE
 
 
 class Unit:

@@ -54,10 +54,7 @@ def take_whole_state(zero, whole: dict) -> None:
             with torch.no_grad():
                 master.copy_(saved.reshape(-1)[part.start : part.stop])
         if state:
-            local["state"][places[master]] = {
-                key: one.reshape(-1)[part.start : part.stop] if _is_whole(key, one, part) else one
-                for key, one in state.items()
-            }
+            local["state"][places[master]] = {key: _cut(key, one, part) for key, one in state.items()}
     zero.optim.load_state_dict(local)
 
 
@@ -69,7 +66,7 @@ def load_state(zero, state_dict: dict) -> None:
     if place != (zero.comm.rank, zero.comm.size):
         raise DtlibError(
             f"This state is that of rank {place[0]} of {place[1]}, and this is rank {zero.comm.rank} of "
-            f"{zero.comm.size}: use consolidate_state_dict, or dtlib.checkpoint, which moves between numbers of ranks."
+            f"{zero.comm.size}: use dtlib.checkpoint, which moves between numbers of ranks, or consolidate_state_dict."
         )
     zero.optim.load_state_dict(state_dict["optimizer"])
     with torch.no_grad():
@@ -85,11 +82,15 @@ def settings_of(group: dict) -> dict:
 
 
 def _on_host(state):
-    return state.detach().cpu() if isinstance(state, torch.Tensor) else state
+    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
 
 
-def _is_whole(key: str, state, part) -> bool:
-    return isinstance(state, torch.Tensor) and key not in COUNTERS and tuple(state.shape) == part.shape
+def _cut(key: str, state, part):
+    """Memory of its own: a view would keep the whole, and torch's optimizers write into what they have loaded."""
+    if not isinstance(state, torch.Tensor):
+        return state
+    is_whole = key not in COUNTERS and tuple(state.shape) == part.shape
+    return (state.reshape(-1)[part.start : part.stop] if is_whole else state).clone()
 
 
 def _parameters(zero) -> list:

@@ -42,7 +42,8 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())     # element-wise ones only
 
     Args:
-        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default ``dtlib.init().comm``.
+        comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
+            ``dtlib.init()``.
         reshard_after_forward: free parameters after the forward pass and gather them anew for the backward pass; else
             they stay, as in stage 2.
         prefetch: gather the next unit, in the order of the last forward pass, while this one computes. By default
@@ -55,7 +56,8 @@ def fully_shard(
             Within ``no_sync()`` gradients add up in ``param_dtype``.
 
     The module gets ``no_sync()``, ``clip_grad_norm_(max_norm)``, ``summon_full_params()``, and ``batch_size``, which
-    weights this rank's gradients by its samples, if set on all ranks. All ranks must run the units in the same order; one without samples runs an empty batch.
+    weights this rank's gradients by its samples, if set on all ranks. All ranks must run the units in the
+    same order; one without samples runs an empty batch.
 
     Counterparts: ``torch.distributed.fsdp.fully_shard``; DeepSpeed's ZeRO stage 3.
 
@@ -79,9 +81,16 @@ class FullySharded:
 
     batch_size = None
 
+    def __deepcopy__(self, memo):
+        raise DtlibError(
+            "A model of fully_shard cannot be copied, as ranks would have to agree on it: build another one, and load "
+            "the state_dict() that this one has within summon_full_params()."
+        )
+
     @contextmanager
     def no_sync(self):
-        """Backward passes in this context add up whole gradients on each rank; the first one after it averages them."""
+        """Backward passes in this context add up whole gradients on each rank; the first one after it averages them.
+        ``zero_grad()`` drops them, with ``set_to_none=True``."""
         plan = plan_of(self)
         before, plan.synchronising = plan.synchronising, False
         try:

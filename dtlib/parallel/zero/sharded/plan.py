@@ -46,6 +46,7 @@ class Plan:
         for unit in self.units:
             for flat in unit.flats:
                 flat.check()
+                flat.drop_what_was_dropped()
         self._running = []
         self._run_in_background()
 
@@ -85,6 +86,11 @@ class Plan:
 
     def backward_begins(self) -> None:
         """The backward pass comes to its first unit."""
+        if torch.is_grad_enabled():
+            raise DtlibError(
+                "fully_shard frees parameters that second derivatives would need: leave create_graph=True out, or "
+                "train with DataParallel or ZeroOptimizer."
+            )
         if not self._in_backward:
             self._in_backward = True
             self._run_in_background()

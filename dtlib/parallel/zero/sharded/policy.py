@@ -23,8 +23,8 @@ class Policy:
         fields = cls.__dataclass_fields__
         if any(not hasattr(given, field) for field in fields):
             raise DtlibError(
-                f"fully_shard(mp_policy={given!r:.80}): pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., "
-                "reduce_dtype=...)."
+                f"fully_shard(mp_policy={given!r:.80}): pass torch.distributed.fsdp.MixedPrecisionPolicy("
+                "param_dtype=..., reduce_dtype=...)."
             )
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
             asked = getattr(given, field)

@@ -1,5 +1,7 @@
 """A unit: the parameters of a module that are gathered and freed together, and the hooks that do it."""
 
+from dataclasses import is_dataclass
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -78,7 +80,7 @@ class Unit:
 
     def _after_forward(self, module, inputs, output) -> None:
         self._uses -= 1
-        differentiable = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        differentiable = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
         if differentiable:
             torch.autograd.graph.register_multi_grad_hook(differentiable, self._before_backward, mode="any")
         if not _in_backward():
@@ -95,6 +97,8 @@ class Unit:
     def _gradient_has_come(self, leaf) -> None:
         if self.plan.synchronising:
             self.plan.reducer.gradient_has_come(leaf)
+        else:
+            next(flat for flat in self.flats if flat.gradients and leaf in flat.piece_of).mark(leaf)
 
 
 class Flat:
@@ -114,7 +118,7 @@ class Flat:
             view.copy_(parameter.detach())
         self.shard = torch.zeros(self.shards.length, dtype=first.dtype, device=first.device)
         comm.scatter(self.shard, torch.from_dlpack(first_values.flat), 0)  # as in memory()
-        computes_in = policy and policy.param_dtype or first.dtype
+        computes_in = (policy and policy.param_dtype) or first.dtype
         self.whole = first_values
         if computes_in != first.dtype:
             self.whole = FlatBuffer(self.shards.shapes, computes_in, first.device, self.shards.padding)
@@ -125,10 +129,13 @@ class Flat:
                 made.__dict__.update(parameter.__dict__)
             parameter.sharded_as = places[parameter][0][2]
             piece.part = part
-        reduced_in = policy and policy.reduce_dtype or computes_in
+        reduced_in = (policy and policy.reduce_dtype) or computes_in
         self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
         averages = self.shards.views(self.gradients.average) if trained else []
         self.averages = [average.as_subclass(ShardedGradient) for average in averages]
+        self.piece_of = (
+            dict(zip(self.leaves, zip(self.pieces, self.averages, strict=True), strict=True)) if trained else {}
+        )
         self.summoned = False  # whole between passes: in summon_full_params
         self._bytes = self.whole.flat.untyped_storage().nbytes()
         self.free()
@@ -190,6 +197,19 @@ class Flat:
                     f"{places[0][2]} was {changed} after fully_shard: build the model anew, and do that first."
                 )
 
+    @torch.no_grad()
+    def mark(self, leaf) -> None:
+        """A gradient stays here, in no_sync(): that of the piece is what ``zero_grad()`` will set to None."""
+        piece, view = self.piece_of[leaf]
+        if piece.grad is None:
+            piece.grad = view.zero_()
+
+    def drop_what_was_dropped(self) -> None:
+        """A forward pass begins: forget gradients that stayed here, if ``zero_grad()`` was called since."""
+        for leaf, (piece, _) in self.piece_of.items():
+            if piece.grad is None:
+                leaf.grad = None
+
     def begin(self) -> None:
         """A backward pass begins: its averages are added to those that pieces have, if they have any."""
         kept = [piece.grad is not None for piece in self.pieces]
@@ -206,6 +226,14 @@ class Flat:
         for piece, view in zip(self.pieces, self.averages, strict=True):
             if next(used):
                 piece.grad = view
+
+
+def _tensors_in(output):
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors_in(list(vars(leaf).values()))
 
 
 def _in_backward() -> bool:

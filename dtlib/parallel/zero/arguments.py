@@ -1,4 +1,4 @@
-"""Which optimizers may be given parts of parameters."""
+"""What ZeroOptimizer may be given: which optimizers may have parts of parameters, and which numbers make sense."""
 
 from inspect import unwrap
 
@@ -21,10 +21,19 @@ def is_elementwise(optimizer_class) -> bool:
     )
 
 
-def refuse_unless_elementwise(optimizer_class) -> None:
+def check_arguments(optimizer_class, stage, bucket_cap_mb, progress) -> None:
+    """Refuse what ``ZeroOptimizer`` cannot do."""
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
         raise DtlibError(
-            f"ZeroOptimizer cuts parameters anywhere, and {name} is not known to work element by element: choose one of "
-            f"{', '.join(known)}, or a subclass that leaves step() as it is."
+            f"ZeroOptimizer cuts parameters anywhere, and {name} is not known to work element by element: choose one "
+            f"of {', '.join(known)}, or a subclass that leaves step() as it is."
         )
+    if stage not in (1, 2):
+        raise DtlibError(
+            f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.zero.sharded."
+        )
+    if bucket_cap_mb <= 0:
+        raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
+    if progress not in (None, "inline", "thread"):
+        raise DtlibError(f"ZeroOptimizer(progress={progress!r}): choose 'inline' or 'thread'.")
