@@ -320,6 +320,24 @@ def test_what_is_no_tensor_is_not_given_to_the_next_stage(world):
     assert output["a"].shape == (2, 2)
 
 
+class Reuses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("room", torch.zeros(1, 2))
+
+    def forward(self, x):
+        return self.room.copy_(x)
+
+
+@on_ranks(2)
+def test_a_stage_that_changes_what_it_has_given_is_refused(world):
+    stage = PipelineStage(nn.Identity() if world.rank else Reuses(), world.rank, 2, world.comm)
+    schedule = ScheduleGPipe(stage, 2)
+    if world.rank == 0:
+        with pytest.raises(DtlibError, match="Stage 0 changed in place what it had given for the micro-batch before"):
+            schedule.eval(torch.zeros(2, 2))
+
+
 class Fussy(nn.Linear):
     """Raises at its first micro-batch, when the others have long been sent."""
 
@@ -415,6 +433,10 @@ def test_tied_weights_that_are_frozen_unused_or_loaded(world):
     if world.rank == 0:
         weight.requires_grad_(False)
     with pytest.raises(DtlibError, match=r"tied weight of shape \(3, 3\) is frozen on 1 of its 2 stages"):
+        module.reduce_tied_gradients()
+    weight.requires_grad_(True)
+    weight.grad = torch.zeros(3, 3).to_sparse() if world.rank == 0 else None
+    with pytest.raises(DtlibError, match=r"tied weight of shape \(3, 3\) has a sparse gradient: build its layers with"):
         module.reduce_tied_gradients()
     module = tied()
     module.load_state_dict({k: torch.ones(3, 3) for k in module.state_dict()}, assign=True)  # other Parameters

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,8 +142,10 @@ def test_payload_of_a_process_is_one_message_of_gradients_a_step(world):
     with dtlib.trace() as trace:
         train(replicator, model, OPTIMIZERS["sgd"], plain, data)
     assert trace.sent("all_reduce") == tuple(STEPS * part for part in once.sent())
-    # Beside it: a byte a step, whether each replica has inputs; and once the losses of all steps, 8 bytes each.
-    assert trace.sent("all_gather")[1] == (world.size - 1) * (STEPS + 8 * STEPS)
+    # Beside it: a byte a step, whether each replica has inputs; and once the losses of all steps, 8 bytes each, after
+    # a few words on their kind.
+    words = trace.sent("all_gather")[1] - (world.size - 1) * (STEPS + 8 * STEPS)
+    assert 0 < words <= (world.size - 1) * 64
 
 
 def test_the_transformer_in_one_graph():
@@ -449,3 +452,129 @@ def test_on_a_gpu():
     expected = train_alone(alone, OPTIMIZERS["sgd"], centred, data, 2)
     losses = train(Replicator(replicas=2), graph, OPTIMIZERS["sgd"], centred, data)
     assert (losses.mean(1) - expected).abs().max() <= 1e-12
+
+
+def trained(replicator, model, freeze=None):
+    """Losses of two runs, between which the first layer is frozen, or unfrozen, and its weight before and after."""
+    optimizer = replicator.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+    x = torch.arange(12.0).view(4, 3).double() / 12
+
+    def step_fn(x):
+        loss = model(x).square().sum()
+        optimizer.minimize(loss)
+        return {"loss": loss, "weight": model[0].weight}
+
+    def input_fn(replica):
+        return [(replica + 1) * x, x]
+
+    first = replicator.run(step_fn, input_fn)
+    model[0].weight.requires_grad_(not model[0].weight.requires_grad)
+    second = replicator.run(step_fn, input_fn)
+    return first, second
+
+
+@on_ranks(2)
+def test_a_layer_is_frozen_and_unfrozen_between_runs(world):
+    """And a parameter that a step gives is given as it was then."""
+    found = {}
+    for begins in (True, False):
+        for way in (Replicator(world.comm), Replicator(replicas=2)):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+            model[0].weight.requires_grad_(begins)
+            first, second = found[begins, way.comm is None] = trained(way, model)
+            moves = [not torch.equal(history["weight"][0], history["weight"][1]) for history in (first, second)]
+            assert moves == [begins, not begins]
+        for between, in_graph in zip(found[begins, False], found[begins, True], strict=True):
+            assert all((between[name] - in_graph[name]).abs().max() <= 1e-12 for name in between)
+
+
+@on_ranks(2)
+def test_outputs_and_parameters_that_are_not_alike_are_refused(world):
+    replicator, counts = Replicator(world.comm), []
+
+    def run(give):
+        counts.clear()
+        return replicator.run(lambda x: give(counts.append(0) or len(counts)), lambda replica: [torch.ones(2)] * 2)
+
+    a, b = torch.tensor(1.0), torch.tensor(2.0)
+    for give in (
+        lambda step: {"a": a, "b": b} if world.rank else {"b": b, "a": a},
+        lambda step: {"a": a} if step == 1 else {"b": a},
+        lambda step: None if step == 1 else a,
+        lambda step: a if world.rank or step == 1 else torch.ones(1),
+    ):
+        with pytest.raises(DtlibError, match=r"in another step or on another replica, .*: give the same each time"):
+            run(give)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = replicator.wrap_optimizer(inner)
+    inner.add_param_group({"params": list(model[1].parameters())})
+    with pytest.raises(
+        DtlibError, match=r"has got 2 parameters since wrap_optimizer, the first of shape \(2, 2\): call"
+    ):
+        optimizer.minimize(model(torch.ones(1, 2)).sum())
+    empty = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))])
+    replicator.wrap_optimizer(torch.optim.SGD(empty, lr=1.0)).minimize(empty[1].sum() * (world.rank + 1))
+    assert torch.equal(empty[1], torch.full((2,), -0.5))
+
+
+SCALE = [1.0]
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return self.inner(x)
+
+    def inner(self, x):
+        return x.sum() * SCALE[0]
+
+
+class Counter:
+    def __init__(self):
+        self.value = 1.0
+
+    def __float__(self):
+        return self.value
+
+
+def scaled_by(x, scale=SCALE):
+    return x.sum() * scale[0]
+
+
+def test_a_graph_is_captured_anew_when_what_it_read_has_changed():
+    """However deep that is: a global of a module's method, a list in a dictionary, an attribute of an attribute."""
+    from functools import partial
+
+    nested, array, model = {"a": [SCALE]}, np.ones(1), Scaled()
+    holder = Counter()
+    holder.inner = Counter()
+
+    def set_all(value):
+        SCALE[0] = array[0] = holder.inner.value = value
+        holder.fresh = Counter()  # often where the one before was
+        holder.fresh.value = value
+
+    steps = {
+        "a module": lambda x: model(x),
+        "a dictionary": lambda x: x.sum() * nested["a"][0][0],
+        "an attribute": lambda x: x.sum() * holder.inner.value,
+        "an array": lambda x: x.sum() * float(array[0]),
+        "a partial function": partial(scaled_by),
+        "a default": scaled_by,
+        "another object": lambda x: x.sum() * float(holder.fresh),
+    }
+    for name, step_fn in steps.items():
+        replicator, found = Replicator(replicas=1), []
+        for value in (1.0, 2.0, 3.0):
+            set_all(value)
+            found.append(replicator.run(step_fn, lambda replica: [torch.ones(2)]).item())
+        assert found == [2.0, 4.0, 6.0], name
+    layer, replicator = nn.Linear(2, 2), Replicator(replicas=1)
+
+    def gives(x):
+        return layer(x)
+
+    assert replicator.run(gives, lambda replica: [torch.ones(2)]).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert replicator.run(gives, lambda replica: [torch.ones(2)]).dtype == torch.bfloat16

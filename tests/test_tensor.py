@@ -475,7 +475,7 @@ def test_what_it_cannot_do_is_refused_on_every_rank(world):
     comm, n = world.comm, world.size
     few = n - 1
     shared = {"linear": nn.Linear(2 + world.rank, 8), "padded": nn.Embedding(8, 2, padding_idx=0)}
-    with_dropout = nn.MultiheadAttention(12, 6, dropout=0.1)
+    with_dropout = nn.MultiheadAttention(12, 6, dropout=0.1, batch_first=True)
     for make, words in (
         (lambda: ColumnParallelLinear(4, few, comm), f"{n} ranks cannot share out_features={few}"),
         (lambda: RowParallelLinear(few, 4, comm), f"{n} ranks cannot share in_features={few}"),
@@ -487,6 +487,7 @@ def test_what_it_cannot_do_is_refused_on_every_rank(world):
         (lambda: RowParallelLinear(8, 2, comm, bias=world.rank == 0), "RowParallelLinear differs between ranks"),
         (lambda: VocabParallelEmbedding.from_embedding(shared["padded"], comm), "has no padding_idx"),
         (lambda: ParallelAttention.from_attention(with_dropout, comm), "dropout=0"),
+        (lambda: ParallelAttention.from_attention(nn.MultiheadAttention(12, 6), comm), "with batch_first=True"),
         (lambda: ColumnParallelLinear(4, 8, "gloo"), "comm='gloo' is no communicator"),
     ):
         with pytest.raises(DtlibError, match=words):
@@ -517,3 +518,56 @@ def test_on_a_gpu(world):
         train(model, OPTIMIZERS["sgd"](model), data)
     # Kernels of a GPU may add in another order every time.
     assert difference(ours, reference) <= 1e-9
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@on_ranks(2)
+def test_parts_of_more_than_a_plain_layer_are_refused(world):
+    hooked = nn.Embedding(4, 2)
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 4))
+    for make, words in (
+        (lambda: ColumnParallelLinear.from_linear(Twice(2, 4), world.comm), "it is a Twice, which computes something"),
+        (
+            lambda: RowParallelLinear.from_linear(normed, world.comm),
+            r"its parameters are bias, parametrizations\.weight",
+        ),
+        (
+            lambda: VocabParallelEmbedding.from_embedding(hooked, world.comm),
+            "plain nn.Embedding alone, and it has hooks",
+        ),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            make()
+    with pytest.raises(DtlibError, match=r"gather_from_ranks\(count=5\): rank \d of 2 has \d elements"):
+        gather_from_ranks(torch.zeros(1, 3 - world.rank), world.comm, 5)  # the second has the longer part
+
+
+@on_ranks(1, 2)
+def test_what_comes_out_may_be_changed_in_place(world):
+    x = torch.randn(1, 4, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    scatter_to_ranks(x, world.comm).mul_(2)
+    assert torch.equal(x, before)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3)
+    ours = ColumnParallelLinear.from_linear(plain, world.comm)
+    outputs = [nn.functional.relu(layer(x), inplace=True) for layer in (plain, ours)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.sum().backward()
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad[ours.part])
+
+
+@on_ranks(2)
+def test_a_part_that_was_loaded_is_still_known_as_one(world):
+    """Or a norm of parts would be taken for that of the whole."""
+    layer = ColumnParallelLinear(4, 4, world.comm)
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    assert layer.weight.tensor_parallel and layer.bias.tensor_parallel
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    assert layer.weight.tensor_parallel

@@ -142,7 +142,6 @@ class RunningStage:
         else:
             _check_sent(sent, output, stage.stage_index)
             self._give_activations(microbatch, sent)
-            self._given = [(tensor, tensor._version) for tensor in sent]
         if torch.is_grad_enabled():
             self._received[microbatch], self._sent[microbatch] = received, sent
 
@@ -180,13 +179,15 @@ class RunningStage:
         before = self.neighbours.get(self.stage.stage_index - 1)
         if before is None:
             return self._activations.take(microbatch)
-        return [t.detach().requires_grad_(t.requires_grad) for t in before.handed.pop((microbatch, "F"))]
+        return before.handed.pop((microbatch, "F"))
 
     def _give_activations(self, microbatch, tensors):
         index = self.stage.stage_index
         if index + 1 in self.neighbours:
-            self.handed[microbatch, "F"] = tensors
+            # Copies, as messages are: either stage may change its own in place.
+            self.handed[microbatch, "F"] = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         else:
+            self._given = [(tensor, tensor._version) for tensor in tensors]
             self.sending += self._next.send(tensors, self._alike[microbatch])
 
     def _take_gradients(self, microbatch, sent):

@@ -26,7 +26,7 @@ P. Buchlovsky et al., "TF-Replicator: distributed machine learning for researche
 """
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dtlib.comm import as_communicator, types
 from dtlib.errors import DtlibError
@@ -142,7 +142,7 @@ class Replicator:
             if inputs is None:
                 break
             outputs = [step_fn(inputs[0])] if self.comm else self._run_graph(step_fn, inputs)
-            results.append([_checked_output(output) for output in outputs])
+            results.append([tree_map(_copied, _checked_output(output)) for output in outputs])
         return self._stacked(results)
 
     def _next_inputs(self, sources, steps, done):
@@ -164,9 +164,23 @@ class Replicator:
     def _stacked(self, results):
         if not results:
             raise DtlibError("run has made no step: input_fn gave no inputs, or steps is 0.")
+        self._check_alike(results)
         leaves, spec = tree_flatten(results[0][0])
         columns = [[[tree_flatten(output)[0][i] for output in step] for step in results] for i in range(len(leaves))]
         return tree_unflatten([self._stack(column) for column in columns], spec)
+
+    def _check_alike(self, results) -> None:
+        """Refuse outputs that differ in more than values, between steps and between replicas; on every process."""
+        kinds = [_kind(output) for step in results for output in step]
+        here = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
+        kinds = (
+            [kind for pair in self.comm.all_gather_object((kinds[0], here)) for kind in pair] if self.comm else kinds
+        )
+        if other := next((kind for kind in kinds if kind != kinds[0]), None):
+            raise DtlibError(
+                f"step_fn gave {kinds[0]} and, in another step or on another replica, {other}: give the same each "
+                "time, with keys in one order, as results are stacked."
+            )
 
     def _stack(self, column):
         if column[0][0] is None:
@@ -248,6 +262,19 @@ def _told(shapes):
 def _inputs_of(input_fn, replica):
     given = input_fn(replica)
     return iter(given, object()) if callable(given) else iter(given)
+
+
+def _copied(leaf):
+    """What later steps do not change, as they would a parameter or a statistic."""
+    return leaf if leaf is None else leaf.clone()
+
+
+def _kind(output) -> str:
+    """How an output is packed, in words: ``{'loss': (3,) float64}``."""
+    told = tree_map(
+        lambda leaf: leaf if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}".replace("torch.", ""), output
+    )
+    return str(told)
 
 
 def _checked_output(output):

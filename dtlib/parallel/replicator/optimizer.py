@@ -19,10 +19,24 @@ class ReplicatedOptimizer:
         self.optimizer = optimizer
         self.number = number  # by which a graph names it
         self._exchange = exchange
-        groups = [group["params"] for group in optimizer.param_groups]
-        self.parameters = [parameter for group in groups for parameter in group if parameter.requires_grad]
+        self._wrapped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if not self.parameters:
             raise DtlibError("wrap_optimizer: no parameter of this optimizer requires a gradient.")
+
+    @property
+    def parameters(self) -> list:
+        """Those that require a gradient at the moment.
+
+        Raises:
+            DtlibError: for those of a group that was added later, which replicas may have with other values.
+        """
+        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if added := [parameter for parameter in everything if parameter not in self._wrapped]:
+            raise DtlibError(
+                f"The optimizer has got {len(added)} parameters since wrap_optimizer, the first of shape "
+                f"{tuple(added[0].shape)}: call add_param_group before it, so that replicas begin with the same values."
+            )
+        return [parameter for parameter in everything if parameter.requires_grad]
 
     def __repr__(self):
         return f"ReplicatedOptimizer({type(self.optimizer).__name__}, {len(self.parameters)} parameters)"
@@ -38,30 +52,34 @@ class ReplicatedOptimizer:
                 f"minimize(loss) needs one number that depends on the parameters; this has shape {tuple(loss.shape)}"
                 f"{'' if loss.requires_grad else ' and no gradient'}."
             )
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        parameters = self.parameters
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         averages = [None] * len(gradients)
         # All gradients of a type travel in one message, and behind them a number a parameter: is it used here?
-        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
-            of_type = [i for i, parameter in enumerate(self.parameters) if parameter.dtype == dtype]
-            pieces = [self._flat(gradients[i], i) for i in of_type]
-            used_here = [torch.full_like(pieces[0][:1], float(gradients[i] is not None)) for i in of_type]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            of_type = [i for i, parameter in enumerate(parameters) if parameter.dtype == dtype]
+            pieces = [_flat(gradients[i], parameters[i], i) for i in of_type]
+            used_here = [pieces[0].new_full((1,), float(gradients[i] is not None)) for i in of_type]
             flat = AllReduce.apply(torch.cat([*pieces, *used_here]).detach(), "mean", self._exchange)
             *parts, used = flat.split([*(len(piece) for piece in pieces), len(of_type)])
             for i, part, flag in zip(of_type, parts, used.unbind(), strict=True):
-                averages[i] = part.view_as(self.parameters[i]), flag
+                averages[i] = part.view_as(parameters[i]), flag
         flags = torch.stack([flag.to(torch.float32) for _, flag in averages])
         self._exchange.apply(self, [average for average, _ in averages], flags)
 
-    def _flat(self, gradient, i):
-        if gradient is None:
-            return torch.zeros_like(self.parameters[i]).flatten()
-        if gradient.layout != torch.strided:
-            shape = tuple(self.parameters[i].shape)
-            raise DtlibError(f"The gradient of parameter {i}, of shape {shape}, is sparse: build it with sparse=False.")
-        return gradient.flatten()
-
     def apply(self, gradients, used) -> None:
         """Step with gradients that are averaged already."""
+        for parameter in self._wrapped:
+            parameter.grad = None  # also of what has been frozen since
         for parameter, gradient, share in zip(self.parameters, gradients, used.tolist(), strict=True):
             parameter.grad = gradient if share else None
         self.optimizer.step()
+
+
+def _flat(gradient, parameter, i):
+    if gradient is None:
+        return torch.zeros_like(parameter).flatten()
+    if gradient.layout != torch.strided:
+        shape = tuple(parameter.shape)
+        raise DtlibError(f"The gradient of parameter {i}, of shape {shape}, is sparse: build it with sparse=False.")
+    return gradient.flatten()

@@ -4,21 +4,28 @@ A graph knows ``2.0``, not that it was the value of ``temperature``. So what a s
 before and after it is captured, and before each step that its graph makes.
 """
 
+from functools import partial
 from types import FunctionType, ModuleType
 
 import torch
 from torch import nn
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+DEPTH = 5  # of lists in objects in dictionaries ...; below it, identity alone
+ELEMENTS = 10_000  # an array is compared by value up to so many
 
 
 def python_state(function) -> dict[str, object]:
-    """Values by name: those that ``function``, and the functions that it calls by name, can read or change.
+    """Values by name: those that ``function``, and the functions and methods that it calls by name, can read or change.
 
-    Numbers, strings and lists, dictionaries and sets of them by value; the attributes of modules and of other objects
-    likewise, one level deep; everything else by identity.
+    Numbers, strings and small arrays by value, lists, dictionaries and sets likewise, and the attributes of modules and
+    of other objects, as deep as ``DEPTH``; tensors by identity, and whether they require a gradient; everything else by
+    identity. Beside them what torch itself reads: autocast, and the type of new tensors.
     """
-    found = {}
+    found = {
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+    }
     _look_at(getattr(function, "__name__", "step_fn"), function, found, set())
     return found
 
@@ -32,28 +39,63 @@ def changed(before: dict, after: dict) -> str | None:
     return None
 
 
-def _look_at(name, value, found, seen) -> None:
+class _Same:
+    """Equal to itself alone; holds what it stands for, as a number given by ``id`` may be given again."""
+
+    def __init__(self, thing):
+        self.thing = thing
+
+    def __eq__(self, other):
+        return isinstance(other, _Same) and self.thing is other.thing
+
+    __hash__ = None
+
+
+def _look_at(name, value, found, seen, names=()) -> None:
+    """``names``: those in the code that reaches ``value``, among which its methods are."""
     if id(value) in seen or isinstance(value, type | ModuleType | torch.optim.Optimizer):
         return
     if hasattr(value, "__func__"):  # a bound method
         _look_at(name, value.__func__, found, seen)
-        _look_at(f"{name}.__self__", value.__self__, found, seen)
+        _look_at(f"{name}.__self__", value.__self__, found, seen, value.__func__.__code__.co_names)
+    elif isinstance(value, partial):
+        found[name] = _summary((value.args, value.keywords))
+        _look_at(f"{name}.func", value.func, found, seen)
     elif isinstance(value, FunctionType):
-        if (value.__module__ or "").partition(".")[0] not in ("torch", "dtlib"):
+        if not _is_library(value):
             seen.add(id(value))
-            for inner, content in _names_in(value).items():
-                _look_at(inner, content, found, seen)
+            if value.__defaults__ or value.__kwdefaults__:
+                found[f"{name}'s defaults"] = _summary((value.__defaults__, value.__kwdefaults__))
+            inside, names = _names_in(value)
+            for inner, content in inside.items():
+                _look_at(inner, content, found, seen, names)
     elif isinstance(value, nn.Module):
         for path, module in value.named_modules(prefix=name):
-            _look_into(path, vars(module), found)
-    elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "dtlib"):
-        _look_into(name, vars(value), found)
+            found.update({f"{path}.{attribute}": _summary(content) for attribute, content in vars(module).items()})
+            _look_at_methods(path, module, {"forward", *names}, found, seen)
+    elif hasattr(value, "__dict__") and not _is_library(type(value)):
+        found.update({f"{name}.{attribute}": _summary(content) for attribute, content in vars(value).items()})
+        _look_at_methods(name, value, {"__call__", *names}, found, seen)
     elif not callable(value):
         found[name] = _summary(value)
 
 
-def _names_in(function) -> dict:
-    """What the names in a function's code stand for, outside of it."""
+def _look_at_methods(name, value, names, found, seen) -> None:
+    """The methods that are called by one of these names, and those that they call."""
+    names = list(names)
+    for method in names:
+        function = getattr(type(value), method, None)
+        if isinstance(function, FunctionType) and not _is_library(function) and id(function) not in seen:
+            names += _names_in(function)[1]
+            _look_at(f"{name}.{method}", function, found, seen)
+
+
+def _is_library(value) -> bool:
+    return (value.__module__ or "").partition(".")[0] in ("torch", "dtlib")
+
+
+def _names_in(function) -> tuple[dict, set]:
+    """What the names in a function's code stand for, outside of it; and all of them."""
     codes = [function.__code__]
     for code in codes:  # functions within it, too
         codes += [constant for constant in code.co_consts if hasattr(constant, "co_names")]
@@ -62,24 +104,25 @@ def _names_in(function) -> dict:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != type(cell)():  # not assigned yet
             found[name] = cell.cell_contents
-    return found
+    return found, names
 
 
-def _look_into(name, attributes, found) -> None:
-    for attribute, value in attributes.items():
-        found[f"{name}.{attribute}"] = _summary(value)
-
-
-def _summary(value):
+def _summary(value, depth: int = DEPTH):
+    if isinstance(value, SIMPLE):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _Same(value), value.requires_grad
+    if not depth:
+        return _Same(value)
     if isinstance(value, dict):
-        return {key: _by_value_or_identity(item) for key, item in value.items()}
+        return {key: _summary(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value), [_by_value_or_identity(item) for item in value]
-    return _by_value_or_identity(value)
-
-
-def _by_value_or_identity(value):
-    return value if isinstance(value, SIMPLE) else ("identity", id(value))
+        return type(value), [_summary(item, depth - 1) for item in value]
+    if hasattr(value, "tobytes") and getattr(value, "size", ELEMENTS + 1) <= ELEMENTS:
+        return _Same(value), value.tobytes()
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, ModuleType) or _is_library(type(value)):
+        return _Same(value)
+    return _Same(value), {key: _summary(item, depth - 1) for key, item in vars(value).items()}
 
 
 def _shown(state, name):

@@ -65,6 +65,10 @@ class ParallelAttention(nn.Module):
                 "ParallelAttention is self-attention alone: build the nn.MultiheadAttention without kdim, vdim, "
                 "add_bias_kv and add_zero_attn."
             )
+        if not attention.batch_first:
+            raise DtlibError(
+                "ParallelAttention takes (batch, tokens, width): build the nn.MultiheadAttention with batch_first=True."
+            )
         if attention.dropout:
             raise DtlibError("ParallelAttention has no dropout: build the nn.MultiheadAttention with dropout=0.")
         width, heads = attention.embed_dim, attention.num_heads

@@ -81,7 +81,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm):
         ctx.comm, ctx.count = comm, x.shape[-1]
-        return x[..., part_of(x.shape[-1], comm.rank, comm.size)].contiguous()
+        # In memory of its own, also where the part is all of x: what comes next may work in place.
+        return x[..., part_of(x.shape[-1], comm.rank, comm.size)].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -112,7 +113,7 @@ def whole_of(part: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Tenso
     everyones = comm.all_gather(padded.new_empty(comm.size, *padded.shape), padded)
     slices = [part_of(count, rank, comm.size) for rank in range(comm.size)]
     trimmed = [other[..., : piece.stop - piece.start] for other, piece in zip(everyones, slices, strict=True)]
-    return torch.cat(trimmed, -1).movedim(-1, dim)
+    return torch.cat([part.movedim(-1, dim) for part in trimmed], dim)
 
 
 def with_verbs(comm):

@@ -53,9 +53,13 @@ class ParallelLayer(nn.Module):
             if name in self.partition_dim:
                 part = values.narrow(self.partition_dim[name], self.part.start, self.part.stop - self.part.start)
                 values = part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
-            parameter = nn.Parameter(values, parameter.requires_grad)
-            parameter.tensor_parallel = self.comm.size > 1 and name in self.partition_dim  # who takes norms asks for it
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
+
+    def register_parameter(self, name, parameter) -> None:
+        """Also what ``layer.weight = ...`` and ``load_state_dict(assign=True)`` call."""
+        if parameter is not None and self.comm.size > 1 and name in self.partition_dim:
+            parameter.tensor_parallel = True  # who takes norms asks for it
+        super().register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
         return f"{self.whole_shapes}, {self.shared} {self.part.start} to {self.part.stop} here"
@@ -88,6 +92,7 @@ class ColumnParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm, gather_output: bool = True) -> "ColumnParallelLinear":
         """The parts of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        check_plain(linear, nn.Linear, cls.__name__)
         made = cls.__new__(cls)
         made._build(linear, comm, gather_output)
         return made
@@ -131,6 +136,7 @@ class RowParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm, input_is_parallel: bool = False) -> "RowParallelLinear":
         """The parts of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        check_plain(linear, nn.Linear, cls.__name__)
         made = cls.__new__(cls)
         made._build(linear, comm, input_is_parallel)
         return made
@@ -190,6 +196,7 @@ class VocabParallelEmbedding(ParallelLayer):
             value = getattr(embedding, option)
             if value is not None and value is not False:  # padding_idx=0 is an option too
                 raise DtlibError(f"VocabParallelEmbedding has no {option}: build the nn.Embedding without it.")
+        check_plain(embedding, nn.Embedding, cls.__name__)
         made = cls.__new__(cls)
         made._build(embedding, comm)
         return made
@@ -219,6 +226,19 @@ def check_same(comm, who: str, **arguments) -> None:
                     f"{who} differs between ranks: {name} is {everyones[0][name]} on rank 0 and {value} on rank "
                     f"{rank}. Build the same layer on all ranks."
                 )
+
+
+def check_plain(whole: nn.Module, kind: type, who: str) -> None:
+    """Refuse a layer that does more than ``kind``, of which the parts would know nothing."""
+    hooks = whole._forward_hooks or whole._forward_pre_hooks or whole._backward_hooks or whole._backward_pre_hooks
+    names = {name for name, _ in whole.named_parameters()}
+    why = (
+        f"it is a {type(whole).__name__}, which computes something else" if type(whole).forward is not kind.forward
+        else f"its parameters are {', '.join(sorted(names))}" if not {"weight"} <= names <= {"weight", "bias"}
+        else "it has hooks" if hooks else None
+    )  # fmt: skip
+    if why:
+        raise DtlibError(f"{who} takes the values of a plain nn.{kind.__name__} alone, and {why}: build a plain one.")
 
 
 def check_width(x, width: int, what: str) -> None:
