@@ -68,7 +68,9 @@ def mpiexec_inside(mpiexec: str) -> bool:
         return False
     for settings in (Path(mpiexec).resolve().parents[1] / "etc", Path("/etc/openmpi"), Path("/etc/prte")):
         for hosts in settings.glob("*default-hostfile"):
-            if any(line.strip() and not line.startswith("#") for line in hosts.read_text(errors="replace").splitlines()):
+            if any(
+                line.strip() and not line.startswith("#") for line in hosts.read_text(errors="replace").splitlines()
+            ):
                 return False
     if "SLURM_JOB_ID" in os.environ:  # SLURMD_NODENAME: this is the node, and no login node
         return os.environ.get("SLURM_JOB_NUM_NODES") == "1" and "SLURMD_NODENAME" in os.environ
