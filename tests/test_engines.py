@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -6,6 +8,8 @@ import psutil
 import pytest
 
 from dtlib.lab.engines import workshop
+from dtlib.world import loopback
+from dtlib.world.processes import Process, listening
 from tests.kernels import Notebook
 
 ENGINES = "from dtlib import lab; lab.engines({})"
@@ -63,6 +67,21 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert notebook.run("%px x") == "rank 0 | 0\nrank 1 | 10\nrank 2 | 20\n"
     assert notebook.run("%%px --targets 1\nx") == "rank 1 | 10\n"
     assert notebook.run("lab.values('x')") == "[0, 10, 20]\n"
+
+    # Nobody on another machine, or under another name on this one, gets at any of it.
+    notebook.run("%px import torch; from dtlib.production.torch import process_group; process_group(world.comm)")
+    profile = workshop_folder / workshop.PROFILE
+    family = [Process.of(notebook.pid), Process.of(workshop.Record(profile).keeper().pid)]
+    found = [each for process in family for each in listening(process)]
+    names = " ".join(sorted({name for name, _, _ in found}))
+    assert "python" in names and "prterun" in names, found
+    if loopback.closed("mpiexec") == ["mpiexec"]:  # `dtlib doctor` says so
+        found = [each for each in found if each[0] != "prterun"]
+    outside = [each for each in found if each[1] not in ("127.0.0.1", "::1")]
+    assert not outside
+    assert (profile / "security").stat().st_mode & 0o777 == 0o700
+    keys = list((profile / "security").iterdir())
+    assert keys and {path.stat().st_mode & 0o777 for path in keys} == {0o600}, keys
 
     # The cell may be run again: names stay. The ranks' folder is the notebook's.
     notebook.run(ENGINES.format(3))
@@ -255,6 +274,35 @@ def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
     (workshop_folder / workshop.PROFILE / "state").write_text("")
     with pytest.raises(DtlibError, match=r"cannot be written .*chmod"):
         lab.engines(2)
+
+
+@pytest.mark.parametrize("where", ["notebook", "keeper"])
+def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
+    from dtlib import lab
+    from dtlib.errors import DtlibError
+
+    monkeypatch.chdir(workshop_folder)
+    if where == "notebook":
+        (workshop_folder / workshop.PROFILE / "log").write_text("")  # a file where a folder must go
+        expected = r"The process that starts the engines cannot be started .*dtlib doctor"
+    else:
+        monkeypatch.setenv("PYTHONPATH", str(workshop_folder))
+        (workshop_folder / "dtlib").mkdir()
+        (workshop_folder / "dtlib" / "__init__.py").write_text("raise ImportError('half a package')")
+        expected = r"ended at once \(.*half a package\): mend that.*keeper.log"
+    with pytest.raises(DtlibError, match=expected):
+        lab.engines(2)
+    assert not processes_of(workshop_folder)
+
+
+def test_a_keeper_whose_notebook_s_child_dies_before_it_is_on_record(workshop_folder):
+    keeper = (
+        "import os, signal, sys; from dtlib.lab import keeper, workshop;"
+        "workshop.Record.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        f"sys.argv[1:] = [{str(workshop_folder / workshop.PROFILE)!r}, '2']; keeper.main()"
+    )
+    subprocess.run([sys.executable, "-c", keeper])
+    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 
 
 def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from dtlib import pi
-from dtlib.lab.engines import engine_set, workshop
+from dtlib.lab.engines import engine_processes, engine_set, workshop
 from dtlib.theory import collectives as theory
 
 POINTS = 10**7
@@ -28,7 +28,7 @@ def tour(ranks: int, profile=None) -> int:
             engines = engine_set.engines(ranks, profile=profile)
             rows = [_row(engines, *stop) for stop in _stops(Path(folder), ranks)]
         finally:
-            engine_set.end(workshop.Record(Path(profile)))
+            engine_processes.end(workshop.Record(Path(profile)))
     print()
     print(tabulate(rows, ("lesson", f"on {ranks} MPI engines", "result", "expected", "as expected", "seconds")))
     return 0 if all(row[4] == "yes" for row in rows) else 1

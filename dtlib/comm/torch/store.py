@@ -1,4 +1,4 @@
-"""A store that all ranks of a communicator reach, for those who meet by one: torch's groups, and the board across nodes.
+"""A store that all ranks of a communicator reach: torch's groups meet there, and the boards of several nodes.
 
 one machine       a file without a name, which nobody else can open
 several           a port of rank 0: it offers every address of its machine, and the first that all ranks reach is
@@ -78,7 +78,7 @@ def _on_a_port(comm):
             f"Ranks meet at a port of rank 0's machine {everyone[0][0]} ({', '.join(offered)}), and {who} of these "
             "addresses: open TCP between the machines in their firewalls, or start all ranks on one."
         )
-    if reached[chosen] and not chosen.startswith("127."):
+    if reached[chosen] not in ("", "lo", "lo0"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", reached[chosen])  # gloo would look for this machine's name
     port = offered[chosen]
     if comm.rank:

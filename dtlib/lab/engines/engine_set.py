@@ -5,8 +5,6 @@ a later one attaches to the set that runs and takes over. workshop.py keeps the 
 """
 
 import os
-import re
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,12 +14,11 @@ import psutil
 
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import on_ranks, workshop
+from dtlib.lab.engines.engine_processes import START_SECONDS, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
-from dtlib.world.launch import check_mpiexec, find_mpiexec, in_engine
+from dtlib.world.launch import in_engine
 from dtlib.world.machine import gpu_names, usable_cores
-from dtlib.world.processes import Process, end_processes, with_descendants
 
-START_SECONDS = 60
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 BYTES_A_RANK = 700e6  # an engine with torch imported and room for a lesson's arrays
@@ -133,7 +130,7 @@ def _start(record, ranks: int | None) -> EngineSet:
     end(record)
     record.attach(_notebook_name())
     try:
-        _start_keeper(record, ranks or _suitable_number())
+        start_keeper(record, ranks or _suitable_number())
         found = _connect(record)
         if found is None:
             raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
@@ -150,23 +147,13 @@ def _replace(ended: EngineSet) -> str:
     with record.lock():
         if record.keeper():
             return "The ranks have ended, and another notebook has started new ones: run lab.engines() to use them."
-        why = _why_ended(record.profile)
+        why = why_ended(record.profile)
         ended.close()
         _current = _start(record, ended.size)
     from dtlib.lab.engines import magics
 
     magics.install(_current)
     return f"{why}: {_current.size} new ones have been started, so run the cells that define what you need again."
-
-
-def _why_ended(profile: Path) -> str:
-    """What mpiexec said of the rank that ended first, in the log of the engines."""
-    logs = sorted((profile / "log").glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
-    said = " ".join(logs[-1].read_text(errors="replace").split()) if logs else ""
-    if found := re.search(r"process rank (\d+) .{0,200}?exited on signal (\d+) \(([^)]+)\)", said):
-        rank, number, name = found.groups()
-        return f"Rank {rank} was ended by signal {number} ({name}), and an MPI world ends with any of its ranks"
-    return "The ranks have ended"
 
 
 def current() -> EngineSet:
@@ -199,39 +186,6 @@ def _notebook_name() -> str:
     """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
     name = os.environ.get("JPY_SESSION_NAME", "")
     return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
-
-
-def _start_keeper(record, ranks: int) -> None:
-    """Have a keeper start the engines and wait until it has told where they are."""
-    check_mpiexec(find_mpiexec())
-    log = record.profile / "log"
-    log.mkdir(exist_ok=True)
-    with open(log / "keeper.log", "w") as output:
-        subprocess.run(
-            [sys.executable, "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True,
-        )  # fmt: skip
-    import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
-
-    deadline = time.monotonic() + START_SECONDS
-    while not record.read("set.json").get("connection"):
-        if problem := record.read("set.json").get("error"):
-            record.remove("set.json")
-            raise DtlibError(problem)
-        if not record.keeper() or time.monotonic() > deadline:
-            raise DtlibError(f"The engines did not start: {log / 'keeper.log'} says why.")
-        time.sleep(0.02)
-
-
-def end(record) -> None:
-    """End the engines that run, or what is left of them, with all that they have started."""
-    note = record.read("set.json")
-    known = [Process(**process) for process in [note.get("keeper"), *note.get("processes", [])] if process]
-    family = dict.fromkeys(member for process in known for member in with_descendants(process))
-    if record.keeper():
-        end_processes([known[0]])  # which ends what it started
-    end_processes(list(family))
-    record.remove("set.json")
 
 
 def _connect(record) -> EngineSet | None:
@@ -299,12 +253,3 @@ def _answers(found: EngineSet) -> bool:
         return len(found.view.apply_async(os.getpid).get(ANSWER_SECONDS)) == found.size
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return False
-
-
-def interrupt(pids: list[int]) -> None:
-    """Stop what these ranks are doing, as Ctrl-C would."""
-    import signal
-
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGINT)

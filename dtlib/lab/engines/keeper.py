@@ -31,17 +31,29 @@ POLL_SECONDS = 0.5
 
 def main() -> None:
     """``python -m dtlib.lab.engines.keeper PROFILE RANKS``: put a keeper on record and return; it goes on in the background."""
-    record, ranks = Record(Path(sys.argv[1])), int(sys.argv[2])
-    child = os.fork()
+    try:
+        record, ranks = Record(Path(sys.argv[1])), int(sys.argv[2])
+        parent, child = os.getpid(), os.fork()
+    except (DtlibError, OSError) as problem:
+        sys.exit(str(problem))
     if child:
         # On record before anything runs: whoever comes now finds it. The notebook's child ends here, so that the
         # keeper is nobody's zombie.
         keeper = asdict(Process.of(child))
-        record.write("set.json", {"keeper": keeper, "ranks": ranks, "name": f"dtlib-{child}", "connection": None})
+        try:
+            record.write("set.json", {"keeper": keeper, "ranks": ranks, "name": f"dtlib-{child}", "connection": None})
+        except DtlibError as problem:
+            os.kill(child, signal.SIGKILL)
+            sys.exit(str(problem))
         os._exit(0)
     os.setsid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `finally` is reached
-    while record.read("set.json").get("keeper", {}).get("pid") != os.getpid():
+    while True:
+        orphaned = os.getppid() != parent  # looked at first: who ends in good order has written before
+        if record.read("set.json").get("keeper", {}).get("pid") == os.getpid():
+            break
+        if orphaned:  # killed before it could put this process on record, so nobody would ever find it
+            return
         time.sleep(0.01)
     _keep(record, ranks, f"dtlib-{os.getpid()}")
 
@@ -80,6 +92,8 @@ def _start(profile: Path, ranks: int, name: str):
     overrides = Config({"EngineLauncher": {"environment": rank_environment(ranks)}})
     cluster = ipp.Cluster(n=ranks, profile_dir=str(profile), cluster_id=name, config=overrides, shutdown_atexit=False)
     cluster.start_cluster_sync()
+    for path in (profile / "security").glob(f"*{name}*"):  # the folder is closed to others; so is each file with a key
+        path.chmod(0o600)
     return cluster
 
 

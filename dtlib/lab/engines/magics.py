@@ -14,7 +14,8 @@ from IPython.display import display, publish_display_data
 from tqdm.auto import tqdm
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines.engine_set import current, interrupt
+from dtlib.lab.engines.engine_processes import interrupt
+from dtlib.lab.engines.engine_set import current
 from dtlib.lab.pictures import rank_prefix
 
 INTERRUPT_SECONDS = 5

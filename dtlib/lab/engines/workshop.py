@@ -1,5 +1,6 @@
 """Where the workshop lives, and the record of the one set of engines that belongs to it."""
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -50,10 +51,7 @@ class Record:
             (self.state / "attached").mkdir(parents=True, exist_ok=True)
             (self.state / "writable").write_text("")
         except OSError as problem:
-            raise DtlibError(
-                f"Engines keep their keys and logs in {self.profile}, which cannot be written ({problem.strerror}): "
-                "make it writable with chmod -R u+w, or work in a copy of the workshop in your home folder."
-            ) from None
+            raise self._cannot_be_written(problem) from None
         self._lock = FileLock(self.state / "lock")
 
     def lock(self, seconds: float = 90):
@@ -74,8 +72,20 @@ class Record:
     def write(self, name: str, content: dict) -> None:
         path = self.state / name
         part = path.with_suffix(f".{os.getpid()}")  # a reader sees the old file or the new one, never half
-        part.write_text(json.dumps(content))
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(content))
+            part.replace(path)
+        except OSError as problem:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise self._cannot_be_written(problem) from None
+
+    def _cannot_be_written(self, problem: OSError) -> DtlibError:
+        cure = "make room on that disk" if problem.errno == errno.ENOSPC else "make it writable with chmod -R u+w"
+        return DtlibError(
+            f"Engines keep their keys and logs in {self.profile}, which cannot be written ({problem.strerror}): "
+            f"{cure}, or work in a copy of the workshop in your home folder."
+        )
 
     def remove(self, name: str) -> None:
         (self.state / name).unlink(missing_ok=True)

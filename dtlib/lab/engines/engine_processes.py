@@ -1,0 +1,77 @@
+"""The processes behind a set of engines: how they are started, interrupted and ended, and why they ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.world.launch import check_mpiexec, find_mpiexec
+from dtlib.world.processes import Process, end_processes, with_descendants
+
+START_SECONDS = 60
+
+
+def start_keeper(record, ranks: int) -> None:
+    """Have a keeper start the engines and wait until it has told where they are."""
+    check_mpiexec(find_mpiexec())
+    log = record.profile / "log"
+    command = [sys.executable, "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)]
+    try:
+        log.mkdir(exist_ok=True)
+        with open(log / "keeper.log", "w") as output:
+            status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+        said = (log / "keeper.log").read_text(errors="replace").split("\n") if status else []
+    except OSError as problem:
+        raise DtlibError(
+            f"The process that starts the engines cannot be started ({problem}): make room on the disk and in memory, "
+            "or run `dtlib doctor`."
+        ) from None
+    if status:
+        last = next(filter(None, map(str.strip, reversed(said))), f"exit status {status}")
+        raise DtlibError(
+            f"The process that starts the engines ended at once ({last}): mend that, or run `dtlib doctor`; "
+            f"{log / 'keeper.log'} has all that it said."
+        )
+    import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
+
+    deadline = time.monotonic() + START_SECONDS
+    while not record.read("set.json").get("connection"):
+        if problem := record.read("set.json").get("error"):
+            record.remove("set.json")
+            raise DtlibError(problem)
+        if not record.keeper() or time.monotonic() > deadline:
+            raise DtlibError(f"The engines did not start: {log / 'keeper.log'} says why.")
+        time.sleep(0.02)
+
+
+def end(record) -> None:
+    """End the engines that run, or what is left of them, with all that they have started."""
+    note = record.read("set.json")
+    known = [Process(**process) for process in [note.get("keeper"), *note.get("processes", [])] if process]
+    family = dict.fromkeys(member for process in known for member in with_descendants(process))
+    if record.keeper():
+        end_processes([known[0]])  # which ends what it started
+    end_processes(list(family))
+    record.remove("set.json")
+
+
+def interrupt(pids: list[int]) -> None:
+    """Stop what these ranks are doing, as Ctrl-C would."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGINT)
+
+
+def why_ended(profile: Path) -> str:
+    """What mpiexec said of the rank that ended first, in the log of the engines."""
+    logs = sorted((profile / "log").glob("ipengine-*.log"), key=lambda path: path.stat().st_mtime)
+    said = " ".join(logs[-1].read_text(errors="replace").split()) if logs else ""
+    if found := re.search(r"process rank (\d+) .{0,200}?exited on signal (\d+) \(([^)]+)\)", said):
+        rank, number, name = found.groups()
+        return f"Rank {rank} was ended by signal {number} ({name}), and an MPI world ends with any of its ranks"
+    return "The ranks have ended"
