@@ -366,17 +366,23 @@ def test_an_interrupt_in_somebody_elses_task_does_not_finish_it(world):
     import dtlib
 
     first, second = world.comm.split(0), world.comm.split(0)
-    interrupted = second.all_reduce(torch.ones(3), async_op=True)
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    interrupted._task._steps = (stop() for _ in range(1))
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            first.barrier(async_op=True).done()
-    with pytest.raises(CommunicationError, match="was interrupted"):
-        interrupted.wait()
+    if world.rank == 0:
+        interrupted = second.broadcast(torch.zeros(3), root=1, async_op=True)
+        interrupted._task._steps = (stop() for _ in range(1))
+    world.comm.barrier()
+    if world.rank == 1:
+        second.broadcast(torch.ones(3), root=1)
+    else:
+        other = first.barrier(async_op=True)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                other.done()
+        with pytest.raises(CommunicationError, match="was interrupted"):
+            interrupted.wait()
     dtlib.reset()
 
 
@@ -385,3 +391,95 @@ def test_a_split_that_cannot_be_is_refused_before_anybody_waits(world):
     for color, key in ((-1, 0), ("left", 0), (0, None)):
         with pytest.raises(CommunicationError, match="color is a whole number from 0 on, or None"):
             world.comm.split(color, key)
+
+
+@on_ranks(2)
+def test_an_asynchronous_collective_sends_at_once_what_it_can(world):
+    comm = world.comm.split(0)
+    if world.rank == 0:
+        handle = comm.broadcast(torch.ones(4), root=0, async_op=True)
+        assert handle._task.rounds > 0  # it has begun
+        world.comm.mpi.Barrier()  # nobody drives it
+        world.comm.mpi.Barrier()
+        handle.wait()
+    else:
+        world.comm.mpi.Barrier()
+        assert (comm.broadcast(torch.zeros(4), root=0) == 1).all()
+        world.comm.mpi.Barrier()
+
+
+def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
+    import threading
+
+    from dtlib.comm import waiting
+    from dtlib.comm.solo import solo
+    from dtlib.comm.watch.call import Call
+
+    queue, link = waiting.Queue(), solo(0, 1)._side_link(0)
+    link.all_done, link.give_up = lambda requests: False, lambda requests: None
+    task = waiting.Task(iter([["a request"]]), link, lambda: None, Call("recv", "", None, 0))
+    queue.post(task)
+    handle = waiting.Handle(task, queue, None)
+    with waiting._lock:
+        other = threading.Thread(target=handle._give_up, args=("was interrupted",))
+        other.start()
+        other.join(0.1)
+        assert task in waiting._posted and not task.done
+    other.join()
+    assert task not in waiting._posted and task.done
+    waiting._abandoned.remove(task)
+
+
+@on_ranks(2)
+def test_what_would_come_out_wrong_without_a_word_is_refused(world):
+    comm = world.comm
+    negative = torch.tensor([1 + 1j]).conj().imag
+    for call, words in {
+        (lambda: comm.broadcast(torch.zeros(1).expand(3), root=1 - world.rank)): "share memory, as expand",
+        (lambda: comm.recv(torch.zeros(6).as_strided((3, 2), (1, 1)), 0)): "share memory",
+        (lambda: comm.all_gather(torch.zeros(2).unfold(0, 1, 1).expand(2, 2), torch.zeros(2))): "share memory",
+        (lambda: comm.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1]))): "does not know of masks",
+        (lambda: comm.all_reduce(negative)): "resolve_neg",
+        (lambda: comm.all_reduce(torch.ones(2), algorithm="mpi", async_op=True)): "cannot be asynchronous",
+        (lambda: comm.split(0, key=2**40)): "key a whole number; both of 32 bits",
+        (lambda: comm.emulate_network(0.0, 0)): "bytes a second above 0",
+        (lambda: comm.emulate_network(-1.0, 1e6)): "seconds from 0 on",
+    }.items():
+        with pytest.raises(CommunicationError, match=words):
+            call()
+    # What only looks like it is taken.
+    if world.rank == 0:
+        comm.send(torch.ones(1).expand(3), 1)
+    else:
+        assert comm.recv(torch.zeros(3, 2).T[1], 0).tolist() == [1, 1, 1]
+    matrix = np.matrix([[1.0, 2.0], [3.0, 4.0]])
+    assert comm.all_reduce(matrix, algorithm="ring") is matrix and matrix.tolist() == [[2, 4], [6, 8]]
+    assert comm.all_reduce(np.ones((4, 3))[::-2, ::-1]).tolist() == [[2] * 3] * 2
+
+
+@on_ranks(2)
+def test_an_object_that_does_not_pickle_on_one_rank_is_refused_on_all(world):
+    for root in range(2):
+        thing = (lambda: 0) if world.rank == root else "fine"
+        with pytest.raises(CommunicationError, match=rf"Rank {root}'s <function .* does not pickle \("):
+            world.comm.all_gather_object(thing)
+        with pytest.raises(CommunicationError, match=rf"Rank {root}'s <function .* does not pickle \("):
+            world.comm.broadcast_object(thing, root)
+    assert world.comm.all_gather_object(world.rank) == [0, 1]
+
+
+@on_ranks(2)
+def test_a_verb_that_changes_what_a_backward_pass_needs_is_noticed_by_it(world):
+    weight = torch.ones(2, requires_grad=True)
+    squashed, x = torch.sigmoid(weight), torch.ones(2)
+    product = weight * x
+    world.comm.all_reduce(squashed)
+    world.comm.all_gather(x, torch.full((1,), float(world.rank)), async_op=True).wait()
+    for output in (squashed, product):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+    before = weight * 3
+    world.comm.broadcast(weight)  # which nobody needs
+    before.sum().backward()
+    with torch.inference_mode():
+        assert world.comm.all_reduce(torch.ones(1)).item() == 2

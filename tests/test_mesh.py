@@ -48,6 +48,10 @@ def test_axes_that_do_not_fit_are_refused_on_every_rank(world):
             world.mesh(data=wrong)
     with pytest.raises(DtlibError, match="only one axis can be -1"):
         world.mesh(data=-1, tensor=-1)
+    if world.size > 1:
+        for axes in ({"data": world.size, "tensor": 1}, {"tensor": 1, "data": world.size}):
+            with pytest.raises(DtlibError, match=r"Rank 0 makes a mesh of .* and rank 1 one of .*: all ranks give"):
+                world.mesh(**({"data": 1, "tensor": world.size} if world.rank else axes))
     world.comm.barrier()  # nobody is left behind
 
 

@@ -18,6 +18,7 @@ from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.sharded import fully_shard, units_of
 from tests.models import batches, build, difference, difference_of_values, full_values, loss_of, part
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone

@@ -2,6 +2,7 @@
 
 import sys
 
+from dtlib.comm import lifetime
 from dtlib.comm.communicator import Communicator
 from dtlib.comm.solo import solo
 from dtlib.comm.waiting import progress_thread
@@ -25,7 +26,12 @@ def as_communicator(comm):
     # Whoever passes one of the others has loaded its library.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
-        return Communicator(comm.Dup())
+        mpi = comm.Dup()
+        made = Communicator(mpi)
+        key = made.meet("as_communicator", lifetime.draw(made.world_rank))[0]
+        lifetime.look_after(mpi, key, made._members)
+        made.name = f"mpi4py.{key[0]}.{key[1]}"  # whom a rank waits for must not be mixed up with the world's
+        return made
     if torch_distributed := sys.modules.get("torch.distributed"):
         from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from dtlib.comm import types
+from dtlib.comm import lifetime, types
 from dtlib.comm.algorithms import parts_of, same_memory
 from dtlib.comm.link import Wire
 from dtlib.comm.runner import Runner
@@ -173,21 +173,21 @@ class Communicator(Runner):
 
     def all_gather_object(self, thing) -> list:
         """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
-        mine = np.frombuffer(pickle.dumps(thing), dtype=np.uint8)
+        mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
         sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
         # Every part is padded to the longest, so that one all_gather of equal parts carries them all.
         padded = np.zeros(sizes.max(), dtype=np.uint8)
         padded[: mine.size] = mine
         parts = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
-        return [pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [_unpickled(part[:size], rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
     def broadcast_object(self, thing, root: int = 0):
         """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
         self._check_rank(root, "broadcast_object", "root")
-        mine = np.frombuffer(pickle.dumps(thing) if self.rank == root else b"", dtype=np.uint8)
+        mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
         size = self.broadcast(np.array([mine.size]), root)
         data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
-        return pickle.loads(self.broadcast(data, root).tobytes())
+        return _unpickled(self.broadcast(data, root), root)
 
     # Other communicators
 
@@ -198,23 +198,32 @@ class Communicator(Runner):
         """
         from mpi4py import MPI
 
-        if not (color is None or (isinstance(color, int) and color >= 0)) or not isinstance(key, int):
-            raise CommunicationError(
-                f"split(color={color!r}, key={key!r}): color is a whole number from 0 on, or None; key a whole number."
-            )
-        self.barrier()  # the split itself cannot be interrupted: let everybody be here first
+        for name, number, lowest in (("color", 0 if color is None else color, 0), ("key", key, -(2**31))):
+            if not isinstance(number, int) or not lowest <= number < 2**31:
+                raise CommunicationError(
+                    f"split({name}={number!r}): color is a whole number from 0 on, or None; key a whole number; both "
+                    "of 32 bits."
+                )
+        # The split itself cannot be interrupted: let everybody be here first.
+        asked = self.meet("split", (color, lifetime.draw(self.world_rank)))
         mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         self._splits += 1
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
             return None
         part = Communicator(mpi, self.time_limit, self.verify, name)
+        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), part._members)
         part.wire = self.wire  # the same network card
         return part
 
     def emulate_network(self, latency: float, bandwidth: float) -> "Communicator":
         """A communicator of the same ranks whose messages take longer: ``latency`` seconds each, ``bandwidth`` bytes a
         second. EMULATED: for lessons, never for claims. All ranks call it."""
+        if not (latency >= 0 and bandwidth > 0):
+            raise CommunicationError(
+                f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): seconds from 0 on, and bytes a second "
+                "above 0."
+            )
         slow = self.split(0)
         slow.wire = Wire(latency, bandwidth)
         return slow
@@ -232,3 +241,21 @@ class Communicator(Runner):
         whole = types.payload(out, verb, writes=True)
         self._check_whole(out, whole.flat.size, tensor, types.payload(tensor, verb, writes=False).flat.size, verb)
         return whole, parts_of(whole.flat, self.size)
+
+
+class _Unpicklable(str):
+    """Why the object of a rank could not be sent; it travels in its place, so that no rank waits for it in vain."""
+
+
+def _pickled(thing) -> bytes:
+    try:
+        return pickle.dumps(thing)
+    except Exception as error:
+        return pickle.dumps(_Unpicklable(f"{thing!r:.60} does not pickle ({error})"))
+
+
+def _unpickled(data, rank: int):
+    thing = pickle.loads(data.tobytes())
+    if isinstance(thing, _Unpicklable):
+        raise CommunicationError(f"Rank {rank}'s {thing}: send plain data, tensors, or functions of a module.")
+    return thing

@@ -38,6 +38,12 @@ class Link:
         """True once all these requests are complete. Does not wait."""
         return type(requests[0]).Testall(requests)  # of the class, MPI.Request
 
+    def give_up(self, requests: list) -> None:
+        """Cancel the receives to which no message has come yet. (Open MPI cancels no send.)"""
+        for request in requests:
+            if request:
+                request.Cancel()
+
     def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
         """Room for an array like this one. It is kept from call to call: fresh memory costs a page fault a page."""
         key = (like.dtype, number)
@@ -77,9 +83,27 @@ class IncomingLink:
                 return True
             raise
 
+    def give_up(self, requests: list) -> None:
+        self._link.give_up(requests)
+
     def length(self) -> int | None:
         """Bytes of the message that came last; None where it was longer than there was room for."""
         return None if self._too_long else self._status.Get_count(self._mpi.BYTE)
+
+
+class Awaited:
+    """Requests that somebody else has started: they are not counted, and cannot always be cancelled."""
+
+    messages = bytes = 0
+
+    def __init__(self, mpi):
+        self._mpi = mpi  # held: it is in use
+
+    def all_done(self, requests: list) -> bool:
+        return type(requests[0]).Testall(requests)
+
+    def give_up(self, requests: list) -> None:
+        pass
 
 
 class SlowLink(Link):
@@ -101,6 +125,9 @@ class SlowLink(Link):
 
     def all_done(self, requests):
         return all([request.Test() for request in requests])  # all of them are asked: each may have to leave now
+
+    def give_up(self, requests):
+        super().give_up([request for request in requests if not isinstance(request, _HeldBack)])
 
 
 class Wire:

@@ -1,17 +1,20 @@
 """What all verbs share: from the arguments of a call to a task under way."""
 
-from dtlib.comm import types
+import pickle
+
+from dtlib.comm import lifetime, types
 from dtlib.comm.link import (
     CALLER_TAGS,
     COLLECTIVE_TAGS,
     FIRST_COLLECTIVE_TAG,
     NOTES_OF_COLLECTIVES,
+    Awaited,
     IncomingLink,
     Link,
     SlowLink,
 )
 from dtlib.comm.selection import choose
-from dtlib.comm.waiting import Handle, Queue, Task, idle, post
+from dtlib.comm.waiting import Handle, Queue, Task, idle
 from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.call import Call, callers_line, shape_and_type
 from dtlib.comm.watch.verify import verified
@@ -53,7 +56,24 @@ class Runner:
     def wait_for(self, request, buffers, description: str):
         """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
         call = self._call(description, peers=self._members)
-        self._start(call, iter([[request]]), self._side_link(0), lambda: None, buffers, False, post)
+        self._start(call, iter([[request]]), Awaited(self.mpi), lambda: None, buffers, False, self._queue.post)
+
+    def meet(self, verb: str, thing=None) -> list:
+        """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
+        garbage = lifetime.garbage_among(self._members)
+        said = [None] * self.size
+        said[self.rank] = pickle.dumps((thing, garbage))
+        link = self._side_link(self._next_tag())
+        call = self._call(verb, "", None, self._members, self._count)
+        self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
+        things, garbage = zip(*map(pickle.loads, said), strict=True)
+        lifetime.free(dict(zip(self._members, garbage, strict=True)))
+        return list(things)
+
+    def _next_tag(self) -> int:
+        """A tag of its own for each collective, so that two that are under way cannot mix."""
+        self._count += 1
+        return FIRST_COLLECTIVE_TAG + self._count % COLLECTIVE_TAGS
 
     def _call(self, verb, detail="", tensor=None, peers=(), number=0) -> Call:
         return Call(verb, detail, tensor, self.world_rank, peers, self.name, number)
@@ -78,19 +98,19 @@ class Runner:
         return self._side_link(tag + CALLER_TAGS) if self.verify else None
 
     def _point_to_point(self, call, steps, link, finish, async_op, keep):
-        return self._start(call, steps, link, finish, keep, async_op, post)
+        return self._start(call, steps, link, finish, keep, async_op, self._queue.post)
 
     def _collective(self, verb, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
         """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
 
         ``flat`` is the memory that counts for the choice; ``finish()`` gives what the verb returns.
         """
+        if algorithm == "mpi" and async_op:
+            raise CommunicationError(f"{verb}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
         steps = choose(verb, 0 if flat is None else flat.nbytes, self.size, algorithm)
         if algorithm:
             detail = f"{detail}, {algorithm}".removeprefix(", ")
-        self._count += 1
-        # A tag of its own, so that two collectives under way cannot mix.
-        link = self._link(FIRST_COLLECTIVE_TAG + self._count % COLLECTIVE_TAGS)
+        link = self._link(self._next_tag())
         call = self._call(verb, detail, tensor, self._members, self._count)
         return self._start(call, steps(link, *arguments), link, finish, (flat, keep), async_op, self._queue.append)
 
@@ -154,4 +174,8 @@ def world_ranks(mpi) -> tuple[int, ...]:
     from mpi4py import MPI
 
     group, everyone = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
-    return tuple(MPI.Group.Translate_ranks(group, list(range(group.size)), everyone))
+    try:
+        return tuple(MPI.Group.Translate_ranks(group, list(range(group.size)), everyone))
+    finally:
+        group.Free()
+        everyone.Free()

@@ -60,7 +60,17 @@ class Payload:
     def store(self):
         if not self.memory.flags.c_contiguous:
             self.memory[...] = self.flat.reshape(self.memory.shape)
+        if not isinstance(self.tensor, np.ndarray):
+            _tell_autograd(self.tensor)
         return self.tensor
+
+
+def _tell_autograd(tensor) -> None:
+    """It was written to behind torch's back: a backward pass that needs what was there must fail, not go wrong."""
+    import torch
+
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def payload(tensor, verb: str, writes: bool) -> Payload:
@@ -84,10 +94,29 @@ def payload(tensor, verb: str, writes: bool) -> Payload:
         from dtlib.comm.torch.gpu import staged
 
         return staged(tensor, name, verb)
-    memory = tensor if is_array else host_memory(tensor, name, verb)
+    if isinstance(tensor, np.ma.MaskedArray):
+        raise CommunicationError(f"{verb} does not know of masks: pass array.filled(...).")
+    memory = tensor.view(np.ndarray) if is_array else host_memory(tensor, name, verb)
     if writes and not memory.flags.writeable:
         raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
+    if writes and _overlaps_itself(memory):
+        raise CommunicationError(
+            f"{verb} writes into its argument, and elements of this one share memory, as expand() makes them: pass "
+            "tensor.clone()."
+        )
     return Payload(tensor, memory)
+
+
+def _overlaps_itself(memory: np.ndarray) -> bool:
+    """True where two elements may lie in the same place: a step in one dimension is less than the others' extent."""
+    if memory.flags.forc or not memory.size:
+        return False
+    extent = memory.itemsize
+    for step, length in sorted((abs(step), length) for step, length in zip(memory.strides, memory.shape, strict=True)):
+        if length > 1 and step < extent:
+            return True
+        extent += step * (length - 1)
+    return False
 
 
 def check_name(name: str, verb: str) -> None:
@@ -100,15 +129,15 @@ def host_memory(tensor, name: str, verb: str) -> np.ndarray:
     """The memory of a CPU tensor as numpy knows it: what numpy lacks travels as integers of its size."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if name in VIEWED:
-        import torch
-
-        tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)
     try:
+        if name in VIEWED:
+            import torch
+
+            tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)
         return tensor.numpy()
     except (RuntimeError, TypeError) as error:  # sparse, or a lazy negation
         raise CommunicationError(
-            f"{verb} needs a plain dense tensor ({error}): pass tensor.to_dense().clone()."
+            f"{verb} needs a plain dense tensor ({error}): pass tensor.to_dense().resolve_neg()."
         ) from None
 
 

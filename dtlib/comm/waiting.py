@@ -12,10 +12,10 @@ import os
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dtlib.comm.watch import blame, board, recorder
-from dtlib.errors import RESET, CommunicationError, WaitTimeout
+from dtlib.errors import RESET, CommunicationError, DtlibError, WaitTimeout
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
@@ -26,10 +26,10 @@ NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
 notice = None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
 
-# Of a task that was interrupted, MPI may still write into the buffers: they must outlive it.
+# Of a task that was interrupted, MPI may still write into the buffers: they are kept until it says that it is done.
 _abandoned = []
 _active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
-_posted: dict["Task", None] = {}  # sends and receives under way; here, because a handle may be thrown away unused
+_posted: dict["Task", "Queue"] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 _lock = threading.RLock()  # for the progress thread; without one nobody contends for it
 
 
@@ -53,7 +53,17 @@ class Task:
         """End without a result; whoever waits for this task gets the error."""
         self.error = error
         self.done = True
+        with suppress(Exception):
+            self._link.give_up(self._requests)
+        drop_abandoned()
         _abandoned.append(self)
+
+    def over(self) -> bool:
+        """True if a task that was given up has nothing under way any more."""
+        try:
+            return self._requests is not None and (not self._requests or self._link.all_done(self._requests))
+        except Exception:
+            return False  # one of its messages failed: ask again for the others
 
     def advance(self) -> bool:
         """Do what can be done without waiting; True once all is done, or has failed."""
@@ -62,12 +72,16 @@ class Task:
                 if self._requests and not self._link.all_done(self._requests):
                     return False
                 self.rounds += 1
+                self._requests = None  # not known while it starts some
                 self._requests = next(self._steps, None)
                 if self._requests is None:
+                    self._requests = []
                     self.value = self._finish()
                     self.done = True
-                    self._keep = None
+                    self._steps = self._keep = None
         except BaseException as error:  # whoever waits for this task is told, and not who happens to drive it
+            if isinstance(error, DtlibError):
+                self._requests = []  # our own are raised where nothing is under way
             stopped = not isinstance(error, Exception)  # a generator that was interrupted would look finished
             self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}") if stopped else error)
             if stopped:
@@ -86,9 +100,18 @@ class Queue:
         self.broken = None  # why this communicator cannot be used any more
 
     def append(self, task: Task) -> None:
+        """Start a collective, or let it wait for its turn."""
         with _lock:
             self._tasks.append(task)
             _active[self] = None
+            if len(self._tasks) == 1:
+                self.advance()
+
+    def post(self, task: Task) -> None:
+        """Start a task that waits for no turn: a send or a receive."""
+        with _lock:
+            if not task.advance():
+                _posted[task] = self
 
     def advance(self) -> None:
         while self._tasks and self._tasks[0].advance():
@@ -101,7 +124,8 @@ class Queue:
     def abandon(self, why: str) -> None:
         """Give up all tasks: this rank is out of step with the others, and what they send must meet nothing new."""
         with _lock:
-            for task in self._tasks:
+            for task in [*self._tasks, *(task for task, queue in _posted.items() if queue is self)]:
+                _posted.pop(task, None)
                 if not task.done:
                     task.fail(CommunicationError(f"{task.call} was given up, as this communicator {why}. {RESET}"))
             self._tasks.clear()
@@ -109,11 +133,10 @@ class Queue:
             self.broken = self.broken or why
 
 
-def post(task: Task) -> None:
-    """Start a task that waits for no turn: a send or a receive."""
+def drop_abandoned() -> None:
+    """Forget what was given up as far as MPI is done with it."""
     with _lock:
-        _posted[task] = None
-        task.advance()
+        _abandoned[:] = [task for task in _abandoned if not task.over()]
 
 
 def advance_all() -> None:
@@ -243,10 +266,11 @@ class Handle:
 
     def _give_up(self, how: str) -> None:
         self._publish(how)
-        if not self._task.done:
-            self._task.fail(CommunicationError(f"{self._task.call} was interrupted. {RESET}"))
-        _posted.pop(self._task, None)
-        self._queue.abandon(f"was interrupted in {self._task.call}")
+        with _lock:  # a progress thread may be driving this task
+            if not self._task.done:
+                self._task.fail(CommunicationError(f"{self._task.call} was interrupted. {RESET}"))
+            _posted.pop(self._task, None)
+            self._queue.abandon(f"was interrupted in {self._task.call}")
 
 
 def _in_vain(call, limit: float) -> str:

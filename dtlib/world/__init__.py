@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from dtlib.comm import Communicator, waiting
+from dtlib.comm import Communicator, lifetime, waiting
 from dtlib.comm.watch import board
 from dtlib.errors import DtlibError
 from dtlib.world import loopback, torchrun
@@ -105,6 +105,8 @@ def fresh_communicator(time_limit: float | None, description: str, on_board: boo
     _made += 1
     made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
     made.on_board = on_board
+    lifetime.look_after(new, (-1, _made), made._members)
+    made.meet(description)
     return made
 
 
@@ -116,6 +118,7 @@ def _join() -> World:
     _refuse_split_world(everyone.Get_size())
     # Messages of dtlib must not meet those of other users of COMM_WORLD.
     comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
+    lifetime.look_after(comm.mpi, (-1, 0), comm._members)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
     waiting.crowded = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
@@ -126,7 +129,9 @@ def _join() -> World:
         _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
     if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
         _abort_on_error(mpi)
-    return World(comm.rank, comm.size, nodes.index(first_on_node), neighbours.Get_rank(), comm, len(nodes))
+    local_rank = neighbours.Get_rank()
+    neighbours.Free()
+    return World(comm.rank, comm.size, nodes.index(first_on_node), local_rank, comm, len(nodes))
 
 
 def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:

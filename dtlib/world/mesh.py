@@ -23,11 +23,19 @@ class Mesh:
     Counterpart: ``torch.distributed.device_mesh.init_device_mesh``.
 
     Raises:
-        DtlibError: where the axes do not multiply to the number of ranks; on every rank, before anything is sent.
+        DtlibError: where the axes do not multiply to the number of ranks, before anything is sent, and where ranks
+            give different ones; on every rank.
     """
 
     def __init__(self, comm, axes: dict[str, int]):
         self.shape = shape_of(axes, comm.size)
+        asked = comm.all_gather_object(list(self.shape.items()))
+        for rank, others in enumerate(asked):
+            if others != asked[0]:
+                raise DtlibError(
+                    f"Rank 0 makes a mesh of {dict(asked[0])} and rank {rank} one of {dict(others)}: all ranks give "
+                    "the same axes in the same order."
+                )
         self.coordinates = coordinates_of(comm.rank, self.shape)
         # A split needs all ranks, so all of them are made here: whoever asks for one later may be alone.
         self._communicators = {}

@@ -24,13 +24,15 @@ def receive_message(link, array, source, call, notes):
     if notes is not None:
         note = np.empty(NOTE, dtype=np.uint8)
         yield [notes.recv(note, source)]
+        yield [arriving]  # first, so that nothing is under way any more when an error is raised
         sent, where = read_note(note)
         if sent != shape_and_type(call.tensor):
             raise CommunicationError(
                 f"Rank {source} sends {sent} in `{where}`, and rank {call.rank} receives {shape_and_type(call.tensor)} "
                 f"in `{call.where}`: both need the same shape and dtype. {RESET}"
             )
-    yield [arriving]
+    else:
+        yield [arriving]
     if link.length() != array.nbytes:
         came = "more" if link.length() is None else f"{link.length()} bytes"
         raise CommunicationError(

@@ -1,0 +1,89 @@
+"""When a communicator of MPI is freed: once none of its members has any use for it.
+
+MPI has room for some thousands of them, and frees one only if all its members do, in the same order. Python forgets
+things at another time on every rank. So a communicator that is garbage here is noted, and whenever ranks meet to make
+another one they tell one another what they have noted, and free what all of its members have.
+
+    rank 0   garbage: a, b     \\  a is garbage everywhere: free it
+    rank 1   garbage: a         /  b is not: keep it
+"""
+
+import itertools
+import weakref
+
+import numpy as np
+
+from dtlib.comm import waiting
+
+_members = {}  # of each communicator that has not been freed, by key
+_handles = {}  # the same communicators, for whoever frees them
+_garbage = set()  # keys of those that nobody here can use any more
+_arriving = {}  # by key: receives of what was sent to this rank there, in vain
+_drawn = itertools.count(1)
+
+
+def draw(rank: int) -> tuple[int, int]:
+    """A key that no other communicator has; ``rank`` is this rank's in the world."""
+    return rank, next(_drawn)
+
+
+def look_after(mpi, key: tuple, members) -> None:
+    """Have ``mpi`` freed after this object is gone, which all its users hold: the communicator, and what is under way.
+
+    ``key`` is the same on all its members, who are ranks of the world.
+    """
+    _members[key], _handles[key] = frozenset(members), type(mpi)(mpi)
+    weakref.finalize(mpi, _garbage.add, key).atexit = False
+
+
+def garbage_among(ranks) -> list[tuple]:
+    """Keys of what is garbage here and whose members are all among ``ranks``, which are about to meet."""
+    waiting.drop_abandoned()
+    ranks = frozenset(ranks)
+    found = [key for key in list(_garbage) if _members[key] <= ranks]
+    # What others still send there is received, so that it ends for them too.
+    return [key for key in found if not _receive_strays(key)]
+
+
+def free(said: dict[int, list[tuple]]) -> None:
+    """Free what is garbage on all its members: ``said`` maps ranks of the world to what is garbage there."""
+    everywhere = set.union(set(), *said.values())
+    for key in sorted(key for key in everywhere if key in _members and all(key in said[r] for r in _members[key])):
+        while _receive_strays(key):
+            pass  # its sender is done with it, so it is here
+        _handles.pop(key).Free()
+        del _members[key]
+        _garbage.discard(key)
+        _arriving.pop(key, None)
+
+
+def alive() -> int:
+    """How many communicators dtlib has made and not freed."""
+    return len(_members)
+
+
+def _receive_strays(key) -> bool:
+    """Take in what nobody will ask for; True while some of it is still on its way."""
+    from mpi4py import MPI
+
+    status, handle, under_way = MPI.Status(), _handles[key], _arriving.setdefault(key, [])
+    while message := handle.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+        under_way.append(message.Irecv(np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)))
+    under_way[:] = [request for request in under_way if not request.Test()]
+    return bool(under_way)
+
+
+def exchange(link, said: list):
+    """A generator like those of the collectives: every rank's bytes, of which ``said`` holds this rank's, for all.
+
+    Each rank tells each other itself, and not by way of a third: so what one had sent before has come before.
+    """
+    others = [rank for rank in range(link.size) if rank != link.rank]
+    mine = np.frombuffer(said[link.rank], dtype=np.uint8)
+    lengths = np.full(link.size, mine.size)
+    length = lengths[link.rank : link.rank + 1].copy()
+    yield [link.recv(lengths[rank : rank + 1], rank) for rank in others] + [link.send(length, rank) for rank in others]
+    rooms = {rank: np.empty(lengths[rank], dtype=np.uint8) for rank in others}
+    yield [link.recv(room, rank) for rank, room in rooms.items()] + [link.send(mine, rank) for rank in others]
+    for rank, room in rooms.items():
+        said[rank] = room.tobytes()

@@ -1,0 +1,111 @@
+"""A day in class must not run out of communicators, or of memory."""
+
+import gc
+
+import psutil
+import pytest
+import torch
+from mpi4py import MPI
+
+import dtlib
+from dtlib.comm import as_communicator, lifetime, waiting
+from dtlib.errors import WaitTimeout
+from tests.ranks import on_ranks
+
+
+def first_free(world):
+    """The number that Open MPI gives to the next communicator: the lowest that is free."""
+    world.comm.barrier()
+    gc.collect()
+    world.comm.split(None)  # ranks meet
+    probe = MPI.COMM_WORLD.Dup()
+    number = probe.py2f()
+    probe.Free()
+    return number, lifetime.alive()
+
+
+def a_schedule(world):
+    from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
+
+    return ScheduleGPipe(PipelineStage(torch.nn.Identity(), world.rank, world.size, world.comm), 2)
+
+
+@on_ranks(2, 3, slow=(3,), time_limit=280)
+@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_checks_schedules_and_splits_leave_no_communicators(world, times):
+    from dtlib.lab.checks import judge_on_this_rank
+
+    def lessons(times):
+        for i in range(times):
+            total = torch.tensor(sum(range(world.size)))
+            assert judge_on_this_rank("first-sum", {"total": total}).passed
+            for _ in range(10):
+                a_schedule(world)
+                half = world.comm.split(world.rank % 2, key=-world.rank)
+                kept = half.split(0)  # outlives the one that it was made from
+            if i % 10 == 0:
+                assert world.mesh(data=-1)["data"].all_reduce(torch.ones(1)).item() == world.size
+                assert as_communicator(MPI.COMM_WORLD).all_reduce(torch.ones(1)).item() == world.size
+                dtlib.reset()
+        assert kept.all_reduce(torch.ones(1)).item() == kept.size
+
+    lessons(20)
+    before = first_free(world)
+    memory = psutil.Process().memory_info().rss
+    lessons(times)
+    after = first_free(world)
+    assert after[1] == before[1] and after[0] <= before[0] + 1  # a reset gives the world another number
+    assert psutil.Process().memory_info().rss - memory < 5e6
+
+
+@on_ranks(2)
+def test_ten_communicators_held_by_one_rank_alone_are_kept_until_it_lets_go(world):
+    before = first_free(world)
+    mine = [world.comm.split(0) for _ in range(10)]
+    if world.rank == 0:
+        mine = None
+    assert first_free(world)[1] == before[1] + 10
+    mine = None
+    assert first_free(world) == before
+
+
+@on_ranks(2)
+def test_a_message_under_way_holds_its_communicator(world):
+    before = first_free(world)
+    comm = world.comm.split(0)
+    outgoing, incoming = torch.full((2**20,), float(world.rank)), torch.zeros(2**20)
+    handles = [comm.send(outgoing, 1 - world.rank, async_op=True)]
+    if world.rank == 0:
+        handles.append(comm.recv(incoming, 1, async_op=True))
+        del comm
+        first_free(world)  # rank 1 still holds it
+    else:
+        first_free(world)
+        assert comm.recv(incoming, 0)[0] == 0
+        del comm
+    for handle in handles:
+        handle.wait()
+    assert (incoming == 1 - world.rank).all()
+    del handles, handle
+    assert first_free(world) == before
+
+
+@on_ranks(2, 3)
+def test_what_was_interrupted_is_dropped_once_it_is_over(world):
+    dtlib.reset()
+    before = first_free(world)
+    for _ in range(5):
+        comm = world.comm
+        if world.rank == 0:
+            comm.time_limit = 0.01
+            comm.recv(torch.zeros(3), world.size - 1, async_op=True)
+            comm.send(torch.zeros(2**18), world.size - 1, async_op=True)  # nobody takes it
+            with pytest.raises(WaitTimeout):
+                comm.all_reduce(torch.ones(2**18), algorithm="ring")
+            comm.time_limit = None
+        del comm
+        dtlib.reset()
+    for _ in range(3):
+        after = first_free(world)
+    assert after[1] == before[1] and after[0] <= before[0] + 1  # a reset gives the world another number
+    assert not waiting._abandoned and waiting.idle()
