@@ -447,7 +447,7 @@ def test_tied_weights_that_are_frozen_unused_or_loaded(world):
 
 
 def test_cuts():
-    from dtlib.parallel.pipeline.layers import balanced_cuts
+    from dtlib.parallel.pipeline.cuts import balanced_cuts
 
     assert balanced_cuts([1, 1, 1, 1], 2) == [0, 2, 4]
     assert balanced_cuts([9, 1, 1, 1], 3)[1] == 1

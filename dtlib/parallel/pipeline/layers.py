@@ -6,18 +6,16 @@
 Names and arguments are DeepSpeed's (``deepspeed.pipe``).
 """
 
-import copy
-import time
 from bisect import bisect
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of, times_of
 from dtlib.parallel.pipeline.stage import PipelineStage
 from dtlib.world import init
 
@@ -129,9 +127,14 @@ class PipelineModule(nn.Module):
         """
         for comm, *where in self._tied:
             weight = getattr(*where)
-            used, trained = comm.all_reduce(
-                torch.tensor([weight.grad is not None, weight.requires_grad]).long()
-            ).tolist()
+            used, sparse = weight.grad is not None, weight.grad is not None and weight.grad.is_sparse
+            facts = torch.tensor([used, sparse, weight.requires_grad], dtype=torch.int64)
+            used, sparse, trained = comm.all_reduce(facts).tolist()
+            if sparse:
+                raise DtlibError(
+                    f"A tied weight of shape {tuple(weight.shape)} has a sparse gradient: build its layers with "
+                    "sparse=False."
+                )
             if 0 < trained < comm.size:
                 raise DtlibError(
                     f"A tied weight of shape {tuple(weight.shape)} is frozen on {comm.size - trained} of its "
@@ -212,13 +215,13 @@ class PipelineModule(nn.Module):
             case "uniform":
                 costs = [1] * len(specs)
             case "parameters":
-                costs = [_parameters_of(spec) for spec in specs]
+                costs = [parameters_of(spec) for spec in specs]
             case "time":
                 if sample is None:
                     raise DtlibError("partition_method='time' measures with an input: pass sample=x.")
                 # Rank 0's times count: measurements differ between ranks and pipelines, and cuts must not.
                 everyone = self.everyone
-                costs = everyone.broadcast_object(self._times(specs, sample) if everyone.rank == 0 else None)
+                costs = everyone.broadcast_object(times_of(specs, self._build, sample) if everyone.rank == 0 else None)
                 if isinstance(costs, str):
                     raise DtlibError(costs)
             case _:
@@ -226,43 +229,6 @@ class PipelineModule(nn.Module):
                     f"partition_method={method!r}: choose 'parameters', 'uniform', 'time', or a list of cuts."
                 )
         return balanced_cuts(costs, self.num_stages)
-
-    def _times(self, specs, sample) -> list[float] | str:
-        """Seconds of forward and backward of each layer, the quicker of two; or a sentence why not. Nothing is left of
-        it: layers are copies, and random numbers go on as if nothing had been drawn."""
-        times, value = [], sample
-        devices = {
-            tensor.device for tensor in tree_leaves(sample) if isinstance(tensor, torch.Tensor) and tensor.is_cuda
-        }
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            for i, spec in enumerate(specs):
-                try:
-                    module, forward = copy.deepcopy(self._build(specs, i)), getattr(spec, "forward_fn", None)
-                    seconds = []
-                    for _ in range(2):
-                        given = tree_map_only(torch.Tensor, _as_input, value)
-                        began = time.perf_counter()
-                        output = forward(module, given) if forward else module(given)
-                        tensors = [
-                            one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad
-                        ]
-                        if tensors:
-                            torch.autograd.backward([tensor.sum() for tensor in tensors])
-                        seconds.append(time.perf_counter() - began)
-                except Exception as error:
-                    return (
-                        f"partition_method='time' could not measure layer {i} with the sample: {type(error).__name__}: "
-                        f"{error}."
-                    )
-                times.append(min(seconds))
-                value = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        return times
-
-
-def _as_input(tensor):
-    """A copy of ``tensor``, which layers may change, as the layer before would give it."""
-    copied = tensor.detach()
-    return (copied.requires_grad_() if copied.is_floating_point() else copied).clone()
 
 
 class _Part(nn.Module):
@@ -278,37 +244,3 @@ class _Part(nn.Module):
         for function in self.functions:
             value = function(value)
         return value
-
-
-def balanced_cuts(costs, stages: int) -> list[int]:
-    """Where to cut a list so that the most expensive part is as cheap as can be; every part has an element.
-
-    best[s][i]: the cheapest most expensive part if the first i elements are cut into s parts.
-    """
-    count = len(costs)
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
-    cut = [[0] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = 0
-    for s in range(1, stages + 1):
-        for i in range(s, count + 1):
-            for j in range(s - 1, i):
-                worst = max(best[s - 1][j], sums[i] - sums[j])
-                if worst < best[s][i]:
-                    best[s][i], cut[s][i] = worst, j
-    cuts = [count]
-    for s in range(stages, 0, -1):
-        cuts.append(cut[s][cuts[-1]])
-    return cuts[::-1]
-
-
-def _parameters_of(spec) -> int:
-    """Trainable elements of a layer, counted without memory for them."""
-    if isinstance(spec, LayerSpec):
-        with torch.device("meta"):
-            spec = spec.build()
-    if not isinstance(spec, nn.Module):
-        return 0
-    return sum(parameter.numel() for parameter in spec.parameters() if parameter.requires_grad)
