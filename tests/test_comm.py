@@ -338,7 +338,7 @@ def test_views_that_are_shifted_against_one_another_give_right_values(world):
         whole = torch.arange(2.0 * size) + 100 * rank
         mine = [whole[2 * other : 2 * other + 2].tolist()]
         gathered = comm.gather(whole if rank == root else None, whole[2 * other : 2 * other + 2], root)
-        everyone = sum([[value + 100 * (r - rank) for value in mine[0]] for r in range(size)], [])
+        everyone = [value + 100 * (r - rank) for r in range(size) for value in mine[0]]
         assert rank != root or gathered.tolist() == everyone
     whole = torch.arange(2.0 * size + 1)
     assert comm.reduce_scatter(whole[:2], whole[1:]).tolist() == [size * (2.0 * rank + 1), size * (2.0 * rank + 2)]
