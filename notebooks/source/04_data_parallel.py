@@ -490,7 +490,8 @@ if world.rank == 0:
 
 # %% [markdown] tags=["half-day"]
 # And the bytes? A step of P bytes of gradients sends 2P(N-1)/N with the ring. One line more travels in each bucket: a number
-# for each parameter, whether this rank has used it at all (what no rank has used keeps `grad=None`).
+# for each parameter, whether this rank has used it at all (what no rank has used keeps `grad=None`), and one that says
+# whether this rank has set `batch_size`.
 
 # %% tags=["half-day"]
 # %%px
@@ -501,7 +502,7 @@ with dtlib.trace() as trace:
 sent_bytes = trace.sent("all_reduce")[1]
 
 # %% tags=["half-day"]
-flags = 4  # one number a parameter tensor
+flags = 4 + 1  # one number a parameter tensor, and one for batch_size
 rows = [
     ("gradients", 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count)),
     ("with flags", 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count + flags)),
