@@ -13,6 +13,7 @@ from dtlib.errors import DtlibError
 
 PIECE = 2**14  # elements that are compared at a time
 
+
 class MasterWeights:
     """float32 copies of parameters in 16 bits; an optimizer is made of ``masters`` instead of the parameters.
 
