@@ -268,7 +268,7 @@ def test_a_program_that_ends_with_its_parent(tmp_path):
 
 
 def test_doctor_names_who_can_be_reached(monkeypatch):
-    from dtlib import doctor
+    from dtlib.lab import doctor
 
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
 

@@ -53,7 +53,7 @@ class MasterWeights:
 
 
 def _take_values(values: torch.Tensor, master: torch.Tensor) -> None:
-    """Write into ``master`` the elements of ``values`` that it does not round to; a piece at a time, as memory counts."""
+    """Write into ``master`` what of ``values`` it does not round to; a piece at a time, as memory counts."""
     for value, own in zip(values.flatten().split(PIECE), master.view(-1).split(PIECE), strict=True):
         changed = value != own.to(value.dtype)
         if changed.any():
