@@ -276,16 +276,19 @@ def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
         lab.engines(2)
 
 
-@pytest.mark.parametrize("where", ["notebook", "keeper"])
+@pytest.mark.parametrize("where", ["folder", "notebook", "keeper"])
 def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
     from dtlib import lab
     from dtlib.errors import DtlibError
 
+    if where == "folder":
+        workshop_folder = workshop_folder.rename(workshop_folder.with_name("for $5"))
+        expected = r"cannot run in .*for \$5.* rename that folder"
     monkeypatch.chdir(workshop_folder)
     if where == "notebook":
         (workshop_folder / workshop.PROFILE / "log").write_text("")  # a file where a folder must go
         expected = r"The process that starts the engines cannot be started .*dtlib doctor"
-    else:
+    elif where == "keeper":
         monkeypatch.setenv("PYTHONPATH", str(workshop_folder))
         (workshop_folder / "dtlib").mkdir()
         (workshop_folder / "dtlib" / "__init__.py").write_text("raise ImportError('half a package')")
