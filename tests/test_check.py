@@ -1,5 +1,14 @@
 import pytest
-from DTsts.wrong_answers import (
+
+from dtlib import pi
+from dtlib.lab.checks.checks import Verdict, judge_on_this_rank, predict
+from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lessons.l03.judge_hangs import HANGS
+from tests.conftest import ROOT
+from tests.ranks import on_ranks
+from tests.test_large_batches import RIGHT_RATES
+from tests.test_pipeline_exercises import RIGHT_TO_LESSON_07
+from tests.wrong_answers import (
     buckets_wrong,
     byte_golf_wrong,
     collectives_wrong,
@@ -15,15 +24,6 @@ from DTsts.wrong_answers import (
     zero3_wrong,
     zero_wrong,
 )
-
-from dtlib import pi
-from dtlib.lab.checks.checks import Verdict, judge_on_this_rank, predict
-from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lab.lessons.l03.judge_hangs import HANGS
-from tests.conftest import ROOT
-from tests.ranks import on_ranks
-from tests.test_large_batches import RIGHT_RATES
-from tests.test_pipeline_exercises import RIGHT_TO_LESSON_07
 
 
 @on_ranks(2, 3, slow=(2,))

@@ -336,10 +336,9 @@ def test_views_that_are_shifted_against_one_another_give_right_values(world):
         out = whole[2 * other : 2 * other + 2] if rank == root else torch.zeros(2)
         assert comm.scatter(out, whole if rank == root else None, root).tolist() == [2.0 * rank, 2.0 * rank + 1]
         whole = torch.arange(2.0 * size) + 100 * rank
-        mine = [whole[2 * other : 2 * other + 2].tolist()]
+        own = [2 * other, 2 * other + 1]
         gathered = comm.gather(whole if rank == root else None, whole[2 * other : 2 * other + 2], root)
-        everyone = sum([[value + 100 * (r - rank) for value in mine[0]] for r in range(size)], [])
-        assert rank != root or gathered.tolist() == everyone
+        assert rank != root or gathered.tolist() == [value + 100.0 * r for r in range(size) for value in own]
     whole = torch.arange(2.0 * size + 1)
     assert comm.reduce_scatter(whole[:2], whole[1:]).tolist() == [size * (2.0 * rank + 1), size * (2.0 * rank + 2)]
     room = torch.arange(size + 1.0) + 10 * rank
@@ -441,6 +440,9 @@ def test_what_would_come_out_wrong_without_a_word_is_refused(world):
         (lambda: comm.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1]))): "does not know of masks",
         (lambda: comm.all_reduce(negative)): "resolve_neg",
         (lambda: comm.all_reduce(torch.ones(2), algorithm="mpi", async_op=True)): "cannot be asynchronous",
+        (lambda: comm.all_reduce(torch.ones(2, dtype=torch.int8), algorithm="mpi")): "may not wrap around",
+        (lambda: comm.all_reduce(torch.ones(2), "max", algorithm="mpi")): "may lose a NaN",
+        (lambda: comm.all_reduce(torch.ones(2).half(), algorithm="mpi")): "16-bit floats wrongly",
         (lambda: comm.split(0, key=2**40)): "key a whole number; both of 32 bits",
         (lambda: comm.emulate_network(0.0, 0)): "bytes a second above 0",
         (lambda: comm.emulate_network(-1.0, 1e6)): "seconds from 0 on",

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from DTsts.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
@@ -13,6 +12,7 @@ from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from tests.ranks import on_ranks
 from tests.test_check import cells_with  # noqa: F401, a fixture
+from tests.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 
 WRONG = {
     exercise: {answer.__name__: (answer, mistake) for answer, mistake in answers.items()}

@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from DTsts.wrong_answers import large_batches_wrong
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lab.lessons.l05 import intervals
 from dtlib.training.rates import linear_rule
 from tests.ranks import on_ranks
+from tests.wrong_answers import large_batches_wrong
 
 
 def settings_right(step, warmup_steps, k):

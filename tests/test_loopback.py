@@ -150,6 +150,9 @@ def test_whether_all_ranks_are_here(monkeypatch, told, here):
             loopback.SHARED_MEMORY if here else dict.fromkeys(loopback.SHARED_MEMORY)
         )
     assert not set(loopback.SHARED_MEMORY) & set(os.environ)
+    monkeypatch.setattr(loopback, "SEGMENT", 2**60)  # /dev/shm has less: Open MPI may then need its tcp
+    with loopback.shared_memory():
+        assert "OMPI_MCA_btl" not in os.environ or not os.access("/dev/shm", os.W_OK)
 
 
 @pytest.mark.parametrize("told,inside", [
@@ -262,6 +265,22 @@ def test_a_program_that_ends_with_its_parent(tmp_path):
                 assert not children[0].find()
         finally:
             end_processes(children)
+
+
+def test_doctor_names_who_can_be_reached(monkeypatch):
+    from dtlib.lab import doctor
+
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+
+    def missing():
+        raise DtlibError("there is no C compiler on PATH, such as gcc")
+
+    monkeypatch.setattr(loopback, "library", missing)
+    assert doctor._ports() == (
+        "other machines can reach mpiexec (there is no C compiler on PATH, such as gcc) while ranks run"
+    )
+    monkeypatch.setenv("OMPI_MCA_btl", "self,sm,tcp")
+    assert "can reach ranks (OMPI_MCA_btl asks for it" in doctor._ports()
 
 
 @pytest.mark.slow

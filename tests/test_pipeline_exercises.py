@@ -1,13 +1,13 @@
 """The exercises of lesson 07 on ranks: right steps of a pipeline pass, wrong ones are rejected for their own reason."""
 
 import pytest
-from DTsts.wrong_answers import clock_wrong, one_f_one_b_wrong, pipelines_wrong, puzzle_wrong
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
+from tests.wrong_answers import clock_wrong, one_f_one_b_wrong, pipelines_wrong, puzzle_wrong
 
 
 def answer_of(thing):

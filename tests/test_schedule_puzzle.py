@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from DTsts.wrong_answers import puzzle_wrong
 
 from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
@@ -13,6 +12,7 @@ from dtlib.lab.lessons.l07 import judge_puzzle as puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
+from tests.wrong_answers import puzzle_wrong
 
 
 def shortest(p: int, m: int, activations: int) -> int:

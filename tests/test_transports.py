@@ -119,6 +119,27 @@ def test_what_is_not_contiguous_is_changed_in_place_on_a_process_group(world):
 
 
 @on_ranks(2, 3)
+def test_a_process_group_gives_right_values_for_views_that_overlap_and_keeps_nan(world):
+    comm, size, rank = on_gloo(world), world.size, world.rank
+    mine = torch.arange(size) + 10 * rank
+    assert comm.all_to_all(mine, mine).tolist() == [rank + 10 * other for other in range(size)]
+    room = torch.arange(size + 1.0) + 10 * rank
+    assert comm.all_to_all(room[:size], room[1:]).tolist() == [1.0 + rank + 10 * other for other in range(size)]
+    whole = torch.arange(2.0 * size)
+    out = whole[2:4] if rank == 0 else torch.zeros(2)
+    assert comm.scatter(out, whole if rank == 0 else None).tolist() == [2.0 * rank, 2.0 * rank + 1]
+    with pytest.raises(CommunicationError, match="share memory, as expand"):
+        comm.all_reduce(torch.ones(1).expand(3))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for op in ("max", "min"):
+            for bad in range(size):
+                nan = torch.tensor([-float("nan") if rank == bad else 1.0, -2.5 * rank, 3.5 - rank, -0.0], dtype=dtype)
+                expected = world.comm.all_reduce(nan.clone(), op)
+                torch.testing.assert_close(comm.all_reduce(nan, op), expected, rtol=0, atol=0, equal_nan=True)
+                assert nan[0].isnan()
+
+
+@on_ranks(2, 3)
 def test_asynchronous_verbs_on_a_process_group(world):
     import time
 

@@ -26,7 +26,7 @@ class Communicator(Runner):
         mpi: an ``mpi4py.MPI.Comm``.
         time_limit: seconds that a wait may take before it ends as ``WaitTimeout``; None waits for ever.
         verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. All
-            ranks set it alike.
+            ranks set it alike. Without it, ranks whose shapes or dtypes differ may get wrong values without a word.
 
     Every verb on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
     ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which

@@ -82,6 +82,8 @@ class Task:
         except BaseException as error:  # whoever waits for this task is told, and not who happens to drive it
             if isinstance(error, DtlibError):
                 self._requests = []  # our own are raised where nothing is under way
+            elif isinstance(error, Exception):
+                error.add_note(f"In {self.call}: all ranks need the same shape and dtype. {RESET}")
             stopped = not isinstance(error, Exception)  # a generator that was interrupted would look finished
             self.fail(CommunicationError(f"{self.call} was interrupted. {RESET}") if stopped else error)
             if stopped:

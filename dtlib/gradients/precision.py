@@ -11,6 +11,8 @@ import torch
 
 from dtlib.errors import DtlibError
 
+PIECE = 2**14  # elements that are compared at a time
+
 
 class MasterWeights:
     """float32 copies of parameters in 16 bits; an optimizer is made of ``masters`` instead of the parameters.
@@ -36,9 +38,7 @@ class MasterWeights:
         these since ``give_values``, such as ``load_state_dict``."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
-                value = parameter.detach().to(master.device)
-                changed = value != master.detach().to(value.dtype)
-                master.data.copy_(torch.where(changed, value.to(master.dtype), master.detach()))
+                _take_values(parameter.detach().to(master.device), master.detach())
                 gradient = parameter.grad
                 master.grad = None if gradient is None else gradient.detach().to(master.device, master.dtype)
             if master.grad is not None and scale != 1:
@@ -50,6 +50,14 @@ class MasterWeights:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if parameter is not master:
                     parameter.copy_(master)
+
+
+def _take_values(values: torch.Tensor, master: torch.Tensor) -> None:
+    """Write into ``master`` what of ``values`` it does not round to; a piece at a time, as memory counts."""
+    for value, own in zip(values.flatten().split(PIECE), master.view(-1).split(PIECE), strict=True):
+        changed = value != own.to(value.dtype)
+        if changed.any():
+            own[changed] = value[changed].to(own.dtype)
 
 
 class LossScale:

@@ -91,15 +91,20 @@ def _ports() -> str:
         end_processes(with_descendants(Process.of(ranks.pid)))
     if said != [b"2\n", b"2\n"]:
         return "not looked at, as ranks do not start"
-    outside = sorted({name for name, address, _ in found if not ipaddress.ip_address(address).is_loopback})
-    if not outside:
+    outside = {name for name, address, _ in found if not ipaddress.ip_address(address).is_loopback}
+    ranks_outside = {name for name in outside if name.startswith("python")}
+    reasons = []
+    if ranks_outside:
+        reasons.append("ranks (OMPI_MCA_btl asks for it, or /dev/shm lacks room)")
+    if outside - ranks_outside:
+        try:
+            loopback.library()
+            reasons.append("mpiexec (it may have ranks to start on others)")
+        except DtlibError as problem:
+            reasons.append(f"mpiexec ({problem})")
+    if not reasons:
         return "ranks and mpiexec listen to this machine alone"
-    try:
-        loopback.library()
-        why = "it may have ranks to start on others"
-    except DtlibError as problem:
-        why = str(problem)
-    return f"{', '.join(outside)} can be reached from other machines while ranks run: {why}"
+    return f"other machines can reach {' and '.join(reasons)} while ranks run"
 
 
 def _torch() -> str:

@@ -25,6 +25,7 @@ from dtlib.errors import DtlibError
 
 # Inside one machine messages go through shared memory; looking for fast networks costs a second a start.
 SHARED_MEMORY = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+SEGMENT = 2**24  # bytes that each rank wants in shared memory; where they lack, Open MPI needs its tcp
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Who starts ranks, and tells them how many there are here and in all.
 COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
@@ -46,7 +47,7 @@ def all_ranks_here() -> bool:
 def shared_memory():
     """Around the start of MPI: with all ranks here it opens no port. What this process starts later may choose anew."""
     chosen = {name: value for name, value in SHARED_MEMORY.items() if name not in os.environ}
-    if not all_ranks_here():
+    if not all_ranks_here() or not _room_in_memory():
         chosen = {}
     os.environ.update(chosen)
     try:
@@ -54,6 +55,14 @@ def shared_memory():
     finally:
         for name in chosen:
             os.environ.pop(name, None)
+
+
+def _room_in_memory() -> bool:
+    folder = "/dev/shm"
+    if not os.access(folder, os.W_OK):  # Open MPI goes elsewhere
+        return True
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize >= 2 * SEGMENT
 
 
 def groups_inside() -> None:

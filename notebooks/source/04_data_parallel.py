@@ -483,7 +483,7 @@ headers = ("", "all_reduces a step", "off from one process")
 print(tabulate(lab.values("rows")[0], headers))
 
 # %% [markdown] tags=["half-day"]
-# The bytes are those of one ring over all gradients, whatever the bucket: 2P(N-1)/N.
+# With rings the bytes are the same, however they are divided: 2P(N-1)/N for P bytes of gradients.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Overlap, seen

@@ -417,7 +417,7 @@ sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m i
 
 # %% tags=["half-day"]
 sent = lab.values("sent_bytes")[0]
-flat = {0: parameters + 6, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
+flat = {0: parameters + 7, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
 
 
 def row(stage, micro_steps=1):
@@ -436,7 +436,8 @@ lab.predict(units_of_stage_3, round(float(rows[3][3]), 2), hint="Gather, gather,
 
 # %% [markdown] tags=["half-day"]
 # Stages 1 and 2 send what data parallelism sends, stage 3 half as much again: parameters travel twice. To the byte
-# there are 6 flags in data parallelism (which parameter was used), and padding in the others.
+# there are 7 flags in data parallelism (which parameter was used, and whether `batch_size` was set), and padding in the
+# others.
 
 # %% [markdown] tags=["half-day"]
 # **Your turn.** A batch comes in four *micro-batches*, whose gradients are added up (*accumulation*), and then there

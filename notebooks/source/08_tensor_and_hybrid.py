@@ -518,8 +518,8 @@ numbers = [parameter.numel() for parameter in model.parameters()]
 # %% tags=["half-day"]
 numbers = lab.values("numbers")[0]
 activations = 48 * 64 * 8  # bytes; the input of the first layer needs no gradient
-by_formula = {"tensor": activations, "data": 8 * (sum(numbers) + len(numbers))}
-what = {"tensor": "activations: g", "data": "gradients, and which of them were used"}
+by_formula = {"tensor": activations, "data": 8 * (sum(numbers) + len(numbers) + 1)}
+what = {"tensor": "activations: g", "data": "gradients, and flags: which were used"}
 rows = [(axis, lab.values(f"along_{axis}")[0], by_formula[axis], what[axis]) for axis in what]
 print(tabulate(rows, ("axis", "bytes sent", "formula", "what travels"), intfmt=","))
 assert all(row[1] == row[2] for row in rows)

@@ -1,10 +1,10 @@
 """Answers that are right on three ranks, as the number three is written into them."""
 
 import torch
-from DTsts.wrong_answers import buckets_wrong, data_parallel_wrong, mlp_wrong, pipelines_wrong, zero3_wrong
 from torch import nn
 
 from dtlib import pi
+from tests.wrong_answers import buckets_wrong, data_parallel_wrong, mlp_wrong, pipelines_wrong, zero3_wrong
 from tests.wrong_answers.collectives_wrong import ring
 
 

@@ -14,6 +14,7 @@ from dtlib.errors import RESET, CommunicationError, WaitTimeout
 # What gloo and NCCL cannot add is added in a wider type; cut back to its own, a sum wraps around as it should.
 WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _SIGN = torch.iinfo(torch.int64).min
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GLOO_TIMEOUT = timedelta(minutes=30)  # as in torch
 # Kept to the end, as torch keeps its own: a group that is thrown away here may still be connecting elsewhere.
 _groups = []
@@ -93,15 +94,25 @@ class Reduced:
         types.combiner(tensor, op, verb)
         self._flat = flat
         self._op = op
+        self._ordered = op in ("max", "min") and flat.is_floating_point()
         self.values = flat
-        if flat.dtype in WIDER:
+        if self._ordered:
+            # As integers in the order of the floats: gloo's own comparison loses a NaN, which numpy's and torch's keep.
+            self._flat = flat.view(_BITS[flat.element_size()])
+            limits = torch.iinfo(self._flat.dtype)
+            worst = limits.max if op == "max" else limits.min
+            ordered = _order(self._flat).masked_fill_(flat.isnan(), worst)
+            self.values = ordered.to(WIDER.get(ordered.dtype, ordered.dtype))
+        elif flat.dtype in WIDER:
             self.values = flat.to(WIDER[flat.dtype])
         elif flat.dtype == torch.uint64:
             self._flat = flat.view(torch.int64)  # the same bits, and the same sums
             self.values = self._flat ^ self._shift()
 
     def bring_home(self, size: int) -> None:
-        if self._flat.dtype == torch.int64 and self.values is not self._flat:
+        if self._ordered:
+            self.values = _order(self.values.to(self._flat.dtype))
+        elif self._flat.dtype == torch.int64 and self.values is not self._flat:
             self.values ^= self._shift()
         if self.values is not self._flat:
             self._flat.copy_(self.values)
@@ -111,6 +122,19 @@ class Reduced:
     def _shift(self) -> int:
         """Moves unsigned numbers so that the signed ones are in the same order; sums need no order."""
         return _SIGN if self._op in ("max", "min") else 0
+
+
+def _order(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of floats as integers in the same order, and back: those of negative ones run the other way."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+def disjoint(octets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """``octets``, or a copy where they share memory with ``others``: what is read must not be overwritten meanwhile."""
+    first, second = octets.data_ptr(), others.data_ptr()
+    apart = first + octets.numel() <= second or second + others.numel() <= first
+    return octets if apart else octets.clone()
 
 
 class GroupHandle:

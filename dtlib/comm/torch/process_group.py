@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtlib.comm import types
 from dtlib.comm.communicator import Communicator
-from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, failure, make_group
+from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.watch import recorder
 from dtlib.comm.watch.call import Call, callers_line, shape_and_type
 from dtlib.errors import CommunicationError
@@ -129,7 +129,8 @@ class ProcessGroupCommunicator:
         if self.rank == root:
             whole = self._carried(tensor, "scatter", writes=False)
             self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "scatter")
-            parts = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+            octets = disjoint(whole.octets, mine.octets)
+            parts = [list(octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
         begin = partial(self.group.scatter, [mine.octets], parts, _options(c10d.ScatterOptions, rootRank=root))
         sent = (self.size - 1) * mine.nbytes if self.rank == root else 0
         call = self._call("scatter", f"from rank {root}", out)
@@ -208,7 +209,8 @@ class ProcessGroupCommunicator:
                 f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal parts: out is "
                 f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
-        begin = partial(self.group.alltoall_base, whole.octets, content.octets, [], [], c10d.AllToAllOptions())
+        octets = disjoint(content.octets, whole.octets)
+        begin = partial(self.group.alltoall_base, whole.octets, octets, [], [], c10d.AllToAllOptions())
         sent = content.nbytes * (self.size - 1) // self.size
         return self._start(self._call("all_to_all", "", tensor), content, begin, whole.store, async_op, sent)
 
@@ -236,7 +238,7 @@ class ProcessGroupCommunicator:
         """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
 
         All ranks call it; who passes None gets None. The new group is known to nobody else: torch's functions take it
-        only through its methods.
+        only through its methods. It is kept to the end of the process, as torch keeps its own.
         """
         asked = self.all_gather_object((color, key, uuid.uuid4().hex))
         if color is None:

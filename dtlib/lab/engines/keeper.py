@@ -30,7 +30,8 @@ POLL_SECONDS = 0.5
 
 
 def main() -> None:
-    """``python -m dtlib.lab.engines.keeper PROFILE RANKS``: put a keeper on record and return; it goes on in the background."""
+    """``python -m dtlib.lab.engines.keeper PROFILE RANKS``: put a keeper on record and return. It
+    goes on in the background."""
     try:
         record, ranks = Record(Path(sys.argv[1])), int(sys.argv[2])
         parent, child = os.getpid(), os.fork()

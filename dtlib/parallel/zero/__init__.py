@@ -1,5 +1,5 @@
-"""ZeRO: plain.py has all three stages, to be read in class; optimizer.py is what real models need of stages 1 and 2, and
-sharded/ of stage 3."""
+"""ZeRO: plain.py has all three stages, to be read in class; optimizer.py is what real models need of stages 1 and 2,
+and sharded/ of stage 3."""
 
 from dtlib.parallel.zero.arguments import ELEMENTWISE, is_elementwise
 from dtlib.parallel.zero.optimizer import ZeroOptimizer

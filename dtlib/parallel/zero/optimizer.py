@@ -27,6 +27,7 @@ from torch import nn, optim
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.backward import progress_for
 from dtlib.gradients.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_parts

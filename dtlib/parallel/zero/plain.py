@@ -125,6 +125,6 @@ class Stage3(Stage2):
     give = free  # the next use gathers the new values
 
 
-# ZeroOptimizer (optimizer.py, stages 1 and 2) and fully_shard (dtlib/parallel/sharded, stage 3) add frozen, unused and
+# ZeroOptimizer (optimizer.py, stages 1 and 2) and fully_shard (sharded/, stage 3) add frozen, unused and
 # tied parameters, 16 bits, several backward passes a step, unequal batches, clipping, checkpoints; gradients that
-# travel while autograd computes (dtlib/gradients/shards.py), and a next unit that is gathered meanwhile (sharded/plan.py).
+# travel while autograd computes (gradients/shards.py), and a next unit that is gathered meanwhile (sharded/plan.py).
