@@ -156,7 +156,9 @@ for ours, theirs in zip(net.branch.parameters(), (upper, lower)[pair.rank].param
 # %% tags=["half-day", "nbval-ignore-output"]
 timeline = Timeline(lab.values("trace")[:2])
 lab.pictures.timeline(timeline)
-ends) == 2 and max(ends) <= begin  # the head waits for both branches
+ends = [event.end for event in timeline.events if event.name == "branch"]
+begin = next(event.start for event in timeline.events if event.name == "head")
+assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
 
 # %% [markdown] tags=["half-day"]
 # The branches overlap; the head does not. Gradients are those of one process, to 1e-12 (asserted above).
