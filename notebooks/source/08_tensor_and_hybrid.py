@@ -22,13 +22,11 @@ except ImportError:
 lab.engines(4)
 
 # %% tags=["half-day"]
-import inspect
-
 from tabulate import tabulate
 
-from dtlib.lab import hybrid as figures
+from dtlib.lab.lessons.l08 import figures
 from dtlib.parallel import tensor
-from dtlib.parallel.tensor import functions
+from dtlib.parallel.tensor import plain
 from dtlib.theory.collectives import elements_sent
 
 # %% tags=["half-day"]
@@ -84,16 +82,8 @@ def equal(a, b):
 
 by_columns = X @ mine(A, 1)
 by_rows = mine(X, 1) @ mine(A, 0)
-
-# %% tags=["half-day"]
-# %%px
 without = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
-summed = comm.all_reduce(by_rows.clone())
-assert equal(summed, Y)
-if world.rank == 0:
-    print(f"by columns {tuple(by_columns.shape)}: is it part 0 of Y?     {without['columns']}")
-    print(f"by rows    {tuple(by_rows.shape)}: is it Y?            {without['rows']}")
-    print(f"by rows    {tuple(summed.shape)}, all_reduced: is it Y? {equal(summed, Y)}")
+assert equal(comm.all_reduce(by_rows.clone()), Y)
 
 # %% tags=["half-day"]
 complete = lab.values("without")[0]
@@ -141,33 +131,27 @@ figures.cuts(ranks=4)
 # | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
 # | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
 #
-# In the library f is `copy_to_ranks` and g is `reduce_from_ranks`. For autograd each is a function of its own, and
-# each is what the other one does backward:
+# We read the file that runs. For autograd f and g are functions of their own, and each is what the other one does
+# backward:
 
 # %% tags=["half-day"]
-print(inspect.getsource(functions._Copy))
-print(inspect.getsource(functions._Reduce))
+lab.read(plain, plain.CopyToRanks, plain.ReduceFromRanks)
 
 # %% [markdown] tags=["half-day"]
-# Two layers one after the other, with an activation between them, as in every transformer: Z = gelu(X A) B. Cut A **by
-# columns, then B by rows**. The columns of gelu(X A) that a rank has are just those that its rows of B need, so
-# nothing travels in between. The other order would not do, as an activation of a sum is no sum of activations:
+# A layer cut by columns, and one by rows. Why does the bias of the second come after the sum?
+
+# %% tags=["half-day"]
+lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
+
+# %% [markdown] tags=["half-day"]
+# Two layers with an activation between them, as in every transformer. Cut the first **by columns, then the second by
+# rows**: the columns of gelu(X A) that a rank has are just those that its rows of B need, so nothing travels in between.
+# The other order would not do, as an activation of a sum is no sum of activations:
 
 # %% tags=["half-day"]
 one, two = torch.tensor(1.0), torch.tensor(2.0)
 print(f"gelu(1) + gelu(1) = {gelu(one) + gelu(one):.4f}    gelu(1 + 1) = {gelu(two):.4f}")
-print()
-print(tensor.__doc__.split("\n\n")[2])
-
-# %% tags=["half-day"]
-# %%px
-from dtlib.parallel.tensor import copy_to_ranks as f
-from dtlib.parallel.tensor import reduce_from_ranks as g
-
-
-def pair(x, a, b):
-    """gelu(x A) B, of which this rank has columns of A and rows of B."""
-    return g(gelu(f(x, comm) @ a) @ b, comm)
+lab.read(plain.ParallelMLP)
 
 # %% [markdown] tags=["half-day"]
 # Does it compute the same as one process, gradients included? And what does it send? X has 1,024 rows (the tokens of
@@ -205,11 +189,11 @@ def gradients(mlp):
 # %%px
 whole = gradients(seeded(alone))  # in one process
 expected = whole | {"A": mine(whole["A"], 0), "B": mine(whole["B"], 1)}
+mlp = seeded(comm)
 with dtlib.trace() as trace:
-    found = gradients(seeded(comm))
+    found = gradients(mlp)
 assert all(equal(found[name], expected[name]) for name in expected)
 calls = [(e.name, e.bytes) for e in trace.events if e.kind == "verb" and "float64" in e.what]
-calls = [(name, count) for name, count in calls if name != "broadcast"]  # of initial values
 
 # %% tags=["half-day"]
 calls = lab.values("calls")[0]
@@ -243,8 +227,8 @@ class WithoutF(ColumnParallelLinear):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-mlp = seeded(comm)
-mlp.linear1.__class__ = WithoutF
+torch.manual_seed(0)  # the same values
+mlp.linear1 = WithoutF(128, 512, comm).double()
 found = gradients(mlp)
 wrong = [name for name in expected if not equal(found[name], expected[name])]
 
@@ -350,11 +334,9 @@ assert equal(*losses)
 assert equal(cut.mlp[0].weight.grad, mine(alone.mlp[0].weight.grad, 0))
 assert equal(cut.mlp[2].weight.grad, mine(alone.mlp[2].weight.grad, 1))
 assert equal(cut.norm.weight.grad, alone.norm.weight.grad)
-
-# %%
-losses = lab.values("losses")[0]
-rows = [(step, *(f"{some[step]:.8f}" for some in losses)) for step in (0, 1, 4, 9)]
-print(tabulate(rows, ("loss at step", "one process", "4 ranks"), disable_numparse=True))
+if world.rank == 0:
+    for step in (0, 9):
+        print(f"loss at step {step}: one process {losses[0][step]:.8f}, 4 ranks {losses[1][step]:.8f}")
 
 # %% [markdown]
 # Losses are equal to 1e-12 over ten steps of AdamW, and so are the gradients.
@@ -432,11 +414,9 @@ def dropped(seed):
 
 
 outside, inside = dropped(seed=1), dropped(seed=1000 + world.rank)
-
-# %%
-rows = zip(range(4), lab.values("outside"), lab.values("inside"), strict=True)
-print(tabulate(rows, ("rank", "outside the cut: one seed", "inside: a seed a rank")))
-assert len(set(lab.values("outside"))) == 1 and len(set(lab.values("inside"))) == 4
+print("outside the cut, one seed:", outside, "   inside, a seed a rank:", inside)
+assert len(set(comm.all_gather_object(outside))) == 1
+assert len(set(comm.all_gather_object(inside))) == 4
 
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
