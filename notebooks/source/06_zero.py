@@ -102,7 +102,8 @@ figures.shares(ranks=4)
 # element. We read the file that runs:
 
 # %% tags=["two-hours", "half-day"]
-lab.read(plain, plain.Unit)
+lab.read(plain)
+lab.read(plain.Unit)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # In `step`, `reduce_scatter` computes the mean of all ranks' gradients, and each rank gets its own shard of it. Then

@@ -183,7 +183,8 @@ assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
 # pass crosses by hand. The file that runs, plain and whole; it begins with what it is about to do:
 
 # %% tags=["two-hours", "half-day"]
-lab.read(plain, plain.order)
+lab.read(plain)
+lab.read(plain.order)
 
 # %% [markdown] tags=["half-day"]
 # What travels. A header tells the next rank what will come, and receives are posted one ahead:

@@ -135,7 +135,8 @@ figures.cuts(ranks=4)
 # backward:
 
 # %% tags=["half-day"]
-lab.read(plain, plain.CopyToRanks, plain.ReduceFromRanks)
+lab.read(plain)
+lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 
 # %% [markdown] tags=["half-day"]
 # A layer cut by columns, and one by rows. Why does the bias of the second come after the sum?
