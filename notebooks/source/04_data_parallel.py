@@ -75,9 +75,8 @@ if world.rank == 0:
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The parameter server
 #
-# The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull the weights, compute a
-# gradient from their part of the batch, and push it; the server takes the step. Rank 0 serves, the other three work. On `send` and
-# `recv` it is twenty lines:
+# The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull them, compute a gradient
+# from their part of the batch, and push it; the server takes the step. Rank 0 serves, the other three work:
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -340,9 +339,8 @@ print("\n".join(changes))
 lab.push(scripts={"serial": SERIAL, "horovod": HOROVOD})
 
 # %% [markdown] tags=["half-day"]
-# The training loop has not changed. Two things are easily forgotten: the sampler, without which all ranks
-# train on the same images (nothing fails, the work is done N times); and that `batch_size` is now that of *one* rank. The third
-# step, a larger rate for a larger batch, is a rule of thumb with limits; lesson 05 is about them.
+# The training loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the
+# same images, and that `batch_size` is now that of *one* rank. The third step is a rule of thumb; lesson 05 has its limits.
 #
 # **Predict.** The serial script with which batch size and which rate ends at the same weights as this one on four
 # ranks with 24 images a rank and rate 0.02? Replace `None`.
@@ -376,8 +374,7 @@ lab.predict(serial_rate, came=4 * 0.02, hint="Look at step 3.", tolerance=1e-9)
 # %% [markdown]
 # ## The TensorFlow template
 #
-# You will still meet this template of TensorFlow 1, in which many clusters were programmed. It has four steps. Shown as text, not
-# run: the packages that it needs are gone.
+# You will still meet this template of TensorFlow 1. It is shown as text: the packages that it needs are gone.
 
 # %%
 TEMPLATE = """\
@@ -488,10 +485,9 @@ print(tabulate(lab.values("rows")[0], headers))
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Overlap, seen
 #
-# Does it help to send while the backward pass computes? Only if somebody else computes. On this computer the core that sends
-# is the core that computes. On a GPU cluster the accelerator computes and the network card sends, and the core is
-# idle. So we emulate both: layers whose backward pass *sleeps*, and a slow network. **All that follows up to
-# "DDP" is EMULATED**, and shows how things overlap, not how fast they are.
+# It helps to send while the backward pass computes only if somebody else computes. Here the core that sends is the core
+# that computes; on a GPU cluster the accelerator computes, the network card sends, and the core is idle. So we emulate
+# both: layers whose backward pass *sleeps*, and a slow network. **All that follows up to "DDP" is EMULATED.**
 
 # %% tags=["two-hours", "half-day"]
 lab.read(emulated.SleepingLayer)
@@ -613,8 +609,7 @@ assert min(seconds) < best < max(seconds)
 # The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. torch's
 # and our default, 25 MiB, was chosen for networks of data centres.
 #
-# **Your turn.** Set `latency=0.0001` in the cell that makes `slow`, and run the three cells again. Which way does the
-# best size move, and why? (Small buckets lose their handicap: to the left.)
+# **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why? (To the left.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## DDP
@@ -753,14 +748,12 @@ print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: the values, the number of messages and bytes, the order of buckets, what a missing division or weight
-# does, why a ring beats one server, and that communication can hide behind the backward pass.
+# Seen here, and true there: values, messages and bytes, the order of buckets, what a missing division does, why a ring
+# beats one server, and that communication can hide behind the backward pass.
 #
-# Not shown here: how fast it is. These nets are tiny, all ranks share one machine, gloo and MPI stand where NCCL would, and
-# overlap was emulated. On GPUs use DDP with NCCL or the production engine: their all-reduce runs on the GPU itself, knows
-# the wires (NVLink, InfiniBand), and may reduce inside the network's switches. There the best bucket size is another one, 16-bit
-# gradients halve the bytes, and what does not fit on one GPU needs the lessons on ZeRO, pipelines and tensors. Speed
-# here is measured in `python -m benchmarks data-parallel`, as a ratio in one run.
+# Not shown here: speed. These nets are tiny, all ranks share one machine, and overlap was emulated. On GPUs use DDP with
+# NCCL or the production engine: their all-reduce runs on the GPU itself and knows the wires. Speed here is measured in
+# `python -m benchmarks data-parallel`, as a ratio in one run.
 #
 # ## Summary
 #
