@@ -7,6 +7,8 @@ _LAZY = {
     "check": "dtlib.lab.checks.checks",
     "predict": "dtlib.lab.checks.checks",
     "push": "dtlib.lab.checks.checks",
+    "read": "dtlib.lab.reading",
+    "read_end": "dtlib.lab.reading",
     "values": "dtlib.lab.checks.checks",
 }
 

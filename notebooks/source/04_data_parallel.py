@@ -23,13 +23,13 @@ lab.engines(4)
 
 # %% tags=["two-hours", "half-day"]
 import difflib
-import inspect
 
 from tabulate import tabulate
 
-from dtlib import backward, flat, theory
+from dtlib import Timeline
 from dtlib.lab import emulated
-from dtlib.parallel import data
+from dtlib.parallel.data import plain
+from dtlib.theory import collectives
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -75,9 +75,8 @@ if world.rank == 0:
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The parameter server
 #
-# The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull the weights, compute a
-# gradient from their part of the batch, and push it; the server takes the step. Rank 0 serves, the other three work. On `send` and
-# `recv` it is twenty lines:
+# The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull them, compute a gradient
+# from their part of the batch, and push it; the server takes the step. Rank 0 serves, the other three work:
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -123,32 +122,27 @@ net = fresh_net()
 weights = parameters_to_vector(net.parameters()).detach().clone()
 with dtlib.trace() as trace:
     serve(weights, steps=5) if world.rank == 0 else work(net, weights, batches[:5])
-sent_bytes = trace.sent()[1] // 5  # a step
+with dtlib.trace() as ring:
+    comm.all_reduce(torch.ones_like(weights), algorithm="ring")
+sent_bytes = trace.sent()[1] // 5, ring.sent()[1]  # a step
 
 # %% tags=["two-hours", "half-day"]
-sent_with_server = lab.values("sent_bytes")
+sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
 hint = "Each of three workers gets all weights, and sends all gradients."
 lab.predict(sent_by_server, sent_with_server[0], hint=hint)
 lab.predict(received_by_server, sum(sent_with_server[1:]), hint=hint)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# A worker sends its gradient once; the server sends and receives for all. Now the same average without a server: every
-# rank has the weights, and a ring all-reduce adds up the gradients. We look at the busiest rank.
+# A worker sends its gradient once; the server sends and receives for all. Without a server, every rank has the weights,
+# and a ring all-reduce adds up the gradients. Who is busiest?
 
 # %% tags=["two-hours", "half-day"]
-# %%px
-with dtlib.trace() as trace:
-    comm.all_reduce(torch.ones_like(weights), algorithm="ring")
-sent_bytes = trace.sent()[1]
-
-# %% tags=["two-hours", "half-day"]
-sent_with_ring = lab.values("sent_bytes")
 print(tabulate({
     "rank": range(4), "sent, server": sent_with_server, "sent, ring": sent_with_ring,
 }, headers="keys"))
 count = size_of_weights // 8
 assert sent_with_server[0] == 3 * size_of_weights
-assert sent_with_ring[0] == 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count)
+assert sent_with_ring[0] == 8 * collectives.elements_sent("all_reduce", "ring", 4, 0, count)
 print(f"The busiest sends {sent_with_server[0] / max(sent_with_ring):.1f} times as much.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -166,19 +160,24 @@ lab.pictures.lines(
 )
 
 # %% [markdown] tags=["half-day"]
-# Many servers, each with a part of the weights, share the load: then it is a question of how many machines you give them. With
-# as many servers as workers, each on a worker's own machine, the bytes are those of the ring. What a server can do and an
-# all-reduce cannot: let workers go on without waiting for one another, with weights that are out of date.
+# Many servers, each with a part of the weights, share the load; with as many servers as workers the bytes are those of
+# the ring. What a server can do and an all-reduce cannot: let workers go on with weights that are out of date.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# ## Averaging by hand
+# ## The plain core: averaging
 #
-# Without a server the loop is the serial one with one line more. Below is the library's own class, all of it. The
-# constructor broadcasts rank 0's parameters and buffers, so that all begin alike; after each backward pass the
-# gradients are averaged, and every rank takes the same step.
+# Without a server the loop is the serial one with one line more. We read the file that runs, from top to bottom; it
+# begins with what it is about to do:
+
+# %% tags=["half-day"]
+lab.read(plain)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# The first of its three classes. All ranks begin with rank 0's parameters and buffers. (`Contract` refuses what the class
+# does not do, such as parts of different sizes; buffers are the running means of a batch normalisation.)
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(data.DataParallelNaive))
+lab.read(plain.DataParallelNaive)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** We start every rank with *other* weights (the seed is its rank) and train. How far apart are the ranks
@@ -189,9 +188,9 @@ print(inspect.getsource(data.DataParallelNaive))
 EVERY_FOURTH = slice(world.rank, None, comm.size)
 
 
-def train(model, average=lambda: None, mine=EVERY_FOURTH, momentum=0.9, steps=15):
+def train(model, average=lambda: None, mine=EVERY_FOURTH, rate=RATE, momentum=0.9, steps=15):
     """So many steps on this rank's part of each batch; returns the losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     losses = []
     for x, y in batches[:steps]:
         optimizer.zero_grad()
@@ -210,7 +209,7 @@ def distance(one, other):
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-from dtlib.parallel.data import DataParallelNaive
+from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
 
 model = DataParallelNaive(fresh_net(seed=world.rank), comm)
 losses = train(model, model.average_gradients)
@@ -233,12 +232,11 @@ if world.rank == 0:
     print(f"After one epoch {digits.accuracy(model, test):.0%} of the test images are right.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Not zero, because a sum of four partial sums rounds otherwise than one long sum. That is the whole difference: **data parallelism
-# changes no mathematics.** The parameter server passes the same test. A comparison with one process belongs beside every strategy; this library's tests hold all of theirs to
-# it.
+# Not zero, because a sum of four partial sums rounds otherwise than one long sum. That is the whole difference: **data
+# parallelism changes no mathematics.** The parameter server passes the same test.
 #
-# **Your turn.** Suppose the gradients are summed instead of averaged, and plain SGD takes the step. Which learning
-# rate would one process need to do the same? (0.2 is ours, on four ranks.)
+# **Change a line.** Below, the last line of the class says "sum" instead of "mean", and plain SGD takes a step. Which
+# learning rate would one process need to do the same? (0.2 is ours, on four ranks.)
 
 # %% tags=["two-hours", "half-day", "stub"]
 same_as_rate = None
@@ -248,21 +246,22 @@ same_as_rate = 0.8
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-def one_step(model, rate, op=None, mine=EVERY_FOURTH):
-    x, y = batches[0]
-    cross_entropy(model(x[mine]), y[mine]).backward()
-    for parameter in model.parameters():
-        if op:
-            comm.all_reduce(parameter.grad, op=op)
-        parameter.data -= rate * parameter.grad
-    return model
+class Summed(DataParallelNaive):
+    def average_gradients(self):
+        for parameter in self.trained:
+            self.comm.all_reduce(parameter.grad, op="sum")
 
 
-summed = one_step(fresh_net(), RATE, op="sum")
-rates = [k * RATE for k in (0.25, 0.5, 1, 2, 4, 8)]
-gaps = {
-    rate: distance(summed, one_step(fresh_net(), rate, mine=slice(None))) for rate in rates
-}
+def one_step(rate):
+    """In one process."""
+    alone = fresh_net()
+    train(alone, mine=slice(None), rate=rate, steps=1)
+    return alone
+
+
+summed = Summed(fresh_net(), comm)
+train(summed, summed.average_gradients, steps=1)
+gaps = {rate: distance(summed, one_step(rate)) for rate in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)}
 assert min(gaps.values()) < 1e-12
 
 # %% tags=["two-hours", "half-day"]
@@ -337,11 +336,11 @@ if hvd.rank() == 0:  # 6. One rank writes.
 before, after = SERIAL.splitlines(), HOROVOD.splitlines()
 changes = difflib.unified_diff(before, after, "serial", "horovod", n=2, lineterm="")
 print("\n".join(changes))
+lab.push(scripts={"serial": SERIAL, "horovod": HOROVOD})
 
 # %% [markdown] tags=["half-day"]
-# The training loop has not changed. Two things are easily forgotten: the sampler, without which all ranks
-# train on the same images (nothing fails, the work is done N times); and that `batch_size` is now that of *one* rank. The third
-# step, a larger rate for a larger batch, is a rule of thumb with limits; lesson 05 is about them.
+# The training loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the
+# same images, and that `batch_size` is now that of *one* rank. The third step is a rule of thumb; lesson 05 has its limits.
 #
 # **Predict.** The serial script with which batch size and which rate ends at the same weights as this one on four
 # ranks with 24 images a rank and rate 0.02? Replace `None`.
@@ -353,9 +352,6 @@ serial_rate = None
 # %% tags=["half-day", "solution"]
 serial_batch = 96
 serial_rate = 0.08
-
-# %% tags=["half-day"]
-lab.push(scripts={"serial": SERIAL, "horovod": HOROVOD})
 
 # %% tags=["half-day"]
 # %%px
@@ -378,8 +374,7 @@ lab.predict(serial_rate, came=4 * 0.02, hint="Look at step 3.", tolerance=1e-9)
 # %% [markdown]
 # ## The TensorFlow template
 #
-# You will still meet this template of TensorFlow 1, in which many clusters were programmed. It has four steps. Shown as text, not
-# run: the packages that it needs are gone.
+# You will still meet this template of TensorFlow 1. It is shown as text: the packages that it needs are gone.
 
 # %%
 TEMPLATE = """\
@@ -419,11 +414,11 @@ print(TEMPLATE)
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
 #
-# `DataParallelNaive` wastes twice: one small message for each parameter, so it pays latency again and again; and the network
-# sleeps while the backward pass computes, then the processor sleeps while gradients travel.
+# `DataParallelNaive` wastes twice. One small message for each parameter pays latency again and again; and the network
+# sleeps while the backward pass computes, then the processor while gradients travel.
 #
-# Both have a cure. autograd calls a *hook* as soon as a parameter's gradient is there. **Predict:** in which order
-# do the four come: weight and bias of the first layer (0), of the last layer (2)?
+# Both have a cure. autograd calls a *hook* as soon as a parameter's gradient is there. **Predict:** which layer's come
+# first, those of the first layer (0) or of the last (2)?
 
 # %% tags=["two-hours", "half-day", "stub"]
 first_layer_to_come = None
@@ -446,94 +441,70 @@ lab.predict(first_layer_to_come, came=layers[0], hint="Backward: last layer firs
 print("layers in order of their gradients:", *layers)
 
 # %% [markdown] tags=["half-day"]
-# So gradients are collected in *buckets*, from the last parameter to the first, and a bucket travels as soon as it is full. This
-# is how parameters are dealt out:
+# The second class: each gradient leaves from its hook.
 
 # %% tags=["half-day"]
-print(inspect.getsource(flat.buckets_of))
+lab.read(plain.DataParallelHooks)
 
 # %% [markdown] tags=["half-day"]
-# The first bucket is small (1 MiB at most), so that something travels early. Two rules make it safe: **the same order
-# on all ranks**, though autograd may order hooks otherwise on another rank; and a bucket that is full waits for those
-# before it.
+# Why `while`, and not `if`? autograd may call hooks in another order on another rank, and **all ranks must send in the
+# same order**: what has come early waits for those before it. The third class: neighbours travel together.
 
 # %% tags=["half-day"]
-print(inspect.getsource(backward.BackwardPass.gradient_has_come))
+lab.read(plain.DataParallelBuckets)
 
-# %% tags=["half-day"]
-print(inspect.getsource(data.DataParallel._launch))
+# %% [markdown] tags=["half-day"]
+# Here `flat` is where the work is: gradients are views into the message, so nothing is copied back. All three classes run
+# the same epoch. **Discuss** before you run: the net has two layers with weight and bias. How many messages a step?
 
 # %% tags=["half-day"]
 # %%px
-from dtlib.parallel.data import DataParallel
-
-model = DataParallel(digits.net(hidden=4096, dtype=torch.float64), comm, bucket_cap_mb=1)
-names = {parameter: name for name, parameter in model.module.named_parameters()}
-held = [
-    (number, " ".join(names[p] for p in bucket.parameters), bucket.buffer.nbytes)
-    for number, bucket in enumerate(model.buckets)
-]
+MIB = digits.net(dtype=torch.float64)[0].weight.nbytes / 2**20  # the first weight fills a bucket
+cases = {
+    "DataParallelNaive": DataParallelNaive(fresh_net(seed=world.rank), comm),
+    "DataParallelHooks": DataParallelHooks(fresh_net(seed=world.rank), comm),
+    "DataParallelBuckets": DataParallelBuckets(fresh_net(seed=world.rank), comm, MIB),
+}
+rows = []
+for name, model in cases.items():
+    average = model.average_gradients if name == "DataParallelNaive" else lambda: None
+    with dtlib.trace() as trace:
+        train(model, average)
+    calls = [e for e in trace.events if e.name == "all_reduce" and e.kind == "verb"]
+    off = distance(model, alone)
+    assert off < 1e-12
+    rows.append((name, (len(calls) - 1) // 15, "less than 1e-12"))  # one for the losses
 
 # %% tags=["half-day"]
-print(tabulate(lab.values("held")[0], ("bucket", "in order", "bytes"), intfmt=","))
+headers = ("", "all_reduces a step", "off from one process")
+print(tabulate(lab.values("rows")[0], headers))
 
 # %% [markdown] tags=["half-day"]
-# `0.weight` is larger than a bucket, so it has one of its own. And the values? As before: one epoch, against one process.
-
-# %% tags=["half-day"]
-# %%px
-model = DataParallel(fresh_net(seed=world.rank), comm)
-losses_of_ours = train(model)
-assert distance(model, alone) < 1e-12
-if world.rank == 0:
-    print("DataParallel and one process differ by less than 1e-12.")
-
-# %% [markdown] tags=["half-day"]
-# And the bytes? A step of P bytes of gradients sends 2P(N-1)/N with the ring. One line more travels in each bucket: a number
-# for each parameter, whether this rank has used it at all (what no rank has used keeps `grad=None`), and one that says
-# whether this rank has set `batch_size`.
-
-# %% tags=["half-day"]
-# %%px
-model = DataParallel(fresh_net(), comm, algorithm="ring")
-cross_entropy(model(x), y).backward()
-with dtlib.trace() as trace:
-    cross_entropy(model(x), y).backward()
-sent_bytes = trace.sent("all_reduce")[1]
-
-# %% tags=["half-day"]
-flags = 4 + 1  # one number a parameter tensor, and one for batch_size
-rows = [
-    ("gradients", 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count)),
-    ("with flags", 8 * theory.elements_sent("all_reduce", "ring", 4, 0, count + flags)),
-    ("measured", lab.values("sent_bytes")[0]),
-]
-print(tabulate(rows, ("rank 0, one step, ring", "bytes sent"), intfmt=","))
-assert rows[1][1] == rows[2][1]
+# With rings the bytes are the same, however they are divided: 2P(N-1)/N for P bytes of gradients.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Overlap, seen
 #
-# Does it help to send while the backward pass computes? Only if somebody else computes. On this computer the core that sends
-# is the core that computes. On a GPU cluster the accelerator computes and the network card sends, and the core is
-# idle. So we emulate both: layers whose backward pass *sleeps*, and a slow network. **All that follows up to
-# "DDP" is EMULATED**, and shows how things overlap, not how fast they are.
+# It helps to send while the backward pass computes only if somebody else computes. Here the core that sends is the core
+# that computes; on a GPU cluster the accelerator computes, the network card sends, and the core is idle. So we emulate
+# both: layers whose backward pass *sleeps*, and a slow network. **All that follows up to "DDP" is EMULATED.**
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(emulated.SleepingLayer))
+lab.read(emulated.SleepingLayer)
 
 # %% tags=["two-hours", "half-day"]
 # %%px
 from dtlib.lab.emulated import EmulatedAccelerator
 from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelBuckets
 
 slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
 
 
-def emulated_step(progress, bucket_cap_mb=0.5, layers=6, count=2**17):
-    """A backward pass of so many layers of 0.5 MiB; what it sends, and its trace."""
+def emulated_step(kind, layers=6, count=2**17, **settings):
+    """A backward pass of six layers of 0.5 MiB, a bucket each; its trace."""
     net = EmulatedAccelerator(layers, count, seconds=0.05)
-    model = DataParallel(net, slow, bucket_cap_mb, progress=progress, algorithm="ring")
+    model = kind(net, slow, bucket_cap_mb=0.5, **settings)
     loss = model(torch.zeros(1, requires_grad=True)).sum()
     comm.barrier()
     with dtlib.trace() as trace:
@@ -542,22 +513,41 @@ def emulated_step(progress, bucket_cap_mb=0.5, layers=6, count=2**17):
     return trace
 
 
-traces = {progress: emulated_step(progress) for progress in ("inline", "thread")}
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# `progress="inline"`: the hooks themselves move messages on, between two layers. While a layer sleeps, nothing moves.
+inline = emulated_step(DataParallelBuckets)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-from dtlib import Timeline
+lab.pictures.timeline("inline")
 
-both = lab.values("traces")
-inline, thread = (Timeline([on_rank[how] for on_rank in both]) for how in ("inline", "thread"))
-lab.pictures.timeline(inline)
+# %% [markdown] tags=["half-day"]
+# The plain class moves messages on in its hooks (`advance_all`), between two layers. While a layer sleeps, nothing moves.
+#
+# **Change a line.** The buckets in the order of the forward pass, first layer first. The result is the same. When does the
+# first bucket leave?
+
+# %% tags=["half-day"]
+# %%px
+class FirstLayerFirst(DataParallelBuckets):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.buckets.reverse()
+
+
+turned = emulated_step(FirstLayerFirst)
+
+# %% tags=["half-day", "nbval-ignore-output"]
+lab.pictures.timeline("turned")
+mine = [event for event in Timeline(lab.values("turned")).events if event.rank == 0]
+computed = max(event.end for event in mine if event.kind == "phase")
+assert all(e.start > computed - 0.005 for e in mine if e.name == "all_reduce")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `progress="thread"`: a thread looks after the messages while the core is idle.
+# The full class, `DataParallel`, has a thread that looks after messages while the core is idle (`progress="thread"`).
 #
 # **Predict** before you run: of six buckets, how many can be hidden behind the backward pass?
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+thread = emulated_step(DataParallel, progress="thread", algorithm="ring")
 
 # %% tags=["two-hours", "half-day", "stub"]
 hidden = None
@@ -566,22 +556,27 @@ hidden = None
 hidden = 5
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-lab.pictures.timeline(thread)
+lab.pictures.timeline("thread")
+inline, thread = (Timeline(lab.values(name)) for name in ("inline", "thread"))
 mine = [event for event in thread.events if event.rank == 0]
 computed = max(event.end for event in mine if event.kind == "phase")
-came = sum(event.end < computed for event in mine if event.kind == "verb")
+came = sum(event.end < computed for event in mine if event.name == "all_reduce")
 lab.predict(hidden, came, hint="When the last bucket is full, there is nothing left to compute.")
 print(f"EMULATED: thread over inline {thread.end / inline.end:.2f}")
 assert thread.end < inline.end
 
 # %% [markdown] tags=["half-day"]
-# Where the core computes, it is the other way round: the thread takes from the computation what it gives to the messages. That is
-# why `DataParallel` chooses inline for the CPU, and the thread for accelerators and slow networks.
-#
+# Where the core computes, a thread takes from the computation what it gives to the messages: `DataParallel` chooses inline
+# for the CPU. What else it adds stands at the end of the plain file:
+
+# %% tags=["half-day"]
+lab.read_end(plain)
+
+# %% [markdown] tags=["half-day"]
 # ## How large is a bucket?
 #
-# Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, and starts when
-# the backward pass is over. **Predict** the shape of the curve, then run. (EMULATED; sixteen layers of 0.25 MiB.)
+# Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, and starts
+# when the backward pass is over. **Predict** the shape of the curve, then run. (EMULATED; sixteen layers of 0.25 MiB.)
 
 # %% tags=["half-day"]
 # %%px
@@ -614,8 +609,7 @@ assert min(seconds) < best < max(seconds)
 # The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. torch's
 # and our default, 25 MiB, was chosen for networks of data centres.
 #
-# **Your turn.** Set `latency=0.0001` in the cell that makes `slow`, and run the three cells again. Which way does the
-# best size move, and why? (Small buckets lose their handicap: to the left.)
+# **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why? (To the left.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## DDP
@@ -754,14 +748,12 @@ print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: the values, the number of messages and bytes, the order of buckets, what a missing division or weight
-# does, why a ring beats one server, and that communication can hide behind the backward pass.
+# Seen here, and true there: values, messages and bytes, the order of buckets, what a missing division does, why a ring
+# beats one server, and that communication can hide behind the backward pass.
 #
-# Not shown here: how fast it is. These nets are tiny, all ranks share one machine, gloo and MPI stand where NCCL would, and
-# overlap was emulated. On GPUs use DDP with NCCL or the production engine: their all-reduce runs on the GPU itself, knows
-# the wires (NVLink, InfiniBand), and may reduce inside the network's switches. There the best bucket size is another one, 16-bit
-# gradients halve the bytes, and what does not fit on one GPU needs the lessons on ZeRO, pipelines and tensors. Speed
-# here is measured in `python -m benchmarks data-parallel`, as a ratio in one run.
+# Not shown here: speed. These nets are tiny, all ranks share one machine, and overlap was emulated. On GPUs use DDP with
+# NCCL or the production engine: their all-reduce runs on the GPU itself and knows the wires. Speed here is measured in
+# `python -m benchmarks data-parallel`, as a ratio in one run.
 #
 # ## Summary
 #

@@ -167,14 +167,14 @@ class MyDataParallel:
 lab.check("buckets-build")
 
 # %% [markdown] tags=["half-day"]
-# The library's `DataParallel` does the same from hooks, while the backward pass still computes, and spares the copies: its
-# gradients are views into the buckets.
+# `DataParallelBuckets` of the lecture does the same from hooks, while the backward pass still computes, and copies nothing
+# back: its gradients are views into the buckets. Weights for unequal batches are in the full class, `DataParallel`.
 #
 # ## Byte golf
 #
 # Teach three ranks all ten digits with as few bytes on the wire as you can. `golf(comm, x, y)` trains on this rank's images and returns a
 # model (or a function of images). On *every* rank it must get at least 95 % of the test images right, in 30 seconds. The
-# score is the payload bytes that all ranks together have sent, with whatever verb. You pass with **par**, which is computed by
+# score is the payload bytes that all ranks together have sent, with whatever operation. You pass with **par**, which is computed by
 # a reference that ships with the check; go below it as far as you can. Results stay on your computer.
 #
 # Training images are sorted: rank 0 has the digits from 0 to 3, rank 1 those from 3 to 6, rank 2 the rest. So none can do without

@@ -2,13 +2,13 @@
 # # 06 ZeRO
 #
 # Two hours; twenty minutes in the two-hour workshop. Data parallelism keeps the same model, gradients and optimizer
-# states on every rank. You share them out, one thing after the other, until each rank keeps 1/N of everything, and
-# you count the bytes: those that a rank holds, and those that it sends.
+# states on every rank. You read how they are shared out, one after the other, until each rank keeps 1/N of everything,
+# and you count the bytes: those that a rank holds, and those that it sends.
 #
 # **Questions.** What fills the memory? Which part of it does every rank keep without need? What does it cost to share
 # it out? Which setting makes a model fit?
 #
-# **Afterwards you can** predict the memory of a model to the byte, for each stage; write stage 1 yourself; say what
+# **Afterwards you can** predict the memory of a model to the byte, for each stage; read and change all three; say what
 # each stage sends, also with micro-batches; save on four ranks and go on with three; choose a stage for a budget.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) (reduce_scatter, all_gather) and the beginning of [04 Data
@@ -24,14 +24,12 @@ lab.engines(4)
 
 # %% tags=["two-hours", "half-day"]
 import csv
-import inspect
 from pathlib import Path
 
 from tabulate import tabulate
 
-from dtlib import reduction
-from dtlib.lab import zero as figures
-from dtlib.parallel import sharded, zero
+from dtlib.lab.lessons.l06 import figures
+from dtlib.parallel.zero import plain
 from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_wire_elements
 
 # %% tags=["two-hours", "half-day"]
@@ -42,7 +40,6 @@ import dtlib
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector
 from torch.optim import AdamW
 
 from dtlib.lab import digits
@@ -100,51 +97,20 @@ figures.shares(ranks=4)
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
 #
-# Every rank takes the same optimizer step on all parameters, four times the same work with four times the same
-# states. Let each take the step for a quarter, and tell the others. Where does a quarter begin? It does not matter,
-# as Adam works element by element: all parameters are laid into one *flat* memory, and that is cut into equal parts,
-# across the middle of a matrix if need be.
+# Every rank takes the same optimizer step on all parameters: four times the same work with the same states. Let each
+# take the step for a quarter, and tell the others. Where a quarter begins does not matter, as Adam works element by
+# element. We read the file that runs:
 
 # %% tags=["two-hours", "half-day"]
-# %%px
-from dtlib.gradients.flat import FlatBuffer, Shards
-
-
-class Owned:
-    """Parameters in one flat memory, of which this rank owns and updates a part: `mine`."""
-
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
-        shapes = [parameter.shape for parameter in self.parameters]
-        self.cut = Shards(shapes, comm.rank, comm.size)
-        self.memory = FlatBuffer(shapes, torch.float64, extra=self.cut.padding)
-        for parameter, view in zip(self.parameters, self.memory.views, strict=True):
-            parameter.data = view.copy_(parameter.detach())
-        self.mine = nn.Parameter(self.cut.own(self.memory.flat))
+lab.read(plain)
+lab.read(plain.Unit)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The step has three parts, and lesson 03 has built both collectives. `reduce_scatter`: the mean of all ranks'
-# gradients is computed, and each rank gets its own part of it. Then Adam. Then `all_gather`: everybody gets all new
-# values.
+# In `step`, `reduce_scatter` computes the mean of all ranks' gradients, and each rank gets its own shard of it. Then
+# Adam. Then `all_gather`: everybody gets all new values. (`Contract` refuses what the class does not do.)
 
 # %% tags=["two-hours", "half-day"]
-# %%px
-def reduce(self):
-    """This rank's part of the mean gradient; the gradients themselves go."""
-    whole = parameters_to_vector([parameter.grad for parameter in self.parameters])
-    whole = nn.functional.pad(whole, (0, self.cut.padding))  # equal parts
-    comm.reduce_scatter(self.cut.own(whole), whole, "mean")
-    self.mine.grad = self.cut.own(whole).clone()
-    for parameter in self.parameters:
-        parameter.grad = None
-
-
-def gather(self):
-    """All parts to everybody."""
-    comm.all_gather(self.memory.flat, self.mine.detach())
-
-
-Owned.reduce, Owned.gather = reduce, gather
+lab.read(plain.Stage1)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Here is the net, in float64, so that no mistake hides behind rounding, and a loop that trains any of our models.
@@ -186,6 +152,7 @@ times_as_much = 1
 # %% tags=["two-hours", "half-day"]
 # %%px
 from dtlib.parallel.data import DataParallel
+from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 
 model = DataParallel(fresh_net(), comm, algorithm="ring")
 adam = AdamW(model.parameters(), **ADAM)
@@ -194,26 +161,22 @@ with dtlib.trace() as trace:
 sent_by_data_parallelism = trace.sent()[1]
 
 model = fresh_net()
-owned = Owned(model.parameters())
-adam_of_a_quarter = AdamW([owned.mine], **ADAM)
+zero = Stage1(comm, model, AdamW, **ADAM)
 with dtlib.trace() as trace:
-    losses["stage 1"] = train(model, owned.reduce, adam_of_a_quarter.step, owned.gather)
+    losses["stage 1"] = train(model, zero.step)
 sent_by_stage_1 = trace.sent()[1]
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-apart = (losses["stage 1"] - losses["data parallelism"]).abs().max()
-assert apart < 1e-12
-
-
 def states_of(optimizer):
     states = [state for one in optimizer.state.values() for state in one.values()]
     return sum(state.numel() for state in states if state.dim())
 
 
+assert (losses["stage 1"] - losses["data parallelism"]).abs().max() < 1e-12
 if world.rank == 0:
     print("Losses of data parallelism and stage 1 are equal, to 1e-12.")
-    print(f"Numbers that Adam keeps: {states_of(adam):,} and {states_of(adam_of_a_quarter):,}.")
+    print(f"Numbers that Adam keeps: {states_of(adam):,} and {states_of(zero.optimizer):,}.")
 
 # %% tags=["two-hours", "half-day"]
 ratio = lab.values("sent_by_stage_1")[0] / lab.values("sent_by_data_parallelism")[0]
@@ -223,132 +186,93 @@ lab.predict(times_as_much, round(ratio, 2), hint="A ring is a reduce_scatter, th
 # That is the surprise of ZeRO: a ring all-reduce *is* a reduce_scatter and an all_gather. Stage 1 puts the
 # optimizer's step between the two. **The same bytes travel, the same numbers come out, and a quarter of the optimizer
 # is left.**
-#
-# The library's `ZeroOptimizer` does the same; what it adds is care for types, unused parameters, clipping and
-# schedules. Its step:
-
-# %% tags=["two-hours", "half-day"]
-print(inspect.getsource(zero.ZeroOptimizer.step))
-print(inspect.getsource(zero.ZeroOptimizer.give_values))
 
 # %% [markdown] tags=["half-day"]
 # ## Stage 2: gradients go as they come
 #
-# Stage 1 keeps all gradients until the step, though a rank needs the mean of its part only. So reduce them *during*
-# the backward pass, and free them. autograd calls a *hook* when a gradient has come (lesson 04). Each layer gets an
-# `Owned` of its own, a *bucket*. New are the hooks:
+# Stage 1 keeps all gradients until the step, though a rank needs the mean of its shard only. So reduce them *during*
+# the backward pass, and free them. Who calls `reduce` then? autograd, through a hook (lesson 04), for the last unit
+# first:
 
 # %% tags=["half-day"]
-# %%px
-class Bucket(Owned):
-    """Reduced, and its gradients freed, as soon as the last of them has come."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters)
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self.a_gradient_has_come)
-
-    def a_gradient_has_come(self, _):
-        if all(parameter.grad is not None for parameter in self.parameters):
-            self.reduce()
-
-# %% tags=["half-day"]
-# %%px
-model = fresh_net()
-layers = [module for module in model if isinstance(module, nn.Linear)]
-buckets = [Bucket(layer.parameters()) for layer in layers]
-adam = AdamW([bucket.mine for bucket in buckets], **ADAM)
-
-
-def gather_all():
-    for bucket in buckets:
-        bucket.gather()
-
-
-losses["stage 2"] = train(model, adam.step, gather_all)
-assert (losses["stage 2"] - losses["data parallelism"]).abs().max() < 1e-12
-if world.rank == 0:
-    print("Losses of data parallelism and stage 2 are equal, to 1e-12.")
-
-# %% [markdown] tags=["half-day"]
-# Who calls `reduce` now? autograd, in the middle of `backward()`, for the last layer first. All ranks must send
-# buckets in the same order, or they wait for each other forever. The library reduces asynchronously, from two pieces
-# of memory in turn: while one bucket travels, the next one fills. A bucket's launch:
-
-# %% tags=["half-day"]
-print(inspect.getsource(reduction.GradientShard.launch))
+lab.read(plain.Stage2)
 
 # %% [markdown] tags=["half-day"]
 # ## Stage 3: whole only while it computes
 #
-# Now the parameters. A layer needs its weights twice: in its forward pass and in its backward pass. In between, and
-# the rest of the time, a quarter will do. *Gather before use, free after use*; the unit that is gathered together is
-# here a layer. Three hooks:
+# Now the parameters. A unit needs its weights twice: in its forward pass and in its backward pass. In between, and the
+# rest of the time, a quarter will do. *Gather before use, free after use.* (torch's FSDP2 says *unshard* and *reshard*.)
 
 # %% tags=["half-day"]
-# %%px
-class Unit(Bucket):
-    """Its parameters are whole while its layer computes."""
-
-    def __init__(self, layer):
-        super().__init__(layer.parameters())
-        self.mine = nn.Parameter(self.mine.detach().clone())  # it stays when the memory goes
-        self.storage = self.memory.flat.untyped_storage()
-        self.bytes = self.storage.nbytes()
-        self.free()
-        layer.register_forward_pre_hook(lambda *_: self.gather())
-        layer.register_forward_hook(self.forward_has_ended)
-
-    def forward_has_ended(self, layer, inputs, output):
-        self.free()
-        output.register_hook(lambda gradient: self.gather())  # the backward pass comes to it
-
-    def free(self):
-        self.storage.resize_(0)
-
-# %% [markdown] tags=["half-day"]
-# The tensors stay, as autograd knows them; their memory goes and comes. And once its gradients have left, the layer's
-# weights are not needed any more either:
-
-# %% tags=["half-day"]
-# %%px
-def gather(self):
-    self.storage.resize_(self.bytes)
-    comm.all_gather(torch.from_dlpack(self.memory.flat), self.mine.detach())
-
-
-def reduce(self):
-    Bucket.reduce(self)
-    self.free()
-
-
-Unit.gather, Unit.reduce = gather, reduce
-model = fresh_net()
-units = [Unit(module) for module in model if isinstance(module, nn.Linear)]
-adam = AdamW([unit.mine for unit in units], **ADAM)
-losses["stage 3"] = train(model, adam.step)  # nothing to gather: the next use does it
-assert (losses["stage 3"] - losses["data parallelism"]).abs().max() < 1e-12
-assert all(unit.storage.nbytes() == 0 for unit in units)
-if world.rank == 0:
-    print("Losses are equal, to 1e-12. Whole parameters between two steps: 0 bytes.")
-
-# %% [markdown] tags=["half-day"]
-# The library's `fully_shard` has the same hooks. (torch's FSDP2 calls gathering *unshard*, and freeing *reshard*.)
-
-# %% tags=["half-day"]
-for method in (sharded.Unit.gather, sharded.Unit._after_forward, sharded.Unit._before_backward):
-    print(inspect.getsource(method))
+lab.read(plain.Stage3)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## All stages, one table
 #
-# The library's classes. Stages 1 and 2 are an optimizer; stage 3 is a form of the model, and its optimizer is torch's
-# own, made *after* `fully_shard`, of this rank's parts.
+# Stages 2 and 3 go further: gradients, then parameters in shards. The three classes of the file, a unit for each linear
+# layer:
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-from dtlib.parallel.zero.sharded import fully_shard
+def plain_losses(kind):
+    """Losses of ten steps; all_gathers of a step; bytes of flat memory between steps."""
+    model = fresh_net()
+    units = [module for module in model if isinstance(module, nn.Linear)]
+    zero = kind(comm, model, AdamW, units, **ADAM)
+    with dtlib.trace() as trace:
+        losses = train(model, zero.step)
+    calls = [e.what for e in trace.events if e.kind == "verb" and e.name == "all_gather"]
+    gathers = [what for what in calls if "float64" in what]
+    held = sum(unit.flat.untyped_storage().nbytes() for unit in zero.units)
+    return losses, len(gathers) // 10, held
+
+
+of_stage = {kind.__name__: plain_losses(kind) for kind in (Stage1, Stage2, Stage3)}
+for of_this, *_ in of_stage.values():
+    assert (of_this - losses["data parallelism"]).abs().max() < 1e-12
+
+# %% tags=["two-hours", "half-day"]
+of_stage = lab.values("of_stage")[0]
+alone = lab.values("losses")[0]["data parallelism"]
+columns = [alone, *(losses for losses, *_ in of_stage.values())]
+rows = [(f"loss at step {at}", *(f"{losses[at]:.8f}" for losses in columns)) for at in (0, 1, 9)]
+rows.append(("whole between steps", "", *(f"{held:,} bytes" for *_, held in of_stage.values())))
+print(tabulate(rows, ("", "data parallelism", *of_stage), disable_numparse=True, stralign="right"))
+
+# %% [markdown] tags=["half-day"]
+# **Change a line.** Below, `forward_ends` frees nothing: weights stay whole until the backward pass has used them. The
+# losses stay the same. Three units are gathered twice a step in `Stage3`, and how many `all_gather`s are left here?
+
+# %% tags=["half-day", "stub"]
+gathers_left = None
+
+# %% tags=["half-day", "solution"]
+gathers_left = 3
+
+# %% tags=["half-day"]
+# %%px
+class KeptUntilBackward(Stage3):
+    def forward_ends(self, unit, module, inputs, output):
+        pass
+
+
+kept_losses, gathers, _ = plain_losses(KeptUntilBackward)
+assert (kept_losses - losses["data parallelism"]).abs().max() < 1e-12
+if world.rank == 0:
+    print(f"Stage3: {of_stage['Stage3'][1]} all_gathers a step; here: {gathers}. The same losses.")
+
+# %% tags=["half-day"]
+lab.predict(gathers_left, lab.values("gathers")[0], hint="Whole in the backward pass already.")
+lab.read_end(plain)
+
+# %% [markdown] tags=["half-day"]
+# That is `reshard_after_forward=False` of FSDP2: fewer bytes sent, more held. The full classes, for what follows. Stages 1
+# and 2 are an optimizer; stage 3 is a form of the model, and its optimizer is torch's own, made *after* `fully_shard`.
+
+# %% tags=["half-day"]
+# %%px
 from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.sharded import fully_shard
 
 
 def at_stage(stage):
@@ -364,19 +288,6 @@ def at_stage(stage):
                 fully_shard(module, comm)
         fully_shard(model, comm)
     return model, AdamW(model.parameters(), **ADAM)
-
-# %% tags=["two-hours", "half-day"]
-# %%px
-of_stage = {}
-for stage in range(4):
-    model, optimizer = at_stage(stage)
-    of_stage[stage] = train(model, optimizer.step, optimizer.zero_grad)
-    assert (of_stage[stage] - of_stage[0]).abs().max() < 1e-12
-
-# %% tags=["two-hours", "half-day"]
-losses = lab.values("of_stage")[0]
-rows = [(step, *(f"{losses[stage][step]:.8f}" for stage in range(4))) for step in (0, 1, 4, 9)]
-print(tabulate(rows, ("loss at step", *figures.STAGES), disable_numparse=True))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Memory, to the byte
@@ -507,7 +418,7 @@ sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m i
 
 # %% tags=["half-day"]
 sent = lab.values("sent_bytes")[0]
-flat = {0: parameters + 6, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
+flat = {0: parameters + 7, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
 
 
 def row(stage, micro_steps=1):
@@ -526,7 +437,8 @@ lab.predict(units_of_stage_3, round(float(rows[3][3]), 2), hint="Gather, gather,
 
 # %% [markdown] tags=["half-day"]
 # Stages 1 and 2 send what data parallelism sends, stage 3 half as much again: parameters travel twice. To the byte
-# there are 6 flags in data parallelism (which parameter was used), and padding in the others.
+# there are 7 flags in data parallelism (which parameter was used, and whether `batch_size` was set), and padding in the
+# others.
 
 # %% [markdown] tags=["half-day"]
 # **Your turn.** A batch comes in four *micro-batches*, whose gradients are added up (*accumulation*), and then there
@@ -710,6 +622,7 @@ lab.predict(factor_on_states, cases["mixed precision"][1] / first[1], hint=hint)
 # %% tags=["half-day"]
 # %%px
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -758,6 +671,9 @@ if world.rank < 3:
     checkpoints.load(folder, engine.module, engine.optimizer, three)
     continued = steps(engine, 5, 10)
     assert max(abs(a - b) for a, b in zip(continued, unbroken, strict=True)) < 1e-12
+comm.barrier()
+if world.rank == 0:
+    shutil.rmtree(folder)
 
 # %% tags=["half-day"]
 rows = zip(range(5, 10), lab.values("unbroken")[0], lab.values("continued")[0], strict=True)
@@ -767,14 +683,6 @@ print(tabulate(rows, headers, floatfmt=".10f"))
 # %% [markdown] tags=["half-day"]
 # Equal to 1e-12: a checkpoint belongs to the model, and to no number of ranks. `checkpoint.export` writes the format
 # of `torch.distributed.checkpoint`, for those who go on without dtlib.
-
-# %% tags=["half-day"]
-# %%px
-import shutil
-
-comm.barrier()
-if world.rank == 0:
-    shutil.rmtree(folder)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The config that fits

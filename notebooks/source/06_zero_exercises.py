@@ -193,7 +193,8 @@ lab.check("sharded-adam")
 # As much travels as in data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam has moved in between. An
 # optimizer that works element by element does not notice that its one parameter begins in the middle of a weight.
 #
-# The library's `ZeroOptimizer` is this, with buckets, groups, unused parameters, clipping, and masters for 16 bits.
+# `Stage1` of the lecture is this. The full `ZeroOptimizer` has buckets, groups, unused parameters, clipping, and masters for
+# 16 bits.
 #
 # ## Build: gather on demand
 #

@@ -287,8 +287,8 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
 lab.check("1f1b-build")
 
 # %% [markdown] tags=["half-day"]
-# Both functions do the same to a micro-batch; what differs is an order. So the library has one interpreter, and orders are data: compare
-# your loops with `dtlib.schedule.one_f_one_b`, and `forward` and `backward` with `dtlib/parallel/pipeline/stage.py`.
+# Both functions do the same to a micro-batch; what differs is an order. So in `dtlib/parallel/pipeline/plain.py` there is
+# one `step`, and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
 #
 # ## If you have time
 #

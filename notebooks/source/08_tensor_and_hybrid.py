@@ -22,13 +22,11 @@ except ImportError:
 lab.engines(4)
 
 # %% tags=["half-day"]
-import inspect
-
 from tabulate import tabulate
 
-from dtlib.lab import hybrid as figures
+from dtlib.lab.lessons.l08 import figures
 from dtlib.parallel import tensor
-from dtlib.parallel.tensor import functions
+from dtlib.parallel.tensor import plain
 from dtlib.theory.collectives import elements_sent
 
 # %% tags=["half-day"]
@@ -84,16 +82,8 @@ def equal(a, b):
 
 by_columns = X @ mine(A, 1)
 by_rows = mine(X, 1) @ mine(A, 0)
-
-# %% tags=["half-day"]
-# %%px
 without = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
-summed = comm.all_reduce(by_rows.clone())
-assert equal(summed, Y)
-if world.rank == 0:
-    print(f"by columns {tuple(by_columns.shape)}: is it part 0 of Y?     {without['columns']}")
-    print(f"by rows    {tuple(by_rows.shape)}: is it Y?            {without['rows']}")
-    print(f"by rows    {tuple(summed.shape)}, all_reduced: is it Y? {equal(summed, Y)}")
+assert equal(comm.all_reduce(by_rows.clone()), Y)
 
 # %% tags=["half-day"]
 complete = lab.values("without")[0]
@@ -141,33 +131,28 @@ figures.cuts(ranks=4)
 # | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
 # | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
 #
-# In the library f is `copy_to_ranks` and g is `reduce_from_ranks`. For autograd each is a function of its own, and
-# each is what the other one does backward:
+# We read the file that runs. For autograd f and g are functions of their own, and each is what the other one does
+# backward:
 
 # %% tags=["half-day"]
-print(inspect.getsource(functions._Copy))
-print(inspect.getsource(functions._Reduce))
+lab.read(plain)
+lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 
 # %% [markdown] tags=["half-day"]
-# Two layers one after the other, with an activation between them, as in every transformer: Z = gelu(X A) B. Cut A **by
-# columns, then B by rows**. The columns of gelu(X A) that a rank has are just those that its rows of B need, so
-# nothing travels in between. The other order would not do, as an activation of a sum is no sum of activations:
+# A layer cut by columns, and one by rows. Why does the bias of the second come after the sum?
+
+# %% tags=["half-day"]
+lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
+
+# %% [markdown] tags=["half-day"]
+# Two layers with an activation between them, as in every transformer. Cut the first **by columns, then the second by
+# rows**: the columns of gelu(X A) that a rank has are just those that its rows of B need, so nothing travels in between.
+# The other order would not do, as an activation of a sum is no sum of activations:
 
 # %% tags=["half-day"]
 one, two = torch.tensor(1.0), torch.tensor(2.0)
 print(f"gelu(1) + gelu(1) = {gelu(one) + gelu(one):.4f}    gelu(1 + 1) = {gelu(two):.4f}")
-print()
-print(tensor.__doc__.split("\n\n")[2])
-
-# %% tags=["half-day"]
-# %%px
-from dtlib.parallel.tensor import copy_to_ranks as f
-from dtlib.parallel.tensor import reduce_from_ranks as g
-
-
-def pair(x, a, b):
-    """gelu(x A) B, of which this rank has columns of A and rows of B."""
-    return g(gelu(f(x, comm) @ a) @ b, comm)
+lab.read(plain.ParallelMLP)
 
 # %% [markdown] tags=["half-day"]
 # Does it compute the same as one process, gradients included? And what does it send? X has 1,024 rows (the tokens of
@@ -183,68 +168,81 @@ all_reduces = 2
 
 # %% tags=["half-day"]
 # %%px
+from dtlib.parallel.tensor.plain import ColumnParallelLinear, ParallelMLP
+
 torch.manual_seed(0)
 X, G = torch.randn(2, 1024, 128, dtype=torch.float64)
-whole_A = torch.randn(128, 512, dtype=torch.float64) / 128**0.5
-whole_B = torch.randn(512, 128, dtype=torch.float64) / 512**0.5
+alone = comm.split(world.rank)  # a communicator of this rank only
 
-x, a, b = (t.clone().requires_grad_() for t in (X, mine(whole_A, 1), mine(whole_B, 0)))
-with dtlib.trace() as forward:
-    z = pair(x, a, b)
-with dtlib.trace() as backward:
+
+def seeded(comm):
+    torch.manual_seed(0)
+    return ParallelMLP(128, 512, comm).double()
+
+
+def gradients(mlp):
+    x = X.clone().requires_grad_()
+    z = mlp(x)
     z.backward(G)
-
-X1, A1, B1 = (t.clone().requires_grad_() for t in (X, whole_A, whole_B))  # in one process
-Z = gelu(X1 @ A1) @ B1
-Z.backward(G)
-assert equal(z, Z) and equal(x.grad, X1.grad)
-assert equal(a.grad, mine(A1.grad, 1)) and equal(b.grad, mine(B1.grad, 0))
-sent = [(trace.sent("all_reduce"), [e.name for e in trace.events]) for trace in (forward, backward)]
+    return {"Z": z, "X": x.grad, "A": mlp.linear1.weight.grad, "B": mlp.linear2.weight.grad}
 
 # %% tags=["half-day"]
+# %%px
+whole = gradients(seeded(alone))  # in one process
+expected = whole | {"A": mine(whole["A"], 0), "B": mine(whole["B"], 1)}
+mlp = seeded(comm)
+with dtlib.trace() as trace:
+    found = gradients(mlp)
+assert all(equal(found[name], expected[name]) for name in expected)
+calls = [(e.name, e.bytes) for e in trace.events if e.kind == "verb" and "float64" in e.what]
+
+# %% tags=["half-day"]
+calls = lab.values("calls")[0]
 formula = 8 * elements_sent("all_reduce", "ring", ranks=4, rank=0, count=1024 * 128)
 assert formula == 2 * (1024 * 128 * 8) * 3 // 4  # 2 B (N-1) / N
-rows = []
-passes = zip(("forward", "backward"), lab.values("sent")[0], strict=True)
-for name, ((messages, count), verbs) in passes:
-    rows.append((name, ", ".join(verbs), messages, count, formula))
-    assert count == formula
-print(tabulate(rows, ("rank 0 of 4", "verbs", "messages", "bytes sent", "2 B (N-1)/N"), intfmt=","))
-total = sum(len(verbs) for _, verbs in lab.values("sent")[0])
-lab.predict(all_reduces, total, hint="g in the forward pass, f in the backward pass.")
+rows = [
+    (what, name, count, formula)
+    for what, (name, count) in zip(("g, forward", "f, backward"), calls, strict=True)
+]
+print(tabulate(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"), intfmt=","))
+assert all(count == formula for _, count in calls)
+lab.predict(all_reduces, len(calls), hint="g in the forward pass, f in the backward pass.")
 
 # %% [markdown] tags=["half-day"]
 # Output and all gradients are those of one process, to 1e-12. B is the number of bytes of X. What travels depends on
 # the activations, and not on the weights: *more hidden features cost no byte more*.
 #
-# **Your turn.** Someone does not trust the cut in the middle, and puts the hidden features together after the first
-# layer: `ColumnParallelLinear(gather_output=True)`, an `all_gather`. The hidden features are four times as many as
-# those of X. How many times as many bytes does the *forward* pass send now? (An `all_gather` of C bytes sends
-# C (N-1)/N.)
+# **Change a line.** Below, the layer cut by columns has no f. **Predict:** which comes out wrong, the output `"Z"`, or the
+# gradient of `"A"`, of `"B"` or of `"X"`?
 
 # %% tags=["half-day", "stub"]
-times_as_many = None
+comes_out_wrong = None
 
 # %% tags=["half-day", "solution"]
-times_as_many = 3
+comes_out_wrong = "X"
 
 # %% tags=["half-day"]
 # %%px
-from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+class WithoutF(ColumnParallelLinear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
 
-sent_by = {}
-for gathered in (False, True):
-    column = ColumnParallelLinear(128, 512, comm, gather_output=gathered).double()
-    row = RowParallelLinear(512, 128, comm, input_is_parallel=not gathered).double()
-    with dtlib.trace() as trace:
-        row(gelu(column(X)))
-    sent_by[gathered] = trace.sent()[1]
+
+torch.manual_seed(0)  # the same values
+mlp.linear1 = WithoutF(128, 512, comm).double()
+found = gradients(mlp)
+wrong = [name for name in expected if not equal(found[name], expected[name])]
 
 # %% tags=["half-day"]
-sent_by = lab.values("sent_by")[0]
-print(f"cut in the middle: {sent_by[False]:,} bytes; put together: {sent_by[True]:,} bytes")
-hint = "4 B (N-1)/N for the all_gather, and 2 B (N-1)/N as before."
-lab.predict(times_as_many, sent_by[True] / sent_by[False], hint=hint)
+wrong = lab.values("wrong")[0]
+print("wrong:", *wrong)
+lab.predict(comes_out_wrong, *wrong, hint="Who adds up what the ranks made of the same X?")
+
+# %% [markdown] tags=["half-day"]
+# Nothing fails, and this layer trains: only the layers before it learn from a summand. What the plain core leaves out:
+
+# %% tags=["half-day"]
+lab.read_end(plain)
 
 # %% [markdown]
 # ## A transformer in parts
@@ -257,11 +255,10 @@ lab.predict(times_as_many, sent_by[True] / sent_by[False], hint=hint)
 # - **the embedding**: by words. A rank looks up the words that it has, gives zeros for the others, and g adds up;
 # - **the output layer and the loss**: by words too. The logits are never put together.
 #
-# Compare the forward passes of the library's blocks: neither mentions a rank.
+# The full classes do that. Attention's forward pass mentions no rank:
 
 # %%
-print(inspect.getsource(tensor.ParallelMLP.forward))
-print(inspect.getsource(tensor.ParallelAttention.forward))
+lab.read(tensor.ParallelAttention.forward)
 
 # %% [markdown]
 # A small language model made of torch's own layers:
@@ -293,18 +290,17 @@ class Whole(nn.Module):
 
 # %%
 # %%px
-from dtlib.parallel.tensor import ParallelAttention, VocabParallelEmbedding
-from dtlib.parallel.tensor import vocab_parallel_cross_entropy
+from dtlib.parallel import tensor
 
 
 class Cut(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
-        self.comm, by_columns = comm, ColumnParallelLinear.from_linear
-        self.embedding = VocabParallelEmbedding.from_embedding(whole.embedding, comm)
-        self.attention = ParallelAttention.from_attention(whole.attention, comm, causal=True)
+        self.comm, by_columns = comm, tensor.ColumnParallelLinear.from_linear
+        self.embedding = tensor.VocabParallelEmbedding.from_embedding(whole.embedding, comm)
+        self.attention = tensor.ParallelAttention.from_attention(whole.attention, comm, causal=True)
         first, last = whole.mlp[0], whole.mlp[2]
-        last = RowParallelLinear.from_linear(last, comm, input_is_parallel=True)
+        last = tensor.RowParallelLinear.from_linear(last, comm, input_is_parallel=True)
         self.mlp = nn.Sequential(by_columns(first, comm, gather_output=False), nn.GELU(), last)
         self.norm = whole.norm  # every rank has all of it
         self.output = by_columns(whole.output, comm, gather_output=False)
@@ -313,7 +309,7 @@ class Cut(nn.Module):
         x = self.embedding(words)
         x = x + self.attention(x)
         x = self.norm(x + self.mlp(x))
-        return vocab_parallel_cross_entropy(self.output(x), targets, self.comm, "mean")
+        return tensor.vocab_parallel_cross_entropy(self.output(x), targets, self.comm, "mean")
 
 # %%
 # %%px
@@ -339,11 +335,9 @@ assert equal(*losses)
 assert equal(cut.mlp[0].weight.grad, mine(alone.mlp[0].weight.grad, 0))
 assert equal(cut.mlp[2].weight.grad, mine(alone.mlp[2].weight.grad, 1))
 assert equal(cut.norm.weight.grad, alone.norm.weight.grad)
-
-# %%
-losses = lab.values("losses")[0]
-rows = [(step, *(f"{some[step]:.8f}" for some in losses)) for step in (0, 1, 4, 9)]
-print(tabulate(rows, ("loss at step", "one process", "4 ranks"), disable_numparse=True))
+if world.rank == 0:
+    for step in (0, 9):
+        print(f"loss at step {step}: one process {losses[0][step]:.8f}, 4 ranks {losses[1][step]:.8f}")
 
 # %% [markdown]
 # Losses are equal to 1e-12 over ten steps of AdamW, and so are the gradients.
@@ -391,7 +385,7 @@ numbers_a_token = 3
 # %%px
 logits = cut.output(torch.zeros(16, TOKENS, WIDTH, dtype=torch.float64))  # of this rank's words
 with dtlib.trace() as trace:
-    vocab_parallel_cross_entropy(logits, targets, comm, "mean")
+    tensor.vocab_parallel_cross_entropy(logits, targets, comm, "mean")
 calls = [(event.what, event.bytes) for event in trace.events]
 
 # %%
@@ -421,11 +415,9 @@ def dropped(seed):
 
 
 outside, inside = dropped(seed=1), dropped(seed=1000 + world.rank)
-
-# %%
-rows = zip(range(4), lab.values("outside"), lab.values("inside"), strict=True)
-print(tabulate(rows, ("rank", "outside the cut: one seed", "inside: a seed a rank")))
-assert len(set(lab.values("outside"))) == 1 and len(set(lab.values("inside"))) == 4
+print("outside the cut, one seed:", outside, "   inside, a seed a rank:", inside)
+assert len(set(comm.all_gather_object(outside))) == 1
+assert len(set(comm.all_gather_object(inside))) == 4
 
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
@@ -459,13 +451,13 @@ print(tabulate(rows, ("rank", "group along data", "group along tensor")))
 lab.predict(averages_with, groups[3]["data"], hint="Whoever has the same part of the model.")
 
 # %% [markdown] tags=["half-day"]
-# A perceptron on the digits, cut along `tensor`, inside `DataParallel` along `data`. Neither class knows of the other:
-# each was given another communicator.
+# A perceptron on the digits, cut along `tensor`, inside the plain class of lesson 04 along `data`. Neither knows of the
+# other: each was given another communicator.
 
 # %% tags=["half-day"]
 # %%px
-from dtlib.parallel.data import DataParallel
-from dtlib.parallel.tensor import ParallelMLP
+from dtlib.parallel.data.plain import DataParallelBuckets
+from dtlib.parallel.tensor.plain import ParallelMLP
 
 (images, labels), _ = digits.load(torch.float64)
 
@@ -490,36 +482,32 @@ def steps(model, comm, count=10):
 # %%px
 alone = comm.split(world.rank)  # a communicator of this rank only
 of_one_process = steps(net(alone), alone)
-model = DataParallel(net(mesh["tensor"]), mesh["data"])
+model = DataParallelBuckets(net(mesh["tensor"]), mesh["data"])
 of_the_mesh = steps(model, mesh["data"])
 assert equal(of_one_process, of_the_mesh)
 if world.rank == 0:
     print(f"One process and the mesh: equal losses, to 1e-12; the last is {of_the_mesh[-1]:.8f}.")
 
 # %% [markdown] tags=["half-day"]
-# What does each axis send in a step? Inside `no_sync()` nothing travels along `data`: the rest is its share.
+# What does each axis send in a step? Without the wrapper nothing travels along `data`.
 
 # %% tags=["half-day"]
 # %%px
-from contextlib import nullcontext
-
-
-def sent_in_a_pass(synchronise):
-    x, y = images[:48], labels[:48]
-    with dtlib.trace() as trace, nullcontext() if synchronise else model.no_sync():
-        cross_entropy(model(x), y).backward()
+def sent_in_a_pass(model):
+    with dtlib.trace() as trace:
+        cross_entropy(model(images[:48]), labels[:48]).backward()
     return trace.sent("all_reduce")[1]
 
 
-along_tensor = sent_in_a_pass(synchronise=False)
-along_data = sent_in_a_pass(synchronise=True) - along_tensor
+along_tensor = sent_in_a_pass(net(mesh["tensor"]))
+along_data = sent_in_a_pass(model) - along_tensor
 numbers = [parameter.numel() for parameter in model.parameters()]
 
 # %% tags=["half-day"]
 numbers = lab.values("numbers")[0]
 activations = 48 * 64 * 8  # bytes; the input of the first layer needs no gradient
-by_formula = {"tensor": activations, "data": 8 * (sum(numbers) + len(numbers))}
-what = {"tensor": "activations: g", "data": "gradients, and which of them were used"}
+by_formula = {"tensor": activations, "data": 8 * sum(numbers)}
+what = {"tensor": "activations: g", "data": "gradients"}
 rows = [(axis, lab.values(f"along_{axis}")[0], by_formula[axis], what[axis]) for axis in what]
 print(tabulate(rows, ("axis", "bytes sent", "formula", "what travels"), intfmt=","))
 assert all(row[1] == row[2] for row in rows)
@@ -611,7 +599,7 @@ SPECS = [
 # %%
 # %%px
 def two_pipelines(stage):
-    """Losses of five steps on 96 images, and bytes of numbers that this rank sent, by verb."""
+    """Losses of five steps on 96 images, and bytes of numbers that this rank sent, by operation."""
     module = PipelineModule(SPECS, num_stages=2, loss_fn=cross_entropy).double()
     config = {
         "train_batch_size": 96,
@@ -646,12 +634,12 @@ for losses, _ in of_stage.values():
 
 # %%
 of_stage = lab.values("of_stage")[0]
-verbs = ("send", "all_reduce", "reduce_scatter", "all_gather")
+operations = ("send", "all_reduce", "reduce_scatter", "all_gather")
 rows = [
-    (f"stage {stage}", f"{losses[-1]:.8f}", *(sent[verb] for verb in verbs))
+    (f"stage {stage}", f"{losses[-1]:.8f}", *(sent[name] for name in operations))
     for stage, (losses, sent) in of_stage.items()
 ]
-headers = ("ZeRO", "last loss", *verbs)
+headers = ("ZeRO", "last loss", *operations)
 print("Bytes that rank 0 sent in five steps:")
 print(tabulate(rows, headers, intfmt=",", floatfmt=".8f"))
 reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items()}
@@ -753,7 +741,7 @@ def program(replicator):
 # TF-Replicator call such exchanges `all_sum`, `all_min`, `all_max`, `all_gather` and `broadcast`, and ask for the same as
 # here: all replicas make them, in the same order.)
 #
-# **Between-graph replication**: one process a replica, on our engines. Whatever is exchanged is a verb.
+# **Between-graph replication**: one process a replica, on our engines. Whatever is exchanged is an operation.
 
 # %% tags=["half-day"]
 # %%px
@@ -800,7 +788,7 @@ print(tabulate(rows, headers, disable_numparse=True))
 figures.rewired(replicator.graph())
 exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
 found = sum(text.startswith("all_reduce") for text in exchanges)
-lab.predict(in_the_graph, found, hint="One a mark, however many replicas: what did the verbs show?")
+lab.predict(in_the_graph, found, hint="One a mark, however many replicas: what did the processes show?")
 
 # %% [markdown] tags=["half-day"]
 # Replicas go from exchange to exchange in step. When `apply_gradients` changes the shared variables, every replica has

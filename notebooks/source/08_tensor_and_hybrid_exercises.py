@@ -93,7 +93,7 @@ groups_of_7 = {"data": None, "pipe": None, "tensor": None}
 groups_of_7 = {"data": [1, 7], "pipe": [7, 10], "tensor": [6, 7, 8]}
 
 # %% tags=["half-day"]
-from dtlib.lab import hybrid as figures
+from dtlib.lab.lessons.l08 import figures
 
 for axis, guess in groups_of_7.items():
     groups = figures.groups_of(axis, {"data": 2, "pipe": 2, "tensor": 3})
@@ -193,7 +193,7 @@ class MyMLP(nn.Module):
 lab.check("mlp-build")
 
 # %% [markdown] tags=["half-day"]
-# The library's `ParallelMLP` is this, made of two layers, and for hidden features that do not divide. Leave out f: the output is still
+# `ParallelMLP` of the lecture is this, made of two layers; the full one is for hidden features that do not divide, too. Leave out f: the output is still
 # right, and so are the gradients of all parameters here. Only whoever stands *before* this block is trained with a wrong
 # gradient. A test that looks at outputs alone would not see it.
 #
