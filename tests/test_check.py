@@ -1,8 +1,13 @@
+import dataclasses
+import importlib
+
 import pytest
 
 from dtlib import pi
-from dtlib.lab.checks.checks import Verdict, judge_on_this_rank, predict
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.checks import judge_on_this_rank
+from dtlib.lab.checks.kit import Verdict
+from dtlib.lab.checks.predictions import predict
+from dtlib.lab.checks.registry import EXERCISES, HOMES
 from dtlib.lab.lessons.l03.judge_hangs import HANGS
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
@@ -48,8 +53,29 @@ def test_each_wrong_first_sum_is_rejected_for_its_own_reason(world, answer, mist
     assert judge_on_this_rank("first-sum", {"total": total}).mistake == mistake
 
 
+def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
+    at_home = {home: set(importlib.import_module(home).EXERCISES) for home in HOMES.values()}
+    assert at_home == {home: {name for name in HOMES if HOMES[name] == home} for home in HOMES.values()}
+    judges = {
+        path for path in (ROOT / "dtlib" / "lab" / "lessons").rglob("*.py") if "\nEXERCISES = " in path.read_text()
+    }
+    assert len(judges) == len(at_home) and "no such exercise" not in EXERCISES
+
+
+@on_ranks(2)
+def test_a_judge_that_fails_is_told_on_all_ranks(world):
+    """Rank 0 alone judges; whoever waits for its verdict hears of it."""
+    from dtlib.errors import DtlibError
+    from dtlib.lab.checks import checks
+
+    exercise = dataclasses.replace(EXERCISES["first-sum"], judge=lambda observations: 1 / 0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DtlibError, match="ZeroDivisionError: division by zero"):
+        patch.setattr(checks, "EXERCISES", {"first-sum": exercise})
+        judge_on_this_rank("first-sum", {"total": 1})
+
+
 def test_a_first_sum_that_nobody_has_computed_is_told():
-    from dtlib.lab.checks.checks import Wrong
+    from dtlib.lab.checks.kit import Wrong
     from dtlib.lab.lessons.l00.judge_sum import judge_total
 
     with pytest.raises(Wrong) as wrong:

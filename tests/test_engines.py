@@ -323,3 +323,11 @@ def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypa
 def test_outside_a_workshop_the_package_s_own_is_used(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert (workshop.folder() / "notebooks" / "source").is_dir()
+
+
+def test_the_call_keeps_its_name_beside_the_room_of_that_name():
+    import dtlib.lab.engines.workshop  # noqa: F401
+    from dtlib import lab
+
+    assert [callable(lab.engines) for _ in range(2)] == [True, True]
+    assert lab.engines.__module__ == "dtlib.lab.engines.engine_set"
