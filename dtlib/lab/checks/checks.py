@@ -97,12 +97,10 @@ def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | 
     )
     if not (verdict.passed and exercise.any_size and world.size > 2):
         return verdict
-    fewer = for_verdict.split(0 if world.rank < world.size - 1 else None)
-    observation = None
-    if fewer is not None:
-        fewer.time_limit = WAIT_SECONDS
-        observation = _observe(exercise, namespace, world.rank, fewer)
-    rounds.append(for_verdict.all_gather_object(observation))
+    # The last rank is alone, and comes along: an answer that talks to the whole world is wrong, and shall not wait.
+    fewer = for_verdict.split(world.rank // (world.size - 1))
+    fewer.time_limit = WAIT_SECONDS
+    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, fewer.rank, fewer)))
     judged = verdict.judged, verdict.code
     return _judged_on_rank_0(
         for_verdict, name, lambda: _with_a_rank_less(verdict, _verdict(name, rounds[1][:-1], judged))
