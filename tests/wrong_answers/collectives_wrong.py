@@ -203,22 +203,6 @@ def travels_in_single_precision(comm, tensor):
     tensor.copy_(single)
 
 
-def waits_in_the_first_half(comm, tensor):
-    """And is over before its last sends are."""
-    rank, size = comm.rank, comm.size
-    parts = torch.tensor_split(tensor, size)
-    for step in range(2 * (size - 1)):
-        adds = step < size - 1
-        outgoing = rank - step - 1 if adds else rank - step + size - 1
-        incoming = parts[(outgoing - 1) % size]
-        sending = comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
-        received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
-        if adds:
-            sending.wait()
-        incoming.copy_(incoming + received if adds else received)
-    return tensor
-
-
 def element_by_element(comm, tensor):
     """A ring in which every element is a message."""
     rank, size = comm.rank, comm.size
