@@ -61,6 +61,8 @@ def _cases():
             for answer, shown in answers.items():
                 mistake, fewest = (shown, 3) if isinstance(shown, str) else shown
                 yield Case(exercise, answer.__name__, answer, mistake, max(3, fewest))
+    for answer, mistake in collectives_wrong.ON_TWO_RANKS.items():
+        yield Case("ring-build", f"{answer.__name__} on two ranks", answer, mistake, 2)
     for answer, mistake in start_wrong.WRONG["first-sum"].items():
         yield Case("first-sum", answer.__name__, answer, mistake, by_comm=True)
     for exercise, answer in sizes_wrong.WRONG.items():

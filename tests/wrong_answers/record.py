@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 from dtlib.lab.checks.checks import judge_on_this_rank
@@ -16,7 +17,7 @@ from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
 
 
-@on_ranks(3, 4)
+@on_ranks(2, 3, 4)
 def observed(world, key, path):
     """Rank 0 writes what all ranks observed of one answer to ``path``."""
     rounds = []
@@ -27,20 +28,25 @@ def observed(world, key, path):
 
 
 def main(word: str = "") -> None:
-    wanted = [case for case in CASES.values() if word in case.key]
-    with tempfile.TemporaryDirectory() as folder:
-        for number, case in enumerate(wanted, start=1):
-            path = Path(folder) / "recorded.json"
-            observed(ranks=case.ranks, key=case.key, path=str(path))
-            found = json.loads(path.read_text())
-            mistake = found["verdict"]["mistake"]
-            told = "" if mistake == case.mistake else f": judged as {mistake or 'right'}, not as {case.mistake}"
-            print(f"{number} of {len(wanted)}  {case.key}{told}", flush=True)
-            recordings.write(case.exercise, {**recordings.read(case.exercise), case.name: found})
-    for exercise in {case.exercise for case in CASES.values()}:  # forget what is no case any more
-        names = {case.name for case in CASES.values() if case.exercise == exercise}
-        recordings.write(exercise, {name: it for name, it in recordings.read(exercise).items() if name in names})
+    for exercise, cases in groupby(sorted(CASES.values(), key=lambda case: case.key), lambda case: case.exercise):
+        cases = {case.name: case for case in cases}
+        kept = {name: it for name, it in recordings.read(exercise).items() if name in cases}
+        for name, case in cases.items():
+            if word in case.key:
+                kept[name] = _recording(case)
+        recordings.write(exercise, kept)
     end_worlds()
+
+
+def _recording(case) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recorded.json"
+        observed(ranks=case.ranks, key=case.key, path=str(path))
+        found = json.loads(path.read_text())
+    mistake = found["verdict"]["mistake"]
+    wrong = "" if mistake == case.mistake else f": judged as {mistake or 'right'}, not as {case.mistake}"
+    print(f"{case.key}{wrong}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ranks observed of a wrong answer, in files: JSON, packed, one file an exercise; reading it runs no code.
+"""What ranks observed of a wrong answer, in files: JSON, packed, one an exercise; reading it runs no code.
 
 What JSON has no word for is an object with one entry that names its kind: {"tuple": [...]}, {"dict": [[key, value]]},
 {"tensor": [dtype, shape, bytes in base64]}, {"Problem": {...}}.
@@ -6,8 +6,8 @@ What JSON has no word for is an object with one entry that names its kind: {"tup
 
 import base64
 import dataclasses
-import gzip
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,13 @@ CLASSES = {kind.__name__: kind for kind in (Problem,)}
 
 def read(exercise: str) -> dict:
     """Of each answer to an exercise that is recorded: ``rounds``, what was ``judged``, and the ``verdict``."""
-    path = FOLDER / f"{exercise}.json.gz"
-    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
+    path = FOLDER / f"{exercise}.json.xz"
+    return json.loads(lzma.decompress(path.read_bytes())) if path.exists() else {}
 
 
 def write(exercise: str, recorded: dict) -> None:
     text = json.dumps(dict(sorted(recorded.items())), separators=(",", ":"))
-    (FOLDER / f"{exercise}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    (FOLDER / f"{exercise}.json.xz").write_bytes(lzma.compress(text.encode()))
 
 
 def encoded(thing):
