@@ -65,7 +65,7 @@ def _cases():
         yield Case("ring-build", f"{answer.__name__} on two ranks", answer, mistake, 2)
     for answer, mistake in start_wrong.WRONG["first-sum"].items():
         yield Case("first-sum", answer.__name__, answer, mistake, by_comm=True)
-    for exercise, answer in sizes_wrong.WRONG.items():
+    for answer, exercise in sizes_wrong.WRONG.items():
         yield Case(exercise, answer.__name__, answer, "other-size")
     for name, (explained, mistake) in hangs_wrong.answers_to_hangs().items():
         yield Case("hangs", name, explained, mistake)
