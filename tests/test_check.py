@@ -60,11 +60,12 @@ def test_a_first_sum_that_nobody_has_computed_is_told():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("exercise", sizes_wrong.WRONG)
-def test_a_number_of_ranks_written_into_an_answer_is_found(world, exercise):
-    answer = sizes_wrong.WRONG[exercise]
-    answer = answer() if isinstance(answer, type) and issubclass(answer, sizes_wrong.pipelines_wrong.Step) else answer
-    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
+@pytest.mark.parametrize("name", [answer.__name__ for answer in sizes_wrong.WRONG])
+def test_a_number_of_ranks_written_into_an_answer_is_found(world, name):
+    answer = getattr(sizes_wrong, name)
+    exercise = sizes_wrong.WRONG[answer]
+    handed_in = answer() if answer in (sizes_wrong.LastIsRank2, sizes_wrong.WarmsUpForThree) else answer
+    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: handed_in})
     assert verdict.mistake == "other-size", verdict.text()
     assert "ranks 0 to 1 alone" in verdict.expected and len(verdict.hints) == 2
 

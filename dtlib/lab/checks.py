@@ -166,12 +166,10 @@ def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
     verdict = _verdict(name, observations, judged, world.size if exercise.needs_ranks else 0)
     if not (verdict.passed and exercise.any_size and world.size > 2):
         return verdict
-    fewer = for_verdict.split(0 if world.rank < world.size - 1 else None)
-    observation = None
-    if fewer is not None:
-        fewer.time_limit = WAIT_SECONDS
-        observation = _observe(exercise, namespace, world.rank, fewer)
-    observations = for_verdict.all_gather_object(observation)[:-1]
+    # The last rank is alone, and comes along: an answer that talks to the whole world is wrong, and shall not wait.
+    fewer = for_verdict.split(world.rank // (world.size - 1))
+    fewer.time_limit = WAIT_SECONDS
+    observations = for_verdict.all_gather_object(_observe(exercise, namespace, fewer.rank, fewer))[:-1]
     return _with_a_rank_less(verdict, _verdict(name, observations, judged, len(observations)))
 
 
