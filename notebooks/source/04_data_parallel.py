@@ -544,7 +544,7 @@ assert all(e.start > computed - 0.005 for e in mine if e.name == "all_reduce")
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-thread = emulated_step(DataParallel, progress="thread", algorithm="ring")
+thread = emulated_step(DataParallel, progress="thread")
 
 # %% tags=["two-hours", "half-day", "stub"]
 hidden = None
