@@ -56,7 +56,7 @@ def _fused(comm, requests, operations) -> Batch:
     request, mine = requests[0], [operation for operation in operations if operation is not None]
     if len(requests) == len(mine) == 1 and mine[0].output.is_cpu:
         views = [mine[0].output]  # one tensor needs no buffer
-        flat = views[0].view(-1)
+        flat = views[0].data.view(-1)  # what we write there is not counted as a change by others
     else:
         buffer = FlatBuffer([r.shape for r in requests], getattr(torch, request.dtype))
         flat, views = buffer.flat, buffer.views
@@ -82,6 +82,8 @@ def _fused(comm, requests, operations) -> Batch:
         for view, operation in pairs:
             if view is not operation.output:
                 operation.output.copy_(view)
+            elif not view.is_inference():
+                torch.autograd.graph.increment_version(view)  # autograd has to know
 
     return Batch(handle, mine, bring_home)
 

@@ -193,7 +193,7 @@ lab.read(plain.order)
 lab.read(plain.announce, plain.announced, plain.arriving)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# And a step. Look for the four places where ranks talk, and for the one that cuts autograd:
+# And a step. Look for the places where ranks talk, and where `detach()` cuts autograd:
 
 # %% tags=["two-hours", "half-day"]
 lab.read(plain.step)
