@@ -26,7 +26,7 @@ import inspect
 import numpy as np
 from tabulate import tabulate
 
-from dtlib import theory
+from dtlib.theory import collectives as theory
 from dtlib.comm import algorithms, selection
 from dtlib.lab import ring
 
@@ -160,7 +160,7 @@ lab.predict(naive_rounds, theory.rounds("all_reduce", "naive", 8), hint="One at 
 lab.predict(tree_rounds, theory.rounds("all_reduce", "tree", 8), hint="Up log2 8, down log2 8.")
 
 # %% [markdown] tags=["half-day"]
-# The same number of messages, but the tree sends several at a time. `dtlib.theory.collectives` has these formulas, and tests
+# The same number of messages, but the tree sends several at a time. `dtlib.theory` has these formulas, and tests
 # compare them with what ranks really send. So do we: `dtlib.trace()` records the verbs of a rank, with the messages and
 # the payload bytes that it sent.
 
@@ -308,7 +308,7 @@ for ranks, guess in rounds_on.items():
 # | ring | 2 (N-1) (α + n/N β) |
 #
 # Doubling has the fewest α, the ring the fewest bytes. (Thakur, Rabenseifner and Gropp, section 3 and 4; the module
-# `dtlib/theory/collectives.py` has all verbs.) Is it true? First on this computer, where messages are copies in memory: we measure.
+# `dtlib/theory/` has all operations.) Is it true? First on this computer, where messages are copies in memory: we measure.
 
 # %% tags=["half-day"]
 # %%px

@@ -51,7 +51,7 @@ with dtlib.trace() as trace:
 sent_bytes = trace.sent()[1]
 
 # %% tags=["half-day"]
-from dtlib import theory
+from dtlib.theory import collectives as theory
 
 hint = "Every rank but the root receives it once; the number of ranks that have it doubles."
 lab.predict(my_messages, theory.messages("broadcast", "tree", 8), hint=hint)

@@ -27,7 +27,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from dtlib.lab import intervals, large_batches
+from dtlib.lab.lessons.l05 import figures as large_batches
+from dtlib.lab.lessons.l05 import intervals
 from dtlib.training import rates
 from dtlib.workloads import digits
 
