@@ -276,16 +276,19 @@ def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
         lab.engines(2)
 
 
-@pytest.mark.parametrize("where", ["notebook", "keeper"])
+@pytest.mark.parametrize("where", ["folder", "notebook", "keeper"])
 def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
     from dtlib import lab
     from dtlib.errors import DtlibError
 
+    if where == "folder":
+        workshop_folder = workshop_folder.rename(workshop_folder.with_name("for $5"))
+        expected = r"cannot run in .*for \$5.* rename that folder"
     monkeypatch.chdir(workshop_folder)
     if where == "notebook":
         (workshop_folder / workshop.PROFILE / "log").write_text("")  # a file where a folder must go
         expected = r"The process that starts the engines cannot be started .*dtlib doctor"
-    else:
+    elif where == "keeper":
         monkeypatch.setenv("PYTHONPATH", str(workshop_folder))
         (workshop_folder / "dtlib").mkdir()
         (workshop_folder / "dtlib" / "__init__.py").write_text("raise ImportError('half a package')")
@@ -320,3 +323,11 @@ def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypa
 def test_outside_a_workshop_the_package_s_own_is_used(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert (workshop.folder() / "notebooks" / "source").is_dir()
+
+
+def test_the_call_keeps_its_name_beside_the_room_of_that_name():
+    import dtlib.lab.engines.workshop  # noqa: F401
+    from dtlib import lab
+
+    assert [callable(lab.engines) for _ in range(2)] == [True, True]
+    assert lab.engines.__module__ == "dtlib.lab.engines.engine_set"

@@ -14,24 +14,6 @@ from tests.ranks import on_ranks
 from tests.test_check import cells_with  # noqa: F401, a fixture
 from tests.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 
-WRONG = {
-    exercise: {answer.__name__: (answer, mistake) for answer, mistake in answers.items()}
-    for lesson in (tensor_wrong, mlp_wrong, replicator_wrong) for exercise, answers in lesson.WRONG.items()
-}  # fmt: skip
-
-
-@on_ranks(2, 3, slow=(2,))
-@pytest.mark.parametrize("exercise,answer,mistake", [
-    pytest.param(exercise, answer, mistake, id=answer)
-    for exercise, answers in WRONG.items() for answer, (_, mistake) in answers.items()
-])  # fmt: skip
-def test_each_wrong_answer_of_lesson_08_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
-    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: WRONG[exercise][answer][0]})
-    assert verdict.mistake == mistake, verdict.text()
-    assert verdict.hints
-    assert answer in verdict.judged
-
-
 # Right answers in other styles
 
 
@@ -150,7 +132,7 @@ RIGHT = {
 }
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, slow=(1, 2, 4))
 @pytest.mark.parametrize("exercise", RIGHT)
 def test_every_right_answer_to_lesson_08_passes(world, exercise):
     for answer in RIGHT[exercise]:
@@ -171,7 +153,7 @@ def cells_of_lesson_08(cells_with):  # noqa: F811
     ]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 def test_the_stubs_of_lesson_08_are_wrong_and_their_solutions_right(world, cells_of_lesson_08):
     from dtlib.parallel.tensor import copy_to_ranks, reduce_from_ranks
 

@@ -36,19 +36,7 @@ def scaled_with_library(rate, ranks, batch, base_batch, step, warmup_steps):
 RIGHT_RATES = {"warmup_settings": settings_right, "scaled_rate": scaled_right}
 
 
-@on_ranks(1, 3)
-@pytest.mark.parametrize("exercise,answer,mistake", [
-    pytest.param(exercise, answer.__name__, mistake, id=answer.__name__)
-    for exercise, answers in large_batches_wrong.WRONG.items() for answer, mistake in answers.items()
-])  # fmt: skip
-def test_each_wrong_rate_is_rejected_for_its_own_reason(world, exercise, answer, mistake):
-    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: getattr(large_batches_wrong, answer)})
-    assert verdict.mistake == mistake, verdict.text()
-    assert verdict.hints
-    assert verdict.judged.startswith(f"def {answer}(")
-
-
-@on_ranks(1, 2)
+@on_ranks(3)
 def test_another_form_of_a_right_rate_passes(world):
     verdict = judge_on_this_rank("scale-the-rate", {"scaled_rate": scaled_with_library})
     assert verdict.passed, verdict.text()
@@ -61,19 +49,12 @@ def test_what_is_no_number_is_named(world, exercise):
     assert (verdict.mistake, verdict.came) == ("type", "'None'" if exercise == "warmup-mend" else "None")
 
 
-def test_student_t_is_the_quantile_of_the_table():
-    stats = pytest.importorskip("scipy.stats")  # scikit-learn brings it
-    for degrees in (4, 5, 11, 15, 31, 100):
-        assert intervals.student_t(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=0.01)
-
-
-def test_rate_is_wilsons_interval():
-    stats = pytest.importorskip("scipy.stats")
-    for failures, runs in ((0, 32), (1, 32), (16, 32), (32, 32), (3, 10)):
-        wanted = stats.binomtest(failures, runs).proportion_ci(0.95, method="wilson")
-        share, low, high = intervals.rate(failures, runs)
-        assert share == failures / runs
-        assert (low, high) == pytest.approx((wanted.low, wanted.high), abs=1e-6)
+def test_intervals_are_those_of_the_tables():
+    """Student's t for 5 degrees is 2.571; Wilson's interval of 0 of 30 ends at 11.4 %."""
+    middle, low, high = intervals.mean([1, 2, 3, 4, 5, 6])
+    assert (middle, (high - low) / 2) == pytest.approx((3.5, 2.571 * math.sqrt(3.5 / 6)), abs=1e-3)
+    assert intervals.rate(0, 30) == pytest.approx((0, 0, 0.1135), abs=1e-4)
+    assert intervals.rate(16, 32) == pytest.approx((0.5, 0.336, 0.664), abs=1e-3)
 
 
 def test_the_interval_of_a_mean_covers_it_in_95_of_100_cases():

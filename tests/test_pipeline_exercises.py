@@ -7,57 +7,11 @@ from dtlib.lab.checks.registry import EXERCISES
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
-from tests.wrong_answers import clock_wrong, one_f_one_b_wrong, pipelines_wrong, puzzle_wrong
+from tests.wrong_answers import pipelines_wrong, puzzle_wrong
 
 
 def answer_of(thing):
     return thing() if isinstance(thing, type) else thing
-
-
-WRONG = {
-    (exercise, answer.__name__): (answer, mistake, fewest)
-    for part in (pipelines_wrong, clock_wrong, one_f_one_b_wrong)
-    for exercise, answers in part.WRONG.items()
-    for answer, (mistake, fewest) in answers.items()
-}
-
-
-# A rank waits in vain until the time limit ends it: these take as long, and of each kind a few are enough in a hurry.
-PATIENT = (
-    "AnotherGradientSent", "BackwardInAnotherOrder", "ComputesBeforeItReceives", "EqualMicrobatchesOnly",
-    "EverybodyReceives", "GradientsNotAskedFor", "ManyMicrobatchesOnly", "SendsAfterTheBackwardPass",
-    "OrdersHiddenByTags", "SendsBeforeItReceives", "SkipsTheMiddle", "TailForgotten", "TwoRanksOnly",
-    "WarmUpTheWrongWayRound",
-)  # fmt: skip
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("exercise,answer", [
-    pytest.param(*key, marks=pytest.mark.slow if key[1] in PATIENT else (), id=key[1]) for key in WRONG
-])  # fmt: skip
-def test_each_wrong_pipeline_is_rejected_for_its_own_reason(world, exercise, answer):
-    reject(exercise, answer)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("exercise,answer", [key for key, (*_, fewest) in WRONG.items() if fewest == 2])
-def test_two_ranks_show_most_of_it(world, exercise, answer):
-    reject(exercise, answer)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-@pytest.mark.parametrize("exercise,answer", [key for key in WRONG if key[1] not in PATIENT])
-def test_four_ranks_hide_nothing(world, exercise, answer):
-    reject(exercise, answer)
-
-
-def reject(exercise, answer):
-    thing, mistake, _ = WRONG[exercise, answer]
-    verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer_of(thing)})
-    assert verdict.mistake == mistake, verdict.text()
-    assert verdict.hints and all(verdict.hints)
 
 
 class Gradients1By1(pipelines_wrong.Step):
@@ -261,7 +215,7 @@ RIGHT_TO_LESSON_07 = {
 }  # fmt: skip
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, slow=(1, 2, 4))
 @pytest.mark.parametrize("exercise", RIGHT)
 def test_every_right_pipeline_passes(world, exercise):
     for answer in RIGHT[exercise]:
@@ -291,7 +245,7 @@ def cells():
     return found
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 def test_the_stubs_are_wrong_and_their_solutions_right(world, cells):
     import torch
 

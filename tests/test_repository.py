@@ -137,6 +137,48 @@ def test_imports_go_downward_only(module):
         assert not others, f"{module} imports {others}: Horovod's API stands on the verbs alone"
 
 
+def file_imports():
+    """Of each module of dtlib the modules that it imports anywhere, inside functions and by name in a string too."""
+    graph = {}
+    for module, path in MODULES.items():
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES
+        }
+        graph[module] = (imports_of(module) | {name for name in strings if "." in name}) & set(MODULES) - {module}
+    return graph
+
+
+def test_no_import_circle_between_files():
+    graph = file_imports()
+    while leaves := {module for module, imports in graph.items() if not imports & set(graph)}:
+        graph = {module: imports for module, imports in graph.items() if module not in leaves}
+    circle = {module: sorted(imports & set(graph)) for module, imports in graph.items()}
+    assert not circle, f"these files import each other in a circle, or are imported by one: {circle}"
+
+
+def test_files_are_short_enough_to_read():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
+    long = {name: lines for name, lines in lengths.items() if lines > 300}
+    assert not long, f"a file of over 300 lines usually holds two ideas: {long}"
+    unclear = [name for name in lengths if Path(name).stem in ("helpers", "utils", "helper", "util", "misc", "common")]
+    assert not unclear, f"these names do not say what is inside: {unclear}"
+
+
+def test_walks_of_contributing_lead_where_they_say():
+    """A step is written as `dtlib/file.py:12` `name`: line 12 of that file has the name."""
+    steps = re.findall(r"`(dtlib/[\w/]+\.py):(\d+)` `(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert steps, "CONTRIBUTING.md has no walk"
+    wrong = []
+    for name, line, word in steps:
+        lines = (ROOT / name).read_text().splitlines()
+        if not re.search(rf"\b{word}\b", lines[int(line) - 1] if int(line) <= len(lines) else ""):
+            places = [n for n, text in enumerate(lines, start=1) if re.search(rf"(def|class) {word}\b", text)]
+            wrong.append(f"{name}:{line} has no {word}; it is defined in line {places}")
+    assert not wrong, wrong
+
+
 def test_import_of_dtlib_loads_neither_torch_nor_mpi():
     program = "import dtlib, sys; print(*{'torch', 'mpi4py'} & set(sys.modules))"
     loaded = subprocess.run(

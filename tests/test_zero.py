@@ -129,7 +129,7 @@ def test_payload_is_that_of_data_parallelism_and_more_if_stage_2_accumulates(wor
     assert trace.sent("all_gather")[1] == once
     parameters = sum(p.numel() for p in model.parameters())
     assert flat - parameters == sum(bucket.shards.padding for bucket in zero._buckets) < world.size
-    # Which parameters were used: a line of its own, a byte each and two about batch_size; at stage 2 each pass.
+    # Which parameters were used is a line of its own: a byte a parameter, two for batch_size; at stage 2 in each pass.
     assert trace.sent("all_reduce")[1] <= 2 * (4 + 2) * (accumulate if stage == 2 else 1)
 
 

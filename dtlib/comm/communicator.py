@@ -5,7 +5,6 @@ arrays where torch is not needed) travel through mpi4py without a copy if they a
 travel through NCCL or through host memory (gpu.py).
 """
 
-import pickle
 from functools import partial
 
 import numpy as np
@@ -14,6 +13,7 @@ from dtlib.comm import lifetime, types
 from dtlib.comm.algorithms import parts_of, same_memory
 from dtlib.comm.link import Wire
 from dtlib.comm.runner import Runner
+from dtlib.comm.transport import payload
 from dtlib.comm.watch.call import shape_and_type
 from dtlib.comm.watch.messages import receive_message, send_message
 from dtlib.errors import CommunicationError
@@ -38,7 +38,7 @@ class Communicator(Runner):
     def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
-        content = types.payload(tensor, "send", writes=False)
+        content = payload(tensor, "send", writes=False)
         call = self._call("send", f"to rank {dest}", tensor, (self._members[dest],))
         link = self._link(tag)
         steps = send_message(link, content.flat, dest, call, self._notes(tag))
@@ -47,7 +47,7 @@ class Communicator(Runner):
     def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
-        content = types.payload(tensor, "recv", writes=True)
+        content = payload(tensor, "recv", writes=True)
         call = self._call("recv", f"from rank {source}", tensor, (self._members[source],))
         link = self._incoming(tag)
         steps = receive_message(link, content.flat, source, call, self._notes(tag))
@@ -60,7 +60,7 @@ class Communicator(Runner):
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.broadcast(tensor, root, async_op)
         self._check_rank(root, "broadcast", "root")
-        content = types.payload(tensor, "broadcast", writes=self.rank != root)
+        content = payload(tensor, "broadcast", writes=self.rank != root)
         flat, detail = content.flat, f"from rank {root}"
         return self._collective("broadcast", detail, tensor, (flat, root), content.store, async_op, algorithm, flat)
 
@@ -69,7 +69,7 @@ class Communicator(Runner):
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.reduce(tensor, root, op, async_op)
         self._check_rank(root, "reduce", "root")
-        content = types.payload(tensor, "reduce", writes=self.rank == root)
+        content = payload(tensor, "reduce", writes=self.rank == root)
         combine = types.combiner(tensor, op, "reduce")
         # Partial results must not show in the caller's tensor.
         flat = content.flat if self.rank == root else content.flat.copy()
@@ -85,7 +85,7 @@ class Communicator(Runner):
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.scatter(out, tensor, root, async_op)
         self._check_rank(root, "scatter", "root")
-        mine = types.payload(out, "scatter", writes=True)
+        mine = payload(out, "scatter", writes=True)
         parts = self._parts(out, tensor, "scatter") if self.rank == root else None
         detail = f"from rank {root}"
         return self._collective("scatter", detail, out, (mine.flat, parts, root), mine.store, async_op, flat=mine.flat)
@@ -95,7 +95,7 @@ class Communicator(Runner):
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.gather(out, tensor, root, async_op)
         self._check_rank(root, "gather", "root")
-        mine = types.payload(tensor, "gather", writes=False)
+        mine = payload(tensor, "gather", writes=False)
         whole = parts = None
         if self.rank == root:
             whole, parts = self._whole(out, tensor, "gather")
@@ -113,7 +113,7 @@ class Communicator(Runner):
         """
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_reduce(tensor, op, async_op)
-        content = types.payload(tensor, "all_reduce", writes=True)
+        content = payload(tensor, "all_reduce", writes=True)
         arguments = content.flat, types.combiner(tensor, op, "all_reduce")
         finish = partial(self._finish_mean, content, op)
         return self._collective("all_reduce", op, tensor, arguments, finish, async_op, algorithm, content.flat)
@@ -126,7 +126,7 @@ class Communicator(Runner):
         """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out, algorithm)):
             return nccl.reduce_scatter(out, tensor, op, async_op)
-        mine = types.payload(out, "reduce_scatter", writes=True)
+        mine = payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
         parts = self._parts(out, tensor, "reduce_scatter")
         overlap = any(np.may_share_memory(mine.flat, part) for part in parts)
@@ -143,7 +143,7 @@ class Communicator(Runner):
         """
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_gather(out, tensor, async_op)
-        mine = types.payload(tensor, "all_gather", writes=False)
+        mine = payload(tensor, "all_gather", writes=False)
         whole, parts = self._whole(out, tensor, "all_gather")
         if not same_memory(parts[self.rank], mine.flat):
             parts[self.rank][...] = mine.flat
@@ -153,8 +153,8 @@ class Communicator(Runner):
         """Send part r of ``tensor`` to rank r; part r of ``out`` comes from there. Both have ``size`` equal parts."""
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.all_to_all(out, tensor, async_op)
-        whole = types.payload(out, "all_to_all", writes=True)
-        content = types.payload(tensor, "all_to_all", writes=False)
+        whole = payload(out, "all_to_all", writes=True)
+        content = payload(tensor, "all_to_all", writes=False)
         sizes = {whole.flat.size, content.flat.size}
         if types.type_name(out) != types.type_name(tensor) or len(sizes) > 1 or whole.flat.size % self.size:
             raise CommunicationError(
@@ -168,26 +168,6 @@ class Communicator(Runner):
     def barrier(self, async_op: bool = False):
         """Wait until every rank has come here."""
         return self._collective("barrier", "", None, (), lambda: None, async_op)
-
-    # Small Python things
-
-    def all_gather_object(self, thing) -> list:
-        """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
-        mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
-        sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
-        # Every part is padded to the longest, so that one all_gather of equal parts carries them all.
-        padded = np.zeros(sizes.max(), dtype=np.uint8)
-        padded[: mine.size] = mine
-        parts = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
-        return [_unpickled(part[:size], rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
-
-    def broadcast_object(self, thing, root: int = 0):
-        """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
-        self._check_rank(root, "broadcast_object", "root")
-        mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
-        size = self.broadcast(np.array([mine.size]), root)
-        data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
-        return _unpickled(self.broadcast(data, root), root)
 
     # Other communicators
 
@@ -232,30 +212,12 @@ class Communicator(Runner):
 
     def _parts(self, out, tensor, verb):
         """``tensor`` as ``size`` parts, each like ``out``."""
-        content = types.payload(tensor, verb, writes=False)
-        self._check_whole(tensor, content.flat.size, out, types.payload(out, verb, writes=False).flat.size, verb)
+        content = payload(tensor, verb, writes=False)
+        self._check_whole(tensor, content.flat.size, out, payload(out, verb, writes=False).flat.size, verb)
         return parts_of(content.flat, self.size)
 
     def _whole(self, out, tensor, verb):
         """``out`` as a payload and as ``size`` parts, each like ``tensor``."""
-        whole = types.payload(out, verb, writes=True)
-        self._check_whole(out, whole.flat.size, tensor, types.payload(tensor, verb, writes=False).flat.size, verb)
+        whole = payload(out, verb, writes=True)
+        self._check_whole(out, whole.flat.size, tensor, payload(tensor, verb, writes=False).flat.size, verb)
         return whole, parts_of(whole.flat, self.size)
-
-
-class _Unpicklable(str):
-    """Why the object of a rank could not be sent; it travels in its place, so that no rank waits for it in vain."""
-
-
-def _pickled(thing) -> bytes:
-    try:
-        return pickle.dumps(thing)
-    except Exception as error:
-        return pickle.dumps(_Unpicklable(f"{thing!r:.60} does not pickle ({error})"))
-
-
-def _unpickled(data, rank: int):
-    thing = pickle.loads(data.tobytes())
-    if isinstance(thing, _Unpicklable):
-        raise CommunicationError(f"Rank {rank}'s {thing}: send plain data, tensors, or functions of a module.")
-    return thing

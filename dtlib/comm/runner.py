@@ -13,15 +13,16 @@ from dtlib.comm.link import (
     Link,
     SlowLink,
 )
+from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Handle, Queue, Task, idle
 from dtlib.comm.watch import board, recorder
-from dtlib.comm.watch.call import Call, callers_line, shape_and_type
+from dtlib.comm.watch.call import Call, callers_line
 from dtlib.comm.watch.verify import verified
 from dtlib.errors import CommunicationError
 
 
-class Runner:
+class Runner(ObjectOperations):
     """The state of a communicator, and how its verbs are started."""
 
     simulated = False  # True where the other ranks do not exist
@@ -119,7 +120,7 @@ class Runner:
         if algorithm is not None or self.wire or self.simulated or self._queue.broken:
             return None
         if self._nccl is None:
-            from dtlib.comm.torch.gpu import nccl_communicator
+            from dtlib.comm.torch.nccl import nccl_communicator
 
             self._nccl = nccl_communicator(self, tensor.device) or False
         return self._nccl or None
@@ -154,19 +155,6 @@ class Runner:
         if op == "mean":
             types.divide(content.tensor, content.flat, self.size)
         return content.store()
-
-    def _check_whole(self, whole, count, part, part_count, verb):
-        if types.type_name(whole) != types.type_name(part) or count != self.size * part_count:
-            raise CommunicationError(
-                f"{verb} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and of "
-                f"its dtype: they are {shape_and_type(whole)} and {shape_and_type(part)}."
-            )
-
-    def _check_rank(self, rank, verb, name):
-        if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:
-            raise CommunicationError(
-                f"{verb}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
-            )
 
 
 def world_ranks(mpi) -> tuple[int, ...]:

@@ -11,20 +11,28 @@ import torch
 
 from dtlib.errors import DtlibError
 
-PIECE = 2**14  # elements that are compared at a time
-
 
 class MasterWeights:
     """float32 copies of parameters in 16 bits; an optimizer is made of ``masters`` instead of the parameters.
 
-    float32 and float64 parameters are their own masters, unless their masters live on another ``device``.
+    float32 and float64 parameters are their own masters, unless their masters live on another ``device``. What others
+    write into the parameters, such as ``load_state_dict``, reaches the masters with the next gradients (what is written
+    behind autograd's back, as into ``parameter.data``, does not). ``wholes`` are what they write into, where
+    ``parameters`` are parts of it.
     """
 
-    def __init__(self, parameters, device=None):
+    def __init__(self, parameters, device=None, wholes=None):
         self.parameters = list(parameters)
+        self.wholes = list(self.parameters if wholes is None else wholes)
+        self.versions = [whole._version for whole in self.wholes]
         self.masters = [
             self._master_of(parameter, torch.device(device or parameter.device)) for parameter in self.parameters
         ]
+
+    def __iadd__(self, other):
+        for name in ("parameters", "wholes", "versions", "masters"):
+            getattr(self, name).extend(getattr(other, name))
+        return self
 
     @staticmethod
     def _master_of(parameter, device):
@@ -34,30 +42,31 @@ class MasterWeights:
         return torch.nn.Parameter(parameter.detach().to(device, dtype))
 
     def take_gradients(self, scale: float = 1.0) -> None:
-        """Give the masters the gradients of the parameters, divided by ``scale``, and what others have written into
-        these since ``give_values``, such as ``load_state_dict``."""
+        """Give the masters the gradients of the parameters, divided by ``scale``."""
+        self._take_values()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
-                _take_values(parameter.detach().to(master.device), master.detach())
                 gradient = parameter.grad
                 master.grad = None if gradient is None else gradient.detach().to(master.device, master.dtype)
             if master.grad is not None and scale != 1:
                 master.grad.div_(scale)
 
+    @torch.no_grad()
+    def _take_values(self) -> None:
+        """Where others have written into a parameter since ``give_values``: its master takes what is new there."""
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            if parameter is not master and self.wholes[i]._version != self.versions[i]:
+                value = parameter.to(master.device)
+                master.copy_(torch.where(value == master.to(value.dtype), master, value.to(master.dtype)))
+                self.versions[i] = self.wholes[i]._version
+
+    @torch.no_grad()
     def give_values(self) -> None:
         """Give the parameters the values of their masters, rounded."""
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if parameter is not master:
-                    parameter.copy_(master)
-
-
-def _take_values(values: torch.Tensor, master: torch.Tensor) -> None:
-    """Write into ``master`` what of ``values`` it does not round to; a piece at a time, as memory counts."""
-    for value, own in zip(values.flatten().split(PIECE), master.view(-1).split(PIECE), strict=True):
-        changed = value != own.to(value.dtype)
-        if changed.any():
-            own[changed] = value[changed].to(own.dtype)
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+        self.versions = [whole._version for whole in self.wholes]  # parts of one memory count together
 
 
 class LossScale:

@@ -5,12 +5,16 @@ from importlib import import_module
 _LAZY = {
     "engines": "dtlib.lab.engines.engine_set",
     "check": "dtlib.lab.checks.checks",
-    "predict": "dtlib.lab.checks.checks",
-    "push": "dtlib.lab.checks.checks",
+    "predict": "dtlib.lab.checks.predictions",
+    "push": "dtlib.lab.engines.names",
     "read": "dtlib.lab.reading",
     "read_end": "dtlib.lab.reading",
-    "values": "dtlib.lab.checks.checks",
+    "values": "dtlib.lab.engines.names",
 }
+
+# The room of that name is loaded once, and gives its name to the call: what is imported from it later leaves it alone.
+import_module("dtlib.lab.engines")
+del globals()["engines"]
 
 
 def __getattr__(name):

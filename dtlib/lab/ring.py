@@ -6,7 +6,8 @@ step at a time. Each rank puts in the bit 2**rank, so that a partial sum tells w
 
 from dataclasses import dataclass
 
-from dtlib.lab.pictures import _print_table, rank_colour
+from dtlib.lab.colours import rank_colour
+from dtlib.lab.pictures import _print_table
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from dtlib.errors import DtlibError
-
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, made odd: the step of the counter
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
-MASK_64 = 2**64 - 1
-MASK_31 = 2**31 - 1
-RADIUS_SQUARED = 2**62
+from dtlib.pi.generator import GOLDEN, MASK_31, MASK_64, MIX_1, MIX_2, RADIUS_SQUARED
 
 MOST_POINTS = 10**15
 BLOCK = 2**13  # points in memory at once: their arrays of 64 kB stay in a core's cache

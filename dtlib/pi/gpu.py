@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dtlib.pi import GOLDEN, MASK_31, MIX_1, MIX_2, RADIUS_SQUARED
+from dtlib.pi.generator import GOLDEN, MASK_31, MIX_1, MIX_2, RADIUS_SQUARED
 
 BLOCK = 1024
 SLICES = 256

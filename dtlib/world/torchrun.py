@@ -70,7 +70,7 @@ def _each_rank_has_a_gpu(dist, store, rank: int, size: int) -> bool:
 
     import torch
 
-    from dtlib.comm.torch.gpu import each_has_its_own
+    from dtlib.comm.torch.nccl import each_has_its_own
 
     mine = None
     if torch.cuda.is_available() and dist.is_nccl_available():

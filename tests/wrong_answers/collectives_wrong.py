@@ -132,10 +132,6 @@ def off_by_one_part(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, comm.size), second=-1)
 
 
-def sums_twice(comm, tensor):
-    return ring(comm, tensor, torch.tensor_split(tensor, comm.size), add=False)
-
-
 def garbage_with_the_right_messages(comm, tensor):
     """As many messages and bytes as the ring, and no sum: a check that only counts lets it pass."""
     parts = torch.tensor_split(tensor, comm.size)
@@ -175,7 +171,7 @@ def everybody_receives_first(comm, tensor):
     return tensor
 
 
-def everybody_sends_first(comm, tensor):
+def everybody_sends_first(comm, tensor, async_op=False, waits=lambda adds: False):
     """Right with short messages, which MPI sends ahead; with long ones all wait for a receive."""
     rank, size = comm.rank, comm.size
     parts = torch.tensor_split(tensor, size)
@@ -183,44 +179,28 @@ def everybody_sends_first(comm, tensor):
         adds = step < size - 1
         outgoing = rank - step - 1 if adds else rank - step + size - 1
         incoming = parts[(outgoing - 1) % size]
-        comm.send(parts[outgoing % size].clone(), (rank + 1) % size)
+        sending = comm.send(parts[outgoing % size].clone(), (rank + 1) % size, async_op=async_op)
         received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
+        if waits(adds):
+            sending.wait()
         incoming.copy_(incoming + received if adds else received)
     return tensor
-
-
-def uses_all_reduce(comm, tensor):
-    return comm.all_reduce(tensor)
 
 
 def never_waits(comm, tensor):
-    """The handles are dropped: MPI may still read a part while it is added to."""
-    rank, size = comm.rank, comm.size
-    parts = torch.tensor_split(tensor, size)
-    for step in range(2 * (size - 1)):
-        adds = step < size - 1
-        outgoing = rank - step - 1 if adds else rank - step + size - 1
-        incoming = parts[(outgoing - 1) % size]
-        comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
-        received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
-        incoming.copy_(incoming + received if adds else received)
-    return tensor
+    """The handles are dropped."""
+    return everybody_sends_first(comm, tensor, async_op=True)
 
 
 def waits_in_the_first_half(comm, tensor):
     """And is over before its last sends are."""
-    rank, size = comm.rank, comm.size
-    parts = torch.tensor_split(tensor, size)
-    for step in range(2 * (size - 1)):
-        adds = step < size - 1
-        outgoing = rank - step - 1 if adds else rank - step + size - 1
-        incoming = parts[(outgoing - 1) % size]
-        sending = comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
-        received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
-        if adds:
-            sending.wait()
-        incoming.copy_(incoming + received if adds else received)
-    return tensor
+    return everybody_sends_first(comm, tensor, async_op=True, waits=lambda adds: adds)
+
+
+def travels_in_single_precision(comm, tensor):
+    single = tensor.float()
+    ring(comm, single, torch.tensor_split(single, comm.size))
+    tensor.copy_(single)
 
 
 def element_by_element(comm, tensor):
@@ -280,14 +260,15 @@ WRONG = {
         forgets_the_remainder: ("remainder", 2),
         raises_on_a_remainder: ("remainder", 2),
         off_by_one_part: ("incomplete", 3),
-        sums_twice: ("counted-twice", 2),
+        adds_in_the_second_half: ("counted-twice", 2),
         garbage_with_the_right_messages: ("other-values", 2),
         receives_over_its_own: ("incomplete", 2),
         not_in_place: ("not-in-place", 2),
         everybody_receives_first: ("waited", 2),
         everybody_sends_first: ("long-messages", 2),
-        uses_all_reduce: ("collective-inside", 2),
+        calls_the_library: ("collective-inside", 2),
         waits_in_the_first_half: ("not-waited", 2),
+        travels_in_single_precision: ("rounded", 2),
         element_by_element: ("messages", 2),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
     },

@@ -29,6 +29,14 @@ def hooks_divide_by_three(comm, module):
     return data_parallel_wrong.with_hooks(comm, module, act)
 
 
+def hooks_on_the_world(comm, module):
+    """Not on the ranks that it was given."""
+    import dtlib
+
+    everywhere = dtlib.init().comm
+    return data_parallel_wrong.with_hooks(comm, module, lambda p: everywhere.all_reduce(p.grad, op="mean"))
+
+
 class MeanOfThree(buckets_wrong.Right):
     def weight(self, samples):
         return super().weight(samples) * 3
@@ -78,14 +86,14 @@ class WarmsUpForThree(pipelines_wrong.Right1F1B):
 
 
 WRONG = {
-    "pi-streams": count_a_third,
-    "pi-on-ranks": estimate_by_thirds,
-    "ring-mend": ring_in_three_parts,
-    "ring-build": ring_in_three_parts,
-    "hook-mend": hooks_divide_by_three,
-    "buckets-build": MeanOfThree,
-    "gather-on-demand": AThirdOfTheLayer,
-    "mlp-build": AThirdOfTheFeatures,
-    "gpipe-build": LastIsRank2,
-    "1f1b-build": WarmsUpForThree,
+    count_a_third: "pi-streams",
+    estimate_by_thirds: "pi-on-ranks",
+    ring_in_three_parts: "ring-build",
+    hooks_divide_by_three: "hook-mend",
+    hooks_on_the_world: "hook-mend",
+    MeanOfThree: "buckets-build",
+    AThirdOfTheLayer: "gather-on-demand",
+    AThirdOfTheFeatures: "mlp-build",
+    LastIsRank2: "gpipe-build",
+    WarmsUpForThree: "1f1b-build",
 }

@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 
 from dtlib.comm import types, waiting
+from dtlib.comm.transport import payload
 from dtlib.comm.watch import recorder
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
@@ -66,12 +67,12 @@ class Carried:
             self._home, self._back = tensor.detach(), lambda: tensor
             flat = self._home.contiguous().view(-1)
         else:
-            payload = types.payload(tensor, verb, writes)
-            memory = payload.flat if payload.flat.flags.writeable else payload.flat.copy()  # torch knows no read-only
+            content = payload(tensor, verb, writes)
+            memory = content.flat if content.flat.flags.writeable else content.flat.copy()  # torch knows no read-only
             self._home = torch.from_numpy(memory)
             if isinstance(tensor, torch.Tensor):
                 self._home = self._home.view(tensor.dtype)  # types.py has another name for what numpy lacks
-            self._back = payload.store
+            self._back = content.store
             flat = self._home if "cpu" in backends else self._home.cuda()
         self.flat = flat
         self.octets = flat.view(torch.uint8)

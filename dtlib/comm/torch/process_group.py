@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtlib.comm import types
-from dtlib.comm.communicator import Communicator
+from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.watch import recorder
 from dtlib.comm.watch.call import Call, callers_line, shape_and_type
@@ -34,7 +34,7 @@ def _options(kind, **values):
     return options
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(ObjectOperations):
     """``Communicator``'s verbs over a ``torch.distributed.ProcessGroup`` or one of its backends.
 
     Args:
@@ -224,13 +224,6 @@ class ProcessGroupCommunicator:
             token.flat.cpu()  # a GPU has queued it; here it is over
 
         return self._start(self._call("barrier"), token, partial(self.group.allreduce, [token.flat]), finish, async_op)
-
-    # Small Python things, by the same steps
-
-    all_gather_object = Communicator.all_gather_object
-    broadcast_object = Communicator.broadcast_object
-    _check_rank = Communicator._check_rank
-    _check_whole = Communicator._check_whole
 
     # Other communicators
 

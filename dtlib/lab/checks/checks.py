@@ -1,94 +1,26 @@
-"""Predictions and checks: what turns a cell into an exercise.
+"""Checks: what turns a cell into an exercise.
 
 An exercise judges what the learner defined on the ranks, in two steps. First every rank observes what the answer
-does there; then all ranks look at all observations and come to the same verdict, without further messages:
+does there; then rank 0 looks at what all of them saw, without further messages, and tells all ranks its verdict:
 
-    rank 0   observe(answer, comm) -> what it returned     \
-    rank 1   observe(answer, comm) -> an error              } all_gather -> judge([...]) -> the verdict, on every rank
+    rank 0   observe(answer, comm) -> what it returned     \\
+    rank 1   observe(answer, comm) -> an error              } all_gather -> judge([...]) on rank 0, told to all
     rank 2   observe(answer, comm) -> waited for rank 1    /
 
 An exercise that needs no ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from numbers import Number
+from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab.checks.answers import fingerprint, first_line, told
+from dtlib.lab.checks.kit import Exercise, Problem, Verdict, Wrong
+from dtlib.lab.checks.registry import EXERCISES
 from dtlib.world.launch import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
 _tries = {}  # exercise -> (fingerprint of the answer, how often it was judged)
-
-
-class Wrong(Exception):
-    """An answer that is not right: on which rank, what was expected, what came, and hints from vague to plain.
-
-    ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own.
-    """
-
-    def __init__(self, mistake: str, rank: int, expected: str, came: str, *hints: str):
-        super().__init__(mistake)
-        self.mistake, self.rank, self.expected, self.came, self.hints = mistake, rank, expected, came, hints
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
-    pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
-    score, it returns that as text. ``picture(observations)`` draws as text what was handed in, right or wrong.
-    ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator.
-    ``any_size=True``: an answer that is right is judged once more with a rank less, where no number of ranks that is
-    written into it is right."""
-
-    name: str
-    observe: Callable
-    judge: Callable
-    picture: Callable | None = None
-    needs_ranks: bool = True
-    any_size: bool = False
-
-
-@dataclass
-class Verdict:
-    """What all ranks agree on: ``rank`` is the lowest on which something was wrong, None if all is well, or where it is
-    nobody's in particular. ``ranks`` is on how many it was judged: 0 for an exercise that needs none."""
-
-    exercise: str
-    judged: str
-    ranks: int
-    rank: int | None = None
-    mistake: str = ""
-    expected: str = ""
-    came: str = ""
-    hints: tuple = ()
-    score: str = ""  # where one can do better than pass
-    picture: str = ""
-    code: str = ""  # the same for the same answer
-
-    @property
-    def passed(self) -> bool:
-        return not self.mistake
-
-    def text(self, attempt: int = 0) -> str:
-        """What the learner reads; later attempts get plainer hints."""
-        where = f"Judged on {self.ranks} ranks" if self.ranks else "Judged"
-        judged = f"{where}: {self.judged}" + (f"\n\n{self.picture}\n" if self.picture else "")
-        if self.passed and 0 < self.ranks < 3:
-            few = " So few ranks hide mistakes: check it with lab.engines(3) too."
-            return f"{judged}\nPassed: {self.exercise}.{few}{self._score()}"
-        if self.passed:
-            return f"{judged}\nPassed: {self.exercise}.{self._score()}"
-        place = "" if self.rank is None else f", on rank {self.rank}"
-        lines = [judged, f"Not yet: {self.exercise}{place}."]
-        lines += [f"  expected: {self.expected}", f"  came:     {self.came}"]
-        if self.hints:
-            lines.append(f"  hint:     {self.hints[min(attempt, len(self.hints) - 1)]}")
-        return "\n".join(lines)
-
-    def _score(self) -> str:
-        return f" {self.score}" if self.score else ""
 
 
 def check(name: str) -> None:
@@ -100,8 +32,6 @@ def check(name: str) -> None:
     Raises:
         DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
     """
-    from dtlib.lab.checks.registry import EXERCISES
-
     if name not in EXERCISES:
         raise DtlibError(f"There is no exercise {name!r}: choose one of {', '.join(sorted(EXERCISES))}.")
     if in_engine():
@@ -128,7 +58,6 @@ def _tell(verdict: Verdict) -> None:
 def _judge_from_notebook(name: str) -> Verdict:
     from IPython import get_ipython
 
-    from dtlib.lab.checks.registry import EXERCISES
     from dtlib.lab.engines.engine_set import current
 
     answers = current().view.apply_async(_judge_for_notebook, name)
@@ -146,36 +75,64 @@ def _judge_for_notebook(name: str) -> dict:
     return asdict(judge_on_this_rank(name))
 
 
-def judge_on_this_rank(name: str, namespace: dict | None = None) -> Verdict:
+def judge_on_this_rank(name: str, namespace: dict | None = None, rounds: list | None = None) -> Verdict:
     """One rank's part in a verdict; all ranks call it, and all return the same.
 
-    ``namespace`` is where the answer is looked up: IPython's, unless told otherwise.
+    ``namespace`` is where the answer is looked up: IPython's, unless told otherwise. What all ranks observed
+    is appended to ``rounds``, from which ``judge_rounds`` comes to the same verdict.
     """
-    from dtlib.lab.checks.registry import EXERCISES
     from dtlib.world import fresh_communicator, init
 
     world = init()
     namespace = _names_of_the_notebook() if namespace is None else namespace
     exercise = EXERCISES[name]
+    rounds = [] if rounds is None else rounds
     # Fresh ones: what an earlier answer left behind must meet neither this one nor the verdict.
     for_answer = fresh_communicator(WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_verdict = fresh_communicator(10 * WAIT_SECONDS, f"check({name!r})", on_board=False)
     for_answer.on_board = True
-    observations = for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer))
-    judged = for_verdict.broadcast_object(_what_is_judged(exercise.name, namespace))
-    verdict = _verdict(name, observations, judged, world.size if exercise.needs_ranks else 0)
+    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, world.rank, for_answer)))
+    verdict = _judged_on_rank_0(
+        for_verdict, name, lambda: _verdict(name, rounds[0], _what_is_judged(exercise.name, namespace))
+    )
     if not (verdict.passed and exercise.any_size and world.size > 2):
         return verdict
-    fewer = for_verdict.split(0 if world.rank < world.size - 1 else None)
-    observation = None
-    if fewer is not None:
-        fewer.time_limit = WAIT_SECONDS
-        observation = _observe(exercise, namespace, world.rank, fewer)
-    observations = for_verdict.all_gather_object(observation)[:-1]
-    return _with_a_rank_less(verdict, _verdict(name, observations, judged, len(observations)))
+    # The last rank is alone, and comes along: an answer that talks to the whole world is wrong, and shall not wait.
+    fewer = for_verdict.split(world.rank // (world.size - 1))
+    fewer.time_limit = WAIT_SECONDS
+    rounds.append(for_verdict.all_gather_object(_observe(exercise, namespace, fewer.rank, fewer)))
+    judged = verdict.judged, verdict.code
+    return _judged_on_rank_0(
+        for_verdict, name, lambda: _with_a_rank_less(verdict, _verdict(name, rounds[1][:-1], judged))
+    )
 
 
-def _with_a_rank_less(verdict: "Verdict", fewer: "Verdict") -> "Verdict":
+def _judged_on_rank_0(comm, name: str, judge: Callable[[], Verdict]) -> Verdict:
+    """Judged once, told to all; where the judge itself fails, nobody waits for its verdict."""
+    verdict = problem = None
+    if comm.rank == 0:
+        try:
+            verdict = judge()
+        except Exception as error:
+            problem = error
+    verdict, sentence = comm.broadcast_object((verdict, problem and f"{type(problem).__name__}: {problem}"))
+    if sentence:
+        raise DtlibError(
+            f"The judge of {name!r} failed ({sentence}), which says nothing about the answer."
+        ) from problem
+    return verdict
+
+
+def judge_rounds(name: str, rounds: list, judged: tuple[str, str]) -> Verdict:
+    """The verdict on what all ranks observed, and on what all but the last one did where there was a second round.
+
+    ``judged`` is the first line of the answer and its fingerprint.
+    """
+    verdict = _verdict(name, rounds[0], judged)
+    return _with_a_rank_less(verdict, _verdict(name, rounds[1][:-1], judged)) if rounds[1:] else verdict
+
+
+def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
     if fewer.passed:
         return verdict
     return replace(
@@ -190,12 +147,10 @@ def _with_a_rank_less(verdict: "Verdict", fewer: "Verdict") -> "Verdict":
 
 def judge_here(name: str, namespace: dict | None = None) -> Verdict:
     """The verdict on an exercise that needs no ranks; no engines have to run."""
-    from dtlib.lab.checks.registry import EXERCISES
-
     exercise = EXERCISES[name]
     namespace = _names_of_the_notebook() if namespace is None else namespace
     observation = _observe(exercise, namespace, None, None)
-    return _verdict(name, [observation], _what_is_judged(exercise.name, namespace, ""), ranks=0)
+    return _verdict(name, [observation], _what_is_judged(exercise.name, namespace, ""))
 
 
 def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tuple[str, str]:
@@ -203,10 +158,9 @@ def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tu
     return first_line(name, namespace, where), fingerprint(namespace.get(name))
 
 
-def _verdict(name: str, observations: list, judged: tuple[str, str], ranks: int) -> Verdict:
-    from dtlib.lab.checks.registry import EXERCISES
-
+def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
     exercise, (line, code) = EXERCISES[name], judged
+    ranks = len(observations) if exercise.needs_ranks else 0
     problems = [seen for seen in observations if isinstance(seen, Problem)]
     picture = exercise.picture(observations) if exercise.picture and not problems else ""
     try:
@@ -225,17 +179,6 @@ def _names_of_the_notebook() -> dict:
     from IPython import get_ipython
 
     return get_ipython().user_ns
-
-
-@dataclass
-class Problem:
-    """Why there is nothing to observe on a rank; the fields are the arguments of ``Wrong``."""
-
-    mistake: str
-    rank: int | None
-    expected: str
-    came: str
-    hints: tuple
 
 
 def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
@@ -258,43 +201,3 @@ def _errors_of_waiting(comm) -> tuple:
     from mpi4py import MPI
 
     return WaitTimeout, MPI.Exception
-
-
-def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
-    """Compare a prediction with what came.
-
-    Args:
-        guess: the prediction, a number or any value; None if it has not been made.
-        came: what the run gave.
-        tolerance: how far off a numeric guess may be to count as right, as a share of ``came``.
-        hint: what to think about if it was wrong.
-    """
-    shown = f"{came:.4g}" if isinstance(came, float) else f"{came}"
-    if guess is None:
-        print("Predict first: replace None by your guess, run that cell, then this one.")
-    elif isinstance(came, Number) and not isinstance(guess, Number):
-        print(f"Predict a number, without quotes: you wrote {guess!r}.")
-    elif guess == came or (tolerance and abs(guess - came) <= tolerance * abs(came)):
-        print(f"You predicted {guess}, and it came out as {shown}: right.")
-    else:
-        print(f"You predicted {guess}, and it came out as {shown}. {hint}".rstrip())
-
-
-def values(name: str) -> list:
-    """What ``name`` is on each rank, in rank order."""
-    from ipyparallel.error import CompositeError, RemoteError
-
-    from dtlib.lab.engines.engine_set import current
-
-    try:
-        return current().view.pull(name, block=True)
-    except (CompositeError, RemoteError) as error:
-        reason = error.elist[0][1] if isinstance(error, CompositeError) else f"{error.ename}: {error.evalue}"
-        raise DtlibError(f"{name} cannot be brought here from the ranks ({str(reason).splitlines()[0]}).") from None
-
-
-def push(**named) -> None:
-    """Give values to all ranks: ``lab.push(file="points.bin")`` makes the name ``file`` known there."""
-    from dtlib.lab.engines.engine_set import current
-
-    current().view.push(named, block=True)

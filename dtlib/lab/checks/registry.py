@@ -1,49 +1,53 @@
-"""The exercises, by name. Beside each lesson's judges stand plausible wrong answers (``*_wrong.py``), which the tests
-prove to be rejected, each for its own reason."""
+"""Where each exercise is at home: the lesson's judge, imported when the exercise is asked for.
 
-from dtlib.lab.checks.checks import Exercise
-from dtlib.lab.lessons.l00 import judge_sum as start
-from dtlib.lab.lessons.l02 import judge_pi as pi
-from dtlib.lab.lessons.l03 import judge_hangs as hangs
-from dtlib.lab.lessons.l03 import judge_ring as collectives
-from dtlib.lab.lessons.l04 import judge_averaging as data_parallel
-from dtlib.lab.lessons.l04 import judge_byte_golf as byte_golf
-from dtlib.lab.lessons.l04 import observe_averaging as averaging
-from dtlib.lab.lessons.l05 import judge_rates as large_batches
-from dtlib.lab.lessons.l06 import judge_adam as zero
-from dtlib.lab.lessons.l06 import judge_stage2 as zero2
-from dtlib.lab.lessons.l06 import judge_stage3 as zero3
-from dtlib.lab.lessons.l07 import judge_pipelines as pipelines
-from dtlib.lab.lessons.l07 import judge_puzzle as puzzle
-from dtlib.lab.lessons.l07 import observe_stages as staged
-from dtlib.lab.lessons.l08 import judge_layers as tensor
-from dtlib.lab.lessons.l08 import judge_replicator as replicator
-from dtlib.lab.lessons.l08 import observe_layers as cut_layers
+Plausible wrong answers stand in ``tests/wrong_answers``; the tests prove that each is rejected for its own reason.
+"""
 
-EXERCISES = {
-    "first-sum": Exercise("total", start.observe_total, start.judge_total),
-    "pi-streams": Exercise("count_my_points", pi.observe_count, pi.judge_count, any_size=True),
-    "pi-on-ranks": Exercise("estimate_pi", pi.observe_estimate, pi.judge_estimate, any_size=True),
-    "ring-mend": Exercise("ring_all_reduce", collectives.observe_ring, collectives.judge_ring, any_size=True),
-    "ring-build": Exercise("my_all_reduce", collectives.observe_ring, collectives.judge_ring, any_size=True),
-    "hook-mend": Exercise("average_with_hooks", averaging.observe_hooks, data_parallel.judge, any_size=True),
-    "buckets-build": Exercise("MyDataParallel", averaging.observe_buckets, data_parallel.judge, any_size=True),
-    "byte-golf": Exercise("golf", byte_golf.observe_golf, byte_golf.judge_golf),
-    "warmup-mend": Exercise("warmup_settings", large_batches.observe_settings, large_batches.judge_settings),
-    "scale-the-rate": Exercise("scaled_rate", large_batches.observe_scaled, large_batches.judge_scaled),
-    "zero2-mend": Exercise("share_gradients", zero2.observe_shared, zero2.judge_shared),
-    "sharded-adam": Exercise("ShardedAdam", zero.observe_adam, zero.judge_adam),
-    "gather-on-demand": Exercise("OnDemand", zero3.observe_on_demand, zero3.judge_on_demand, any_size=True),
-    "fit-it": Exercise("fit", zero3.observe_fit, zero3.judge_fit),
-    "row-mend": Exercise("RowParallel", cut_layers.observe_row, tensor.judge_row),
-    "mlp-build": Exercise("MyMLP", cut_layers.observe_mlp, tensor.judge_mlp, any_size=True),
-    "step-build": Exercise("build_step", replicator.observe_step, replicator.judge_step),
-    "hangs": Exercise("explained", hangs.observe_hangs, hangs.judge_hangs),
-    "pipeline-mend": Exercise("train_step", staged.observe_batch, pipelines.judge_mend),
-    "gpipe-build": Exercise("my_gpipe", staged.observe_microbatches, pipelines.judge_gpipe, any_size=True),
-    "1f1b-build": Exercise("my_1f1b", staged.observe_microbatches, pipelines.judge_1f1b, any_size=True),
-    "schedule-puzzle": puzzle.exercise(1),
-    "schedule-puzzle-2": puzzle.exercise(2),
-    "schedule-puzzle-3": puzzle.exercise(3),
-    "schedule-puzzle-4": puzzle.exercise(4),
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from dtlib.lab.checks.kit import Exercise
+
+HOMES = {
+    "first-sum": "dtlib.lab.lessons.l00.judge_sum",
+    "pi-streams": "dtlib.lab.lessons.l02.judge_pi",
+    "pi-on-ranks": "dtlib.lab.lessons.l02.judge_pi",
+    "ring-mend": "dtlib.lab.lessons.l03.judge_ring",
+    "ring-build": "dtlib.lab.lessons.l03.judge_ring",
+    "hangs": "dtlib.lab.lessons.l03.judge_hangs",
+    "hook-mend": "dtlib.lab.lessons.l04.judge_averaging",
+    "buckets-build": "dtlib.lab.lessons.l04.judge_averaging",
+    "byte-golf": "dtlib.lab.lessons.l04.judge_byte_golf",
+    "warmup-mend": "dtlib.lab.lessons.l05.judge_rates",
+    "scale-the-rate": "dtlib.lab.lessons.l05.judge_rates",
+    "zero2-mend": "dtlib.lab.lessons.l06.judge_stage2",
+    "sharded-adam": "dtlib.lab.lessons.l06.judge_adam",
+    "gather-on-demand": "dtlib.lab.lessons.l06.judge_stage3",
+    "fit-it": "dtlib.lab.lessons.l06.judge_stage3",
+    "pipeline-mend": "dtlib.lab.lessons.l07.judge_pipelines",
+    "gpipe-build": "dtlib.lab.lessons.l07.judge_pipelines",
+    "1f1b-build": "dtlib.lab.lessons.l07.judge_pipelines",
+    "schedule-puzzle": "dtlib.lab.lessons.l07.judge_puzzle",
+    "schedule-puzzle-2": "dtlib.lab.lessons.l07.judge_puzzle",
+    "schedule-puzzle-3": "dtlib.lab.lessons.l07.judge_puzzle",
+    "schedule-puzzle-4": "dtlib.lab.lessons.l07.judge_puzzle",
+    "row-mend": "dtlib.lab.lessons.l08.judge_layers",
+    "mlp-build": "dtlib.lab.lessons.l08.judge_layers",
+    "step-build": "dtlib.lab.lessons.l08.judge_replicator",
 }
+
+
+class Registry(Mapping):
+    """Name -> exercise, as the ``EXERCISES`` of its home has it."""
+
+    def __getitem__(self, name: str) -> Exercise:
+        return import_module(HOMES[name]).EXERCISES[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(HOMES)
+
+    def __len__(self) -> int:
+        return len(HOMES)
+
+
+EXERCISES = Registry()

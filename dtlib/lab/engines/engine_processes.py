@@ -18,6 +18,10 @@ START_SECONDS = 60
 
 def start_keeper(record, ranks: int) -> None:
     """Have a keeper start the engines and wait until it has told where they are."""
+    if "$" in str(record.profile):
+        raise DtlibError(
+            f"Engines cannot run in {record.profile}: ipyparallel reads $ as a variable, so rename that folder."
+        )
     check_mpiexec(find_mpiexec())
     log = record.profile / "log"
     command = [sys.executable, "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)]
@@ -45,7 +49,8 @@ def start_keeper(record, ranks: int) -> None:
             record.remove("set.json")
             raise DtlibError(problem)
         if not record.keeper() or time.monotonic() > deadline:
-            raise DtlibError(f"The engines did not start: {log / 'keeper.log'} says why.")
+            why = f"{log / 'keeper.log'} says why" if (log / "keeper.log").stat().st_size else f"look into {log}"
+            raise DtlibError(f"The engines did not start: {why}, or run the cell again.")
         time.sleep(0.02)
 
 

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
 from dtlib.errors import DtlibError
 from dtlib.lab.engines.workshop import Record
 from dtlib.world.launch import ends_with_this_process, rank_environment
@@ -63,7 +65,12 @@ def _keep(record: Record, ranks: int, name: str) -> None:
     me, started = Process.of(os.getpid()), set()
     try:
         cluster = _start(record.profile, ranks, name)
-        launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
+        try:
+            launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
+        except psutil.NoSuchProcess:
+            raise DtlibError(
+                f"The engines ended as soon as they had started: {record.profile / 'log'} says why."
+            ) from None
         note = record.read("set.json")
         note["connection"] = str(record.profile / "security" / f"ipcontroller-{name}-client.json")
         _watch(record, note, launchers, started)

@@ -14,9 +14,8 @@ from IPython.display import display, publish_display_data
 from tqdm.auto import tqdm
 
 from dtlib.errors import DtlibError
+from dtlib.lab.colours import rank_prefix
 from dtlib.lab.engines.engine_processes import interrupt
-from dtlib.lab.engines.engine_set import current
-from dtlib.lab.pictures import rank_prefix
 
 INTERRUPT_SECONDS = 5
 KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
@@ -29,8 +28,8 @@ def install(engines) -> None:
 
     shell = get_ipython()
     if shell is not None:
-        shell.register_magics(RankMagics(shell, engines.view))
-        shell.set_custom_exc((NameError,), _explain_local_name_error)
+        shell.register_magics(RankMagics(shell, engines))
+        shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
 
 
 class RanksFailed(DtlibError):
@@ -62,6 +61,10 @@ class RanksFailed(DtlibError):
 class RankMagics(ParallelMagics):
     """``%px`` and ``%%px`` with outputs in rank order."""
 
+    def __init__(self, shell, engines):
+        super().__init__(shell, engines.view)
+        self.engines = engines
+
     @functools.wraps(ParallelMagics.cell_px)  # its parser of arguments too
     def cell_px(self, line="", cell=None):
         words = line.split()
@@ -72,11 +75,11 @@ class RankMagics(ParallelMagics):
         try:
             return super().cell_px(" ".join(words), cell)
         except IndexError:
-            known = _ranks(list(range(current().size)))
+            known = _ranks(list(range(self.engines.size)))
             raise DtlibError(f"%%px {line}: there is no such rank; there are {known}.") from None
 
     def parallel_execute(self, cell, block=None, save_name=None, **options):
-        ranks = current()
+        self.engines.check_held()
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
@@ -84,9 +87,9 @@ class RankMagics(ParallelMagics):
         if save_name:
             self.shell.user_ns[save_name] = result
         try:
-            _wait(result, ranks)
+            _wait(result, self.engines)
         except KeyboardInterrupt:
-            interrupt(ranks.pids())
+            interrupt(self.engines.pids())
             result.wait(INTERRUPT_SECONDS)
             if not result.done():
                 raise DtlibError(
@@ -95,19 +98,30 @@ class RankMagics(ParallelMagics):
         result.wait_for_output(1)
         targets = _targets(result)
         said_something = _show(result, targets)
-        _raise_errors(result, targets, self.shell)
+        self._raise_errors(result, targets)
         if not said_something:
             print(f"(ran on {_ranks(targets)})")
         return None
 
+    def _raise_errors(self, result, ranks) -> None:
+        from ipyparallel.error import RemoteError
 
-def _wait(result, ranks) -> None:
+        outcomes = _as_list(result.get(return_exceptions=True))
+        errors = {rank: error for rank, error in zip(ranks, outcomes, strict=True) if isinstance(error, RemoteError)}
+        if any(error.ename == "EngineError" for error in errors.values()):
+            time.sleep(KEEPER_SECONDS)
+            self.engines.check_held()  # says what has become of them
+        if errors:
+            raise RanksFailed(errors, _cures(errors.values(), self.shell)) from None
+
+
+def _wait(result, engines) -> None:
     """Wait for a cell; where ranks report progress, draw one bar for all of them; where they wait, say for whom."""
     bar, line = None, _WaitingLine()
     try:
         while not result.done():
             result.wait(0.1)
-            ranks.check_held()  # ranks that have ended will not answer
+            engines.check_held()  # ranks that have ended will not answer
             reports = {rank: data or {} for rank, data in zip(_targets(result), _as_list(result.data), strict=True)}
             for data in reports.values():
                 if "progress" in data:
@@ -186,18 +200,6 @@ def _as_list(value):
     return value if isinstance(value, list) else [value]
 
 
-def _raise_errors(result, ranks, shell) -> None:
-    from ipyparallel.error import RemoteError
-
-    outcomes = _as_list(result.get(return_exceptions=True))
-    errors = {rank: error for rank, error in zip(ranks, outcomes, strict=True) if isinstance(error, RemoteError)}
-    if any(error.ename == "EngineError" for error in errors.values()):
-        time.sleep(KEEPER_SECONDS)
-        current()  # says what has become of them
-    if errors:
-        raise RanksFailed(errors, _cures(errors.values(), shell)) from None
-
-
 def _cures(errors, shell) -> list[str]:
     if any(error.ename == "StdinNotImplementedError" for error in errors):
         return ["Ranks cannot ask: use input() in a plain cell, and give the answer to the ranks with lab.push."]
@@ -214,11 +216,11 @@ def _cures(errors, shell) -> list[str]:
 _NAME = re.compile(r"name '(\w+)' is not defined")
 
 
-def _explain_local_name_error(shell, kind, value, trace, tb_offset=None):
+def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
     """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
     lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
     match = _NAME.search(str(value))
-    if match and _ranks_know(match.group(1)):
+    if match and _ranks_know(engines, match.group(1)):
         lines.append(
             f"`{match.group(1)}` is defined on the ranks but not in the notebook: start the cell with %%px to run it "
             "there."
@@ -227,9 +229,10 @@ def _explain_local_name_error(shell, kind, value, trace, tb_offset=None):
     return lines
 
 
-def _ranks_know(name: str) -> bool:
+def _ranks_know(engines, name: str) -> bool:
     try:
-        known = current().view.apply_async(_knows, name)
+        engines.check_held()
+        known = engines.view.apply_async(_knows, name)
         deadline = time.monotonic() + 1
         while not known.done() and time.monotonic() < deadline:
             known.wait(0.05)

@@ -47,7 +47,7 @@ class RankTable:
     def _repr_html_(self):
         from tabulate import tabulate
 
-        from dtlib.lab.pictures import rank_badge
+        from dtlib.lab.colours import rank_badge
 
         cells = [(rank_badge(rank), *rest) for rank, *rest in self._cells()]
         return str(tabulate(cells, self._HEADERS, tablefmt="unsafehtml"))

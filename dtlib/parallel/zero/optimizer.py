@@ -120,9 +120,8 @@ class ZeroOptimizer(optim.Optimizer):
         on_gpu = any(parameter.is_cuda for parameter in trained)
         if self._offload and not on_gpu:
             warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=3)
-        made = MasterWeights(owned.values(), "cpu" if self._offload and on_gpu else None)
-        self.masters.parameters += made.parameters
-        self.masters.masters += made.masters
+        made = MasterWeights(owned.values(), "cpu" if self._offload and on_gpu else None, wholes=owned)
+        self.masters += made
         parts = [part for bucket in buckets for part in bucket.shards.parts]
         for parameter, part, master in zip(owned, parts, made.masters, strict=True):
             self._part_of[parameter] = part, owned[parameter], master

@@ -1,6 +1,6 @@
 """Lesson 00: the sum of all ranks, on every rank."""
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 
 
 def observe_total(total, comm):
@@ -54,3 +54,6 @@ def judge_total(observations) -> None:
                 "The number is right. But how does this rank know the numbers of the others?",
                 "total = torch.tensor(world.rank), then world.comm.all_reduce(total).",
             )  # fmt: skip
+
+
+EXERCISES = {"first-sum": Exercise("total", observe_total, judge_total)}

@@ -4,7 +4,7 @@ import math
 from contextlib import contextmanager
 
 from dtlib import pi
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 
 MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
 SHARE_HINT = "pi.part(points, comm.rank, comm.size) gives the first point of this rank and one past its last."
@@ -220,3 +220,9 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
 
 def _text(ranges) -> str:
     return ", ".join(f"{start} to {stop - 1}" for start, stop, _ in ranges)
+
+
+EXERCISES = {
+    "pi-streams": Exercise("count_my_points", observe_count, judge_count, any_size=True),
+    "pi-on-ranks": Exercise("estimate_pi", observe_estimate, judge_estimate, any_size=True),
+}

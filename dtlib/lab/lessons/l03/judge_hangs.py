@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 
 SECONDS = 2
 
@@ -180,3 +180,6 @@ def _same_line(line, wanted: int, hang) -> bool:
 
 def _squeezed(text: str) -> str:
     return re.sub(r"\s|#.*", "", text).replace("'", '"').strip("`").rstrip(":")
+
+
+EXERCISES = {"hangs": Exercise("explained", observe_hangs, judge_hangs)}

@@ -1,19 +1,15 @@
 """Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.lessons.l04.judge_cost import TIED, judge_cost
 from dtlib.lab.lessons.l04.observe_averaging import (
-    CAP,
     EVEN,
-    FULL,
     GOES_ON,
     MODELS,
-    batch_of,
-    cap_of,
-    gradients_of,
-    loss_of,
+    joined_gradients,
+    observe_buckets,
+    observe_hooks,
 )
-
-SMALL_VERBS = 3  # by which ranks may tell one another their samples
 
 
 def judge(observations) -> None:
@@ -22,7 +18,7 @@ def judge(observations) -> None:
         _judge_beginning(cases)
         _judge_values(cases, moved=any(seen[0]["moved"] for seen in observations))
     for cases in zip(*observations, strict=True):
-        _judge_cost(cases)
+        judge_cost(cases)
 
 
 def _judge_beginning(cases) -> None:
@@ -55,7 +51,7 @@ def _judge_beginning(cases) -> None:
 
 def _judge_values(cases, moved: bool) -> None:
     size, model, kind = len(cases), cases[0]["model"], cases[0]["kind"]
-    expected = _expected(model, kind, cases)
+    expected = joined_gradients(model, kind, cases)
     wrong = {}  # rank -> names
     for rank, case in enumerate(cases):
         names = [name for name in expected if not _close(case["gradients"][name], expected[name])]
@@ -107,7 +103,7 @@ def _judge_values(cases, moved: bool) -> None:
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     tied = [(r, n) for r, n in everywhere if n == "inside.weight"]
     if model == "awkward" and all(ratios[pair] == 1 for pair in everywhere if pair not in tied):
-        raise Wrong("tied-twice", rank, f"{where}, once", _times(ratios[tied[0]]), *_TIED)
+        raise Wrong("tied-twice", rank, f"{where}, once", _times(ratios[tied[0]]), *TIED)
     same = set(ratios.values())
     ratio = same.pop() if len(same) == 1 else None
     if kind == "regrouped":
@@ -144,12 +140,6 @@ def _judge_values(cases, moved: bool) -> None:
     )  # fmt: skip
 
 
-_TIED = (
-    "One parameter has two names here (tied weights). Its gradient is one, already summed over both uses.",
-    "module.parameters() gives each parameter once; going through layers by hand gives a tied one twice.",
-)
-
-
 def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
     size = len(cases)
     mean = {
@@ -169,16 +159,6 @@ def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
         "Even batches come out right, uneven ones do not. Do the ranks' weights add up to 1?",
         "This rank's weight is samples / total, where total is the all_reduce of samples; then sum.",
     )  # fmt: skip
-
-
-def _expected(model, kind, cases) -> dict:
-    """The gradient that one process has on the batches of all ranks."""
-    import torch
-
-    net = MODELS[model](seed=0)
-    ranks = len(cases)
-    loss_of(net, torch.cat([batch_of(model, kind, rank, ranks) for rank in range(ranks)])).backward()
-    return gradients_of(net)
 
 
 def _close(came, expected, tolerance: float = 1e-9) -> bool:
@@ -207,88 +187,7 @@ def _times(ratio) -> str:
     return "something else" if ratio is None else f"{ratio:.4g} times as much"
 
 
-def trained(model: str):
-    """The parameters of a model that get a gradient, as (name, bytes), each once."""
-    return [(n, 8 * len(g)) for n, g in _expected(model, "even", [None]).items() if g is not None]
-
-
-def most_calls(model: str, cap: int) -> int:
-    """Buckets of ``cap`` bytes that are filled one after the other, in either order."""
-    from dtlib.gradients.flat import buckets_of
-
-    class Sized:
-        dtype = device = None
-
-        def __init__(self, nbytes):
-            self.nbytes = nbytes
-
-    tensors = [Sized(count) for _, count in trained(model)]
-    return max(len(buckets_of(order, cap, cap)) for order in (tensors, tensors[::-1]))
-
-
-def _judge_cost(cases) -> None:
-    size, model = len(cases), cases[0]["model"]
-    if size == 1:
-        return
-    parameters = trained(model)
-    needed, largest = sum(count for _, count in parameters), max(count for _, count in parameters)
-    spare = 8 * (len(parameters) + 8)  # numbers that travel along: flags, samples
-    for rank, case in enumerate(cases):
-        total = sum(count for _, count, _ in case["reduced"])
-        if total > needed + spare:
-            extra = total - needed
-            tied = dict(parameters).get("inside.weight", 0)
-            if model == "awkward" and abs(extra - tied) <= spare:
-                raise Wrong(
-                    "tied-twice", rank, f"{needed} bytes of gradients reduced", f"{total}: {extra} too many", *_TIED
-                )
-            raise Wrong(
-                "bytes", rank, f"{needed} bytes of gradients reduced (the {model} net)", f"{total} bytes",
-                "The values are right, but more travels than gradients: frozen parameters, unused ones, or some twice?",
-                "Take each of module.parameters() whose grad is not None, once.",
-            )  # fmt: skip
-        if case["hooks"]:
-            continue
-        _judge_buckets(case, rank, needed, largest)
-
-
-def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
-    """As few as can be, and none that holds more than it may. What is smaller than any gradient tells the samples."""
-    model, cap = case["model"], cap_of(case["kind"])
-    parameters = trained(model)
-    least = min(count for _, count in parameters)
-    buckets = [count for _, count, _ in case["reduced"] if count >= least]
-    others, bound = len(case["reduced"]) - len(buckets), most_calls(model, cap)
-    big, room = max(buckets, default=0), 8 * (len(parameters) + 1)  # flags and samples may travel in a bucket
-    expected = f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} verbs, and one for the samples"
-    if len(buckets) > bound or others > SMALL_VERBS:
-        if cap == FULL:
-            raise Wrong(
-                "full-bucket", rank, expected, f"{len(case['reduced'])} verbs; with {CAP} bytes it was right",
-                f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
-                "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.",
-            )  # fmt: skip
-        raise Wrong(
-            "no-buckets", rank, expected, f"{len(case['reduced'])} verbs",
-            "The values are right, but too many messages travel: each pays latency.",
-            "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.",
-        )  # fmt: skip
-    if big <= max(cap, largest) + room:
-        return
-    if largest > cap:
-        raise Wrong(
-            "large-not-alone", rank, f"a gradient of {largest} bytes in a bucket of its own", f"one of {big} bytes",
-            f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
-            "Begin a new bucket when the next gradient would go beyond bucket_bytes, however large it is itself.",
-        )  # fmt: skip
-    if big < needed:
-        raise Wrong(
-            "overfull", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-            "When is a bucket closed: before it goes beyond bucket_bytes, or after? And are bytes counted?",
-            "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and begin a new one; then put it in.",
-        )  # fmt: skip
-    raise Wrong(
-        "one-bucket", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-        "The values are right, but nothing could travel before the last gradient is there.",
-        "Begin a new bucket when the next gradient would go beyond bucket_bytes.",
-    )  # fmt: skip
+EXERCISES = {
+    "hook-mend": Exercise("average_with_hooks", observe_hooks, judge, any_size=True),
+    "buckets-build": Exercise("MyDataParallel", observe_buckets, judge, any_size=True),
+}

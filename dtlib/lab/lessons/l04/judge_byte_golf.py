@@ -3,7 +3,7 @@
 import time
 from contextlib import contextmanager
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 
 GOAL = 0.95  # accuracy
 SLOWEST = 30  # seconds
@@ -154,3 +154,6 @@ def judge_golf(observations) -> str:
             "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): fewer than par.",
         )  # fmt: skip
     return f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}."
+
+
+EXERCISES = {"byte-golf": Exercise("golf", observe_golf, judge_golf)}

@@ -139,3 +139,13 @@ def _moved(net, wrapped, comm, hooks) -> bool:
     if not hooks:
         wrapped.average_gradients(EVEN)
     return any(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def joined_gradients(model, kind, cases) -> dict:
+    """The gradient that one process has on the batches of all ranks."""
+    import torch
+
+    net = MODELS[model](seed=0)
+    ranks = len(cases)
+    loss_of(net, torch.cat([batch_of(model, kind, rank, ranks) for rank in range(ranks)])).backward()
+    return gradients_of(net)

@@ -1,7 +1,8 @@
 """The figures of lesson 05, each with its text."""
 
+from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.lessons.l05 import intervals
-from dtlib.lab.pictures import _MARKERS, RANK_COLOURS, _print_table
+from dtlib.lab.pictures import _MARKERS, _print_table
 
 # In this order everywhere: what comes from the ranks has lost the order of its names.
 RULES = ("no scaling", "square root", "linear", "linear, warm-up")

@@ -7,26 +7,19 @@ about 95 of 100 cases. Each is meant alone; of twenty comparisons one may be wro
 import math
 from collections.abc import Sequence
 
-Z = 1.959964  # the normal distribution has 2.5 % above this
-
-
-def student_t(degrees: int) -> float:
-    """What Student's t distribution has 2.5 % above, by Fisher's expansion: 1 % off or less from 4 degrees on."""
-    z, n = Z, degrees
-    return (
-        z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )  # fmt: skip
+CONFIDENCE = 0.95
 
 
 def mean(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean, and its interval's lower and upper end."""
+    from scipy import stats
+
     values = [float(value) for value in values]
     count = len(values)
     middle = math.fsum(values) / count
     variance = math.fsum((value - middle) ** 2 for value in values) / (count - 1)
-    half = student_t(count - 1) * math.sqrt(variance / count)
-    return middle, middle - half, middle + half
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * math.sqrt(variance / count)
+    return middle, float(middle - half), float(middle + half)
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
@@ -36,10 +29,10 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, fl
 
 def rate(failures: int, runs: int) -> tuple[float, float, float]:
     """A failure rate with its interval after Wilson (JASA 22, 1927), which is of use for 0 of 30 as well."""
-    share, z2 = failures / runs, Z * Z
-    middle = (share + z2 / (2 * runs)) / (1 + z2 / runs)
-    half = Z * math.sqrt(share * (1 - share) / runs + z2 / (4 * runs**2)) / (1 + z2 / runs)
-    return share, max(0.0, middle - half), min(1.0, middle + half)
+    from scipy import stats
+
+    interval = stats.binomtest(failures, runs).proportion_ci(CONFIDENCE, method="wilson")
+    return failures / runs, float(interval.low), float(interval.high)
 
 
 def compared(first: str, a: Sequence[float], second: str, b: Sequence[float], unit: str = "points") -> str:

@@ -2,7 +2,7 @@
 
 import math
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 
 RATE, MOMENTUM = 0.02, 0.9  # of the mend
 OURS = ("lr", "momentum")
@@ -205,3 +205,9 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
 
 def _same(a, b) -> bool:
     return math.isclose(a, b, rel_tol=1e-6)
+
+
+EXERCISES = {
+    "warmup-mend": Exercise("warmup_settings", observe_settings, judge_settings),
+    "scale-the-rate": Exercise("scaled_rate", observe_scaled, judge_scaled),
+}

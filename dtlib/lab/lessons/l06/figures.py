@@ -1,6 +1,7 @@
 """The figures of lesson 06, each with its text, and who watches the units of stage 3."""
 
-from dtlib.lab.pictures import RANK_COLOURS, _print_table, rank_colour
+from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab.pictures import _print_table
 from dtlib.theory.zero import SCHEMES
 
 STAGES = ("data parallelism", "stage 1", "stage 2", "stage 3")

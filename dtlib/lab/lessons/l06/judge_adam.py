@@ -1,10 +1,9 @@
 """Lesson 06: Adam whose states are shared out, judged by values, by bytes sent, and by what is held."""
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.held import Snapshot, beside, nbytes
+from dtlib.lab.checks.kit import Exercise, Wrong
 
-NUMBER = 8  # bytes of a float64
-SPARE = 32 * NUMBER  # step counters, flags
 STEPS = 3
 SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # all of them matter
 WIDTHS = {"even": (15, 24, 12), "uneven": (16, 23, 6)}  # 684 parameters divide by 2, 3 and 4; 535 by none of them
@@ -45,12 +44,6 @@ def length_of(elements: int, ranks: int) -> int:
 def own_part(flat, rank: int, ranks: int):
     length = length_of(len(flat), ranks)
     return flat[rank * length : (rank + 1) * length]
-
-
-def same(came, expected) -> bool:
-    import torch
-
-    return came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-8, atol=1e-10)
 
 
 def attempt(run, kind: str):
@@ -272,3 +265,6 @@ def _judge_held(cases) -> None:
             "What is as long as all parameters, and is still there after step()?",
             "Flat gradients are needed during step() only: a local variable goes when the method returns.",
         )  # fmt: skip
+
+
+EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observe_adam, judge_adam)}

@@ -1,8 +1,9 @@
 """Lesson 06: a layer that is whole only while it computes, and a large model that must fit, judged by the formulas."""
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lab.lessons.l06.judge_adam import NUMBER, SPARE, attempt, judge_errors, length_of, same
+from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.lessons.l06.judge_adam import attempt, judge_errors, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 
 LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
@@ -260,3 +261,9 @@ def _judge_gigabytes(rank: int, stage: int, ranks: int, gigabytes: float) -> Non
         "gigabytes", rank, expected, f"{gigabytes:g}", "Parameters, gradients, master weights and Adam's two moments.",
         "16 bytes a parameter, divided by the ranks, in units of 10**9 bytes.",
     )  # fmt: skip
+
+
+EXERCISES = {
+    "gather-on-demand": Exercise("OnDemand", observe_on_demand, judge_on_demand, any_size=True),
+    "fit-it": Exercise("fit", observe_fit, judge_fit),
+}

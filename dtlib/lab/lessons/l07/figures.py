@@ -2,7 +2,8 @@
 
 import re
 
-from dtlib.lab.pictures import _print_table, rank_colour
+from dtlib.lab.colours import rank_colour
+from dtlib.lab.pictures import _print_table
 from dtlib.schedule import Simulation, draw, parse
 
 # What an action is drawn with, and what it is called in the legend; kinds differ by hatch as well as by shade.

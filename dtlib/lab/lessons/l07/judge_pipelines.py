@@ -1,8 +1,8 @@
 """Lesson 07: steps of a pipeline, judged by values, by who does what when, by messages, and by what autograd keeps."""
 
-from dtlib.lab.checks.checks import Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 from dtlib.lab.lessons.l07.judge_gradients import backwards_of, judge_values
-from dtlib.lab.lessons.l07.observe_stages import LONG, make_batch, reference, width
+from dtlib.lab.lessons.l07.observe_stages import LONG, make_batch, observe_batch, observe_microbatches, reference, width
 from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
 
 NUMBER = 8  # bytes of a float64
@@ -287,3 +287,10 @@ def _judge_makespan(cases) -> None:
             "Few activations, but ranks wait. How many micro-batches must be under way for all ranks to have work?",
             "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
         )  # fmt: skip
+
+
+EXERCISES = {
+    "pipeline-mend": Exercise("train_step", observe_batch, judge_mend),
+    "gpipe-build": Exercise("my_gpipe", observe_microbatches, judge_gpipe, any_size=True),
+    "1f1b-build": Exercise("my_1f1b", observe_microbatches, judge_1f1b, any_size=True),
+}

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from dtlib.lab.checks.checks import Exercise, Wrong
+from dtlib.lab.checks.kit import Exercise, Wrong
 from dtlib.schedule import Action, ScheduleError, draw, peak_activations, simulate, validate
 
 STAGES, MICROBATCHES = 4, 8
@@ -220,3 +220,11 @@ def _all_kinds(level: Level) -> str:
 
 def _short(action: Action) -> str:
     return f"{action.kind}{action.microbatch}"
+
+
+EXERCISES = {
+    "schedule-puzzle": exercise(1),
+    "schedule-puzzle-2": exercise(2),
+    "schedule-puzzle-3": exercise(3),
+    "schedule-puzzle-4": exercise(4),
+}

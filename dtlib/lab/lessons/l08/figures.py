@@ -2,7 +2,8 @@
 
 from itertools import groupby, pairwise
 
-from dtlib.lab.pictures import RANK_COLOURS, _print_table, rank_colour
+from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab.pictures import _print_table
 from dtlib.world.mesh import coordinates_of, rank_of, shape_of
 
 _HATCHES = ("//", "..", "\\\\", "xx", "--", "++", "oo", "**")

@@ -1,8 +1,8 @@
 """Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
 
-from dtlib.lab.checks.checks import Wrong
-from dtlib.lab.lessons.l06.judge_adam import NUMBER, SPARE, same
-from dtlib.lab.lessons.l08.observe_layers import PASSES, expected, make_input
+from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
 FLAGS = 64  # bytes that may travel beside
 
@@ -208,3 +208,9 @@ def as_tensor(values):
     import torch
 
     return torch.tensor(values, dtype=torch.float64)
+
+
+EXERCISES = {
+    "row-mend": Exercise("RowParallel", observe_row, judge_row),
+    "mlp-build": Exercise("MyMLP", observe_mlp, judge_mlp, any_size=True),
+}

@@ -1,8 +1,8 @@
 """Lesson 08: a step function for the Replicator, run a process a replica and in one graph, judged by what it trains."""
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks.checks import Wrong
-from dtlib.lab.lessons.l06.judge_adam import same
+from dtlib.lab.checks.equality import same
+from dtlib.lab.checks.kit import Exercise, Wrong
 
 SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # samples of a replica in a step
 RATE = 0.5
@@ -233,3 +233,6 @@ def _tensor(values):
     import torch
 
     return torch.as_tensor(values, dtype=torch.float64)
+
+
+EXERCISES = {"step-build": Exercise("build_step", observe_step, judge_step)}

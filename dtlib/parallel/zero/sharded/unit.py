@@ -176,7 +176,9 @@ class Flat:
         return whole.flat
 
     def dismiss(self, whole: torch.Tensor) -> None:
-        self.comm.scatter(self.shard, whole, 0)
+        own = torch.empty_like(self.shard)
+        self.comm.scatter(own, whole, 0)
+        self.shard.copy_(own)  # through torch, so that master weights see it
         self.summoned = False
         self.show(self.pieces)
 

@@ -1,0 +1,62 @@
+"""What communicators of all kinds share: small Python things carried by their operations on arrays, and checks."""
+
+import pickle
+
+import numpy as np
+
+from dtlib.comm import types
+from dtlib.comm.watch.call import shape_and_type
+from dtlib.errors import CommunicationError
+
+
+class ObjectOperations:
+    """For a class that has ``rank``, ``size``, ``all_gather`` and ``broadcast``."""
+
+    def all_gather_object(self, thing) -> list:
+        """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
+        mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
+        sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
+        # Every part is padded to the longest, so that one all_gather of equal parts carries them all.
+        padded = np.zeros(sizes.max(), dtype=np.uint8)
+        padded[: mine.size] = mine
+        parts = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
+        return [_unpickled(part[:size], rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+
+    def broadcast_object(self, thing, root: int = 0):
+        """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
+        self._check_rank(root, "broadcast_object", "root")
+        mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)
+        size = self.broadcast(np.array([mine.size]), root)
+        data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
+        return _unpickled(self.broadcast(data, root), root)
+
+    def _check_whole(self, whole, count, part, part_count, verb):
+        if types.type_name(whole) != types.type_name(part) or count != self.size * part_count:
+            raise CommunicationError(
+                f"{verb} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and of "
+                f"its dtype: they are {shape_and_type(whole)} and {shape_and_type(part)}."
+            )
+
+    def _check_rank(self, rank, verb, name):
+        if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:
+            raise CommunicationError(
+                f"{verb}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
+            )
+
+
+class _Unpicklable(str):
+    """Why the object of a rank could not be sent; it travels in its place, so that no rank waits for it in vain."""
+
+
+def _pickled(thing) -> bytes:
+    try:
+        return pickle.dumps(thing)
+    except Exception as error:
+        return pickle.dumps(_Unpicklable(f"{thing!r:.60} does not pickle ({error})"))
+
+
+def _unpickled(data, rank: int):
+    thing = pickle.loads(data.tobytes())
+    if isinstance(thing, _Unpicklable):
+        raise CommunicationError(f"Rank {rank}'s {thing}: send plain data, tensors, or functions of a module.")
+    return thing

@@ -1,0 +1,84 @@
+"""What an exercise is made of, and what its judge says: shared by all lessons."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Wrong(Exception):
+    """An answer that is not right: on which rank, what was expected, what came, and hints from vague to plain.
+
+    ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own.
+    """
+
+    def __init__(self, mistake: str, rank: int, expected: str, came: str, *hints: str):
+        super().__init__(mistake)
+        self.mistake, self.rank, self.expected, self.came, self.hints = mistake, rank, expected, came, hints
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
+    pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
+    score, it returns that as text. ``picture(observations)`` draws as text what was handed in, right or wrong.
+    ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator.
+    ``any_size=True``: an answer that is right is judged once more with a rank less, where no number of ranks that is
+    written into it is right."""
+
+    name: str
+    observe: Callable
+    judge: Callable
+    picture: Callable | None = None
+    needs_ranks: bool = True
+    any_size: bool = False
+
+
+@dataclass
+class Verdict:
+    """What all ranks agree on: ``rank`` is the lowest on which something was wrong, None if all is well, or where it is
+    nobody's in particular. ``ranks`` is on how many it was judged: 0 for an exercise that needs none."""
+
+    exercise: str
+    judged: str
+    ranks: int
+    rank: int | None = None
+    mistake: str = ""
+    expected: str = ""
+    came: str = ""
+    hints: tuple = ()
+    score: str = ""  # where one can do better than pass
+    picture: str = ""
+    code: str = ""  # the same for the same answer
+
+    @property
+    def passed(self) -> bool:
+        return not self.mistake
+
+    def text(self, attempt: int = 0) -> str:
+        """What the learner reads; later attempts get plainer hints."""
+        where = f"Judged on {self.ranks} ranks" if self.ranks else "Judged"
+        judged = f"{where}: {self.judged}" + (f"\n\n{self.picture}\n" if self.picture else "")
+        if self.passed and 0 < self.ranks < 3:
+            few = " So few ranks hide mistakes: check it with lab.engines(3) too."
+            return f"{judged}\nPassed: {self.exercise}.{few}{self._score()}"
+        if self.passed:
+            return f"{judged}\nPassed: {self.exercise}.{self._score()}"
+        place = "" if self.rank is None else f", on rank {self.rank}"
+        lines = [judged, f"Not yet: {self.exercise}{place}."]
+        lines += [f"  expected: {self.expected}", f"  came:     {self.came}"]
+        if self.hints:
+            lines.append(f"  hint:     {self.hints[min(attempt, len(self.hints) - 1)]}")
+        return "\n".join(lines)
+
+    def _score(self) -> str:
+        return f" {self.score}" if self.score else ""
+
+
+@dataclass
+class Problem:
+    """Why there is nothing to observe on a rank; the fields are the arguments of ``Wrong``."""
+
+    mistake: str
+    rank: int | None
+    expected: str
+    came: str
+    hints: tuple

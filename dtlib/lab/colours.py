@@ -1,0 +1,21 @@
+"""The same colour for the same rank everywhere: in tables, outputs and figures."""
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart (jfly.uni-koeln.de/color, 2008);
+# its yellow is left out, as it is too light for text.
+RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+
+
+def rank_colour(rank: int) -> str:
+    """The colour of a rank, as #RRGGBB."""
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def rank_badge(rank: int) -> str:
+    """A rank's number beside a square of its colour, as HTML."""
+    return f'<span style="color:{rank_colour(rank)}">&#9632;</span> {rank}'
+
+
+def rank_prefix(rank: int) -> str:
+    """``rank 0 |`` in the rank's colour, for a terminal or a notebook's output."""
+    red, green, blue = (int(rank_colour(rank)[i : i + 2], 16) for i in (1, 3, 5))
+    return f"\x1b[1;38;2;{red};{green};{blue}mrank {rank} |\x1b[0m"

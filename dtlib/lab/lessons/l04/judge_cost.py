@@ -1,0 +1,97 @@
+"""Averaged gradients, judged by what is reduced: how many bytes, and in how many buckets of which size."""
+
+from dtlib.lab.checks.kit import Wrong
+from dtlib.lab.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
+
+SMALL_VERBS = 3  # by which ranks may tell one another their samples
+TIED = (
+    "One parameter has two names here (tied weights). Its gradient is one, already summed over both uses.",
+    "module.parameters() gives each parameter once; going through layers by hand gives a tied one twice.",
+)
+
+
+def trained(model: str):
+    """The parameters of a model that get a gradient, as (name, bytes), each once."""
+    return [(n, 8 * len(g)) for n, g in joined_gradients(model, "even", [None]).items() if g is not None]
+
+
+def most_calls(model: str, cap: int) -> int:
+    """Buckets of ``cap`` bytes that are filled one after the other, in either order."""
+    from dtlib.gradients.flat import buckets_of
+
+    class Sized:
+        dtype = device = None
+
+        def __init__(self, nbytes):
+            self.nbytes = nbytes
+
+    tensors = [Sized(count) for _, count in trained(model)]
+    return max(len(buckets_of(order, cap, cap)) for order in (tensors, tensors[::-1]))
+
+
+def judge_cost(cases) -> None:
+    size, model = len(cases), cases[0]["model"]
+    if size == 1:
+        return
+    parameters = trained(model)
+    needed, largest = sum(count for _, count in parameters), max(count for _, count in parameters)
+    spare = 8 * (len(parameters) + 8)  # numbers that travel along: flags, samples
+    for rank, case in enumerate(cases):
+        total = sum(count for _, count, _ in case["reduced"])
+        if total > needed + spare:
+            extra = total - needed
+            tied = dict(parameters).get("inside.weight", 0)
+            if model == "awkward" and abs(extra - tied) <= spare:
+                raise Wrong(
+                    "tied-twice", rank, f"{needed} bytes of gradients reduced", f"{total}: {extra} too many", *TIED
+                )
+            raise Wrong(
+                "bytes", rank, f"{needed} bytes of gradients reduced (the {model} net)", f"{total} bytes",
+                "The values are right, but more travels than gradients: frozen parameters, unused ones, or some twice?",
+                "Take each of module.parameters() whose grad is not None, once.",
+            )  # fmt: skip
+        if case["hooks"]:
+            continue
+        _judge_buckets(case, rank, needed, largest)
+
+
+def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
+    """As few as can be, and none that holds more than it may. What is smaller than any gradient tells the samples."""
+    model, cap = case["model"], cap_of(case["kind"])
+    parameters = trained(model)
+    least = min(count for _, count in parameters)
+    buckets = [count for _, count, _ in case["reduced"] if count >= least]
+    others, bound = len(case["reduced"]) - len(buckets), most_calls(model, cap)
+    big, room = max(buckets, default=0), 8 * (len(parameters) + 1)  # flags and samples may travel in a bucket
+    expected = f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} verbs, and one for the samples"
+    if len(buckets) > bound or others > SMALL_VERBS:
+        if cap == FULL:
+            raise Wrong(
+                "full-bucket", rank, expected, f"{len(case['reduced'])} verbs; with {CAP} bytes it was right",
+                f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
+                "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.",
+            )  # fmt: skip
+        raise Wrong(
+            "no-buckets", rank, expected, f"{len(case['reduced'])} verbs",
+            "The values are right, but too many messages travel: each pays latency.",
+            "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.",
+        )  # fmt: skip
+    if big <= max(cap, largest) + room:
+        return
+    if largest > cap:
+        raise Wrong(
+            "large-not-alone", rank, f"a gradient of {largest} bytes in a bucket of its own", f"one of {big} bytes",
+            f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
+            "Begin a new bucket when the next gradient would go beyond bucket_bytes, however large it is itself.",
+        )  # fmt: skip
+    if big < needed:
+        raise Wrong(
+            "overfull", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
+            "When is a bucket closed: before it goes beyond bucket_bytes, or after? And are bytes counted?",
+            "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and begin a new one; then put it in.",
+        )  # fmt: skip
+    raise Wrong(
+        "one-bucket", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
+        "The values are right, but nothing could travel before the last gradient is there.",
+        "Begin a new bucket when the next gradient would go beyond bucket_bytes.",
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Each plausible wrong answer is rejected for its own reason.
+
+The fast tier judges what was recorded of it, and the slow tier observes it anew on ranks; one that is not recorded is
+observed on ranks in the fast tier too.
+"""
+
+import functools
+import inspect
+
+import pytest
+
+from dtlib.lab.checks.answers import fingerprint
+from dtlib.lab.checks.checks import judge_on_this_rank, judge_rounds
+from dtlib.lab.checks.registry import EXERCISES
+from tests.ranks import on_ranks
+from tests.wrong_answers import recordings
+from tests.wrong_answers.cases import CASES
+
+read = functools.cache(recordings.read)
+RECORDED = [key for key, case in CASES.items() if case.name in read(case.exercise)]
+
+
+@pytest.mark.parametrize("key", RECORDED)
+def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
+    case = CASES[key]
+    recorded = read(case.exercise)[case.name]
+    then = recorded["verdict"]
+    name = EXERCISES[case.exercise].name
+    codes = {fingerprint(names[name]) for names in (case.names(None), case.names(None))} if not case.by_comm else ()
+    if len(codes) == 1:  # what is known by its address alone is another one each time
+        changed = "the answer has changed, record it anew: python -m tests.wrong_answers.record WORD"
+        assert codes == {then["code"]}, changed
+    verdict = judge_rounds(case.exercise, recordings.decoded(recorded["rounds"]), (then["judged"], then["code"]))
+    assert verdict.mistake == case.mistake, verdict.text()
+    assert verdict.hints and all(verdict.hints)
+    assert (verdict.mistake, verdict.rank, verdict.ranks) == (then["mistake"], then["rank"], case.ranks)
+    if case.mistake == "other-size":
+        assert "ranks 0 to 1 alone" in verdict.expected and len(verdict.hints) == 2
+    if inspect.isroutine(case.answer) and not case.by_comm:
+        assert verdict.judged.startswith(f"def {case.answer.__name__}("), (
+            "the line by which a learner recognises what was judged"
+        )
+
+
+def shown_on(ranks):
+    return [
+        pytest.param(key, marks=pytest.mark.slow if key in RECORDED else ())
+        for key, case in CASES.items() if case.ranks == ranks
+    ]  # fmt: skip
+
+
+def test_nothing_is_recorded_that_is_no_case():
+    kept = [path.name.removesuffix(".json.xz") for path in recordings.FOLDER.glob("*.json.xz")]
+    assert {f"{exercise}: {name}" for exercise in kept for name in read(exercise)} <= set(CASES)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("key", shown_on(3))
+def test_three_ranks_reject_it(world, key):
+    rejected(world, key)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("key", shown_on(2))
+def test_two_ranks_reject_it(world, key):
+    rejected(world, key)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("key", shown_on(4))
+def test_four_ranks_reject_it(world, key):
+    rejected(world, key)
+
+
+def rejected(world, key):
+    case = CASES[key]
+    verdict = judge_on_this_rank(case.exercise, case.names(world))
+    assert verdict.mistake == case.mistake, verdict.text()
+    assert verdict.hints and all(verdict.hints)
+    if key in RECORDED:
+        assert verdict.rank == read(case.exercise)[case.name]["verdict"]["rank"], verdict.text()

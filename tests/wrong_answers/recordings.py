@@ -1,0 +1,76 @@
+"""What ranks observed of a wrong answer, in files: JSON, packed, one an exercise; reading it runs no code.
+
+What JSON has no word for is an object with one entry that names its kind: {"tuple": [...]}, {"dict": [[key, value]]},
+{"tensor": [dtype, shape, bytes in base64]}, {"Problem": {...}}.
+"""
+
+import base64
+import dataclasses
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dtlib.lab.checks.kit import Problem
+
+FOLDER = Path(__file__).parent / "recorded"
+CLASSES = {kind.__name__: kind for kind in (Problem,)}
+
+
+def read(exercise: str) -> dict:
+    """Of each answer to an exercise that is recorded: ``rounds``, what was ``judged``, and the ``verdict``."""
+    path = FOLDER / f"{exercise}.json.xz"
+    return json.loads(lzma.decompress(path.read_bytes())) if path.exists() else {}
+
+
+def write(exercise: str, recorded: dict) -> None:
+    text = json.dumps(dict(sorted(recorded.items())), separators=(",", ":"))
+    (FOLDER / f"{exercise}.json.xz").write_bytes(lzma.compress(text.encode()))
+
+
+def encoded(thing):
+    if thing is None or isinstance(thing, (bool, int, float, str)):
+        return thing
+    if isinstance(thing, list):
+        return [encoded(each) for each in thing]
+    if isinstance(thing, tuple):
+        return {"tuple": [encoded(each) for each in thing]}
+    if isinstance(thing, dict):
+        return {"dict": [[encoded(key), encoded(value)] for key, value in thing.items()]}
+    if isinstance(thing, torch.Tensor):
+        array = thing.detach().contiguous().numpy()
+        return {"tensor": _packed(array)}
+    if isinstance(thing, np.ndarray):
+        return {"array": _packed(thing)}
+    if type(thing).__name__ in CLASSES:
+        fields = {field.name: encoded(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
+        return {type(thing).__name__: fields}
+    raise TypeError(f"a recording has no word for a {type(thing).__name__}: {thing!r:.80}")
+
+
+def decoded(thing):
+    if isinstance(thing, list):
+        return [decoded(each) for each in thing]
+    if not isinstance(thing, dict):
+        return thing
+    [(kind, content)] = thing.items()
+    if kind == "tuple":
+        return tuple(decoded(each) for each in content)
+    if kind == "dict":
+        return {decoded(key): decoded(value) for key, value in content}
+    if kind == "tensor":
+        return torch.from_numpy(_unpacked(content))
+    if kind == "array":
+        return _unpacked(content)
+    return CLASSES[kind](**{name: decoded(value) for name, value in content.items()})
+
+
+def _packed(array: np.ndarray) -> list:
+    return [array.dtype.name, list(array.shape), base64.b64encode(array.tobytes()).decode()]
+
+
+def _unpacked(content) -> np.ndarray:
+    dtype, shape, data = content
+    return np.frombuffer(bytearray(base64.b64decode(data)), dtype).reshape(shape)
