@@ -150,7 +150,8 @@ for _ in range(2):  # the first step of a process takes longer
 upper, lower, head = part_of(0, 32, 48), part_of(1, 32, 48), part_of(7, 96, 10)  # in one process
 joined = torch.cat([upper(x[:96, :32]), lower(x[:96, 32:])], dim=1)
 cross_entropy(head(joined), y[:96]).backward()
-for ours, theirs in zip(net.branch.parameters(), (upper, lower)[pair.rank].parameters(), strict=True):
+branch = (upper, lower)[pair.rank]
+for ours, theirs in zip(net.branch.parameters(), branch.parameters(), strict=True):
     assert (ours.grad - theirs.grad).abs().max() < 1e-12
 
 # %% tags=["half-day", "nbval-ignore-output"]

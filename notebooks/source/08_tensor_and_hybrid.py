@@ -238,7 +238,7 @@ assert wrong == ["X"]
 # %% tags=["half-day"]
 wrong = lab.values("wrong")[0]
 print("wrong:", *wrong)
-lab.predict(comes_out_wrong, " and ".join(wrong), hint="Who adds up what the ranks made of the same X?")
+lab.predict(comes_out_wrong, " and ".join(wrong), hint="Who adds up what came of X?")
 
 # %% [markdown] tags=["half-day"]
 # Nothing fails, and this layer trains: only the layers before it learn from a summand. What the plain core leaves out:
@@ -339,7 +339,8 @@ assert equal(cut.mlp[2].weight.grad, mine(alone.mlp[2].weight.grad, 1))
 assert equal(cut.norm.weight.grad, alone.norm.weight.grad)
 if world.rank == 0:
     for step in (0, 9):
-        print(f"loss at step {step}: one process {losses[0][step]:.8f}, 4 ranks {losses[1][step]:.8f}")
+        one, four = (some[step] for some in losses)
+        print(f"loss at step {step}: one process {one:.8f}, 4 ranks {four:.8f}")
 
 # %% [markdown]
 # Losses are equal to 1e-12 over ten steps of AdamW, and so are the gradients.
@@ -790,7 +791,7 @@ print(tabulate(rows, headers, disable_numparse=True))
 figures.rewired(replicator.graph())
 exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
 found = sum(text.startswith("all_reduce") for text in exchanges)
-lab.predict(in_the_graph, found, hint="One a mark, however many replicas: what did the processes show?")
+lab.predict(in_the_graph, found, hint="One a mark, however many replicas.")
 
 # %% [markdown] tags=["half-day"]
 # Replicas go from exchange to exchange in step. When `apply_gradients` changes the shared variables, every replica has
