@@ -136,7 +136,7 @@ def test_torch_holds_as_much_where_it_shares_out_alike(world, stage):
 @on_ranks(2)
 def test_data_parallel_has_a_tail_of_flags_and_a_communicator_has_scratch_memory(world):
     m = count_two_steps(prepare(0, weights()))
-    flags = 4 * len(SIZES)
+    flags = 4 * 2 * len(SIZES)  # in each bucket one of its parameter, one about batch_size
     scratch = sum(array.base.nbytes for array in world.comm._buffers.values())
     assert m.communication == flags + scratch
     assert scratch > 0

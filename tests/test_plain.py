@@ -121,8 +121,9 @@ def test_data_parallel_has_the_values_and_the_payload_of_the_full_class(world):
     parameters = list(seeded(net).parameters())
     assert len(sent[DataParallelNaive]) == len(sent[DataParallelHooks]) == STEPS * len(parameters)
     assert 1 < len(model.buckets) < len(parameters)
-    # Behind each bucket of the full class travels a flag a parameter: with as many messages a number, as many bytes.
-    flags = [len(bucket.parameters) for bucket in model.buckets] * STEPS
+    # Behind each bucket of the full class travels a flag a parameter, and one about batch_size: with as many messages a
+    # number, as many bytes.
+    flags = [len(bucket.parameters) + 1 for bucket in model.buckets] * STEPS
     for (plain, its_bytes), (full, all_bytes), flag in zip(
         sent[DataParallelBuckets], sent[DataParallel], flags, strict=True
     ):
