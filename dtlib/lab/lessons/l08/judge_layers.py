@@ -161,7 +161,7 @@ def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
     """The gradient of the parameter with these values, whatever its name; it may be kept transposed."""
     for come, gradient in parameters:
         come = as_tensor(come)
-        for turned in (lambda tensor: tensor, lambda tensor: tensor.T):
+        for turned in (lambda tensor: tensor, lambda tensor: tensor.t()):
             if come.dim() == value.dim() and same(turned(come), value):
                 return None if gradient is None else turned(as_tensor(gradient))
     shapes = ", ".join(f"{tuple(as_tensor(come).shape)}" for come, _ in parameters) or "none"
