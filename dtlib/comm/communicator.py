@@ -2,7 +2,7 @@
 
 Every rank of the communicator calls the same collective in the same order. Tensors on the CPU (torch tensors, or numpy
 arrays where torch is not needed) travel through mpi4py without a copy if they are contiguous. Tensors on a CUDA device
-travel through NCCL or through host memory (gpu.py).
+travel through NCCL or through host memory (torch/nccl.py, torch/staging.py).
 """
 
 from functools import partial
