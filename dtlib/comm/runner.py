@@ -43,7 +43,7 @@ class Runner(ObjectOperations):
         self._nccl = None  # not decided yet; False where CUDA tensors go through host memory
         self._queue = Queue()
         self._buffers = {}
-        self._count = 0  # of collectives so far
+        self.collective_count = 0  # collectives that this rank has called so far
         self._splits = 0
 
     def __repr__(self):
@@ -65,7 +65,7 @@ class Runner(ObjectOperations):
         said = [None] * self.size
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
-        call = self._call(verb, "", None, self._members, self._count)
+        call = self._call(verb, None, self._members, self.collective_count)
         self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
         things, garbage = zip(*map(pickle.loads, said), strict=True)
         lifetime.free(dict(zip(self._members, garbage, strict=True)))
@@ -73,11 +73,11 @@ class Runner(ObjectOperations):
 
     def _next_tag(self) -> int:
         """A tag of its own for each collective, so that two that are under way cannot mix."""
-        self._count += 1
-        return FIRST_COLLECTIVE_TAG + self._count % COLLECTIVE_TAGS
+        self.collective_count += 1
+        return FIRST_COLLECTIVE_TAG + self.collective_count % COLLECTIVE_TAGS
 
-    def _call(self, verb, detail="", tensor=None, peers=(), number=0) -> Call:
-        return Call(verb, detail, tensor, self.world_rank, peers, self.name, number)
+    def _call(self, verb, tensor=None, peers=(), number=0, **facts) -> Call:
+        return Call(verb, tensor, self.world_rank, peers, self.name, number, **facts)
 
     def _link(self, tag: int) -> Link:
         """The messages of one verb."""
@@ -101,19 +101,18 @@ class Runner(ObjectOperations):
     def _point_to_point(self, call, steps, link, finish, async_op, keep):
         return self._start(call, steps, link, finish, keep, async_op, self._queue.post)
 
-    def _collective(self, verb, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
+    def _collective(self, verb, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
         """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
 
-        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the verb returns.
+        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the verb returns; ``facts`` are those
+        of the call, ``op`` and ``peer``.
         """
         if algorithm == "mpi" and async_op:
             raise CommunicationError(f"{verb}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
         steps = choose(verb, 0 if flat is None else flat.nbytes, self.size, algorithm)
-        if algorithm:
-            detail = f"{detail}, {algorithm}".removeprefix(", ")
         link = self._link(self._next_tag())
-        call = self._call(verb, detail, tensor, self._members, self._count)
-        return self._start(call, steps(link, *arguments), link, finish, (flat, keep), async_op, self._queue.append)
+        call = self._call(verb, tensor, self._members, self.collective_count, algorithm=algorithm or "", **facts)
+        return self._start(call, steps(link, *arguments), link, finish, flat, async_op, self._queue.append)
 
     def _on_gpus(self, tensor, algorithm=None):
         """Who carries out a collective on this CUDA tensor: NCCL, or None where it goes through host memory."""
