@@ -54,6 +54,10 @@ class Runner(ObjectOperations):
         """This rank as the world counts it."""
         return self._members[self.rank]
 
+    def held(self) -> dict[str, list]:
+        """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
+        return {"scratch": [array.base for array in self._buffers.values()]}
+
     def wait_for(self, request, buffers, description: str):
         """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
         call = self._call(description, peers=self._members)
