@@ -346,7 +346,7 @@ def test_views_that_are_shifted_against_one_another_give_right_values(world):
 
 
 @on_ranks(2)
-def test_a_verb_behind_one_that_failed_ends_too(world):
+def test_an_operation_behind_one_that_failed_ends_too(world):
     import dtlib
 
     comm = world.comm.split(0)
@@ -475,7 +475,7 @@ def test_an_object_that_does_not_pickle_on_one_rank_is_refused_on_all(world):
 
 
 @on_ranks(2)
-def test_a_verb_that_changes_what_a_backward_pass_needs_is_noticed_by_it(world):
+def test_an_operation_that_changes_what_a_backward_pass_needs_is_noticed_by_it(world):
     weight = torch.ones(2, requires_grad=True)
     squashed, x = torch.sigmoid(weight), torch.ones(2)
     product = weight * x

@@ -259,7 +259,7 @@ def test_a_model_may_be_wrapped_again(world):
         model = DataParallel(module, world.comm)
     with dtlib.trace() as trace:
         loss_of(model, batches("plain", 1, 4)[0]).backward()
-    assert [event.name for event in trace.events if event.kind == "verb"] == ["all_reduce"]
+    assert [event.name for event in trace.events if event.kind == "operation"] == ["all_reduce"]
 
 
 @on_ranks(2, 3)

@@ -148,7 +148,7 @@ def test_gradients_travel_while_the_backward_pass_computes_the_others(world):
             optimizer.step()
     finally:
         negotiator().cap = kept
-    assert sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events) == 4
+    assert sum(event.name == "all_reduce" and event.kind == "operation" for event in trace.events) == 4
     alike = world.comm.all_gather_object([parameter.tolist() for parameter in model.parameters()])
     assert all(one == alike[0] for one in alike)
 

@@ -18,7 +18,7 @@ from tests.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 
 
 class RowByHand(nn.Module):
-    """A plain verb, in place, on what autograd follows: the sum gets no gradient of its own, which is what g does."""
+    """A plain collective, in place, on what autograd follows: the sum has no gradient of its own, as in g."""
 
     def __init__(self, whole, comm):
         super().__init__()

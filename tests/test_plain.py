@@ -90,9 +90,11 @@ def refused_by(comm, why, made, act):
     refused(comm, why, act, made(comm.split(0)))
 
 
-def float_bytes(events, verb):
-    """Elements and bytes of the calls of a verb that carry float64: notes and headers are integers or bytes."""
-    calls = [event for event in events if event.kind == "verb" and event.name == verb and "float64" in event.what]
+def float_bytes(events, operation):
+    """Elements and bytes of the calls of an operation that carry float64: notes and headers are integers or bytes."""
+    calls = [
+        event for event in events if event.kind == "operation" and event.name == operation and "float64" in event.what
+    ]
     shapes = [re.search(r"of \((.*?)\) float64", event.what)[1].split(",") for event in calls]
     elements = [math.prod(int(length) for length in shape if length) for shape in shapes]
     return list(zip(elements, (event.bytes for event in calls), strict=True))
@@ -246,9 +248,9 @@ def test_zero_has_the_values_and_the_payload_of_the_full_classes(world):
             if stage == 3:
                 assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero.units)
                 assert all(parameter.isnan().all() for parameter in plain.parameters())
-            for verb in ("reduce_scatter", "all_gather"):
-                counted = [sorted(float_bytes(events[name], verb)) for name in ("plain", "full")]
-                assert counted[0] == counted[1] != [], (stage, verb)
+            for operation in ("reduce_scatter", "all_gather"):
+                counted = [sorted(float_bytes(events[name], operation)) for name in ("plain", "full")]
+                assert counted[0] == counted[1] != [], (stage, operation)
             if stage == 3:
                 for unit in zero.units:
                     zero.gather(unit)

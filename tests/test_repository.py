@@ -134,7 +134,7 @@ def test_imports_go_downward_only(module):
         assert not others, f"{module} imports {others}: what strategies share belongs on the floor below"
     if inside("dtlib.horovod", module):
         others = [other for other in imports if inside("dtlib.parallel", other)]
-        assert not others, f"{module} imports {others}: Horovod's API stands on the verbs alone"
+        assert not others, f"{module} imports {others}: Horovod's API stands on the operations alone"
 
 
 def file_imports():

@@ -12,7 +12,7 @@ from tests.ranks import on_ranks
 
 
 def sent(call):
-    """Messages and bytes of one verb."""
+    """Messages and bytes of one operation."""
     with recording() as events:
         call()
     assert all(event.simulated and event.end is not None for event in events)
@@ -36,7 +36,7 @@ def test_it_counts_what_a_real_rank_counts(world):
     root = world.size - 1
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
-    def verbs(comm):
+    def operations(comm):
         whole, part = torch.ones(12 * comm.size), torch.ones(12)
         comm.all_reduce(torch.ones(count), algorithm="ring")
         comm.all_reduce(torch.ones(count), "max")
@@ -55,9 +55,9 @@ def test_it_counts_what_a_real_rank_counts(world):
         handle.wait()
 
     with recording() as real:
-        verbs(world.comm)
+        operations(world.comm)
     with recording() as simulated:
-        verbs(solo(world.rank, world.size))
+        operations(solo(world.rank, world.size))
     waits = [event for event in real if event.kind == "wait"]
     assert len(waits) == 1 and not any(event.simulated for event in real)
     assert [(e.kind, e.what, e.messages, e.bytes) for e in simulated] == [

@@ -340,13 +340,13 @@ def test_attention_equals_that_of_torch(world):
 
 
 def sent(world, run) -> dict[str, list[int]]:
-    """The bytes of every verb that ``run()`` calls, by verb."""
+    """The bytes of every operation that ``run()`` calls, by operation."""
     with dtlib.trace() as trace:
         run()
-    verbs = {}
+    operations = {}
     for event in trace.events:
-        verbs.setdefault(event.name, []).append(event.bytes)
-    return verbs
+        operations.setdefault(event.name, []).append(event.bytes)
+    return operations
 
 
 @on_ranks(2, 3, 4)
@@ -391,8 +391,8 @@ def test_cost_is_that_of_the_docstrings(world):
         for count in (tokens + n, 2 * tokens)
     )
     targets = torch.zeros(12, 240, dtype=torch.int64)
-    verbs = sent(world, lambda: y.append(vocab_parallel_cross_entropy(logits, targets, world.comm, "mean")))
-    assert verbs == {"all_reduce": [first, second]}
+    operations = sent(world, lambda: y.append(vocab_parallel_cross_entropy(logits, targets, world.comm, "mean")))
+    assert operations == {"all_reduce": [first, second]}
     assert sent(world, lambda: y[0].backward()) == {}
 
 

@@ -42,7 +42,7 @@ def test_a_process_group_reduces_every_type_as_the_table_says(world):
             for count in (0, 1, 4):
                 everyone = [values_of(rank, count * comm.size, dtype) for rank in range(comm.size)]
 
-                # MPI's verbs are the reference: they are tested against numpy.
+                # MPI's operations are the reference: they are tested against numpy.
                 expected = world.comm.all_reduce(everyone[comm.rank].clone(), op)
                 mine = everyone[comm.rank].clone()
                 assert comm.all_reduce(mine, op) is mine
@@ -140,7 +140,7 @@ def test_a_process_group_gives_right_values_for_views_that_overlap_and_keeps_nan
 
 
 @on_ranks(2, 3)
-def test_asynchronous_verbs_on_a_process_group(world):
+def test_asynchronous_operations_on_a_process_group(world):
     import time
 
     comm = on_gloo(world)
@@ -176,7 +176,7 @@ def test_a_process_group_splits_and_carries_objects(world):
 
 @on_ranks(1, 2, 3, 4)
 def test_a_process_group_records_the_bytes_of_the_ring(world):
-    def verbs(comm):
+    def operations(comm):
         whole, part = torch.ones(12 * comm.size), torch.ones(12)
         comm.all_reduce(whole, algorithm=None if comm is not world.comm else "ring")
         comm.reduce_scatter(part, whole)
@@ -188,9 +188,9 @@ def test_a_process_group_records_the_bytes_of_the_ring(world):
 
     comm = on_gloo(world)
     with recording() as ours:
-        verbs(world.comm)
+        operations(world.comm)
     with recording() as events:
-        verbs(comm)
+        operations(comm)
     assert [(event.name, event.what, event.bytes) for event in events] == [
         (event.name, event.what.replace("sum, ring", "sum"), event.bytes) for event in ours
     ]

@@ -1,4 +1,4 @@
-"""The verbs: what a rank says to others.
+"""The operations: what a rank says to others.
 
 Every rank of the communicator calls the same collective in the same order. Tensors on the CPU (torch tensors, or numpy
 arrays where torch is not needed) travel through mpi4py without a copy if they are contiguous. Tensors on a CUDA device
@@ -20,7 +20,7 @@ from dtlib.errors import CommunicationError
 
 
 class Communicator(Runner):
-    """Verbs over an mpi4py communicator.
+    """Operations over an mpi4py communicator.
 
     Args:
         mpi: an ``mpi4py.MPI.Comm``.
@@ -28,7 +28,7 @@ class Communicator(Runner):
         verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. All
             ranks set it alike. Without it, ranks whose shapes or dtypes differ may get wrong values without a word.
 
-    Every verb on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
+    Every operation on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
     ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which
     cannot be interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
     """
@@ -210,14 +210,14 @@ class Communicator(Runner):
 
     # Parts of a whole
 
-    def _parts(self, out, tensor, verb):
+    def _parts(self, out, tensor, operation):
         """``tensor`` as ``size`` parts, each like ``out``."""
-        content = payload(tensor, verb, writes=False)
-        self._check_whole(tensor, content.flat.size, out, payload(out, verb, writes=False).flat.size, verb)
+        content = payload(tensor, operation, writes=False)
+        self._check_whole(tensor, content.flat.size, out, payload(out, operation, writes=False).flat.size, operation)
         return parts_of(content.flat, self.size)
 
-    def _whole(self, out, tensor, verb):
+    def _whole(self, out, tensor, operation):
         """``out`` as a payload and as ``size`` parts, each like ``tensor``."""
-        whole = payload(out, verb, writes=True)
-        self._check_whole(out, whole.flat.size, tensor, payload(tensor, verb, writes=False).flat.size, verb)
+        whole = payload(out, operation, writes=True)
+        self._check_whole(out, whole.flat.size, tensor, payload(tensor, operation, writes=False).flat.size, operation)
         return whole, parts_of(whole.flat, self.size)

@@ -30,17 +30,17 @@ class ObjectOperations:
         data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
         return _unpickled(self.broadcast(data, root), root)
 
-    def _check_whole(self, whole, count, part, part_count, verb):
+    def _check_whole(self, whole, count, part, part_count, operation):
         if types.type_name(whole) != types.type_name(part) or count != self.size * part_count:
             raise CommunicationError(
-                f"{verb} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and of "
-                f"its dtype: they are {shape_and_type(whole)} and {shape_and_type(part)}."
+                f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
+                f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(part)}."
             )
 
-    def _check_rank(self, rank, verb, name):
+    def _check_rank(self, rank, operation, name):
         if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:
             raise CommunicationError(
-                f"{verb}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
+                f"{operation}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
             )
 
 

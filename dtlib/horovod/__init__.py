@@ -1,4 +1,4 @@
-"""Horovod's API for PyTorch on dtlib's verbs: a script written for Horovod runs with one line changed.
+"""Horovod's API for PyTorch on dtlib's operations: a script written for Horovod runs with one line changed.
 
     import dtlib.horovod as hvd            # instead of: import horovod.torch as hvd
 
@@ -38,7 +38,7 @@ _LEFT_OUT = {
     "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start anew",
     "adasum": "use op=hvd.Average or op=hvd.Sum",
     "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
-    "process": "all verbs are for all ranks; use those of dtlib.init().comm.split(color) for a part of them",
+    "process": "all operations are for all ranks; use those of dtlib.init().comm.split(color) for a part of them",
     "homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
     "timeline": "use `with dtlib.trace() as trace:`",
     "grouped": "call the asynchronous form for each tensor, then hvd.synchronize: they travel in one buffer",

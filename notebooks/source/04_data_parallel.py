@@ -467,7 +467,7 @@ for name, model in cases.items():
     average = model.average_gradients if name == "DataParallelNaive" else lambda: None
     with dtlib.trace() as trace:
         train(model, average)
-    calls = [e for e in trace.events if e.name == "all_reduce" and e.kind == "verb"]
+    calls = [e for e in trace.events if e.name == "all_reduce" and e.kind == "operation"]
     off = distance(model, alone)
     assert off < 1e-12
     rows.append((name, (len(calls) - 1) // 15, "less than 1e-12"))  # one for the losses
@@ -700,7 +700,7 @@ with dtlib.trace() as trace:
             (cross_entropy(model(images), labels) / len(pieces)).backward()
     images, labels = pieces[-1]
     (cross_entropy(model(images), labels) / len(pieces)).backward()
-calls = sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events)
+calls = sum(event.name == "all_reduce" and event.kind == "operation" for event in trace.events)
 if world.rank == 0:
     print(f"{len(pieces)} backward passes, {calls} all_reduce")
 

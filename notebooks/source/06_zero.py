@@ -221,7 +221,7 @@ def plain_losses(kind):
     zero = kind(comm, model, AdamW, units, **ADAM)
     with dtlib.trace() as trace:
         losses = train(model, zero.step)
-    calls = [e.what for e in trace.events if e.kind == "verb" and e.name == "all_gather"]
+    calls = [e.what for e in trace.events if e.kind == "operation" and e.name == "all_gather"]
     gathers = [what for what in calls if "float64" in what]
     held = sum(unit.flat.untyped_storage().nbytes() for unit in zero.units)
     return losses, len(gathers) // 10, held
@@ -410,8 +410,8 @@ def sent_in_a_step(stage, micro_steps=1):
             with model.no_sync() if waits else nullcontext():
                 (cross_entropy(model(x[:24]), y[:24]) / micro_steps).backward()
         optimizer.step()
-    verbs = ("all_reduce",) if stage == 0 else ("reduce_scatter", "all_gather")
-    return sum(trace.sent(verb)[1] for verb in verbs)
+    operations = ("all_reduce",) if stage == 0 else ("reduce_scatter", "all_gather")
+    return sum(trace.sent(operation)[1] for operation in operations)
 
 
 sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m in (1, 4)}
@@ -498,8 +498,8 @@ assert order == "0 2 4 4 2 0"
 
 # %% tags=["half-day", "nbval-ignore-output"]
 lab.pictures.timeline("trace")
-verbs = [e.name for e in lab.values("trace")[0].events if e.kind == "verb"]
-assert verbs.count("all_gather") == 6 and verbs.count("reduce_scatter") == 3
+operations = [e.name for e in lab.values("trace")[0].events if e.kind == "operation"]
+assert operations.count("all_gather") == 6 and operations.count("reduce_scatter") == 3
 
 # %% [markdown] tags=["half-day"]
 # The `all_gather` of a unit stands in the way of its computation: here every rank waits. On an accelerator the next

@@ -194,7 +194,7 @@ mlp = seeded(comm)
 with dtlib.trace() as trace:
     found = gradients(mlp)
 assert all(equal(found[name], expected[name]) for name in expected)
-calls = [(e.name, e.bytes) for e in trace.events if e.kind == "verb" and "float64" in e.what]
+calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and "float64" in e.what]
 
 # %% tags=["half-day"]
 calls = lab.values("calls")[0]

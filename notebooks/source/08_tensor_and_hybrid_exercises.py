@@ -32,12 +32,12 @@ world = dtlib.init()
 # ## Predict: what a pair of layers sends
 #
 # Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. A `ColumnParallelLinear(64, 256)` whose
-# output stays in parts, then a `RowParallelLinear(256, 64)` that takes parts. Each of them runs forward and backward. Which verb
-# does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
+# output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Each of them runs forward and backward. Which
+# collective does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
 
 # %% tags=["half-day", "stub"]
-my_verbs = {
-    "column, forward": (None, None),  # verb, bytes
+my_collectives = {
+    "column, forward": (None, None),  # collective, bytes
     "column, backward": (None, None),
     "row, forward": (None, None),
     "row, backward": (None, None),
@@ -45,8 +45,8 @@ my_verbs = {
 
 # %% tags=["half-day", "solution"]
 B = 1536 * 64 * 8
-my_verbs = {
-    "column, forward": ("nothing", 0),  # verb, bytes
+my_collectives = {
+    "column, forward": ("nothing", 0),  # collective, bytes
     "column, backward": ("all_reduce", 2 * B * 2 // 3),
     "row, forward": ("all_reduce", 2 * B * 2 // 3),
     "row, backward": ("nothing", 0),
@@ -57,7 +57,7 @@ my_verbs = {
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """What a run gives; the verbs that it calls, and the bytes that this rank sends for them."""
+    """What a run gives; the collectives that it calls, and the bytes that this rank sends for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
@@ -73,12 +73,12 @@ _, column_backward = sent(lambda: hidden.backward(inside.grad))
 
 # %% tags=["half-day"]
 hints = {"all_reduce": "2 B (N-1)/N, B being the bytes of x.", "nothing": "It is complete already."}
-for name, (verb, count) in my_verbs.items():
-    came_verb, came_count = lab.values(name.replace(", ", "_"))[0]
+for name, (collective, count) in my_collectives.items():
+    came_collective, came_count = lab.values(name.replace(", ", "_"))[0]
     print(f"{name}")
-    for what, guess, came in (("verb", verb, came_verb), ("bytes", count, came_count)):
+    for what, guess, came in (("collective", collective, came_collective), ("bytes", count, came_count)):
         print(f"  {what}:", end=" ")
-        lab.predict(guess, came, hint=hints[came_verb])
+        lab.predict(guess, came, hint=hints[came_collective])
 
 # %% [markdown] tags=["half-day"]
 # ## Predict: the groups of a mesh

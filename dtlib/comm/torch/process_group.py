@@ -1,4 +1,4 @@
-"""The verbs on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
+"""The operations on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
 
 Values and payload bytes are those of ``Communicator``. What depends on waiting in one place is not promised here:
 interruption (Ctrl-C reaches collectives on gloo), whom everybody waits for, and the choice of an algorithm.
@@ -18,7 +18,7 @@ from dtlib.comm.watch import recorder
 from dtlib.comm.watch.call import Call, callers_line, shape_and_type
 from dtlib.errors import CommunicationError
 
-OPERATIONS = {
+REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # divided at the end
     "prod": dist.ReduceOp.PRODUCT,
@@ -35,7 +35,7 @@ def _options(kind, **values):
 
 
 class ProcessGroupCommunicator(ObjectOperations):
-    """``Communicator``'s verbs over a ``torch.distributed.ProcessGroup`` or one of its backends.
+    """``Communicator``'s operations over a ``torch.distributed.ProcessGroup`` or one of its backends.
 
     Args:
         group: the group; it keeps its own timeout.
@@ -109,7 +109,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         wire = Reduced(content.flat, tensor, op, "reduce")
         # Partial results must not show in the caller's tensor.
         moving = wire.values if self.rank == root else wire.values.clone()
-        options = _options(c10d.ReduceOptions, reduceOp=OPERATIONS[op], rootRank=root)
+        options = _options(c10d.ReduceOptions, reduceOp=REDUCE_OPS[op], rootRank=root)
 
         def finish():
             if self.rank != root:
@@ -157,7 +157,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         """Combine ``tensor`` over all ranks (``sum``, ``mean``, ``max``, ``min``, ``prod``), in place; returns it."""
         content = self._carried(tensor, "all_reduce", writes=True, algorithm=algorithm)
         wire = Reduced(content.flat, tensor, op, "all_reduce")
-        begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=OPERATIONS[op]))
+        begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op]))
 
         def finish():
             wire.bring_home(self.size)
@@ -175,10 +175,10 @@ class ProcessGroupCommunicator(ObjectOperations):
         self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "reduce_scatter")
         if self.backends[mine.on] == "gloo":
             # gloo's own is an all_reduce too, whose end nobody can see without waiting for it.
-            everything, options = wide.values.clone(), _options(c10d.AllreduceOptions, reduceOp=OPERATIONS[op])
+            everything, options = wide.values.clone(), _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op])
             begin = partial(self.group.allreduce, [everything], options)
         else:
-            everything, options = None, _options(c10d.ReduceScatterOptions, reduceOp=OPERATIONS[op])
+            everything, options = None, _options(c10d.ReduceScatterOptions, reduceOp=REDUCE_OPS[op])
             begin = partial(self.group._reduce_scatter_base, wire.values, wide.values, options)
 
         def finish():
@@ -259,17 +259,17 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # From the arguments of a call to a handle
 
-    def _carried(self, tensor, verb, writes, algorithm=None) -> Carried:
+    def _carried(self, tensor, operation, writes, algorithm=None) -> Carried:
         if algorithm is not None:
             raise CommunicationError(
-                f"{verb}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= out, "
-                "or use a communicator over MPI."
+                f"{operation}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= "
+                "out, or use a communicator over MPI."
             )
-        return Carried(tensor, verb, writes, self.backends)
+        return Carried(tensor, operation, writes, self.backends)
 
-    def _call(self, verb, detail="", tensor=None, peers=None) -> Call:
+    def _call(self, operation, detail="", tensor=None, peers=None) -> Call:
         members = self._members if peers is None else [self._members[peer] for peer in peers]
-        return Call(verb, detail, tensor, self.world_rank, members, self.name)
+        return Call(operation, detail, tensor, self.world_rank, members, self.name)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):
         """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""

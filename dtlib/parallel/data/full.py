@@ -26,7 +26,7 @@ from dtlib.world import init
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradientBucket:
     """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient; and
     one that says whether it weights them by ``batch_size``."""
 
@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
             return 1 / ranks
         return self._samples.weight(self.batch_size)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         """Fill a bucket and send it on its way."""
         has_gradient = []
         for parameter, view in zip(bucket.parameters, bucket.buffer.views, strict=True):
@@ -236,10 +236,10 @@ def _last_with_a_batch(flags: list[int]) -> int:
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
 
 
-def _bucket_of(parameters) -> Bucket:
+def _bucket_of(parameters) -> GradientBucket:
     shapes = [parameter.shape for parameter in parameters]
     first = parameters[0]
-    return Bucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters) + 1))
+    return GradientBucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters) + 1))
 
 
 def _check_devices(module, asked) -> None:

@@ -1,4 +1,4 @@
-"""What replicas exchange, with its gradients, in two forms: verbs between processes, or marks in a captured graph.
+"""What replicas exchange, with its gradients, in two forms: operations between processes, or marks in a captured graph.
 
     y = all_reduce(x)          the sum (mean, ...) over replicas       gradient: all_reduce of the gradients
     y = all_gather(x)          everyone's x, one after the other       gradient: reduce_scatter
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dtlib.errors import DtlibError
 
-OPERATIONS = ("sum", "mean", "max", "min")
+MAP_REDUCE_OPS = ("sum", "mean", "max", "min")
 
 
 class BetweenGraph:
-    """One replica a process: an exchange is a verb of the communicator."""
+    """One replica a process: an exchange is an operation of the communicator."""
 
     def __init__(self, comm):
         self.comm = comm

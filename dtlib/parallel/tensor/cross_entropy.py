@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dtlib.errors import DtlibError
-from dtlib.parallel.tensor.functions import with_verbs
+from dtlib.parallel.tensor.functions import with_operations
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
             f"{tuple(logits_part.shape)} with {tuple(targets.shape)}."
         )
     counts = targets != ignore_index
-    losses = _CrossEntropy.apply(logits_part, targets, with_verbs(comm), counts).masked_fill(~counts, 0)
+    losses = _CrossEntropy.apply(logits_part, targets, with_operations(comm), counts).masked_fill(~counts, 0)
     if reduction == "mean":
         return losses.sum() / counts.sum()
     return losses.sum() if reduction == "sum" else losses

@@ -23,17 +23,17 @@ from dtlib.errors import DtlibError
 def copy_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
     """Megatron-LM's f: ``x``, equal on all ranks, goes into computations that differ between ranks; the gradients of
     all of them are added up."""
-    return _Copy.apply(x, with_verbs(comm))
+    return _Copy.apply(x, with_operations(comm))
 
 
 def reduce_from_ranks(x: torch.Tensor, comm) -> torch.Tensor:
     """Megatron-LM's g: the sum of all ranks' ``x``, on every rank; each ``x`` has the gradient of the sum."""
-    return _Reduce.apply(x, with_verbs(comm))
+    return _Reduce.apply(x, with_operations(comm))
 
 
 def scatter_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
     """This rank's part of ``x``, which is equal on all ranks: shape ``(..., n)`` to about ``(..., n / size)``."""
-    return _Scatter.apply(x, with_verbs(comm))
+    return _Scatter.apply(x, with_operations(comm))
 
 
 def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.Tensor:
@@ -51,7 +51,7 @@ def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.
                 f"gather_from_ranks(count={count}): rank {comm.rank} of {comm.size} has {x.shape[-1]} elements of the "
                 f"last dimension, and {part.stop - part.start} is its part."
             )
-    return _Gather.apply(x, with_verbs(comm), x.shape[-1] * comm.size if count is None else count)
+    return _Gather.apply(x, with_operations(comm), x.shape[-1] * comm.size if count is None else count)
 
 
 class _Copy(torch.autograd.Function):
@@ -116,10 +116,10 @@ def whole_of(part: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Tenso
     return torch.cat([part.movedim(-1, dim) for part in trimmed], dim)
 
 
-def with_verbs(comm):
+def with_operations(comm):
     if not hasattr(comm, "all_reduce"):
         raise DtlibError(
-            f"comm={comm!r:.60} lacks dtlib's verbs: make a communicator of it once, with "
+            f"comm={comm!r:.60} lacks dtlib's operations: make a communicator of it once, with "
             "dtlib.comm.as_communicator(comm), and pass that."
         )
     return comm

@@ -9,7 +9,7 @@ from dtlib.gradients.local_gradient import UnaveragedGradient
 from dtlib.gradients.shards import GradientShard, check_dense
 
 
-class Bucket:
+class ShardedBucket:
     """Parameters that lie in one flat memory, of which each rank owns an equal part."""
 
     def __init__(self, parameters: list[nn.Parameter], comm, stage: int):

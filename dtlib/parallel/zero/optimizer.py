@@ -34,7 +34,7 @@ from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_parts
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
 from dtlib.parallel.zero.arguments import check_arguments
-from dtlib.parallel.zero.bucket import Bucket, names_of
+from dtlib.parallel.zero.bucket import ShardedBucket, names_of
 from dtlib.parallel.zero.state import load_state, settings_of, whole_state
 from dtlib.world import init
 
@@ -115,7 +115,7 @@ class ZeroOptimizer(optim.Optimizer):
             if not parameter.requires_grad:
                 self.comm.broadcast(parameter)
         indices = buckets_of(trained[::-1], self._cap, min(self._cap, FIRST_BUCKET) if self.stage == 2 else self._cap)
-        buckets = [Bucket([trained[::-1][i] for i in some], self.comm, self.stage) for some in indices]
+        buckets = [ShardedBucket([trained[::-1][i] for i in some], self.comm, self.stage) for some in indices]
         owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
         on_gpu = any(parameter.is_cuda for parameter in trained)
         if self._offload and not on_gpu:

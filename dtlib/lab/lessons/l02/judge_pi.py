@@ -57,7 +57,7 @@ def judge_estimate(observations) -> None:
         if wrong and 0 not in wrong:
             raise Wrong(
                 "only-root", wrong[0], expected_text, f"{estimates[wrong[0]]}",
-                "Rank 0 is right and another rank is not: which verb gives the result to all?",
+                "Rank 0 is right and another rank is not: which operation gives the result to all?",
                 "all_reduce gives the result to every rank, reduce to its root alone.",
             )  # fmt: skip
         _check_ranges(ranges, points)

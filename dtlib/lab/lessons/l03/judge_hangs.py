@@ -58,7 +58,7 @@ def hang_1(comm):
     return settings
 """,
         ((2, 3), (2, 4)),
-        ("Whom does the sentence name?", "broadcast is a verb of all ranks: which line keeps one away?"),
+        ("Whom does the sentence name?", "broadcast is an operation of all ranks: which line keeps one away?"),
     ),
     2: Hang(
         """

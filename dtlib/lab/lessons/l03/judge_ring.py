@@ -18,7 +18,7 @@ def lengths(ranks: int) -> tuple[int, ...]:
 
 
 def observe_ring(all_reduce, comm):
-    """For each length what came out here, and the verbs that this rank used: (name, destination, messages, bytes)."""
+    """For each length what came out here, and the operations used: (name, destination, messages, bytes)."""
     cases = []
     for length in lengths(comm.size):
         case = _observed(all_reduce, length, comm)
@@ -50,8 +50,10 @@ def _observed(all_reduce, length, comm):
             case["sends"] = not_waited_for(handles)
             _let_messages_leave(events)
             case.update(values=tensor.tolist(), returned=_as_list(came))
-    case["verbs"] = [
-        (event.name, _destination(event.what), event.messages, event.bytes) for event in events if event.kind == "verb"
+    case["operations"] = [
+        (event.name, _destination(event.what), event.messages, event.bytes)
+        for event in events
+        if event.kind == "operation"
     ]
     return case
 
@@ -87,7 +89,7 @@ def _as_list(came):
 
 def judge_ring(observations) -> None:
     """Every rank has the sum in its own tensor, and sent as many bytes for it as the ring does."""
-    _judge_verbs(observations)
+    _judge_operations(observations)
     for cases in _by_length(observations):
         _judge_errors(cases)
         _judge_values(cases)
@@ -103,13 +105,13 @@ def _by_length(observations):
         yield {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
 
 
-def _judge_verbs(observations) -> None:
+def _judge_operations(observations) -> None:
     for rank, seen in enumerate(observations):
-        others = {name for case in seen for name, *_ in case["verbs"]} - set(POINT_TO_POINT)
+        others = {name for case in seen for name, *_ in case["operations"]} - set(POINT_TO_POINT)
         if others:
             raise Wrong(
                 "collective-inside", rank, "send and recv alone", f"{', '.join(sorted(others))}",
-                "This exercise builds the verb itself: use nothing but comm.send and comm.recv.",
+                "This exercise builds the collective itself: use nothing but comm.send and comm.recv.",
                 "Cut the tensor into comm.size parts and pass parts on to the right neighbour.",
             )  # fmt: skip
 
@@ -275,7 +277,7 @@ def _judge_cost(cases) -> None:
             "Every message costs latency: send a part in one piece.",
         )  # fmt: skip
     for rank, case in cases.items():
-        to = {dest for name, dest, *_ in case["verbs"] if name == "send"}
+        to = {dest for name, dest, *_ in case["operations"] if name == "send"}
         if len(to) > 2:
             raise Wrong(
                 "no-ring", rank, "messages to neighbours alone", f"messages to the ranks {sorted(to)}",
@@ -284,7 +286,7 @@ def _judge_cost(cases) -> None:
 
 
 def _sent(case) -> tuple[int, int]:
-    return sum(messages for *_, messages, _ in case["verbs"]), sum(count for *_, count in case["verbs"])
+    return sum(messages for *_, messages, _ in case["operations"]), sum(count for *_, count in case["operations"])
 
 
 EXERCISES = {

@@ -70,7 +70,7 @@ def _played(train, comm, x, y, x_test, y_test) -> dict:
         return {"error": f"a model that returns {said!r:.60} for {len(x_test)} images"}
     said = said.argmax(1) if said.ndim == 2 else said
     right = (said == y_test).double().mean().item()
-    sent = sum(event.bytes for event in events if event.kind == "verb")
+    sent = sum(event.bytes for event in events if event.kind == "operation")
     return {"accuracy": right, "bytes": sent, "seconds": seconds, "loads": len(loads)}
 
 
@@ -135,7 +135,7 @@ def judge_golf(observations) -> str:
         )  # fmt: skip
     if not mine and len(observations) > 1:
         raise Wrong(
-            "nothing-sent", 0, "some bytes, sent by a verb of comm", f"{accuracy:.1%} without a byte",
+            "nothing-sent", 0, "some bytes, sent by an operation of comm", f"{accuracy:.1%} without a byte",
             "No rank has all digits. From where does this one know the others', if nobody has told it?",
             "Only what travels through comm counts, and something has to.",
         )  # fmt: skip

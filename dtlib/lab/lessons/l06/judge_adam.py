@@ -82,7 +82,7 @@ def _train(cls, comm, kind: str) -> dict:
             with recording() as events:
                 mine.step()
             seen["after"].append(flat_of(net.parameters()).tolist())
-            seen["sent"].append(sum(event.bytes for event in events if event.kind == "verb"))
+            seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
         net.zero_grad()
         values = torch.tensor(seen["after"][-1], dtype=torch.float64)
         others = beside(before.new(also=net.parameters()), values)

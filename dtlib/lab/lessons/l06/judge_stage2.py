@@ -34,7 +34,7 @@ def observe_shared(share_gradients, comm):
                 loss_of(net, make_batch("uneven", comm.rank, step)).backward()
             seen = {"parts": [_part_of(parts, parameter) for parameter in net.parameters()]}
             seen["whole"] = [name for name, parameter in net.named_parameters() if parameter.grad is not None]
-            seen["sent"] = sum(event.bytes for event in events if event.kind == "verb")
+            seen["sent"] = sum(event.bytes for event in events if event.kind == "operation")
             passes.append(seen)
             net.zero_grad()
         passes[-1]["held"] = nbytes(before.new())

@@ -49,7 +49,7 @@ def _call(cls, comm, kind: str) -> dict:
             with torch.no_grad(), recording() as events:
                 out = layer(x)
             seen["out"].append(out.tolist() if isinstance(out, torch.Tensor) else f"{out!r:.60}")
-            seen["sent"].append(sum(event.bytes for event in events if event.kind == "verb"))
+            seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
             del x, out
             seen["held"].append(nbytes(before.new()))
     return seen

@@ -75,7 +75,7 @@ def _observe(cls, comm, kind: str, mine) -> dict:
         with torch.no_grad():
             one["quiet"] = numbers(model(x.detach()))
         one["parameters"] = [(numbers(p), numbers(p.grad)) for p in model.parameters()]
-        one["sent"] = [sum(e.bytes for e in events if e.kind == "verb") for events in (forward, backward)]
+        one["sent"] = [sum(e.bytes for e in events if e.kind == "operation") for events in (forward, backward)]
         seen["passes"].append(one)
     return seen
 

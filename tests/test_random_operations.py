@@ -1,4 +1,4 @@
-"""A thousand random sequences of verbs, types and sizes, against the same sequence computed by one process."""
+"""A thousand random sequences of operations, types and sizes, against the same sequence computed by one process."""
 
 import random
 
@@ -12,17 +12,17 @@ SEQUENCES = 1000
 LONGEST = 6
 TYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
 REDUCTIONS = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin, "prod": torch.Tensor.prod}
-VERBS = (
+OPERATIONS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "gather", "all_to_all", "barrier",
     "message", "object",
 )  # fmt: skip
 
 
 class Step:
-    """One verb with all its arguments, the same on every rank as all draw from the same generator."""
+    """One operation with all its arguments, the same on every rank as all draw from the same generator."""
 
     def __init__(self, chance: random.Random, size: int):
-        self.verb = chance.choice(VERBS)
+        self.operation = chance.choice(OPERATIONS)
         self.dtype = getattr(torch, chance.choice(TYPES))
         self.op = chance.choice(["max", "min"] if self.dtype == torch.bool else list(REDUCTIONS))
         self.count = chance.choice([0, 1, 2, 3, 7, 64, 1000, 70_000])
@@ -30,7 +30,7 @@ class Step:
         self.other = chance.choice([rank for rank in range(size) if rank != self.root])
         self.asynchronous = chance.random() < 0.4
         self.algorithm = None
-        if self.verb == "all_reduce":
+        if self.operation == "all_reduce":
             self.algorithm = chance.choice([None, "ring", "recursive_doubling", "tree", "naive"])
         self.strided = chance.random() < 0.2
         self.seed = chance.randrange(2**31)
@@ -69,7 +69,7 @@ def run(comm, step, pending):
 
     tensor, room = memory(step, mine), memory(step, torch.zeros(step.count, dtype=step.dtype))
     big = memory(step, torch.zeros(step.count * size, dtype=step.dtype))
-    match step.verb:
+    match step.operation:
         case "all_reduce":
             handle = comm.all_reduce(tensor, step.op, algorithm=step.algorithm, **extra)
             result, expected = tensor, step.reduced(everyone)
