@@ -60,7 +60,7 @@ def test_a_first_sum_that_nobody_has_computed_is_told():
 
 
 def count_right(points, comm):
-    return pi.count_numpy(*pi.part(points, comm.rank, comm.size))
+    return pi.count_numpy(*pi.slice_of(points, comm.rank, comm.size))
 
 
 def count_right_with_own_kernel(points, comm):
@@ -75,7 +75,7 @@ def count_right_with_own_kernel(points, comm):
 def estimate_right(points, comm):
     import torch
 
-    inside = torch.tensor([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    inside = torch.tensor([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     return 4 * comm.all_reduce(inside).item() / points
 
 

@@ -23,7 +23,7 @@ def test_every_algorithm_of_the_library_has_a_formula():
 
 def run(comm, operation, algorithm, count, root):
     """One collective on arrays of ``count`` elements of 8 bytes in all."""
-    whole, part = np.ones(count), np.ones(count // comm.size)
+    whole, chunk = np.ones(count), np.ones(count // comm.size)
     named = {"algorithm": algorithm} if len(theory.ALGORITHMS[operation]) > 1 else {}
     match operation:
         case "all_reduce":
@@ -31,13 +31,13 @@ def run(comm, operation, algorithm, count, root):
         case "broadcast" | "reduce":
             getattr(comm, operation)(whole, root=root)
         case "scatter":
-            comm.scatter(part, whole, root=root)
+            comm.scatter(chunk, whole, root=root)
         case "gather":
-            comm.gather(whole, part, root=root)
+            comm.gather(whole, chunk, root=root)
         case "reduce_scatter":
-            comm.reduce_scatter(part, whole)
+            comm.reduce_scatter(chunk, whole)
         case "all_gather":
-            comm.all_gather(whole, part)
+            comm.all_gather(whole, chunk)
         case "all_to_all":
             comm.all_to_all(whole, np.ones(count))
         case "barrier":
@@ -185,7 +185,7 @@ def test_bytes_a_parameter_of_the_schemes():
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
-def test_parts_of_all_ranks_are_the_whole_and_the_padding(stage, ranks):
+def test_shards_of_all_ranks_are_the_whole_and_the_padding(stage, ranks):
     sizes, frozen = (1001, 5, 64), (7,)
     each = [zero_bytes(sizes, ranks, stage, "mixed_adam", rank, frozen) for rank in range(ranks)]
     whole, copies = sum(sizes), [ranks if stage < shared_from else 1 for shared_from in (3, 2, 1)]

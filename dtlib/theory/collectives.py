@@ -23,7 +23,7 @@ The model and most of the formulas: R. Thakur, R. Rabenseifner and W. Gropp, "Op
 operations in MPICH", IJHPCA 19(1), 2005, sections 3 (cost model) and 4; the ring: P. Patarasuk and X. Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 
-``count`` is always the whole: the tensor of broadcast, reduce and all_reduce, and the one of ``size`` equal parts of
+``count`` is always the whole: the tensor of broadcast, reduce and all_reduce, and the one of ``size`` equal chunks of
 the others. ``ranks`` may be any number from 1, no power of two in particular.
 """
 
@@ -83,12 +83,12 @@ def messages_of_rank(operation: str, algorithm: str, ranks: int, rank: int, root
 def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: int, root: int = 0) -> int:
     """Elements that one rank sends, exactly; times the bytes of an element they are the payload bytes.
 
-    The ring of all_reduce divides ``count`` elements into parts that differ by one element at most. A rank sends every
-    part twice, but for its own and its right neighbour's, which it sends once.
+    The ring of all_reduce divides ``count`` elements into chunks that differ by one element at most. A rank sends every
+    chunk twice, but for its own and its right neighbour's, which it sends once.
     """
     sent = messages_of_rank(operation, algorithm, ranks, rank, root)
     if (operation, algorithm) == ("all_reduce", "ring"):
-        return 2 * count - _part(rank, ranks, count) - _part((rank + 1) % ranks, ranks, count)
+        return 2 * count - _chunk(rank, ranks, count) - _chunk((rank + 1) % ranks, ranks, count)
     if operation == "barrier":
         return 0
     whole_arrays = operation in ("broadcast", "reduce", "all_reduce")
@@ -134,8 +134,8 @@ def cost(
     steps = rounds(operation, algorithm, ranks)
     if operation == "barrier":
         return steps * latency
-    in_parts = algorithm in ("ring", "direct", "pairwise")
-    size = count / ranks if in_parts else count
+    in_chunks = algorithm in ("ring", "direct", "pairwise")
+    size = count / ranks if in_chunks else count
     return steps * (latency + size / bandwidth) + _combined(operation, algorithm, ranks) * size * combine
 
 
@@ -173,6 +173,6 @@ def _children(me: int, ranks: int) -> int:
     return sum(me + (1 << bit) < ranks for bit in range(log2_up(lowest)))
 
 
-def _part(rank: int, ranks: int, count: int) -> int:
-    """Elements in part ``rank``."""
+def _chunk(rank: int, ranks: int, count: int) -> int:
+    """Elements in chunk ``rank``."""
     return count * (rank + 1) // ranks - count * rank // ranks

@@ -182,14 +182,14 @@ print(world.comm.all_reduce(torch.tensor(world.rank)))
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square: the share that lands in the quarter circle is about pi/4. Four ranks share 600 darts. Each takes
-# a part of its own, so that no dart is thrown twice.
+# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Four ranks share 600 darts. Each takes
+# a slice of its own, so that no dart is thrown twice.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
 from dtlib import pi
 
-start, stop = pi.part(600, world.rank, world.size)
+start, stop = pi.slice_of(600, world.rank, world.size)
 darts = pi.points_numpy(start, stop, seed=2)
 print("darts", start, "to", stop - 1)
 
@@ -197,7 +197,7 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Each rank's 150 darts give a poor estimate of pi, all 600 a better one. Now ten million: each rank counts its part, and
+# Each rank's 150 darts give a poor estimate of pi, all 600 a better one. Now ten million: each rank counts its slice, and
 # one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]

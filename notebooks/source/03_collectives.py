@@ -189,16 +189,16 @@ print(tabulate(rows, ("ranks", "rounds, naive", "rounds, tree")))
 # The gradient of a model may have a billion numbers. Then it is bytes that count: whoever sends or receives whole arrays
 # again and again holds up all others. The ring all-reduce lets every rank send all the time, and little.
 #
-# Cut the array into as many parts as there are ranks. Every rank sends one part to its right neighbour and receives one from
+# Cut the array into as many chunks as there are ranks. Every rank sends one chunk to its right neighbour and receives one from
 # its left neighbour, in every step, at the same time.
 #
 #     rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0
 #
-# **Reduce-scatter.** For N - 1 steps, add what comes to your own part and pass on the sum. Then every rank has one part
-# complete. **All-gather.** For N - 1 steps, pass complete parts on.
+# **Reduce-scatter.** For N - 1 steps, add what comes to your own chunk and pass on the sum. Then every rank has one chunk
+# complete. **All-gather.** For N - 1 steps, pass complete chunks on.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Step through it: drag the slider. A row is a rank, a column a part of its array; the colours (and numbers) say which ranks'
+# Step through it: drag the slider. A row is a rank, a column a chunk of its array; the colours (and numbers) say which ranks'
 # values are in it; a frame marks what is sent to the right neighbour next. It is no animation made for this page: the
 # library's own code runs in it, over a network that waits for you after each step.
 
@@ -206,7 +206,7 @@ print(tabulate(rows, ("ranks", "rounds, naive", "rounds, tree")))
 ring.explore(4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** After how many steps does a rank have a complete part for the first time? Count with the slider, or
+# **Predict.** After how many steps does a rank have a complete chunk for the first time? Count with the slider, or
 # think.
 
 # %% tags=["two-hours", "half-day", "stub"]
@@ -216,7 +216,7 @@ steps_until_complete = None
 steps_until_complete = 3
 
 # %% tags=["two-hours", "half-day"]
-first = next(s.number for s in ring.steps(4) if any(len(part) == 4 for part in s.held[0]))
+first = next(s.number for s in ring.steps(4) if any(len(chunk) == 4 for chunk in s.held[0]))
 lab.predict(steps_until_complete, came=first, hint="Look for `all` in the picture.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -226,7 +226,7 @@ lab.predict(steps_until_complete, came=first, hint="Look for `all` in the pictur
 ring.show_all(4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Follow part 0. It starts at rank 1, collects at rank 2 and 3, and is complete at rank 0. Here is the code, all of
+# Follow chunk 0. It starts at rank 1, collects at rank 2 and 3, and is complete at rank 0. Here is the code, all of
 # it: the ring that the library runs under everything that follows in this course.
 
 # %% tags=["two-hours", "half-day"]

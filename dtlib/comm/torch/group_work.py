@@ -38,11 +38,11 @@ def make_group(backends: dict[str, str], store, rank: int, size: int):
     """
     group = dist.ProcessGroup(store, rank, size)
     for device, name in backends.items():
-        part = dist.PrefixStore(name, store)
+        named = dist.PrefixStore(name, store)
         if name == "nccl":
-            backend, kind = dist.ProcessGroupNCCL(part, rank, size), dist.ProcessGroup.BackendType.NCCL
+            backend, kind = dist.ProcessGroupNCCL(named, rank, size), dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
-            backend = dist.ProcessGroupGloo(part, rank, size, GLOO_TIMEOUT)
+            backend = dist.ProcessGroupGloo(named, rank, size, GLOO_TIMEOUT)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise CommunicationError(

@@ -122,16 +122,16 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, partial(self.group.reduce, [moving], options), finish, async_op, sent)
 
     def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
-        """Give rank r part r of the ``tensor`` of rank ``root``, which has ``size`` equal parts; returns ``out``."""
+        """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
         self._check_rank(root, "scatter", "root")
         mine = self._carried(out, "scatter", writes=True)
-        parts = []
+        chunks = []
         if self.rank == root:
             whole = self._carried(tensor, "scatter", writes=False)
             self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "scatter")
             octets = disjoint(whole.octets, mine.octets)
-            parts = [list(octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
-        begin = partial(self.group.scatter, [mine.octets], parts, _options(c10d.ScatterOptions, rootRank=root))
+            chunks = [list(octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+        begin = partial(self.group.scatter, [mine.octets], chunks, _options(c10d.ScatterOptions, rootRank=root))
         sent = (self.size - 1) * mine.nbytes if self.rank == root else 0
         call = self._call("scatter", f"from rank {root}", out)
         return self._start(call, mine, begin, mine.store, async_op, sent)
@@ -140,13 +140,13 @@ class ProcessGroupCommunicator(ObjectOperations):
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
         self._check_rank(root, "gather", "root")
         mine = self._carried(tensor, "gather", writes=False)
-        parts, finish = [], lambda: out
+        chunks, finish = [], lambda: out
         if self.rank == root:
             whole = self._carried(out, "gather", writes=True)
             self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "gather")
-            parts = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+            chunks = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
             finish = whole.store
-        begin = partial(self.group.gather, parts, [mine.octets], _options(c10d.GatherOptions, rootRank=root))
+        begin = partial(self.group.gather, chunks, [mine.octets], _options(c10d.GatherOptions, rootRank=root))
         sent = 0 if self.rank == root else mine.nbytes
         call = self._call("gather", f"to rank {root}", tensor)
         return self._start(call, mine, begin, finish, async_op, sent)
@@ -168,7 +168,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, begin, finish, async_op, sent)
 
     def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
-        """Combine ``tensor``, of ``size`` equal parts, over all ranks; rank r gets part r in ``out``; returns it."""
+        """Combine ``tensor``, of ``size`` equal chunks, over all ranks; rank r gets chunk r in ``out``; returns it."""
         mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
         whole = self._carried(tensor, "reduce_scatter", writes=False)
         wire, wide = Reduced(mine.flat, out, op, "reduce_scatter"), Reduced(whole.flat, tensor, op, "reduce_scatter")
@@ -200,13 +200,13 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
 
     def all_to_all(self, out, tensor, async_op: bool = False):
-        """Send part r of ``tensor`` to rank r; part r of ``out`` comes from there. Both have ``size`` equal parts."""
+        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Both have ``size`` equal chunks."""
         whole = self._carried(out, "all_to_all", writes=True)
         content = self._carried(tensor, "all_to_all", writes=False)
         counts = {whole.flat.numel(), content.flat.numel()}
         if types.type_name(out) != types.type_name(tensor) or len(counts) > 1 or whole.flat.numel() % self.size:
             raise CommunicationError(
-                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal parts: out is "
+                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
                 f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
         octets = disjoint(content.octets, whole.octets)
