@@ -104,8 +104,8 @@ def test_the_deprecated_argument_average(world):
 def test_rows_of_different_number_are_gathered(world, dtype):
     hvd.init()
     rows = [0 if rank == 1 else 2 * rank + 1 for rank in range(world.size)]
-    parts = [of_rank(rank, (count, 3), dtype) for rank, count in enumerate(rows)]
-    assert torch.equal(hvd.allgather(parts[world.rank]), torch.cat(parts))
+    pieces = [of_rank(rank, (count, 3), dtype) for rank, count in enumerate(rows)]
+    assert torch.equal(hvd.allgather(pieces[world.rank]), torch.cat(pieces))
     assert hvd.synchronize(hvd.allgather_async(torch.tensor([world.rank]))).tolist() == list(range(world.size))
     sent = of_rank(world.rank, (3, 2), dtype)
     root = world.size - 1

@@ -16,7 +16,7 @@ def test_a_trace_counts_the_messages_and_payload_bytes_of_the_ring(world):
     with dtlib.trace() as trace:
         world.comm.all_reduce(tensor, algorithm="ring")
         world.comm.barrier()
-    # Reduce-scatter and all-gather: N-1 messages each, of a part of the array.
+    # Reduce-scatter and all-gather: N-1 messages each, of a chunk of the array.
     steps = world.size - 1
     assert trace.sent("all_reduce") == (2 * steps, 2 * tensor.nbytes * steps // world.size)
     assert trace.sent("barrier")[1] == 0

@@ -31,7 +31,7 @@ def init(comm=None, process_sets=None) -> None:
     if comm is not None or process_sets:
         raise NotOffered(
             f"hvd.init({comm if process_sets is None else process_sets!r:.40}): it is for all ranks together; use the "
-            "operations of dtlib.init().comm.split(color) for a part of them."
+            "operations of dtlib.init().comm.split(color) for some of them."
         )
     world = dtlib.init()
     if _state is None or _state.world is not world.comm:

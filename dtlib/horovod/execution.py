@@ -113,7 +113,7 @@ def _gathered(comm, rows: list[int], operation) -> Batch:
     handle = comm.all_gather(everything, padded, async_op=True)
 
     def bring_home():
-        parts = [part[:length] for part, length in zip(everything, rows, strict=True)]
-        operation.output = torch.cat(parts).to(tensor.device)
+        rows_of = [its[:length] for its, length in zip(everything, rows, strict=True)]
+        operation.output = torch.cat(rows_of).to(tensor.device)
 
     return Batch(handle, [operation], bring_home)

@@ -2,7 +2,7 @@
 
 Each has a form that returns a handle at once (``allreduce_async``), and some write into their argument
 (``allreduce_``). Tensors are matched between ranks by ``name``; without one, by the order in which each rank calls the
-operation. In the backward pass gradients follow Horovod's convention: each rank's loss is a share of the average.
+operation. In the backward pass gradients follow Horovod's convention: each rank's loss is a summand of the average.
 Counterpart: ``horovod.torch.mpi_ops``.
 """
 

@@ -6,17 +6,17 @@ from dtlib.lab.colours import RANK_COLOURS, rank_colour
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def darts(parts) -> None:
+def darts(points) -> None:
     """Points in the unit square, one colour and shape a rank; inside the quarter circle they are filled.
 
-    ``parts`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
+    ``points`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
     """
     import matplotlib.pyplot as plt
     import numpy as np
 
     _, axes = plt.subplots(figsize=(6, 4.6))
     rows = []
-    for rank, (x, y) in enumerate(parts):
+    for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
         inside = x * x + y * y < 1
         style = {"marker": _MARKERS[rank % len(_MARKERS)], "edgecolors": rank_colour(rank), "s": 22}

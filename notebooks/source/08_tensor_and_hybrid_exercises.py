@@ -2,7 +2,7 @@
 # # 08 Tensor and hybrid parallelism: exercises
 #
 # Five exercises, an hour in all: *predict* what a pair of layers sends (five minutes), *predict* the groups of a mesh (five minutes),
-# *mend* a layer that is cut by rows (five minutes), *build* a perceptron in parts (twenty-five minutes), and *build* a step for the
+# *mend* a layer that is cut by rows (five minutes), *build* a perceptron in shards (twenty-five minutes), and *build* a step for the
 # Replicator (twenty minutes). A check looks at your answer on all ranks: at values, at all gradients, at bytes on the wire, and at
 # the memory that is held. Check again for the next hint.
 #
@@ -107,7 +107,7 @@ figures.mesh(data=2, pipe=2, tensor=3)
 # %% [markdown] tags=["half-day"]
 # ## Mend: a layer cut by rows
 #
-# `RowParallel(whole, comm)` keeps this rank's part of an `nn.Linear` that is the same on all ranks. It is called with this rank's
+# `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this rank's
 # features of the input, and gives all ranks the output of the whole layer. It does not: find out what comes instead, and mend it.
 #
 # The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
@@ -119,12 +119,12 @@ class RowParallel(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
         self.comm = comm
-        part = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
-        self.weight = nn.Parameter(part.clone())
+        shard = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
+        self.weight = nn.Parameter(shard.clone())
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight, self.bias), self.comm)
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
 
 # %% tags=["half-day", "solution"]
 # %%px
@@ -132,12 +132,12 @@ class RowParallel(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
         self.comm = comm
-        part = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
-        self.weight = nn.Parameter(part.clone())
+        shard = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
+        self.weight = nn.Parameter(shard.clone())
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight), self.comm) + self.bias
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight), self.comm) + self.bias
 
 # %% tags=["half-day"]
 lab.check("row-mend")
@@ -146,10 +146,10 @@ lab.check("row-mend")
 # Two other ways give the right output and are wrong all the same: `self.bias / comm.size` on every rank has a gradient that is
 # 1/N of the right one; and a bias that rank 0 alone adds gets no gradient on the others, so that it is stale there.
 #
-# ## Build: a perceptron in parts
+# ## Build: a perceptron in shards
 #
 # `MyMLP(linear1, linear2, comm)` stands in for `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks; the hidden
-# features divide by the number of ranks, and rank r has part r of them, in order. `forward(x)` takes the whole x on every rank, with
+# features divide by the number of ranks, and rank r has slice r of them, in order. `forward(x)` takes the whole x on every rank, with
 # any number of dimensions before the last, and gives the whole output on every rank.
 #
 # 1. Keep this rank's hidden features: rows of `linear1.weight` (which are columns of A), elements of `linear1.bias`, columns of
@@ -177,12 +177,12 @@ class MyMLP(nn.Module):
     def __init__(self, linear1, linear2, comm):
         super().__init__()
         self.comm = comm
-        self.weight1 = self.part(linear1.weight, dim=0)
-        self.bias1 = self.part(linear1.bias, dim=0)
-        self.weight2 = self.part(linear2.weight, dim=1)
+        self.weight1 = self.shard(linear1.weight, dim=0)
+        self.bias1 = self.shard(linear1.bias, dim=0)
+        self.weight2 = self.shard(linear2.weight, dim=1)
         self.bias2 = nn.Parameter(linear2.bias.detach().clone())
 
-    def part(self, whole, dim):
+    def shard(self, whole, dim):
         return nn.Parameter(whole.detach().chunk(self.comm.size, dim)[self.comm.rank].clone())
 
     def forward(self, x):
@@ -203,12 +203,12 @@ lab.check("mlp-build")
 #
 # - `inputs` are x and y, this replica's samples; the loss is the mean cross-entropy of `model(x)` and y;
 # - the optimizer is `torch.optim.SGD` with the rate 0.5, and all replicas train as one on all samples;
-# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples; and the share of right answers among the samples
+# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples; and the fraction of right answers among the samples
 #   of *all* replicas, by the same scores. All replicas have as many samples.
 #
 # Make what stays (the optimizer) in `build_step`, and in `step_fn` what happens in every step. The check runs your code on the three
 # engines, a process a replica; and then in one process, where it is captured as a graph. The example of the lecture counts hits;
-# here a share is wanted.
+# here a fraction is wanted.
 
 # %% tags=["half-day", "stub"]
 # %%px
@@ -247,7 +247,7 @@ lab.check("step-build")
 # ## If you have time
 #
 # - Cut an `nn.Embedding` by words: which rows does a rank look up, what does it give for the others, and where is g?
-# - Let `MyMLP` take hidden features that do not divide by the ranks (`part_of` in `dtlib.parallel.tensor.functions`).
+# - Let `MyMLP` take hidden features that do not divide by the ranks (`slice_of` in `dtlib.parallel.tensor.functions`).
 # - Put `MyMLP` on `world.mesh(data=..., tensor=...)["tensor"]`, inside `DataParallel` on the other axis. Which ranks must begin with
-#   the same parts?
+#   the same slices?
 # - Give `step_fn` a loss in which each sample is compared with the samples of all replicas: `replicator.map_gather(model(x))`.

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
+"""Data parallelism: every rank has the whole model and a slice of the batch, and gradients are averaged.
 
     rank 0   forward   backward -> gradients \\                   / the same average   step
     rank 1   forward   backward -> gradients  } all_reduce, /N  {  the same average   step
@@ -139,7 +139,7 @@ class DataParallel(nn.Module):
         self._weight = self._weight_of_this_rank()
 
     def _weight_of_this_rank(self) -> float:
-        """This rank's share in the average."""
+        """This rank's weight in the average."""
         if self.batch_size is None:
             ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
             return 1 / ranks

@@ -98,7 +98,7 @@ def _judge_values(cases, moved: bool) -> None:
         raise Wrong(
             "not-averaged", rank, f"{where}: the same on all ranks", came,
             "Does what was averaged find its way back into parameter.grad?" if calls else "Who averages?",
-            "all_reduce works in place: on a copy, such as torch.cat makes, copy the parts back: grad.copy_(part).",
+            "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).",
         )  # fmt: skip
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     tied = [(r, n) for r, n in everywhere if n == "inside.weight"]
@@ -136,7 +136,7 @@ def _judge_values(cases, moved: bool) -> None:
         )  # fmt: skip
     raise Wrong(
         "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
-        "Are the parts copied back to the parameters that they came from, in the same order on all ranks?",
+        "Are the pieces copied back to the parameters that they came from, in the same order on all ranks?",
     )  # fmt: skip
 
 

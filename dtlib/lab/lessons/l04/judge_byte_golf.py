@@ -34,8 +34,8 @@ def reference(comm, x, y):
         torch.nn.functional.cross_entropy(net(x), y).backward()
         flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).half()
         comm.all_reduce(flat, op="mean", algorithm="ring")
-        for parameter, part in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()]), strict=True):
-            parameter.grad = part.view_as(parameter).float()
+        for parameter, piece in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()]), strict=True):
+            parameter.grad = piece.view_as(parameter).float()
         optimizer.step()
     return net
 

@@ -52,12 +52,12 @@ def mean_square(output, target):
 
 class Reference(NamedTuple):
     """The model in one piece: ``inputs[stage][m]``; ``gradients[m][stage]`` of the mean over micro-batch m, flat;
-    ``losses[m]``; and ``shares[m]``, of its samples in the batch."""
+    ``losses[m]``; and ``weights[m]``, of its samples in the batch."""
 
     inputs: list
     gradients: list
     losses: list
-    shares: list
+    weights: list
 
 
 def reference(kind: str, ranks: int) -> Reference:
@@ -168,7 +168,7 @@ def _as_microbatches(kind, comm, events):
 def _as_a_batch(kind, comm, events):
     import torch
 
-    x, target = (torch.cat(parts) for parts in make_batch(kind, comm.size))
+    x, target = (torch.cat(batches) for batches in make_batch(kind, comm.size))
     return x if comm.rank == 0 else None, target if comm.rank == comm.size - 1 else None
 
 
