@@ -97,7 +97,7 @@ def test_sharpness_is_the_largest_eigenvalue_of_the_hessian(in_float64, monkeypa
 
         def loss(flat, shapes=shapes, task=tasks[number]):
             pieces = flat.split([shape.numel() for shape in shapes])
-            return digits.train_losses([p.view(s) for p, s in zip(parts, shapes, strict=True)], [task])[0]
+            return digits.train_losses([p.view(s) for p, s in zip(pieces, shapes, strict=True)], [task])[0]
 
         hessian = torch.autograd.functional.hessian(loss, torch.cat([p.flatten() for p in one]))
         assert sharp == pytest.approx(torch.linalg.eigvalsh(hessian).abs().max().item(), rel=1e-3)

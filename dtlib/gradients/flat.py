@@ -75,7 +75,7 @@ class Shards:
         return flat[self.rank * self.length : (self.rank + 1) * self.length]
 
     def views(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's slice of each tensor, from its shard of the whole: one-dimensional, and empty where it has none."""
+        """This rank's slice of each tensor, out of its shard ``own``: one-dimensional, and empty where it has none."""
         sizes = [slice_.stop - slice_.start for slice_ in self.slices]
         return list(own[: sum(sizes)].split(sizes))
 

@@ -122,8 +122,9 @@ def refuse_shards(parameters, what: str) -> None:
     count = sum(getattr(parameter, "tensor_parallel", False) for parameter in parameters)
     if count:
         raise DtlibError(
-            f"{what}: {count} parameters are shards of tensor-parallel layers, and their norm is not that of the whole: "
-            "train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward and step."
+            f"{what}: {count} parameters are shards of tensor-parallel layers, and their norm is not that of the "
+            "whole: train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward "
+            "and step."
         )
 
 

@@ -72,8 +72,8 @@ def initialize(
         refuse_shards(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
     if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
         raise DtlibError(
-            "This optimizer was made for whole parameters, which stage 3 replaces by shards: pass a function that makes "
-            "it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            "This optimizer was made for whole parameters, which stage 3 replaces by shards: pass a function that "
+            "makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
 
     comm = as_communicator(comm)

@@ -249,10 +249,10 @@ lab.pictures.timeline("trace")
 # %% tags=["half-day"]
 # %%px
 def hang_5(comm):
-    share = torch.zeros(1)
+    percent = torch.zeros(1)
     try:
-        share += 100 // comm.rank
-        comm.all_reduce(share)
+        percent += 100 // comm.rank
+        comm.all_reduce(percent)
     except ZeroDivisionError:
         pass
 
@@ -280,7 +280,7 @@ explained = {
     2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
     3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is as right
     4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; or rank 0, its send
-    5: (0, "share += 100 // comm.rank"),  # an error that somebody swallows
+    5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }
 
 # %% tags=["half-day"]

@@ -8,8 +8,8 @@ parameters. Two steps take the place of the all-reduce, and together send as muc
     parameters    all_gather        everybody has all the new values
 
 Stage 1 keeps all gradients until ``step()`` and reduces them there. Stage 2 reduces them in buckets during the backward
-pass and frees them, so that each rank keeps the averages of its own shard only; it therefore sends gradients after every
-backward pass, where stage 1 sends them once a step.
+pass and frees them, so that each rank keeps the averages of its own shard only; it therefore sends gradients after
+every backward pass, where stage 1 sends them once a step.
 
                         bytes a parameter in float32 with Adam, on N ranks
     data parallelism    4 + 4 + 8

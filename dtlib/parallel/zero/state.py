@@ -1,4 +1,4 @@
-"""The state of a ZeroOptimizer as one optimizer of all parameters would have it, gathered from shards and cut into them.
+"""The state of a ZeroOptimizer as one optimizer of all parameters would have it, gathered from shards and cut up.
 
 shard of rank 0   exp_avg[0:4]  \
 shard of rank 1   exp_avg[4:8]   }  exp_avg in the shape of the parameter; numbers such as ``step`` are alike on all

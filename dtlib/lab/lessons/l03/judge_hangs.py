@@ -101,10 +101,10 @@ def hang_4(comm):
     5: Hang(
         """
 def hang_5(comm):
-    share = torch.zeros(1)
+    percent = torch.zeros(1)
     try:
-        share += 100 // comm.rank
-        comm.all_reduce(share)
+        percent += 100 // comm.rank
+        comm.all_reduce(percent)
     except ZeroDivisionError:
         pass
 """,

@@ -219,10 +219,10 @@ def _expected(size, length) -> list:
 
 def _times(value, place, size):
     """How often each rank's values are in an element, in rank order; None where it is no sum of them."""
-    share, rest = divmod(value, _unit(size) * (1 + place % 3))
-    if rest or not 0 < share < BASE**size:
+    times, rest = divmod(value, _unit(size) * (1 + place % 3))
+    if rest or not 0 < times < BASE**size:
         return None
-    return tuple(int(share) // BASE**rank % BASE for rank in range(size))
+    return tuple(int(times) // BASE**rank % BASE for rank in range(size))
 
 
 def _in_words(times) -> str:

@@ -183,7 +183,7 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
             name = "no-warmup" if _same(came, top) else "wrong-start"
             raise Wrong(
                 name, rank, expected, f"{came:g}", hint,
-                "Warm-up begins at the rate of the small batch: rate + (top - rate) * fraction, and fraction is 0 in step 0.",
+                "Warm-up begins at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.",
             )  # fmt: skip
         if step >= warmup_steps and last > came and not _same(last, top):
             raise Wrong(

@@ -64,7 +64,7 @@ def judge_sharded(observations) -> None:
         sent, wanted = passes[0]["sent"], (ranks - 1) * lengths * NUMBER
         if sent > wanted + SPARE:
             raise Wrong(
-                "all-reduced", rank, f"{wanted} bytes sent in a backward pass: each shard to its owner", f"{sent} bytes",
+                "all-reduced", rank, f"{wanted} bytes sent in a backward pass: shards to their owners", f"{sent} bytes",
                 "The values are right. But which ranks get the average of a gradient, and which of them need it?",
                 "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its shard alone, in half the bytes.",
             )  # fmt: skip

@@ -56,7 +56,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         raise Wrong(
             "averaged-twice", rank, what, f"1/{count} of it: divided by the number of micro-batches once too often",
             "Who divides by the number of micro-batches? Count all the places.",
-            "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else by anything.",
+            "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else.",
         )  # fmt: skip
     if max(found) - min(found) < 1e-6 and max(weights) > min(weights):
         raise Wrong(

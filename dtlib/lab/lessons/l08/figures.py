@@ -19,7 +19,7 @@ def cuts(ranks: int = 4) -> None:
         "by rows": (
             ("columns", "slice r of the columns"),
             ("rows", "slice r of the rows"),
-            ("sum", "a summand a rank"),
+            ("sum", "a summand each"),
         ),
     }
     for axes, (name, matrices) in zip(rows, drawn.items(), strict=True):
