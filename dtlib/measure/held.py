@@ -2,9 +2,9 @@
 
 It returns lists of tensors by kind, as far as there are any:
 
-    parameters      views of flat memory: whole parameters, or this rank's parts of them
+    parameters      views of flat memory: whole parameters, or this rank's slices of them
     gradients       likewise, whether they still travel or are averages
-    masters         what an optimizer updates in place of parameters: parts of them, or copies in float32
+    masters         what an optimizer updates in place of parameters: slices of them, or copies in float32
     communication   memory in which messages are put together, and parameters that are gathered for a while
     scratch         the same of a communicator: arrays of numpy
     communicators   those that are not found as ``comm``

@@ -171,8 +171,8 @@ class Memory:
         trained, frozen = {}, {}
         for parameter in self._parameters():
             place = storage_key(parameter) if storage_key(parameter) in flats else None
-            part = getattr(parameter, "part", None)
-            size = torch.Size(part.shape).numel() if part is not None else parameter.numel()
+            slice_ = getattr(parameter, "slice", None)
+            size = torch.Size(slice_.shape).numel() if slice_ is not None else parameter.numel()
             kind = trained if parameter.requires_grad else frozen
             kind[place] = kind.get(place, 0) + size
         return list(trained.values()), list(frozen.values())
@@ -183,7 +183,7 @@ class Memory:
         Stage and ranks are by default those that the model and its optimizer have.
         """
         if stage is None:
-            sharded = any(hasattr(parameter, "part") for parameter in self._parameters())
+            sharded = any(hasattr(tensor, "slice") for tensor in self._held()["parameters"])
             stage = 3 if sharded else getattr(self._optimizer, "stage", 0)
         ranks = ranks or self.ranks
         trained, frozen = self.sizes

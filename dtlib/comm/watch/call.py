@@ -1,4 +1,4 @@
-"""One use of a verb: what was called, with what, and in which line of whose code."""
+"""One use of an operation: what was called, with what, and in which line of whose code."""
 
 import linecache
 import os
@@ -10,41 +10,41 @@ from dtlib.comm.types import type_name
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
-_lines = {}  # the text of each line that has called a verb
+_lines = {}  # the text of each line that has called an operation
 
 
 class Call:
     """``str(call)`` is ``all_reduce(sum) of (4,) float32``, the same on all ranks if they agree.
 
     ``op``, ``peer``, ``algorithm`` and ``tag`` are as in an event (recorder.py). ``rank`` is the caller's, and
-    ``peers`` are the ranks without which the verb cannot end, as the world counts them; ``number`` counts the
+    ``peers`` are the ranks without which the operation cannot end, as the world counts them; ``number`` counts the
     collectives of a communicator (``group`` is its name); ``where`` is the caller's line, if somebody wants to know it.
     """
 
     __slots__ = (
-        "algorithm", "group", "number", "op", "peer", "peers", "rank", "tag", "tensor", "verb", "watched", "where",
+        "algorithm", "group", "number", "op", "operation", "peer", "peers", "rank", "tag", "tensor", "watched", "where",
     )  # fmt: skip
 
     def __init__(
-        self, verb: str, tensor, rank: int, peers=(), group: str = "", number: int = 0,
+        self, operation: str, tensor, rank: int, peers=(), group: str = "", number: int = 0,
         *, op: str = "", peer: int | None = None, algorithm: str = "", tag: int | None = None,
     ):  # fmt: skip
-        self.verb, self.tensor = verb, tensor
+        self.operation, self.tensor = operation, tensor
         self.op, self.peer, self.algorithm, self.tag = op, peer, algorithm, tag
         self.rank, self.peers, self.group, self.number = rank, peers, group, number
         self.where = ""
         self.watched = False  # whether it shows on the board
 
     def __str__(self):
-        short = in_short(self.verb, self.op, self.peer, self.algorithm)
+        short = in_short(self.operation, self.op, self.peer, self.algorithm)
         return short if self.tensor is None else f"{short} of {shape_and_type(self.tensor)}"
 
 
-def in_short(verb: str, op: str, peer: int | None, algorithm: str) -> str:
-    """A use of a verb for people, without the tensor: ``all_reduce(sum, ring)``, ``reduce(sum to rank 0)``."""
-    whom = "" if peer is None else f"{'to' if verb in ('send', 'reduce', 'gather') else 'from'} rank {peer}"
+def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
+    """A use of an operation for people, without the tensor: ``all_reduce(sum, ring)``, ``reduce(sum to rank 0)``."""
+    whom = "" if peer is None else f"{'to' if operation in ('send', 'reduce', 'gather') else 'from'} rank {peer}"
     arguments = ", ".join(filter(None, (f"{op} {whom}".strip(), algorithm)))
-    return f"{verb}({arguments})" if arguments else verb
+    return f"{operation}({arguments})" if arguments else operation
 
 
 def shape_and_type(tensor) -> str:

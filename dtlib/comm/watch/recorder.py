@@ -1,4 +1,4 @@
-"""What a rank did and when: every verb and every phase of computing, while somebody records."""
+"""What a rank did and when: every operation and every phase of computing, while somebody records."""
 
 import time
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ _recordings = []  # the lists that are being filled
 
 @dataclass
 class Event:
-    """A verb or a phase on one rank. Times are seconds of this machine's monotonic clock.
+    """An operation or a phase on one rank. Times are seconds of this machine's monotonic clock.
 
     ``messages`` and ``bytes`` (payload) are what this rank sent for it. ``lane`` is ``main`` for what the program
-    itself does, ``background`` for a verb that was started with ``async_op=True``. ``rank`` is this rank as the world
-    counts it, ``peer`` the other one as the communicator does. ``what`` is made of these fields, for people.
+    itself does, ``background`` for an operation that was started with ``async_op=True``. ``rank`` is this rank as the
+    world counts it, ``peer`` the other one as the communicator does. ``what`` is made of these fields, for people.
     """
 
     rank: int
-    kind: str  # "verb", "wait" (for an asynchronous verb) or "phase"
+    kind: str  # "operation", "wait" (for an asynchronous operation) or "phase"
     name: str
     start: float
     end: float | None = None  # None: it never ended
@@ -71,10 +71,10 @@ def record(event: Event) -> Event:
     return event
 
 
-def event_of(call, kind: str = "verb", lane: str = "main") -> Event:
-    """Begin an event for a verb."""
+def event_of(call, kind: str = "operation", lane: str = "main") -> Event:
+    """Begin an event for an operation."""
     event = Event(
-        call.rank, kind, call.verb, time.monotonic(), where=call.where, op=call.op, peer=call.peer,
+        call.rank, kind, call.operation, time.monotonic(), where=call.where, op=call.op, peer=call.peer,
         algorithm=call.algorithm, tag=call.tag, lane=lane,
     )  # fmt: skip
     if call.tensor is not None:
