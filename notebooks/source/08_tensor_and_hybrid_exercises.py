@@ -57,7 +57,7 @@ my_collectives = {
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """What a run gives; the collectives that it calls, and the bytes that this rank sends for them."""
+    """What a run gives; the collectives it calls, and the bytes that this rank sends for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
