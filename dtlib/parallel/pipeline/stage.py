@@ -69,7 +69,7 @@ class RunningStage:
         stage: a PipelineStage.
         comm: a communicator that carries nothing else.
         inputs: for the first stage: positional and keyword arguments of each micro-batch.
-        targets, loss_fn, weights: for the last: of each micro-batch the target and its share in the mean.
+        targets, loss_fn, weights: for the last: of each micro-batch the target and its weight in the mean.
         recompute: keep inputs only and compute activations anew for the backward pass; not for the last micro-batch,
             whose backward pass follows at once (Y. Huang et al., "GPipe", NeurIPS 2019, section 2.3).
         neighbours: running stages on this rank, by stage: they are given to directly.
