@@ -53,7 +53,7 @@ def test_a_board_shows_what_others_published():
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
     assert second.seen() == {}
-    call = Call("barrier", "", None, 0, (0, 1), "world", 3)
+    call = Call("barrier", None, 0, (0, 1), "world", 3)
     call.where = "line 1: " + "x" * 1000
     first.publish("waits", call)
     sighting = second.seen()[0]
@@ -70,7 +70,7 @@ def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
     for length in (60, 1000):
-        call = Call(letter * length, "", None, 0, range(ranks), letter * length, 3)
+        call = Call(letter * length, None, 0, range(ranks), letter * length, 3)
         call.where = "line 1: " + letter * length
         first.publish(f"raised ValueError: {letter * length}", call)
         sighting = second.seen()[0]
@@ -89,7 +89,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     files = world.comm.all_gather_object(Board.make_file(2) if world.rank % 2 == 0 else None)
     store = shared_store(world.comm)
     mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
-    mine.publish("waits", Call("barrier", "", None, world.rank, range(4), "world", 1 + world.rank))
+    mine.publish("waits", Call("barrier", None, world.rank, range(4), "world", 1 + world.rank))
     deadline = time.monotonic() + 20
     while len(mine.seen()) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)

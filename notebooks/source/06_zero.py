@@ -221,8 +221,8 @@ def plain_losses(kind):
     zero = kind(comm, model, AdamW, units, **ADAM)
     with dtlib.trace() as trace:
         losses = train(model, zero.step)
-    calls = [e.what for e in trace.events if e.kind == "operation" and e.name == "all_gather"]
-    gathers = [what for what in calls if "float64" in what]
+    calls = [e for e in trace.events if e.kind == "operation" and e.name == "all_gather"]
+    gathers = [e for e in calls if e.dtype == "float64"]
     held = sum(unit.flat.untyped_storage().nbytes() for unit in zero.units)
     return losses, len(gathers) // 10, held
 

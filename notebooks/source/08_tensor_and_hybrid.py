@@ -194,7 +194,7 @@ mlp = seeded(comm)
 with dtlib.trace() as trace:
     found = gradients(mlp)
 assert all(equal(found[name], expected[name]) for name in expected)
-calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and "float64" in e.what]
+calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and e.dtype == "float64"]
 
 # %% tags=["half-day"]
 calls = lab.values("calls")[0]
@@ -618,7 +618,7 @@ def two_pipelines(stage):
             losses.append(engine.train_batch(zip(x, y, strict=True)).item())
     sent = Counter()
     for event in trace.events:
-        sent[event.name] += event.bytes if "float64" in event.what else 0  # without headers
+        sent[event.name] += event.bytes if event.dtype == "float64" else 0  # without headers
     return losses, sent
 
 # %%
