@@ -6,7 +6,8 @@ import nbformat
 import pytest
 
 from dtlib.lab import build
-from tests.conftest import ROOT
+from tests.conftest import ROOT, make_workshop
+from tests.kernels import Notebook
 from tests.tracks import missing
 
 SOURCES = build.sources(ROOT)
@@ -63,6 +64,18 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
         exec(first, {})
 
 
+@pytest.fixture(scope="module")
+def workshop_with_ranks(tmp_path_factory):
+    """A copy of the workshop whose ranks outlive each notebook, as another one has them: the next takes over."""
+    folder = make_workshop(tmp_path_factory.mktemp("workshop"))
+    shutil.copytree(ROOT / "data", folder / "data")
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks", dirs_exist_ok=True)
+    holder = Notebook(folder / "notebooks", "holder.ipynb")
+    holder.run("from dtlib import lab; lab.engines(4)")
+    yield folder
+    holder.close()
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -70,15 +83,14 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
         for source in SOURCES
     ],
 )
-def test_solutions_print_what_is_stored(source, workshop_folder):
+def test_solutions_print_what_is_stored(source, workshop_with_ranks):
     """Strict nbval, in a copy of the workshop: whoever has notebooks open in this one is left alone."""
-    shutil.copytree(ROOT / "data", workshop_folder / "data")
-    shutil.copytree(ROOT / "notebooks", workshop_folder / "notebooks", dirs_exist_ok=True)
-    notebook = workshop_folder / build.target(source, "solved").relative_to(ROOT)
+    folder = workshop_with_ranks
+    notebook = folder / build.target(source, "solved").relative_to(ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=100"]
     ran = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--rootdir", str(workshop_folder), str(notebook)],
-        capture_output=True, text=True, cwd=workshop_folder, timeout=170,
+        [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), str(notebook)],
+        capture_output=True, text=True, cwd=folder, timeout=170,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
 
