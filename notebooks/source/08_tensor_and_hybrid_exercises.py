@@ -57,7 +57,7 @@ my_collectives = {
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """What a run gives; the collectives that it calls, and the bytes that this rank sends for them."""
+    """What a run gives; the collectives it calls, and the bytes that this rank sends for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
@@ -74,11 +74,11 @@ _, column_backward = sent(lambda: hidden.backward(inside.grad))
 # %% tags=["half-day"]
 hints = {"all_reduce": "2 B (N-1)/N, B being the bytes of x.", "nothing": "It is complete already."}
 for name, (collective, count) in my_collectives.items():
-    came_collective, came_count = lab.values(name.replace(", ", "_"))[0]
+    came_name, came_count = lab.values(name.replace(", ", "_"))[0]
     print(f"{name}")
-    for what, guess, came in (("collective", collective, came_collective), ("bytes", count, came_count)):
+    for what, guess, came in (("collective", collective, came_name), ("bytes", count, came_count)):
         print(f"  {what}:", end=" ")
-        lab.predict(guess, came, hint=hints[came_collective])
+        lab.predict(guess, came, hint=hints[came_name])
 
 # %% [markdown] tags=["half-day"]
 # ## Predict: the groups of a mesh

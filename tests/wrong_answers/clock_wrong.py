@@ -117,7 +117,7 @@ class OneBackwardForAll(Step):
         for m in range(count):
             self.forward(m)
         if self.last:
-            losses = [self.loss_fn(self.outputs[m], self.targets[m]) * self.share(m) for m in range(count)]
+            losses = [self.loss_fn(self.outputs[m], self.targets[m]) * self.weight(m) for m in range(count)]
             self.loss = sum(losses)
             self.loss.backward()
         for m in range(count):
