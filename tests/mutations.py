@@ -55,7 +55,7 @@ MUTATIONS = [
     ("theory/zero.py", "return min(max(size - rank * length, 0), length)", "return min(size - rank * length, length)", "test_theory.py test_accounting.py"),
     ("theory/collectives.py", "lowest = me & -me or 1 << log2_up(ranks)", "lowest = me & -me or 1 << (ranks.bit_length() - 1)", "test_theory.py"),
     ("measure/storages.py", "max(stop, merged[-1][1])", "stop", "test_accounting.py -k 'view or memory'"),
-    ("measure/trace.py", "float(reading[0]) - asked - took / 2", "float(reading[0]) - asked + took / 2", "test_timeline.py -k clocks"),
+    ("measure/trace.py", "float(reading[0]) - asked - took / 2", "float(reading[0]) - asked + took / 2", "test_timeline.py -k 'clocks or round_trip'"),
     ("checkpoint/folder.py", "flat[low - start : high - start] =", "flat[low - first : high - first] =", "test_checkpoint.py -k 'another_stage'"),
     ("checkpoint/loading.py", "if len(files) == comm.size:", "if len(files) >= comm.size:", "test_checkpoint.py -k random"),
     ("training/rates.py", "return max(0.0, left / max(1.0,", "return max(0.0, left / max(2.0,", "test_training.py"),
