@@ -25,6 +25,7 @@ from tests.wrong_answers import (
     zero3_wrong,
     zero_wrong,
 )
+from tests.wrong_answers.cases import judged_soon
 
 
 def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
@@ -427,7 +428,7 @@ def test_the_stubs_of_lesson_06_are_wrong_and_their_solutions_right(world, cells
     for exercise, source, expected in cells_of_lesson_06:
         names = {"torch": torch, "nn": torch.nn, "linear": torch.nn.functional.linear}
         exec(source, names)
-        verdict = judge_on_this_rank(exercise, names)
+        verdict = judged_soon(exercise, names)
         assert verdict.mistake == expected, verdict.text()
 
 
@@ -474,7 +475,7 @@ def test_the_stubs_of_the_rings_are_wrong_and_their_solutions_right(world, rings
     for exercise, source, expected in rings:
         names = {"torch": torch}
         exec(source, names)
-        verdict = judge_on_this_rank(exercise, names)
+        verdict = judged_soon(exercise, names)
         assert verdict.mistake == expected, verdict.text()
 
 
@@ -504,7 +505,7 @@ def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells
             "cross_entropy": torch.nn.functional.cross_entropy,
         }
         exec(source, names)
-        verdict = judge_on_this_rank(exercise, names)
+        verdict = judged_soon(exercise, names)
         assert verdict.mistake == expected, verdict.text()
 
 
@@ -537,14 +538,14 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
             raise ValueError("no points for me")
         return estimate_right(points, comm)
 
-    verdict = judge_on_this_rank("pi-on-ranks", {"estimate_pi": raises_on_rank_1})
+    verdict = judged_soon("pi-on-ranks", {"estimate_pi": raises_on_rank_1}, 1)
     assert (verdict.mistake, verdict.rank, verdict.came) == (
         "raised",
         1,
         "ValueError: no points for me, in raises_on_rank_1(2000, comm) on 2 ranks",
     )
     only_on_rank_0 = {"estimate_pi": estimate_right} if world.rank == 0 else {}
-    verdict = judge_on_this_rank("pi-on-ranks", only_on_rank_0)
+    verdict = judged_soon("pi-on-ranks", only_on_rank_0, 1)
     assert (verdict.mistake, verdict.rank) == ("missing", 1)
 
 

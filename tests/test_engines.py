@@ -3,31 +3,52 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
 
 from dtlib.lab.engines import workshop
+from dtlib.lab.engines.keeper import POLL_SECONDS
 from dtlib.world import loopback
 from dtlib.world.processes import Process, listening
+from tests.conftest import make_workshop
 from tests.kernels import Notebook
 
 ENGINES = "from dtlib import lab; lab.engines({})"
 
 
-@pytest.fixture
-def notebooks(workshop_folder):
+@contextmanager
+def opened_in(folder):
     """A function that opens notebooks in one workshop; at the end they are closed, and nothing may be left."""
     opened = []
 
     def open_notebook(name="lesson.ipynb"):
-        opened.append(Notebook(workshop_folder / "notebooks", name))
+        opened.append(Notebook(folder / "notebooks", name))
         return opened[-1]
 
     yield open_notebook
     for notebook in opened:
         notebook.close()
-    assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
+    assert wait_until(lambda: not processes_of(folder)), processes_of(folder)
+
+
+@pytest.fixture
+def notebooks(workshop_folder):
+    with opened_in(workshop_folder) as open_notebook:
+        yield open_notebook
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    return make_workshop(tmp_path_factory.mktemp("workshop"))
+
+
+@pytest.fixture(scope="module")
+def shared(shared_folder):
+    """One notebook with three ranks for several tests: each test starts the cell of the engines again."""
+    with opened_in(shared_folder) as open_notebook:
+        yield open_notebook()
 
 
 def processes_of(folder) -> list[str]:
@@ -53,8 +74,8 @@ def engine_pids(folder) -> list[int]:
     return workshop.Record(folder / workshop.PROFILE).read("ranks.json")["pids"]
 
 
-def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
-    notebook = notebooks()
+def test_from_the_first_cell_to_the_last(shared, shared_folder):
+    notebook, workshop_folder = shared, shared_folder
     table = notebook.run(ENGINES.format(3))
     assert "process id" in table and "torch ready" in table
     assert [line.split()[0] for line in table.splitlines()[2:5]] == ["0", "1", "2"]
@@ -122,16 +143,16 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert "There is no exercise 'sum': choose one of" in refused and "first-sum" in refused
 
 
-def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(notebooks):
-    notebook = notebooks()
-    notebook.run(ENGINES.format(2))
+def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(shared):
+    notebook = shared
+    notebook.run(ENGINES.format(3))
     notebook.run("%px import dtlib; world = dtlib.init()")
     for cell in ("%px import time; time.sleep(60)", "%%px\nif world.rank: world.comm.barrier()"):
         threading.Timer(1, notebook.stop_button).start()
         began = time.monotonic()
         assert "Interrupted on rank" in notebook.run(cell)
         assert time.monotonic() - began < 10
-    assert notebook.run("%px dtlib.reset(); print(world.comm.all_gather_object(world.rank))").count("[0, 1]") == 2
+    assert notebook.run("%px dtlib.reset(); print(world.comm.all_gather_object(world.rank))").count("[0, 1, 2]") == 3
 
 
 def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder):
@@ -149,7 +170,7 @@ def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebook
 
     # Engines end with the last notebook, however that ends.
     first.kill()
-    time.sleep(2)
+    time.sleep(3 * POLL_SECONDS)
     assert "NameError" not in second.run(ENGINES.format("") + "\n%px print(1)")
     assert engine_pids(workshop_folder) == pids
     second.kill()
@@ -157,11 +178,11 @@ def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebook
     assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_a_wait_says_for_whom_everybody_waits(notebooks):
-    notebook = notebooks()
+def test_a_wait_says_for_whom_everybody_waits(shared):
+    notebook = shared
     notebook.run(ENGINES.format(3))
-    notebook.run("%px import dtlib, torch; world = dtlib.init()")
-    threading.Timer(5, notebook.stop_button).start()
+    notebook.run("%px import dtlib, torch; dtlib.reset(); world = dtlib.init()")
+    threading.Timer(4, notebook.stop_button).start()
     shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
     # The line appears with the first rank that has waited for long enough, and is then brought up to date.
     whom = r"Waiting: ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
@@ -231,7 +252,7 @@ def test_a_kernel_that_is_killed_while_engines_start_leaves_nothing(notebooks, w
     notebook = notebooks()
     threading.Timer(0.8, lambda: psutil.Process(notebook.pid).kill()).start()
     with pytest.raises(Exception):  # noqa: B017  (the kernel's client, in its own words)
-        notebook.run(ENGINES.format(2), timeout=8)
+        notebook.run(ENGINES.format(2), timeout=2)
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 
 

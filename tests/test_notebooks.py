@@ -6,7 +6,9 @@ import nbformat
 import pytest
 
 from dtlib.lab import build
-from tests.conftest import ROOT
+from tests.conftest import ROOT, make_workshop
+from tests.kernels import Notebook
+from tests.tracks import missing
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
@@ -62,6 +64,18 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
         exec(first, {})
 
 
+@pytest.fixture(scope="module")
+def workshop_with_ranks(tmp_path_factory):
+    """A copy of the workshop whose ranks outlive each notebook, as another one has them: the next takes over."""
+    folder = make_workshop(tmp_path_factory.mktemp("workshop"))
+    shutil.copytree(ROOT / "data", folder / "data")
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks", dirs_exist_ok=True)
+    holder = Notebook(folder / "notebooks", "holder.ipynb")
+    holder.run("from dtlib import lab; lab.engines(4)")
+    yield folder
+    holder.close()
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -69,25 +83,51 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
         for source in SOURCES
     ],
 )
-def test_solutions_print_what_is_stored(source, workshop_folder):
+def test_solutions_print_what_is_stored(source, workshop_with_ranks):
     """Strict nbval, in a copy of the workshop: whoever has notebooks open in this one is left alone."""
-    shutil.copytree(ROOT / "data", workshop_folder / "data")
-    shutil.copytree(ROOT / "notebooks", workshop_folder / "notebooks", dirs_exist_ok=True)
-    notebook = workshop_folder / build.target(source, "solved").relative_to(ROOT)
+    folder = workshop_with_ranks
+    notebook = folder / build.target(source, "solved").relative_to(ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=100"]
     ran = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--rootdir", str(workshop_folder), str(notebook)],
-        capture_output=True, text=True, cwd=workshop_folder, timeout=170,
+        [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), str(notebook)],
+        capture_output=True, text=True, cwd=folder, timeout=170,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("track", build.TRACKS)
+def cells_of(book, track):
+    return [cell for cell in code_cells(book) if track in cell.metadata.get("tags", [])]
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_the_cells_of_a_track_run_without_the_others(source, track, workshop_folder, monkeypatch):
-    shutil.copytree(ROOT / "data", workshop_folder / "data")
+def test_the_cells_of_a_track_need_no_others(source):
+    """Every name that they use is defined by them, on the side where they run."""
     book = build.notebook(source, "solved")
-    book.cells = [cell for cell in book.cells if track in cell.metadata.get("tags", [])]
+    whole = [cell.source for cell in code_cells(book)]
+    for track in build.TRACKS:
+        assert not missing([cell.source for cell in cells_of(book, track)], whole), track
+
+
+def test_a_cell_that_a_track_lacks_is_noticed():
+    setup, here, there = "import dtlib\nfrom dtlib import lab", "x = 1", "%%px\ny = 2\ndef f(): return y"
+    answer = "%%px\nexplained = {}"
+    uses = ["lab.values('y')", "print([x for _ in [1]])", "%%px\nf()", "%px y += 1", "lambda: x", "lab.check('hangs')"]
+    assert not missing([setup, here, there, answer, *uses], [there])
+    without_there = ["cell 3: y in the ranks", "cell 5: f in the ranks", "cell 6: y in the ranks"]
+    assert missing([setup, here, answer, *uses], [there]) == without_there
+    without_here = ["cell 4: x in the notebook", "cell 7: x in the notebook"]
+    assert missing([setup, there, answer, *uses], [there]) == without_here
+    assert missing([setup, here, there, *uses], [there]) == ["cell 8: explained in the ranks"]
+    assert missing([setup, "x = x + 1", there, answer, *uses], [there]) == ["cell 1: x in the notebook"]
+    assert not missing([setup, "lab.push(z=1)", "%%px\nfor i in range(3): z"], [])
+    assert missing(["%%px --local\nq = z"], []) == ["cell 0: z in the notebook", "cell 0: z in the ranks"]
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_short_track_run_without_the_others(workshop_folder, monkeypatch):
+    """The one that leaves out most of its notebook, as values and not only names must be there."""
+    shutil.copytree(ROOT / "data", workshop_folder / "data")
+    book = build.notebook(ROOT / "notebooks" / "source" / "03_collectives.py", "solved")
+    book.cells = cells_of(book, "two-hours")
     monkeypatch.chdir(workshop_folder)
     build.execute(book, workshop_folder / "notebooks")
