@@ -164,7 +164,7 @@ def test_a_wait_says_for_whom_everybody_waits(notebooks):
     threading.Timer(5, notebook.stop_button).start()
     shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
     # The line appears with the first rank that has waited for long enough, and is then brought up to date.
-    whom = r"Waiting: ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last verb was barrier"
+    whom = r"Waiting: ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
     assert re.search(whom, shown), shown
     assert "(`line 1: world.comm.barrier()`)" in shown
     everybody_adds = "%px dtlib.reset(); print(world.comm.all_reduce(torch.tensor(1)).item())"

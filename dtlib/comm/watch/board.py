@@ -25,10 +25,10 @@ current = None  # the board of this process, once the world has put one up
 @dataclass
 class Sighting:
     """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, or a sentence's
-    end such as ``raised ValueError: ...``; the rest is that of the verb (call.py)."""
+    end such as ``raised ValueError: ...``; the rest is that of the operation (call.py)."""
 
     state: str
-    verb: str = ""
+    operation: str = ""
     what: str = ""
     where: str = ""
     group: str = ""
@@ -64,7 +64,7 @@ class Board:
         """Say what this rank does; without a call it is about the last one."""
         if call is not None:
             what, group = str(call)[:LONGEST], call.group[-LONGEST:]
-            self._last = Sighting(state, call.verb, what, call.where, group, call.number, tuple(call.peers))
+            self._last = Sighting(state, call.operation, what, call.where, group, call.number, tuple(call.peers))
         self._last.state = state
         self._memory[SLOT * self._mine : SLOT * (self._mine + 1)] = _fitted(self._last).ljust(SLOT)
 

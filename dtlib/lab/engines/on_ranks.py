@@ -45,7 +45,7 @@ def _tell_whom_everybody_waits_for() -> None:
 
     waiting.notice = lambda sentence: publish_data({"waiting": sentence})
     events = get_ipython().events
-    events.register("pre_run_cell", lambda _: board.publish("has called no verb in this cell yet"))
+    events.register("pre_run_cell", lambda _: board.publish("has called no operation in this cell yet"))
     events.register("post_run_cell", say_how_it_ended)
 
 
