@@ -21,7 +21,11 @@ SETTINGS = {
     "html_math_renderer": "imgmath",
     "root_doc": "start",
     "html_theme": "alabaster",
-    "html_theme_options": {"page_width": "1300px", "body_max_width": "1020px", "description": "Distributed deep learning on ranks of your own"},
+    "html_theme_options": {
+        "page_width": "1300px",
+        "body_max_width": "1020px",
+        "description": "Distributed deep learning on ranks of your own",
+    },
     "html_sidebars": {"**": ["about.html", "navigation.html", "searchbox.html"]},
     "html_show_sphinx": False,
     "html_copy_source": False,
@@ -58,7 +62,7 @@ def build(out: Path) -> None:
     lay_out(source)
     shutil.rmtree(out, ignore_errors=True)
     Sphinx(source, None, out, out.parent / "book-doctrees", "html", confoverrides=SETTINGS, freshenv=True).build()
-    (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html"><a href="start.html">Start</a>\n')
+    (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html">\n')
 
 
 def fetched(out: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """The pictures of README, taken from the running lab in a browser: ``python -m docs.pictures [lesson_00 | lesson_07]``.
 
-Lays out the course in a folder of its own, starts JupyterLab there, and runs of a lesson the cells that a picture needs.
+Lays out the course in a folder of its own, starts JupyterLab there, and runs those cells of a lesson that are needed.
 """
 
 import re
@@ -22,7 +22,8 @@ FLAGS = [
     *("--no-sandbox", "--no-first-run", "--disable-gpu", "--disable-quic", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 ]
-SECONDS = 90_000  # in milliseconds, for whatever a page waits for
+ADDRESS = re.compile(r"(http://(?:localhost|127\.0\.0\.1):\d+)/\S*\?token=(\w+)")
+LONGEST = 90_000  # milliseconds, for whatever a page waits for
 # Of each picture: its notebook, what the cells that it needs have in them, and a button to press once they have run.
 PICTURES = {
     "lesson_00": ("00_start_here", ("lab.engines(", "dtlib.init()", "points_numpy", "pictures.darts"), None),
@@ -49,13 +50,13 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
     path = f"notebooks/lectures/{notebook}.ipynb"
     with_few_cells(folder / path, needed)
     page.goto(f"{address}/lab/tree/{path}?reset&token={token}")
-    page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=SECONDS)
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=SECONDS)
+    page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=LONGEST)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LONGEST)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()
     last = page.locator(".jp-Notebook .jp-CodeCell").last
     prompt = last.locator(".jp-InputPrompt").element_handle()
-    page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=SECONDS)
+    page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=LONGEST)
     if button:
         pictures = last.locator(".jp-OutputArea-output img, .jp-OutputArea-output svg")
         before = pictures.first.get_attribute("src") if pictures.count() else ""
@@ -63,7 +64,7 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
         page.wait_for_function(
             "([cell, before]) => cell.innerText.includes('measured') || "
             "[...cell.querySelectorAll('img')].some(img => img.src !== before)",
-            arg=[last.element_handle(), before], timeout=SECONDS,
+            arg=[last.element_handle(), before], timeout=LONGEST,
         )  # fmt: skip
     page.wait_for_timeout(2000)  # what comes last is drawn
     last.evaluate("cell => cell.scrollIntoView({block: 'center'})")
@@ -83,7 +84,7 @@ def main() -> None:
         with open(log, "w") as output:
             server = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
         try:
-            while not (found := re.search(r"(http://(?:localhost|127\.0\.0\.1):\d+)/\S*\?token=(\w+)", log.read_text())):
+            while not (found := re.search(ADDRESS, log.read_text())):
                 if server.poll() is not None:
                     sys.exit(log.read_text())
                 time.sleep(0.1)

@@ -15,7 +15,7 @@ LECTURE = "notebooks/lectures/04_data_parallel.ipynb"
 
 def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_path, monkeypatch):
     source, folder = tmp_path / "source", tmp_path / "empty"
-    for name, path in course._sources().items():
+    for name, path in course.sources().items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).symlink_to(path.resolve())
     monkeypatch.setattr(course, "SOURCE", source)
@@ -23,7 +23,7 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
     monkeypatch.chdir(folder)
     _, said = course.open_folder()
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert names == {course.RECORD, *course._sources()} and "files are new" in said
+    assert names == {course.RECORD, *course.sources()} and "files are new" in said
     assert workshop.folder() == folder, "a notebook in it finds its engines' profile"
     for inside in (folder / "notebooks" / "lectures", folder):
         monkeypatch.chdir(inside)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from dtlib.lab.course import sources
 from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.conftest import ROOT
 
@@ -64,7 +65,8 @@ def environment_with(wheel: Path, folder: Path) -> dict:
         if (Path(sys.prefix) / name).exists() and not (folder / name).exists():
             (folder / name).symlink_to(Path(sys.prefix) / name)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return environment | {"PATH": os.pathsep.join(map(str, (folder / "bin", Path(sys.prefix) / "bin", "/usr/bin", "/bin")))}
+    path = [str(folder / "bin"), str(Path(sys.prefix) / "bin"), environment["PATH"]]
+    return environment | {"PATH": os.pathsep.join(path)}
 
 
 @pytest.mark.slow
@@ -72,7 +74,11 @@ def environment_with(wheel: Path, folder: Path) -> dict:
 def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
     needs("build")
     wheel = built_wheel(tmp_path)
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "security" in name or "/source/" in name]
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert not [name for name in names if "security" in name or "/source/" in name]
+    beside = [path for path in (ROOT / "dtlib").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    wanted = [path.relative_to(ROOT).as_posix() for path in beside] + [f"dtlib/course/{name}" for name in sources()]
+    assert set(wanted) <= names, f"pyproject.toml leaves these behind: {set(wanted) - names}"
     environment, empty = environment_with(wheel, tmp_path / "env"), tmp_path / "empty"
     empty.mkdir()
 

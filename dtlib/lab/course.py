@@ -53,7 +53,7 @@ def open_folder() -> tuple[Path, str]:
 def lay_out(folder: Path) -> str:
     """Copy to ``folder`` what is missing there and what is old and untouched; returns a sentence about it, or ''."""
     record, copied, newer = _read_record(folder), 0, []
-    for name, source in _sources().items():
+    for name, source in sources().items():
         copy, digest, before = folder / name, _digest(source), record.get(name)
         there = _digest(copy) if copy.is_file() else None
         if there not in (None, digest, before):  # the learner's work
@@ -78,7 +78,7 @@ def fresh(lesson: str) -> list[str]:
     Args:
         lesson: its number, such as 04, or the name of one notebook, such as 04_data_parallel_exercises.
     """
-    books = {name: path for name, path in _sources().items() if path.suffix == ".ipynb"}
+    books = {name: path for name, path in sources().items() if path.suffix == ".ipynb"}
     wanted = Path(lesson).name.removesuffix(".ipynb")
     names = [name for name in books if Path(name).stem in (wanted, lesson) or _number(name) == wanted.zfill(2)]
     if not names:
@@ -100,7 +100,7 @@ def fresh(lesson: str) -> list[str]:
     return said
 
 
-def _sources() -> dict[str, Path]:
+def sources() -> dict[str, Path]:
     """The files of the course by their names in a folder where it is laid out."""
     found = {path.relative_to(SOURCE).as_posix(): path for pattern in FILES for path in sorted(SOURCE.glob(pattern))}
     if not found:
@@ -137,8 +137,8 @@ def _copy(source: Path, target: Path) -> None:
         part.replace(target)
     except OSError as problem:
         raise DtlibError(
-            f"The course cannot be laid out: {target} cannot be written ({problem.strerror}). Make room there and make it "
-            "writable, or choose another folder."
+            f"The course cannot be laid out: {target} cannot be written ({problem.strerror}). Make room there and make "
+            "it writable, or choose another folder."
         ) from None
 
 

@@ -22,6 +22,7 @@ from dtlib.world.launch import (
 from dtlib.world.machine import gpu_names, usable_cores
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
 
+INSTALL_AGAIN = "run `make lab` in a clone, or install dtlib again with pip"
 _COUNT_WORLD = "from dtlib.world import init; print(init().size, flush=True)"
 _WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
@@ -111,7 +112,7 @@ def _torch() -> str:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise DtlibError("torch is not installed: run `make lab` in a clone, or install dtlib again with pip.") from None
+        raise DtlibError(f"torch is not installed: {INSTALL_AGAIN}.") from None
     # In a process of its own: a broken torch can end the process that imports it.
     ran = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
     if ran.returncode:
@@ -134,7 +135,7 @@ def _jupyterlab() -> str:
     try:
         return importlib.metadata.version("jupyterlab")
     except importlib.metadata.PackageNotFoundError:
-        raise DtlibError("JupyterLab is not installed: run `make lab` in a clone, or install dtlib again with pip.") from None
+        raise DtlibError(f"JupyterLab is not installed: {INSTALL_AGAIN}.") from None
 
 
 def _workshop() -> str:
