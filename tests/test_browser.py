@@ -10,7 +10,6 @@ import time
 import nbformat
 import pytest
 
-from dtlib.lab.server import FIRST_NOTEBOOK
 from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.conftest import ROOT
 
@@ -23,6 +22,7 @@ ANSWERS = {
     "sum_for_eight = None": "sum_for_eight = 28",
     "# your line here": "world.comm.all_reduce(total)",
 }
+FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
 HANGS = "# press Stop"  # the cell in which ranks wait until somebody stops them
 SCREENSHOTS = os.environ.get("DTLIB_SCREENSHOTS")  # a folder that gets a picture after every cell
 
@@ -45,14 +45,15 @@ def page():
 
 
 @pytest.fixture
-def address(workshop_folder):
-    """Where JupyterLab answers, on a workshop of its own."""
-    shutil.copytree(ROOT / "notebooks", workshop_folder / "notebooks", dirs_exist_ok=True)
-    log = workshop_folder / "lab.log"
+def address(tmp_path):
+    """Where JupyterLab answers, in a folder that was empty: it lays out the course there."""
+    folder = tmp_path / "course"
+    folder.mkdir()
+    log = tmp_path / "lab.log"
     with open(log, "w") as output:
         # Open tabs are remembered from one day to the next: not those of whoever runs this test.
-        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={workshop_folder}"]
-        server = subprocess.Popen([sys.executable, "-m", *command], cwd=workshop_folder, stdout=output, stderr=output)
+        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={tmp_path}"]
+        server = subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output)
     deadline = time.monotonic() + 60
     while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+", log.read_text())):
         assert server.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -91,6 +92,7 @@ def run_active_cell(page, number: int) -> None:
 @pytest.mark.slow
 def test_lesson_00_cell_by_cell(page, address):
     page.goto(address)
+    page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)  # from the start page
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
     assert page.locator(".jp-Dialog").count() == 0, "nothing stands in front of the first lesson"
