@@ -30,7 +30,9 @@ def serve(browser: bool, extra: list[str]) -> int:
     """Become JupyterLab; does not return."""
     line = command(browser, extra)
     # Kernels with %%px from the start: here python3 is found before the environment's own of that name.
-    os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(SETTINGS / "jupyter"), os.environ.get("JUPYTER_PATH")]))
+    os.environ["JUPYTER_PATH"] = os.pathsep.join(
+        filter(None, [str(SETTINGS / "jupyter"), os.environ.get("JUPYTER_PATH")])
+    )
     # So that `dtlib` is known in JupyterLab's terminals.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execv(line[0], line)

@@ -1,6 +1,6 @@
 """Have all ranks called the same so far? Asked by a notebook once a cell has raised an error on some rank.
 
-What a rank has called it tells as numbers (``counts``), the notebook brings those of all ranks together (``differing``),
+Each rank tells in numbers what it has called (``counts``), the notebook compares those of all ranks (``differing``),
 and communicators on which they differ are refused on all ranks (``refuse``) until ``dtlib.reset()`` gives new ones.
 """
 

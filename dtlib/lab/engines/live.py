@@ -33,9 +33,10 @@ class LiveView:
     def show(self, ranks: list[int], running: list[bool], texts: list[str], reports: list[dict]) -> None:
         """Draw anew, if there is something new: for each rank whether it still runs, its output, what it reports."""
         now = time.monotonic()
-        waiting = {rank: report["waiting"] for rank, report in zip(ranks, reports, strict=True) if report.get("waiting")}
+        waiting = [rank for rank, report in zip(ranks, reports, strict=True) if report.get("waiting")]
         if waiting:
-            self.waited = f"{ranks_in_words(sorted(waiting))}, {next(iter(waiting.values()))}."
+            sentence = next(filter(None, (report.get("waiting") for report in reports)))
+            self.waited = f"{ranks_in_words(waiting)}, {sentence}."
         if not self._watched or now - self._began < FIRST_SECONDS or now - self._drawn < EVERY_SECONDS:
             return
         self._drawn = now
@@ -69,9 +70,9 @@ class LiveView:
 
 
 def _latest(rank: int, text: str, most: int):
-    lines = text.removesuffix("\n").rsplit("\n", most) if text else []
-    if len(lines) > most:
-        lines[0] = f"... {text.count(chr(10), 0, len(lines[0])) + 1:,} more lines before these ..."
+    lines = text.removesuffix("\n").rsplit("\n", most - 1) if text else []
+    if lines and (before := lines[0].count("\n")):
+        lines[0] = f"... {before + 1:,} lines before these ..."
     return [f"{rank_prefix(rank)} {line[:LONGEST_LINE]}" for line in lines]
 
 

@@ -59,7 +59,7 @@ def inspect(name: str, detail_level: int) -> dict:
 
 
 def _follow_cells() -> None:
-    """Tell the notebook when this rank waits for long and in which line it is, and the board what became of its cells."""
+    """Tell the notebook in which line this rank is and when it waits, and the board what became of its cells."""
     from ipyparallel.engine.datapub import publish_data
     from IPython import get_ipython
 
