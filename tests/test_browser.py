@@ -173,8 +173,10 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, workshop_folder):
     editor.click()
     page.keyboard.press("Control+End")
     page.keyboard.press("Tab")
-    page.wait_for_function("e => e.innerText.includes('lives_on_ranks')", arg=editor.element_handle(), timeout=10_000)
+    page.wait_for_selector(".jp-Completer >> text=lives_on_ranks", timeout=10_000)
     picture(page, "completed")
+    page.keyboard.press("Enter")
+    page.wait_for_function("e => e.innerText.includes('lives_on_ranks')", arg=editor.element_handle(), timeout=10_000)
 
     page.keyboard.press("Control+S")
     deadline = time.monotonic() + 10

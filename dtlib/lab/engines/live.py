@@ -1,4 +1,4 @@
-"""What a ``%%px`` cell shows while it runs: the latest lines of each rank, how far ranks are, whom they wait for.
+"""What a ``%%px`` cell shows while it runs: how far ranks are, whom they wait for, the latest lines of each.
 
 It is for whoever watches, and goes away with the end of the cell: what is stored is the output in rank order. Where
 nobody could answer a question either (nbval, a notebook that is executed by a program), nothing live is shown.
@@ -41,11 +41,13 @@ class LiveView:
             return
         self._drawn = now
         most = min(MOST_LINES, max(2, MOST_LINES_OF_ALL // len(ranks)))
-        lines = [line for rank, text in zip(ranks, texts, strict=True) for line in _latest(rank, text, most)]
+        lines = []
         if now - self._began > PROGRESS_SECONDS or any(report.get("progress") for report in reports):
             lines.append(f"{now - self._began:.0f} s: {_progress(ranks, running, reports)}")
         if waiting:
             lines.append(f"Waiting: {self.waited} Stop ends the wait.")
+        for rank, text in zip(ranks, texts, strict=True):
+            lines += _latest(rank, text, most)
         self._draw("\n".join(lines))
 
     def _draw(self, text: str) -> None:
