@@ -93,7 +93,7 @@ class Accelerated(nn.Module):
 
 
 def _hidden(world, repeats):
-    """What is left to wait for, as a share of what the communication takes by itself: 0.4 means that 60 % is hidden.
+    """What is left to wait for, as a fraction of what the communication takes by itself: 0.4 means that 60 % is hidden.
 
     The step without communication is that of the same class on one rank: it fills and scales its buckets, too.
     """

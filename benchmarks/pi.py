@@ -41,8 +41,8 @@ def rows(world, repeats: int):
 
 def _claims(two: Row):
     """The article's claims for 10^8 points beside what was measured here; claims, not measurements."""
-    share = CLAIMED_POINTS / POINTS
-    ours = {1: two.peer_seconds * share, 2: two.ours_seconds * share}
+    fraction = CLAIMED_POINTS / POINTS
+    ours = {1: two.peer_seconds * fraction, 2: two.ours_seconds * fraction}
     with open(folder() / "data" / "claims.csv") as file:
         claims = [row for row in csv.DictReader(file) if "OpenMPI" in row["source"] and row["unit"] == "s"]
     for (ranks, seconds), claim in zip(ours.items(), claims, strict=True):

@@ -8,13 +8,13 @@ from benchmarks.compare import row
 
 RANKS = 4
 SECONDS = 10.0
-SHARE = 0.05
+FRACTION = 0.05
 
 
 def rows(world, repeats: int):
     """One wait takes ten seconds, so a tenth of the repeats."""
     used = np.array([_seconds_of_cpu(world.comm) for _ in range(max(1, repeats // 10))])
-    yield row(f"CPU time of {world.size} ranks in {SECONDS:g} s", f"{SHARE:.0%} of a core", used, SHARE * SECONDS)
+    yield row(f"CPU time of {world.size} ranks in {SECONDS:g} s", f"{FRACTION:.0%} of a core", used, FRACTION * SECONDS)
 
 
 def _seconds_of_cpu(comm) -> float:

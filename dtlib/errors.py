@@ -16,7 +16,7 @@ class DtlibError(Exception):
 
 
 class CommunicationError(DtlibError):
-    """A verb of the communicator was called with something that it cannot carry."""
+    """An operation of the communicator was called with something that it cannot carry."""
 
 
 class PeerFailed(DtlibError):

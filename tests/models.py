@@ -74,8 +74,8 @@ def batches(name: str, steps: int, count: int, dtype=torch.float64, seed: int = 
     return [(x.to(dtype) if x.is_floating_point() else x, y) for x, y in made]
 
 
-def part(batch, rank: int, size: int):
-    """This rank's part of a batch, in rank order; parts may differ by one sample."""
+def slice_of(batch, rank: int, size: int):
+    """This rank's slice of a batch, in rank order; slices may differ by one sample."""
     x, y = batch
     per_sample = len(y) // len(x)
     first, last = len(x) * rank // size, len(x) * (rank + 1) // size
@@ -104,8 +104,8 @@ def full_values(model, comm) -> dict:
     values = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        if hasattr(parameter, "part"):  # by our fully_shard
-            value = torch.cat(comm.all_gather_object(value)).view(parameter.part.shape)
+        if hasattr(parameter, "slice"):  # by our fully_shard
+            value = torch.cat(comm.all_gather_object(value)).view(parameter.slice.shape)
         values[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
     return values
 

@@ -66,7 +66,7 @@ def flat_sizes(stage, sizes=SIZES):
 def check(m, stage, scheme, rank, ranks, frozen=()):
     expected = zero_bytes(flat_sizes(stage), ranks, stage, scheme, rank, frozen)
     assert {name: m.lines[name] for name in STATES} == expected, m.beside(scheme=scheme).table()
-    # One number of 4 bytes for each parameter of which this rank updates a part, empty ones too, as torch has it.
+    # One number of 4 bytes for each parameter of which this rank updates a shard, empty ones too, as torch has it.
     assert m.step_counters == 4 * len(SIZES)
     assert m.buffers == 0
     assert m.beside(scheme=scheme)._formula == expected

@@ -7,7 +7,7 @@ from torch import nn
 from dtlib.errors import DtlibError
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.batch_norm import SyncBatchNorm
-from tests.models import batches, build, difference, loss_of, part, sgd
+from tests.models import batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
 
 
@@ -25,9 +25,9 @@ def test_training_equals_one_process_with_the_joined_batch(world, extra):
     ours = DataParallel(converted, world.comm)
     optimizer = sgd(ours)
     for batch in data:
-        mine = part(batch, world.rank, world.size)
+        mine = slice_of(batch, world.rank, world.size)
         # The gradient of one rank's loss reaches the others through the statistics, before ranks are averaged: the
-        # loss itself has to be this rank's share in the mean over samples.
+        # loss itself has to be this rank's weighted summand of the mean over samples.
         (loss_of(ours, mine) * world.size * len(mine[0]) / len(batch[0])).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -47,7 +47,7 @@ def test_options_are_those_of_torch(world, momentum, affine, tracks):
         world.comm,
     )
     for _ in range(3):
-        expected, came = theirs(x), ours(part((x, x[:, 0, 0]), world.rank, 2)[0])
+        expected, came = theirs(x), ours(slice_of((x, x[:, 0, 0]), world.rank, 2)[0])
     torch.testing.assert_close(came, expected[world.rank * 4 : world.rank * 4 + 4], rtol=0, atol=1e-12)
     if tracks:
         torch.testing.assert_close(ours[0].running_var, theirs.running_var, rtol=0, atol=1e-12)

@@ -14,12 +14,12 @@ from tests.ranks import on_ranks
 ALL = (0, 1, 2)
 
 
-def collective(number, state="waits", verb="barrier", group="world"):
-    return Sighting(state, verb, verb, f"line {number}", group, number, ALL)
+def collective(number, state="waits", operation="barrier", group="world"):
+    return Sighting(state, operation, operation, f"line {number}", group, number, ALL)
 
 
-def message(verb, rank, state="waits"):
-    return Sighting(state, verb, f"{verb} rank {rank}", "line 9", "world", 0, (rank,))
+def message(operation, rank, state="waits"):
+    return Sighting(state, operation, f"{operation} rank {rank}", "line 9", "world", 0, (rank,))
 
 
 @pytest.mark.parametrize("seen,said", [
@@ -29,17 +29,17 @@ def message(verb, rank, state="waits"):
     # Rank 0 waits for 1, and 1 for 2: 2 is to blame.
     ([message("recv", 1), message("recv", 2), collective(1, "finished")],
      "rank 2 has not come; it last finished barrier (`line 1`)"),
-    ([collective(1), collective(1), None], "rank 2 has called no verb yet"),
+    ([collective(1), collective(1), None], "rank 2 has called no operation yet"),
     ([collective(1), None, collective(0, "raised ValueError: no")],
-     "rank 1 has called no verb yet; rank 2 raised ValueError: no; its last verb was barrier (`line 0`)"),
-    # A rank that started the verb and computes is named as such only where a message needs it.
+     "rank 1 has called no operation yet; rank 2 raised ValueError: no; its last operation was barrier (`line 0`)"),
+    # A rank that started the operation and computes is named as such only where a message needs it.
     ([collective(2), collective(2, "started"), collective(1, "finished")],
      "rank 2 has not come; it last finished barrier (`line 1`)"),
     # Two ranks that face each other, one more that waits for them.
     ([message("recv", 1), message("recv", 0), collective(1)],
      "they wait for one another: rank 0 in recv rank 1 (`line 9`), rank 1 in recv rank 0 (`line 9`)"),
-    # The same number of calls, but not the same verb.
-    ([collective(1), collective(1), collective(1, verb="broadcast")],
+    # The same number of calls, but not the same operation.
+    ([collective(1), collective(1), collective(1, operation="broadcast")],
      "they wait for one another: rank 0 in barrier (`line 1`), rank 1 in barrier (`line 1`), "
      "rank 2 in broadcast (`line 1`)"),
     ([collective(3), collective(3), collective(4)], "all ranks have come, and the messages are under way"),
@@ -92,7 +92,7 @@ def test_the_end_of_a_cell_stands_on_the_board_until_the_next_begins(monkeypatch
     monkeypatch.setattr(board, "cell", "7.1")
     board.end_cell("raised ValueError: " + "x" * 1000)
     assert (board.current.seen()[0].over, board.cell) == ("7.1", "")
-    board.publish("has called no verb in this cell yet")
+    board.publish("has called no operation in this cell yet")
     assert board.current.seen()[0].over == ""
     os.unlink(file)
 

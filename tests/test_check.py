@@ -61,7 +61,7 @@ def test_a_first_sum_that_nobody_has_computed_is_told():
 
 
 def count_right(points, comm):
-    return pi.count_numpy(*pi.part(points, comm.rank, comm.size))
+    return pi.count_numpy(*pi.slice_of(points, comm.rank, comm.size))
 
 
 def count_right_with_own_kernel(points, comm):
@@ -76,7 +76,7 @@ def count_right_with_own_kernel(points, comm):
 def estimate_right(points, comm):
     import torch
 
-    inside = torch.tensor([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    inside = torch.tensor([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     return 4 * comm.all_reduce(inside).item() / points
 
 
@@ -103,7 +103,7 @@ def test_right_answers_pass(world):
     answers |= RIGHT_TO_LESSON_07
     answers |= {"RowParallel": tensor_wrong.RightRow, "MyMLP": mlp_wrong.RightMLP}
     answers |= {"build_step": replicator_wrong.step_right}
-    answers |= {"share_gradients": shares_right, "ShardedAdam": zero_wrong.Right, "OnDemand": zero3_wrong.RightLayer}
+    answers |= {"shard_gradients": shards_right, "ShardedAdam": zero_wrong.Right, "OnDemand": zero3_wrong.RightLayer}
     answers |= {"fit": FIT}
     for exercise in EXERCISES:
         verdict = judge_on_this_rank(exercise, answers)
@@ -112,14 +112,14 @@ def test_right_answers_pass(world):
 
 
 def ring_to_the_left(comm, tensor):
-    """The other way round, parts as torch.chunk makes them (fewer than ranks, if it so happens), numpy's views."""
+    """The other way round, chunks as torch.chunk makes them (fewer than ranks, if it so happens), numpy's views."""
     import torch
 
-    share = -(-len(tensor) // comm.size)
-    parts = [tensor[share * p : share * (p + 1)].numpy() for p in range(comm.size)]
+    length = -(-len(tensor) // comm.size)
+    chunks = [tensor[length * p : length * (p + 1)].numpy() for p in range(comm.size)]
     to, source = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     for step in range(2 * (comm.size - 1)):
-        outgoing, incoming = parts[(comm.rank + step) % comm.size], parts[(comm.rank + step + 1) % comm.size]
+        outgoing, incoming = chunks[(comm.rank + step) % comm.size], chunks[(comm.rank + step + 1) % comm.size]
         received = torch.empty(len(incoming), dtype=tensor.dtype)
         arriving = comm.recv(received, source, async_op=True)
         leaving = comm.send(outgoing.copy(), to, async_op=True)
@@ -132,29 +132,29 @@ def ring_to_the_left(comm, tensor):
 def ring_with_padding(comm, tensor):
     import torch
 
-    share = -(-len(tensor) // comm.size)
-    padded = torch.zeros(share * comm.size, dtype=tensor.dtype)
+    length = -(-len(tensor) // comm.size)
+    padded = torch.zeros(length * comm.size, dtype=tensor.dtype)
     padded[: len(tensor)] = tensor
     ring_by_split(comm, padded)
     tensor.copy_(padded[: len(tensor)])
 
 
-def ring_with_a_long_last_part(comm, tensor):
-    share = len(tensor) // comm.size
-    parts = [tensor[share * p : share * (p + 1)] for p in range(comm.size - 1)]
-    return collectives_wrong.ring(comm, tensor, [*parts, tensor[share * (comm.size - 1) :]])
+def ring_with_a_long_last_chunk(comm, tensor):
+    length = len(tensor) // comm.size
+    chunks = [tensor[length * p : length * (p + 1)] for p in range(comm.size - 1)]
+    return collectives_wrong.ring(comm, tensor, [*chunks, tensor[length * (comm.size - 1) :]])
 
 
 def ring_without_empty_messages(comm, tensor):
     """Even ranks send first, odd ones receive first (the last of an odd number waits a little), and blocks only."""
     import torch
 
-    parts = torch.tensor_split(tensor, comm.size)
+    chunks = torch.tensor_split(tensor, comm.size)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(2 * (comm.size - 1)):
         reduces = step < comm.size - 1
         number = (comm.rank - step - 1) % comm.size if reduces else (comm.rank - step + comm.size - 1) % comm.size
-        outgoing, incoming = parts[number], parts[(number - 1) % comm.size]
+        outgoing, incoming = chunks[number], chunks[(number - 1) % comm.size]
         received = torch.zeros_like(incoming)
 
         def send(outgoing=outgoing):
@@ -178,7 +178,7 @@ def ring_both_ways(comm, tensor):
 
 
 RINGS = [
-    ring_by_split, ring_to_the_left, ring_with_padding, ring_with_a_long_last_part, ring_without_empty_messages,
+    ring_by_split, ring_to_the_left, ring_with_padding, ring_with_a_long_last_chunk, ring_without_empty_messages,
     ring_both_ways,
 ]  # fmt: skip
 
@@ -296,7 +296,7 @@ def test_every_right_data_parallelism_passes(world):
 FIT = {"stage": 3, "ranks": 8, "gigabytes": 15}
 
 
-def shares_right(comm, module):
+def shards_right(comm, module):
     def act(parameter, flat, length):
         parameter.grad = None
         return zero2_wrong.scattered(comm, flat, length)
@@ -304,41 +304,41 @@ def shares_right(comm, module):
     return zero2_wrong.with_hooks(comm, module, act)
 
 
-def shares_a_copy_without_padding(comm, module):
+def shards_a_copy_without_padding(comm, module):
     """Travels in place; what is kept is a copy, without the padding, divided afterwards."""
 
     def act(parameter, flat, length):
         parameter.grad = None
-        own = comm.reduce_scatter(zero2_wrong.part_of(flat, comm.rank, length), flat)
+        own = comm.reduce_scatter(zero2_wrong.shard_of(flat, comm.rank, length), flat)
         return own[: max(0, parameter.numel() - comm.rank * length)] / comm.size
 
     return zero2_wrong.with_hooks(comm, module, act)
 
 
 class AdamWithCopies(zero_wrong.Right):
-    """The model keeps its own memory; values are copied to and fro, and each owner broadcasts its part."""
+    """The model keeps its own memory; values are copied to and fro, and each owner broadcasts its shard."""
 
     def use(self, flat):
         pass
 
     def gather(self):
         for rank in range(self.comm.size):
-            self.comm.broadcast(self.part(self.flat, rank), root=rank)
+            self.comm.broadcast(self.shard(self.flat, rank), root=rank)
         for parameter, view in zip(self.parameters, self.views(self.flat), strict=True):
             parameter.data.copy_(view.view_as(parameter))
 
 
 class AdamReducesToOwners(zero_wrong.ByHand):
-    """One reduce for each part, to its owner, and a division afterwards."""
+    """One reduce for each shard, to its owner, and a division afterwards."""
 
     def reduce(self, gradients):
         for rank in range(self.comm.size):
-            self.comm.reduce(self.part(gradients, rank), root=rank)
-        return self.part(gradients) / self.comm.size
+            self.comm.reduce(self.shard(gradients, rank), root=rank)
+        return self.shard(gradients) / self.comm.size
 
 
-class LayerInTwoParts(zero3_wrong.RightLayer):
-    """Weight and bias are shared out and gathered one by one."""
+class LayerInTwoShards(zero3_wrong.RightLayer):
+    """Weight and bias are sharded and gathered one by one."""
 
     def __init__(self, comm, layer):
         import torch
@@ -347,7 +347,7 @@ class LayerInTwoParts(zero3_wrong.RightLayer):
         for tensor in (layer.weight.detach().flatten(), layer.bias.detach()):
             length = -(-len(tensor) // comm.size)
             padded = torch.nn.functional.pad(tensor, (0, length * comm.size - len(tensor)))
-            self.own.append(zero2_wrong.part_of(padded, comm.rank, length).clone())
+            self.own.append(zero2_wrong.shard_of(padded, comm.rank, length).clone())
 
     def __call__(self, x):
         import torch
@@ -360,9 +360,9 @@ class LayerInTwoParts(zero3_wrong.RightLayer):
 
 
 RIGHT_TO_LESSON_06 = {
-    "zero2-mend": (shares_right, shares_a_copy_without_padding),
+    "zero2-mend": (shards_right, shards_a_copy_without_padding),
     "sharded-adam": (zero_wrong.Right, zero_wrong.ByHand, AdamWithCopies, AdamReducesToOwners),
-    "gather-on-demand": (zero3_wrong.RightLayer, LayerInTwoParts),
+    "gather-on-demand": (zero3_wrong.RightLayer, LayerInTwoShards),
 }
 
 
@@ -411,7 +411,7 @@ def test_memory_is_found_wherever_it_is_kept():
 @pytest.fixture
 def cells_of_lesson_06(cells_with):
     begins = {
-        "zero2-mend": ("def share_gradients(", "all-reduced"), "sharded-adam": ("class ShardedAdam", "not-copied-back"),
+        "zero2-mend": ("def shard_gradients(", "all-reduced"), "sharded-adam": ("class ShardedAdam", "not-copied-back"),
         "gather-on-demand": ("class OnDemand", "type"), "fit-it": ("fit = {", "type"),
     }  # fmt: skip
     return [

@@ -23,7 +23,7 @@ from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, with_descendants
-from tests.models import batches, build, loss_of, part
+from tests.models import batches, build, loss_of, slice_of
 from tests.ranks import on_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -53,18 +53,18 @@ class Run:
         if dtype.itemsize == 2 and stage in (0, 3):
             self.masters = MasterWeights(trained)
             trained = self.masters.masters
-        parts = [{"params": trained[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
+        param_groups = [{"params": trained[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
         if stage in (1, 2):
-            self.optimizer = ZeroOptimizer(parts, kind, comm, stage, bucket_cap_mb=0.0005, **settings)
+            self.optimizer = ZeroOptimizer(param_groups, kind, comm, stage, bucket_cap_mb=0.0005, **settings)
         else:
-            self.optimizer = kind(parts, **settings)
+            self.optimizer = kind(param_groups, **settings)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.8) if scheduled else None
 
     def losses(self, data):
         """Train on each batch; the mean loss over ranks before each step."""
         found = []
         for batch in data:
-            loss = loss_of(self.call, part(batch, self.comm.rank, self.comm.size))
+            loss = loss_of(self.call, slice_of(batch, self.comm.rank, self.comm.size))
             loss.backward()
             if self.masters:
                 self.masters.take_gradients()
@@ -185,7 +185,7 @@ def test_masters_that_were_not_saved_get_the_values(world, stage, tmp_path):
     run = Run(stage, world.comm, "plain", "sgd", torch.bfloat16, seed=7).load(tmp_path)
     for holding in holdings.holdings_of(run.model, run.optimizer, run.masters, world.comm):
         before = dict(plain.named_parameters())[holding.name].detach().reshape(-1)
-        before = before[holding.part.start : holding.part.stop]
+        before = before[holding.slice.start : holding.slice.stop]
         assert torch.equal(holding.value.reshape(-1), before)
         assert holding.master is None or torch.equal(holding.master.reshape(-1), before.float())
         assert (holding.master is None) == (holding.name == "first.bias")
@@ -196,7 +196,7 @@ def plain_sgd(model):
 
 
 @on_ranks(3)
-def test_each_rank_writes_an_equal_share_and_reads_no_more_than_it_needs(world, tmp_path):
+def test_each_rank_writes_an_equal_slice_and_reads_no_more_than_it_needs(world, tmp_path):
     class Counting(folder.Reader):
         elements = 0
 

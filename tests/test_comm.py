@@ -92,7 +92,7 @@ def test_bool_any_and_all(world):
 @on_ranks(*SIZES)
 @pytest.mark.parametrize("op", REFERENCE)
 @pytest.mark.parametrize("count", [0, 1, 6])
-def test_reduce_scatter_gives_each_rank_its_part_and_keeps_the_input(world, op, count):
+def test_reduce_scatter_gives_each_rank_its_chunk_and_keeps_the_input(world, op, count):
     comm = world.comm
     mine = values_of(comm.rank, count * comm.size, torch.float64)
     before = mine.clone()
@@ -110,11 +110,11 @@ def test_scatter_gather_and_all_to_all_are_each_others_mirror(world, dtype):
     comm, dtype = world.comm, getattr(torch, dtype)
     root = comm.size - 1
     whole = values_of(7, 3 * comm.size, dtype)
-    part = torch.zeros(3, dtype=dtype)
-    comm.scatter(part, whole if comm.rank == root else None, root)
-    assert torch.equal(part, whole.reshape(comm.size, 3)[comm.rank])
+    chunk = torch.zeros(3, dtype=dtype)
+    comm.scatter(chunk, whole if comm.rank == root else None, root)
+    assert torch.equal(chunk, whole.reshape(comm.size, 3)[comm.rank])
     back = torch.zeros(3 * comm.size, dtype=dtype) if comm.rank == root else None
-    comm.gather(back, part, root)
+    comm.gather(back, chunk, root)
     assert comm.rank != root or torch.equal(back, whole)
 
     mine = (torch.arange(2 * comm.size) + 100 * comm.rank).to(dtype)
@@ -255,7 +255,7 @@ def test_what_cannot_be_carried_is_refused_before_anything_is_sent(world):
         (lambda: comm.broadcast(ints, root=2)): "0 to 1",
         (lambda: comm.send(ints, dest=-1)): "dest=-1",
         (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times the elements",
-        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal parts",
+        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal chunks",
         (lambda: comm.send(ints, dest=0, tag=2**20)): "tags are whole numbers",
     }.items():
         with pytest.raises(CommunicationError, match=words):
@@ -330,7 +330,7 @@ def test_views_that_are_shifted_against_one_another_give_right_values(world):
     expected = [float(place + 100 * other) for other in range(size) for place in (1 + 2 * other, 2 + 2 * other)]
     assert comm.all_gather(room[: 2 * size], room[1 + 2 * rank : 3 + 2 * rank]).tolist() == expected
     whole = torch.arange(2.0 * size)
-    for root in range(size):  # out is where another rank's part lies
+    for root in range(size):  # out is where another rank's chunk lies
         whole = torch.arange(2.0 * size)
         other = (root + 1) % size
         out = whole[2 * other : 2 * other + 2] if rank == root else torch.zeros(2)
@@ -346,7 +346,7 @@ def test_views_that_are_shifted_against_one_another_give_right_values(world):
 
 
 @on_ranks(2)
-def test_a_verb_behind_one_that_failed_ends_too(world):
+def test_an_operation_behind_one_that_failed_ends_too(world):
     import dtlib
 
     comm = world.comm.split(0)
@@ -475,7 +475,7 @@ def test_an_object_that_does_not_pickle_on_one_rank_is_refused_on_all(world):
 
 
 @on_ranks(2)
-def test_a_verb_that_changes_what_a_backward_pass_needs_is_noticed_by_it(world):
+def test_an_operation_that_changes_what_a_backward_pass_needs_is_noticed_by_it(world):
     weight = torch.ones(2, requires_grad=True)
     squashed, x = torch.sigmoid(weight), torch.ones(2)
     product = weight * x

@@ -10,19 +10,19 @@ import dtlib
 from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
 from dtlib.parallel.data import DataParallel, DataParallelNaive
-from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, part, sgd
+from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
 
 STEPS = 5
 
 
 def train_alone(model, optimizer, data, ranks, accumulate=1, clip=None):
-    """One process with the whole batch. It computes the parts one after the other, as batch normalisation looks at
-    each part alone, and keeps the running statistics of the first."""
+    """One process with the whole batch. It computes the slices one after the other, as batch normalisation looks at
+    each slice alone, and keeps the running statistics of the first."""
     for step, batch in enumerate(data):
         kept = None
         for rank in range(ranks):
-            (loss_of(model, part(batch, rank, ranks)) / ranks).backward()
+            (loss_of(model, slice_of(batch, rank, ranks)) / ranks).backward()
             if rank == 0:
                 kept = [buffer.clone() for buffer in model.buffers()]
         for buffer, value in zip(model.buffers(), kept, strict=True):
@@ -40,14 +40,14 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None):
     for step, batch in enumerate(data):
         last = (step + 1) % accumulate == 0
         if last:
-            loss_of(model, part(batch, comm.rank, comm.size)).backward()
+            loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
         else:
             with model.no_sync():
-                loss_of(model, part(batch, comm.rank, comm.size)).backward()
+                loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
     return model
 
 
@@ -97,7 +97,7 @@ def test_the_naive_class_and_the_buckets_agree(world):
     naive = DataParallelNaive(build("transformer", seed=world.rank), world.comm)
     optimizer = sgd(naive)
     for batch in data:
-        loss_of(naive, part(batch, world.rank, world.size)).backward()
+        loss_of(naive, slice_of(batch, world.rank, world.size)).backward()
         naive.average_gradients()
         optimizer.step()
         optimizer.zero_grad()
@@ -131,7 +131,7 @@ def test_uneven_batches_are_weighted_by_their_size(world):
     ours = DataParallel(build("plain"), world.comm)
     optimizer = sgd(ours)
     for batch in data:
-        mine = part(batch, world.rank, world.size)
+        mine = slice_of(batch, world.rank, world.size)
         ours.batch_size = len(mine[0])
         loss_of(ours, mine).backward()
         optimizer.step()
@@ -198,7 +198,7 @@ def test_bfloat16_gradients_are_averaged_in_float32_at_each_hop(world):
     exact = build("plain")
     exact.load_state_dict(ours.module.state_dict())
     data = batches("plain", 1, 4 * world.size, torch.bfloat16)
-    loss_of(ours, part(data[0], world.rank, world.size)).backward()
+    loss_of(ours, slice_of(data[0], world.rank, world.size)).backward()
     loss_of(exact, (data[0][0].double(), data[0][1])).backward()
     # bfloat16 keeps 8 bits; the gradient itself is computed in it, with several roundings.
     torch.testing.assert_close(ours.module.second.weight.grad.double(), exact.second.weight.grad, rtol=0.05, atol=0.01)
@@ -259,7 +259,7 @@ def test_a_model_may_be_wrapped_again(world):
         model = DataParallel(module, world.comm)
     with dtlib.trace() as trace:
         loss_of(model, batches("plain", 1, 4)[0]).backward()
-    assert [event.name for event in trace.events if event.kind == "verb"] == ["all_reduce"]
+    assert [event.name for event in trace.events if event.kind == "operation"] == ["all_reduce"]
 
 
 @on_ranks(2, 3)

@@ -96,8 +96,8 @@ def test_sharpness_is_the_largest_eigenvalue_of_the_hessian(in_float64, monkeypa
         shapes = [p.shape for p in one]
 
         def loss(flat, shapes=shapes, task=tasks[number]):
-            parts = flat.split([shape.numel() for shape in shapes])
-            return digits.train_losses([p.view(s) for p, s in zip(parts, shapes, strict=True)], [task])[0]
+            pieces = flat.split([shape.numel() for shape in shapes])
+            return digits.train_losses([p.view(s) for p, s in zip(pieces, shapes, strict=True)], [task])[0]
 
         hessian = torch.autograd.functional.hessian(loss, torch.cat([p.flatten() for p in one]))
         assert sharp == pytest.approx(torch.linalg.eigvalsh(hessian).abs().max().item(), rel=1e-3)
@@ -113,7 +113,7 @@ def test_a_seed_decides_everything_and_the_batch_nothing():
     assert all(len(set(epoch.tolist())) == 1280 for epoch in one.order.split(1280))
 
 
-def test_noise_replaces_its_share_of_labels_by_others():
+def test_noise_replaces_its_fraction_of_labels_by_others():
     noisy = digits.task(0, train=600, noise=0.2)
     assert (noisy.labels != digits.load()[1][noisy.train]).sum() == 120
     assert noisy.labels.min() >= 0

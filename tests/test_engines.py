@@ -189,7 +189,7 @@ def test_a_wait_says_for_whom_everybody_waits(notebooks):
     threading.Timer(5, notebook.stop_button).start()
     shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
     # The line appears with the first rank that has waited for long enough, is brought up to date, and stays after Stop.
-    whom = r"ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last verb was barrier"
+    whom = r"ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
     assert any(re.search("Waiting: " + whom, text) for text in notebook.live), notebook.live
     assert re.search("Until then they waited: " + whom, shown), shown
     assert "(`line 1: world.comm.barrier()`)" in shown

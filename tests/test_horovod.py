@@ -1,4 +1,4 @@
-"""Horovod's verbs against numpy, the words of every refusal, and a script that was written for Horovod."""
+"""Horovod's operations against numpy, the words of every refusal, and a script that was written for Horovod."""
 
 import json
 import subprocess
@@ -104,8 +104,8 @@ def test_the_deprecated_argument_average(world):
 def test_rows_of_different_number_are_gathered(world, dtype):
     hvd.init()
     rows = [0 if rank == 1 else 2 * rank + 1 for rank in range(world.size)]
-    parts = [of_rank(rank, (count, 3), dtype) for rank, count in enumerate(rows)]
-    assert torch.equal(hvd.allgather(parts[world.rank]), torch.cat(parts))
+    pieces = [of_rank(rank, (count, 3), dtype) for rank, count in enumerate(rows)]
+    assert torch.equal(hvd.allgather(pieces[world.rank]), torch.cat(pieces))
     assert hvd.synchronize(hvd.allgather_async(torch.tensor([world.rank]))).tolist() == list(range(world.size))
     sent = of_rank(world.rank, (3, 2), dtype)
     root = world.size - 1
@@ -118,15 +118,15 @@ def test_rows_of_different_number_are_gathered(world, dtype):
 
 
 @on_ranks(2, 3)
-def test_gradients_flow_through_the_verbs(world):
+def test_gradients_flow_through_the_operations(world):
     """Horovod's convention: the loss of all is the average of the ranks' losses, for allgather and broadcast."""
     hvd.init()
     rank, size = world.rank, world.size
     weights = [of_rank(other, (2, 2)) for other in range(size)]
 
-    def gradient_of(verb):
+    def gradient_of(operation):
         tensor = of_rank(rank, (2, 2)).requires_grad_()
-        output = verb(tensor)
+        output = operation(tensor)
         (output * weights[rank].repeat(len(output) // 2, 1)).sum().backward()
         return tensor.grad
 
@@ -142,8 +142,8 @@ def test_gradients_flow_through_the_verbs(world):
     tensor = of_rank(rank, (3,)).requires_grad_()
     (first,) = torch.autograd.grad(hvd.allreduce(tensor**2, op=hvd.Sum).sum(), tensor, create_graph=True)
     torch.testing.assert_close(first, 2 * size * tensor)
-    for verb in (lambda t: hvd.allreduce(t, op=hvd.Sum), hvd.allgather, lambda t: hvd.broadcast(t, 0)):
-        (first,) = torch.autograd.grad((verb(tensor) ** 2).sum(), tensor, create_graph=True)
+    for operation in (lambda t: hvd.allreduce(t, op=hvd.Sum), hvd.allgather, lambda t: hvd.broadcast(t, 0)):
+        (first,) = torch.autograd.grad((operation(tensor) ** 2).sum(), tensor, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), tensor)
         assert first.grad_fn is not None and second.shape == tensor.shape
 

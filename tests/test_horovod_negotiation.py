@@ -101,7 +101,7 @@ def test_many_small_tensors_travel_in_one_buffer(world):
             handles = [hvd.allreduce_async(torch.ones(25), name=f"small.{i}") for i in range(12)]
             for handle in handles:
                 hvd.synchronize(handle)
-        return sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events)
+        return sum(event.name == "all_reduce" and event.kind == "operation" for event in trace.events)
 
     hvd.init()
     kept = basics.negotiator().cap

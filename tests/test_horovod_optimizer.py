@@ -10,7 +10,7 @@ import dtlib
 import dtlib.horovod as hvd
 from dtlib.horovod.basics import negotiator
 from dtlib.parallel.data import DataParallel
-from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, part, sgd
+from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
 from tests.test_data_parallel import train_alone
 
@@ -41,7 +41,7 @@ def train(name, make, data, accumulate=1, clip=None, **options):
         make(model), model.named_parameters(), backward_passes_per_step=accumulate, **options
     )
     for step, batch in enumerate(data):
-        loss_of(model, part(batch, hvd.rank(), hvd.size())).backward()
+        loss_of(model, slice_of(batch, hvd.rank(), hvd.size())).backward()
         if (step + 1) % accumulate == 0:
             if clip:
                 optimizer.synchronize()
@@ -68,7 +68,7 @@ def test_parity_with_one_process_and_with_data_parallel(world, name, optimizer, 
         theirs = DataParallel(build(name), world.comm)
         optimizer = make(theirs)
         for batch in data:
-            loss_of(theirs, part(batch, world.rank, world.size)).backward()
+            loss_of(theirs, slice_of(batch, world.rank, world.size)).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert difference(ours, theirs, buffers=False) <= 1e-12
@@ -120,7 +120,7 @@ def test_fp16_compression_sends_half_the_bytes_and_rounds(world):
         model = build("plain", torch.float32)
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
         with dtlib.trace() as trace:
-            loss_of(model, part(data[0], world.rank, world.size)).backward()
+            loss_of(model, slice_of(data[0], world.rank, world.size)).backward()
             optimizer.synchronize()
         sent[compression] = trace.sent("all_reduce")[1]
         gradients[compression] = [p.grad for p in model.parameters() if p.requires_grad]
@@ -148,7 +148,7 @@ def test_gradients_travel_while_the_backward_pass_computes_the_others(world):
             optimizer.step()
     finally:
         negotiator().cap = kept
-    assert sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events) == 4
+    assert sum(event.name == "all_reduce" and event.kind == "operation" for event in trace.events) == 4
     alike = world.comm.all_gather_object([parameter.tolist() for parameter in model.parameters()])
     assert all(one == alike[0] for one in alike)
 
@@ -342,13 +342,13 @@ def test_closures_and_parameters_frozen_or_thawed_on_the_way(world):
 
         def closure(batch=batch):
             optimizer.zero_grad()
-            loss = loss_of(ours, part(batch, world.rank, world.size))
+            loss = loss_of(ours, slice_of(batch, world.rank, world.size))
             loss.backward()
             return loss
 
         assert optimizer.step(closure).dim() == 0
         reference.zero_grad()
-        sum(loss_of(alone, part(batch, rank, world.size)) / world.size for rank in range(world.size)).backward()
+        sum(loss_of(alone, slice_of(batch, rank, world.size)) / world.size for rank in range(world.size)).backward()
         reference.step()
         assert difference(ours, alone, buffers=False) <= 1e-12, step
 

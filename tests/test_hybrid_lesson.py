@@ -18,17 +18,17 @@ from tests.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 
 
 class RowByHand(nn.Module):
-    """A plain verb, in place, on what autograd follows: the sum gets no gradient of its own, which is what g does."""
+    """A plain collective, in place, on what autograd follows: the sum has no gradient of its own, as in g."""
 
     def __init__(self, whole, comm):
         super().__init__()
-        share = whole.in_features // comm.size
-        self.comm, mine = comm, slice(comm.rank * share, (comm.rank + 1) * share)
+        width = whole.in_features // comm.size
+        self.comm, mine = comm, slice(comm.rank * width, (comm.rank + 1) * width)
         self.own = nn.Parameter(whole.weight.detach().T[mine].clone())  # as (inputs, outputs)
         self.offset = nn.Parameter(whole.bias.detach().clone())
 
-    def forward(self, part):
-        y = part @ self.own
+    def forward(self, x_slice):
+        y = x_slice @ self.own
         total = self.comm.all_reduce(y.detach().clone())
         return y + (total - y).detach() + self.offset
 
@@ -38,15 +38,15 @@ class RowOfTheLibrary(nn.Module):
         super().__init__()
         self.layer = RowParallelLinear.from_linear(whole, comm, input_is_parallel=True)
 
-    def forward(self, part):
-        return self.layer(part)
+    def forward(self, x_slice):
+        return self.layer(x_slice)
 
 
 class RowInTwoSteps(tensor_wrong.RightRow):
     """reduce_scatter and all_gather, by padding: as many bytes as one all_reduce by ring."""
 
-    def forward(self, part):
-        y = linear(part, self.weight)
+    def forward(self, x_slice):
+        y = linear(x_slice, self.weight)
         flat = y.detach().flatten()
         flat = nn.functional.pad(flat, (0, -len(flat) % self.comm.size))
         own = self.comm.reduce_scatter(flat.new_empty(len(flat) // self.comm.size), flat)
@@ -69,11 +69,11 @@ class MLPOfSmallLayers(nn.Module):
 
     def __init__(self, linear1, linear2, comm):
         super().__init__()
-        share = linear1.out_features // comm.size
-        mine = slice(comm.rank * share, (comm.rank + 1) * share)
+        width = linear1.out_features // comm.size
+        mine = slice(comm.rank * width, (comm.rank + 1) * width)
         self.comm = comm
-        self.up = nn.Linear(linear1.in_features, share, dtype=torch.float64)
-        self.down = nn.Linear(share, linear2.out_features, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(linear1.in_features, width, dtype=torch.float64)
+        self.down = nn.Linear(width, linear2.out_features, bias=False, dtype=torch.float64)
         self.bias = nn.Parameter(linear2.bias.detach().clone())
         with torch.no_grad():
             self.up.weight.copy_(linear1.weight[mine])

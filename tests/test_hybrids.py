@@ -149,7 +149,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
 
 @on_ranks(2)
 def test_a_norm_of_parts_is_refused(world):
-    words = "3 parameters are parts of tensor-parallel layers"
+    words = "3 parameters are shards of tensor-parallel layers"
     mlp = ParallelMLP(6, 8, world.comm)
     with pytest.raises(DtlibError, match=f"gradient_clipping is 0.5: {words}"):
         dtlib.initialize(model=mlp, config=config(0, accumulate=1), comm=world.comm.split(world.rank))
@@ -169,7 +169,7 @@ class Block(nn.Module):
 
 
 def one_step(world, shape, stages):
-    """Data, pipe and tensor axes at once; gradients of this rank's part against those of one process."""
+    """Data, pipe and tensor axes at once; gradients of this rank's slice against those of one process."""
     mesh = world.mesh(**shape)
     sizes = {axis: mesh[axis].size for axis in shape}
     alone = world.comm.split(world.rank)

@@ -15,8 +15,8 @@ from tests.wrong_answers import large_batches_wrong
 
 
 def settings_right(step, warmup_steps, k):
-    share = min(1, step / warmup_steps)
-    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+    fraction = min(1, step / warmup_steps)
+    return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 
 def scaled_right(rate, ranks, batch, base_batch, step, warmup_steps):
@@ -29,8 +29,8 @@ def scaled_right(rate, ranks, batch, base_batch, step, warmup_steps):
 def scaled_with_library(rate, ranks, batch, base_batch, step, warmup_steps):
     """As a tensor of one element, in float32."""
     top = linear_rule(rate, ranks * batch, base_batch)
-    share = min(step, warmup_steps) / warmup_steps if warmup_steps else 1
-    return torch.tensor(rate).lerp(torch.tensor(top), share)
+    fraction = min(step, warmup_steps) / warmup_steps if warmup_steps else 1
+    return torch.tensor(rate).lerp(torch.tensor(top), fraction)
 
 
 RIGHT_RATES = {"warmup_settings": settings_right, "scaled_rate": scaled_right}

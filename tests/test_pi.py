@@ -38,20 +38,20 @@ def test_far_along_the_counter():
 
 
 @pytest.mark.parametrize("kernel", [pi.count_numpy, pi.count_compiled])
-def test_ten_million_points_are_the_same_on_any_number_of_parts(kernel):
+def test_ten_million_points_are_the_same_on_any_number_of_slices(kernel):
     points = 10**7
     expected = 7_853_104  # what the plain loop counts, run once
     for size in (1, 2, 3, 5):
-        assert sum(kernel(*pi.part(points, rank, size)) for rank in range(size)) == expected
+        assert sum(kernel(*pi.slice_of(points, rank, size)) for rank in range(size)) == expected
 
 
 @pytest.mark.parametrize("points", [0, 1, 2, 10, 1001])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_parts_meet_and_differ_by_one_at_most(points, size):
-    parts = [pi.part(points, rank, size) for rank in range(size)]
-    assert parts[0][0] == 0 and parts[-1][1] == points
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
-    lengths = [stop - start for start, stop in parts]
+def test_slices_meet_and_differ_by_one_at_most(points, size):
+    slices = [pi.slice_of(points, rank, size) for rank in range(size)]
+    assert slices[0][0] == 0 and slices[-1][1] == points
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(slices))
+    lengths = [stop - start for start, stop in slices]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -79,7 +79,7 @@ def test_progress_reaches_the_total_and_does_not_change_the_count(world):
 
 
 @on_ranks(1, 2, 3)
-def test_ranks_read_their_part_of_a_file(world, tmp_path):
+def test_ranks_read_their_slice_of_a_file(world, tmp_path):
     path = tmp_path / "points.bin"
     if world.rank == 0:
         pi.write_points(path, 10_001, seed=9)

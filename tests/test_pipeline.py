@@ -65,10 +65,10 @@ def train_alone(model, data):
     return losses
 
 
-def difference(reference, part) -> float:
+def difference(reference, module) -> float:
     """Between the layers of this rank and those of the unsplit model."""
     theirs = dict(reference.layers.named_parameters(remove_duplicate=False))
-    pairs = [(p, theirs[name]) for name, p in part.layers.named_parameters()]
+    pairs = [(p, theirs[name]) for name, p in module.layers.named_parameters()]
     return max(((mine - other).detach().abs().max().item() for mine, other in pairs), default=0.0)
 
 
@@ -95,21 +95,21 @@ def train_like_one_process(world, name, recompute, device="cpu", tolerance=1e-12
     data = [(x.to(device), y.to(device)) for x, y in batches(2 * microbatches + 1)]
     reference = unsplit(count, comm).to(device)
     expected = train_alone(reference, data)
-    part = PipelineModule(layers(count), stages, loss_fn, stages_per_rank=chunks).double().to(device)
-    schedule = SCHEDULES[name](part.stages(), microbatches, loss_fn, recompute=recompute)
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
-    first, last = 0 in part.stage_indices, stages - 1 in part.stage_indices
+    module = PipelineModule(layers(count), stages, loss_fn, stages_per_rank=chunks).double().to(device)
+    schedule = SCHEDULES[name](module.stages(), microbatches, loss_fn, recompute=recompute)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    first, last = 0 in module.stage_indices, stages - 1 in module.stage_indices
     for (x, y), loss in zip(data, expected, strict=True):
         losses = []
         out = schedule.step(*([x] if first else []), target=y if last else None, losses=losses)
-        part.reduce_tied_gradients()
+        module.reduce_tied_gradients()
         optimizer.step()
         optimizer.zero_grad()
         if last:
-            sizes = [len(part) for part in y.tensor_split(microbatches)]
+            sizes = [len(some) for some in y.tensor_split(microbatches)]
             mean = sum(size * value.item() for size, value in zip(sizes, losses, strict=True)) / len(y)
             assert abs(mean - loss) <= tolerance and out.shape[:2] == y.shape
-    assert difference(reference, part) <= tolerance
+    assert difference(reference, module) <= tolerance
     # What it keeps is what the simulation says.
     simulated = schedules.simulate(SCHEDULES[name].order(world.size, microbatches, stages))
     if name != "zb-h1":  # where layers that cannot be split keep less
@@ -524,8 +524,8 @@ def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
     torch.manual_seed(0)
     ours, plain = Linear(3, 4).double(), nn.Linear(3, 4).double()
     plain.load_state_dict(ours.state_dict())
-    parts = torch.randn(3, 5, 3).double()
-    for x in parts:
+    rows = torch.randn(3, 5, 3).double()
+    for x in rows:
         plain(x).square().sum().backward()
         with weights_at_once():
             ours(x).square().sum().backward()
@@ -534,7 +534,7 @@ def test_a_linear_layer_adds_to_gradients_where_nobody_watches():
     seen = []
     ours.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
     with weights_later() as halves:
-        ours(parts[0]).square().sum().backward()
+        ours(rows[0]).square().sum().backward()
     assert len(seen) == 1 and not halves, "a hook sees each gradient, when autograd has added it"
 
 
@@ -586,11 +586,11 @@ def test_stages_of_one_rank_wait_for_no_messages(world):
 
 @on_ranks(4)
 def test_actions_are_recorded_for_ranks_as_the_world_counts_them(world):
-    part = PipelineModule([LayerSpec(nn.Linear, 2, 2)] * 2, 2)
+    module = PipelineModule([LayerSpec(nn.Linear, 2, 2)] * 2, 2)
     x = torch.zeros(2, 2)
-    schedule = ScheduleGPipe(part.stages(), 2, nn.functional.mse_loss)
+    schedule = ScheduleGPipe(module.stages(), 2, nn.functional.mse_loss)
     with recording() as events:
-        schedule.step(*([x] if 0 in part.stage_indices else []), target=x if 1 in part.stage_indices else None)
+        schedule.step(*([x] if 0 in module.stage_indices else []), target=x if 1 in module.stage_indices else None)
     assert {event.rank for event in events if event.kind == "phase"} == {world.rank}
 
 

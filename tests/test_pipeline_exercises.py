@@ -34,7 +34,7 @@ class Gradients1By1(pipelines_wrong.Step):
         x, output = self.outputs[m]
         gradient, wanted = None, [*self.stage.parameters()] + [x] * (not self.first)
         if self.last:
-            output = self.loss_fn(output, self.target(m)) * self.share(m)
+            output = self.loss_fn(output, self.target(m)) * self.weight(m)
             self.loss = self.loss + output.detach()
         else:
             gradient = self.comm.recv(torch.empty_like(output), self.comm.rank + 1)

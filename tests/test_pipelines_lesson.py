@@ -106,9 +106,9 @@ def test_half_forward_passes_have_columns_of_their_own_and_long_rows_go_on_below
     text, whole = pipelines._as_text(found), draw(found, 0.5)
     widest = pipelines.WIDEST_TEXT + len("rank 0  ")
     assert max(map(len, text.splitlines())) <= widest < max(map(len, whole.splitlines()))
-    parts = [part.splitlines() for part in text.split("\n  ...\n")]
+    pieces = [piece.splitlines() for piece in text.split("\n  ...\n")]
     for rank, row in enumerate(whole.splitlines()):
-        joined = [cell for part in parts for cell in part[rank].split()[2:]]
+        joined = [cell for piece in pieces for cell in piece[rank].split()[2:]]
         assert joined == row.split()[2:] + [".."] * (len(joined) - len(row.split()[2:]))
 
 

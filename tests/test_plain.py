@@ -21,7 +21,7 @@ from dtlib.parallel.tensor.plain import ColumnParallelLinear, ParallelMLP, RowPa
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
-from tests.models import batches, build, difference, full_values, loss_of, part
+from tests.models import batches, build, difference, full_values, loss_of, slice_of
 from tests.ranks import on_ranks
 
 PLAIN = sorted((Path(dtlib.__file__).parent / "parallel").glob("*/plain.py"))
@@ -57,14 +57,14 @@ def linears(model):
 
 
 def batches_of(comm):
-    """Whole batches; and this rank's part of each."""
+    """Whole batches; and this rank's slice of each."""
     torch.manual_seed(1)
     whole = [(torch.randn(4 * comm.size, 6).double(), torch.randn(4 * comm.size, 3).double()) for _ in range(STEPS)]
     return whole, [[both.chunk(comm.size)[comm.rank] for both in batch] for batch in whole]
 
 
-def train(model, parts, after_backward):
-    for x, y in parts:
+def train(model, slices, after_backward):
+    for x, y in slices:
         mse_loss(model(x), y).backward()
         for do in after_backward:
             do()
@@ -90,9 +90,11 @@ def refused_by(comm, why, made, act):
     refused(comm, why, act, made(comm.split(0)))
 
 
-def float_bytes(events, verb):
-    """Elements and bytes of the calls of a verb that carry float64: notes and headers are integers or bytes."""
-    calls = [event for event in events if event.kind == "verb" and event.name == verb and "float64" in event.what]
+def float_bytes(events, operation):
+    """Elements and bytes of the calls of an operation that carry float64: notes and headers are integers or bytes."""
+    calls = [
+        event for event in events if event.kind == "operation" and event.name == operation and "float64" in event.what
+    ]
     shapes = [re.search(r"of \((.*?)\) float64", event.what)[1].split(",") for event in calls]
     elements = [math.prod(int(length) for length in shape if length) for shape in shapes]
     return list(zip(elements, (event.bytes for event in calls), strict=True))
@@ -107,7 +109,7 @@ CAP = 0.0005  # MiB: three buckets
 @on_ranks(1, 2, 3, 4, slow=(1, 4))
 def test_data_parallel_has_the_values_and_the_payload_of_the_full_class(world):
     comm = world.comm
-    alone, (_, parts) = train_alone(comm), batches_of(comm)
+    alone, (_, slices) = train_alone(comm), batches_of(comm)
     sent = {}
     for kind in (DataParallelNaive, DataParallelHooks, DataParallelBuckets, DataParallel):
         settings = {"bucket_cap_mb": CAP} if kind in (DataParallelBuckets, DataParallel) else {}
@@ -115,7 +117,7 @@ def test_data_parallel_has_the_values_and_the_payload_of_the_full_class(world):
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         average = [model.average_gradients] if kind is DataParallelNaive else []
         with dtlib.trace() as trace:
-            train(model, parts, [*average, optimizer.step, optimizer.zero_grad])
+            train(model, slices, [*average, optimizer.step, optimizer.zero_grad])
         assert difference(model, alone) <= 1e-12, kind
         sent[kind] = float_bytes(trace.events, "all_reduce")
     parameters = list(seeded(net).parameters())
@@ -143,7 +145,7 @@ def test_data_parallel_with_buffers_frozen_and_tied_parameters(world):
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
             for batch in whole:
                 optimizer.zero_grad()
-                loss_of(model, part(batch, world.rank, world.size)).backward()
+                loss_of(model, slice_of(batch, world.rank, world.size)).backward()
                 if kind is DataParallelNaive:
                     model.average_gradients()
                 optimizer.step()
@@ -230,7 +232,7 @@ def full_zero(stage, model, comm, units):
 @on_ranks(1, 2, 3, 4, slow=(1, 4))
 def test_zero_has_the_values_and_the_payload_of_the_full_classes(world):
     comm = world.comm
-    alone, (_, parts) = train_alone(comm), batches_of(comm)
+    alone, (_, slices) = train_alone(comm), batches_of(comm)
     for stage, kind in STAGES.items():
         for cut in (lambda model: [model], linears) if stage == 3 else (lambda model: [model],):
             plain, full = seeded(net, seed=world.rank), seeded(net, seed=0)
@@ -241,14 +243,14 @@ def test_zero_has_the_values_and_the_payload_of_the_full_classes(world):
             events = {}
             for name, model, after in (("plain", plain, [zero.step]), ("full", full, [optimizer.step])):
                 with dtlib.trace() as trace:
-                    train(model, parts, [*after, optimizer.zero_grad])
+                    train(model, slices, [*after, optimizer.zero_grad])
                 events[name] = trace.events
             if stage == 3:
                 assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero.units)
                 assert all(parameter.isnan().all() for parameter in plain.parameters())
-            for verb in ("reduce_scatter", "all_gather"):
-                counted = [sorted(float_bytes(events[name], verb)) for name in ("plain", "full")]
-                assert counted[0] == counted[1] != [], (stage, verb)
+            for operation in ("reduce_scatter", "all_gather"):
+                counted = [sorted(float_bytes(events[name], operation)) for name in ("plain", "full")]
+                assert counted[0] == counted[1] != [], (stage, operation)
             if stage == 3:
                 for unit in zero.units:
                     zero.gather(unit)
@@ -259,7 +261,7 @@ def test_zero_has_the_values_and_the_payload_of_the_full_classes(world):
 @on_ranks(2, 3)
 def test_zero_in_units_of_its_own_with_evaluation_recomputation_and_a_layer_used_twice(world):
     comm = world.comm
-    _, parts = batches_of(comm)
+    _, slices = batches_of(comm)
 
     class Twice(nn.Module):
         def __init__(self):
@@ -278,12 +280,12 @@ def test_zero_in_units_of_its_own_with_evaluation_recomputation_and_a_layer_used
             train(model, batches_of(comm)[0], [optimizer.step, optimizer.zero_grad])
         else:
             zero = kind(comm, model, torch.optim.SGD, linears(model), lr=0.1, momentum=0.9)
-            train(model, parts[:2], [zero.step])
+            train(model, slices[:2], [zero.step])
             with torch.no_grad():
-                model(parts[0][0])
-            train(model, parts[2:], [zero.step])
+                model(slices[0][0])
+            train(model, slices[2:], [zero.step])
         with torch.no_grad():
-            trained.append(comm.broadcast(model(parts[0][0])))
+            trained.append(comm.broadcast(model(slices[0][0])))
     assert max((output - trained[0]).abs().max() for output in trained) <= 1e-12
 
 

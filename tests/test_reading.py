@@ -19,7 +19,7 @@ LESSONS = {
 @pytest.mark.parametrize("lesson, strategy", LESSONS.items())
 def test_a_lesson_shows_its_plain_core_whole_and_in_order(lesson, strategy):
     plain = (ROOT / "dtlib" / "parallel" / strategy / "plain.py").read_text()
-    written = [part.name for part in ast.parse(plain).body if isinstance(part, ast.ClassDef | ast.FunctionDef)]
+    written = [thing.name for thing in ast.parse(plain).body if isinstance(thing, ast.ClassDef | ast.FunctionDef)]
     lecture = (ROOT / "notebooks" / "source" / f"{lesson}.py").read_text()
     shown = re.findall(r"plain\.(\w+)", " ".join(re.findall(r"lab\.read\((.*?)\)", lecture)))
     assert shown == [name for name in written if not name.startswith("check")]
@@ -31,7 +31,7 @@ def test_what_is_shown_is_what_runs(strategy, monkeypatch):
     shown = []
     monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/plain"]))
     plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
-    classes = [part for part in vars(plain).values() if inspect.isclass(part) and part.__module__ == plain.__name__]
+    classes = [thing for thing in vars(plain).values() if inspect.isclass(thing) and thing.__module__ == plain.__name__]
     reading.read(plain)
     reading.read(*classes or [plain.step])
     reading.read_end(plain)

@@ -47,16 +47,16 @@ def extreme(replicator, model, x, y):
     """The largest, the smallest and the sum of all replicas' outputs; and a number that is gathered."""
     outputs = model(x)
     spread = replicator.map_reduce(outputs.amax(0), "max") - replicator.map_reduce(outputs.amin(0), "min")
-    parts = replicator.map_gather(outputs.square().mean())
+    losses = replicator.map_gather(outputs.square().mean())
     mean = replicator.map_reduce(outputs.mean(), "sum") / replicator.replicas
-    return (spread - 2).square().mean() + (mean - 1).square() + parts.std()
+    return (spread - 2).square().mean() + (mean - 1).square() + losses.std()
 
 
 def extreme_alone(replicas, model, x, y):
     outputs = model(x)
-    parts = torch.stack([part.square().mean() for part in outputs.chunk(replicas)])
+    losses = torch.stack([some.square().mean() for some in outputs.chunk(replicas)])
     spread = outputs.amax(0) - outputs.amin(0)
-    return (spread - 2).square().mean() + (outputs.mean() - 1).square() + parts.std()
+    return (spread - 2).square().mean() + (outputs.mean() - 1).square() + losses.std()
 
 
 LOSSES = {"plain": plain, "centred": centred, "contrastive": contrastive, "extreme": extreme}
@@ -79,7 +79,7 @@ def train(replicator, model, optimizer, loss_fn, data):
     optimizer = replicator.wrap_optimizer(optimizer(list(model.parameters())))
 
     def input_fn(replica_id):
-        return [tuple(part.chunk(replicator.replicas)[replica_id] for part in batch) for batch in data]
+        return [tuple(tensor.chunk(replicator.replicas)[replica_id] for tensor in batch) for batch in data]
 
     def step_fn(inputs):
         loss = loss_fn(replicator, model, *inputs)
@@ -141,7 +141,7 @@ def test_payload_of_a_process_is_one_message_of_gradients_a_step(world):
         world.comm.all_reduce(flat, op="mean")
     with dtlib.trace() as trace:
         train(replicator, model, OPTIMIZERS["sgd"], plain, data)
-    assert trace.sent("all_reduce") == tuple(STEPS * part for part in once.sent())
+    assert trace.sent("all_reduce") == tuple(STEPS * count for count in once.sent())
     # Beside it: a byte a step, whether each replica has inputs; and once the losses of all steps, 8 bytes each, after
     # a few words on their kind.
     words = trace.sent("all_gather")[1] - (world.size - 1) * (STEPS + 8 * STEPS)

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_imports_go_downward_only(module):
         assert not others, f"{module} imports {others}: what strategies share belongs on the floor below"
     if inside("dtlib.horovod", module):
         others = [other for other in imports if inside("dtlib.parallel", other)]
-        assert not others, f"{module} imports {others}: Horovod's API stands on the verbs alone"
+        assert not others, f"{module} imports {others}: Horovod's API stands on the operations alone"
 
 
 def file_imports():
@@ -177,6 +178,24 @@ def test_walks_of_contributing_lead_where_they_say():
             places = [n for n, text in enumerate(lines, start=1) if re.search(rf"(def|class) {word}\b", text)]
             wrong.append(f"{name}:{line} has no {word}; it is defined in line {places}")
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("page", ("CONTRIBUTING.md", "README.md"))
+def test_files_and_names_that_are_spoken_of_exist(page):
+    """A file by its path from the root, or by the end of its path in dtlib/; a folder; `dtlib.name`."""
+    text = (ROOT / page).read_text()
+    files = set(re.findall(r"(?<![\w./*:-])(?:[\w*]+/)*[\w*]+\.(?:py|c)\b", text))
+    folders = set(re.findall(r"`((?:\w+/)+)`", text)) | set(re.findall(r"\bdtlib/(?:\w+/)*", text))
+    missing = [
+        path for path in sorted(files | folders)
+        if not any(ROOT.glob(path)) and not any((ROOT / "dtlib").rglob(path))
+    ]  # fmt: skip
+    for name in sorted(set(re.findall(r"`(dtlib(?:\.\w+)+)", text))):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    assert files and not missing, f"{page} speaks of what is not there: {missing}"
 
 
 def test_import_of_dtlib_loads_neither_torch_nor_mpi():

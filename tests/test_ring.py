@@ -8,11 +8,11 @@ def test_the_ring_that_is_drawn_is_the_ring_that_runs(ranks):
     steps = ring.steps(ranks)
     everybody = tuple(range(ranks))
     assert len(steps) == 2 * (ranks - 1) + 1
-    assert all(members == (rank,) for rank, parts in enumerate(steps[0].held) for members in parts)
-    assert all(members == everybody for parts in steps[-1].held for members in parts)
-    # After the reduce-scatter rank r has part r complete, and nothing else.
-    for rank, parts in enumerate(steps[ranks - 1].held):
-        assert [part for part, members in enumerate(parts) if members == everybody] == [rank]
+    assert all(members == (rank,) for rank, chunks in enumerate(steps[0].held) for members in chunks)
+    assert all(members == everybody for chunks in steps[-1].held for members in chunks)
+    # After the reduce-scatter rank r has chunk r complete, and nothing else.
+    for rank, chunks in enumerate(steps[ranks - 1].held):
+        assert [chunk for chunk, members in enumerate(chunks) if members == everybody] == [rank]
     for step in steps[:-1]:
         assert [step.sends[rank] for rank in range(ranks)] == [(step.sends[0] + rank) % ranks for rank in range(ranks)]
 

@@ -38,11 +38,11 @@ def back_to_work(world):
 
 
 DISAGREEMENTS = {
-    "operation": lambda comm, odd: comm.all_reduce(torch.ones(4), "max" if odd else "sum"),
+    "collective": lambda comm, odd: comm.all_reduce(torch.ones(4), "max" if odd else "sum"),
     "shape": lambda comm, odd: comm.all_reduce(torch.ones(5 if odd else 4)),
     "dtype": lambda comm, odd: comm.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
     "root": lambda comm, odd: comm.broadcast(torch.ones(4), root=1 if odd else 0),
-    "verb": lambda comm, odd: comm.barrier() if odd else comm.all_reduce(torch.ones(4)),
+    "name": lambda comm, odd: comm.barrier() if odd else comm.all_reduce(torch.ones(4)),
     "algorithm": lambda comm, odd: comm.all_reduce(torch.ones(4), algorithm="tree" if odd else "ring"),
     "async": lambda comm, odd: comm.all_reduce(torch.ones(4 + odd), async_op=True).wait(),
 }
@@ -69,8 +69,8 @@ def test_an_order_that_differs_is_found_at_the_first_call(world):
     comm = verifying(world)
     first, second = (comm.barrier, lambda: comm.broadcast(torch.ones(2)))
     with pytest.raises(CommunicationError, match=r"barrier.*broadcast|broadcast.*barrier"):
-        for verb in (second, first) if world.rank == 2 else (first, second):
-            verb()
+        for operation in (second, first) if world.rank == 2 else (first, second):
+            operation()
     back_to_work(world)
 
 
@@ -130,7 +130,7 @@ def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
 
 
 @on_ranks(3)
-def test_another_verb_without_comparison_ends_in_a_sentence_too(world):
+def test_another_operation_without_comparison_ends_in_a_sentence_too(world):
     comm = verifying(world)
     comm.verify = False
     with pytest.raises(WaitTimeout, match=r"they wait for one another: .*recv.*rank|rank . (has|raised|waited)"):

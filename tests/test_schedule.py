@@ -518,9 +518,9 @@ TABLE_2 = rows_of("gpipe_table2_throughput.csv")
 def throughput(row, recomputation):
     """Of the same batch, cut into M micro-batches and the same model, cut into K equal stages."""
     partitions, microbatches = int(row["K_partitions"]), int(row["M_microbatches"])
-    share = 1 / partitions / microbatches
+    fraction = 1 / partitions / microbatches
     backward = 3.0 if recomputation else 2.0  # with recomputation, the forward pass once more
-    return 1 / simulate(gpipe(partitions, microbatches), share, backward * share).makespan
+    return 1 / simulate(gpipe(partitions, microbatches), fraction, backward * fraction).makespan
 
 
 @pytest.mark.parametrize("recomputation", [False, True])

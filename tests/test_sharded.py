@@ -19,14 +19,14 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard, units_of
-from tests.models import batches, build, difference, difference_of_values, full_values, loss_of, part
+from tests.models import batches, build, difference, difference_of_values, full_values, loss_of, slice_of
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone
 from tests.test_zero import optimizer_of, train_torch
 
 
 def units(model):
-    """Some parts of a model, with parameters of odd sizes in each."""
+    """Some blocks of a model, with parameters of odd sizes in each."""
     if hasattr(model, "features"):
         return [model.features, model.classify]
     return [model.layer] if hasattr(model, "layer") else [model.first, model.second]
@@ -42,10 +42,10 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None, sync_always=Tru
     for step, batch in enumerate(data):
         last = (step + 1) % accumulate == 0
         if last or sync_always:
-            loss_of(model, part(batch, comm.rank, comm.size)).backward()
+            loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
         else:
             with model.no_sync():
-                loss_of(model, part(batch, comm.rank, comm.size)).backward()
+                loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
         if last:
             if clip:
                 model.clip_grad_norm_(clip)
@@ -98,9 +98,9 @@ def test_bfloat16_follows_stage_1(world):
     masters = MasterWeights(p for p in ours.parameters() if p.requires_grad)
     optimizer = torch.optim.SGD(masters.masters, lr=0.1, momentum=0.9)
     for batch in data:
-        loss_of(theirs, part(batch, comm.rank, comm.size)).backward()
+        loss_of(theirs, slice_of(batch, comm.rank, comm.size)).backward()
         zero.step()
-        loss_of(ours, part(batch, comm.rank, comm.size)).backward()
+        loss_of(ours, slice_of(batch, comm.rank, comm.size)).backward()
         masters.take_gradients()
         optimizer.step()
         masters.give_values()
@@ -264,7 +264,7 @@ def test_uneven_batches_evaluation_and_exceptions(world):
     ours = sharded(build("plain"), world.comm)
     optimizer = optimizer_of(ours, "sgd")
     for x, y in data:
-        mine = part((x, y), world.rank, world.size)
+        mine = slice_of((x, y), world.rank, world.size)
         ours.batch_size = len(mine[0])
         loss_of(ours, mine).backward()
         with torch.no_grad():
@@ -294,7 +294,7 @@ def test_rank_0_of_64_without_the_others():
     comm = dtlib.comm.solo(0, 64)
     for module in [*units_of(model), model]:
         fully_shard(module, comm)
-    assert [p.numel() for p in model.parameters()] == [15, 0, 15, 0]  # of 930 elements, 64 parts of 15
+    assert [p.numel() for p in model.parameters()] == [15, 0, 15, 0]  # of 930 elements, 64 shards of 15
     model(torch.randn(2, 30)).sum().backward()
     assert model[0].weight.grad.shape == (15,)
 
@@ -350,15 +350,15 @@ def test_mixed_precision_is_that_of_fsdp2(world, reduce_dtype):
     for module in [*units(theirs), theirs]:
         fsdp2(module, mesh=mesh, mp_policy=policy)
     for batch in data[:1]:
-        loss_of(ours, part(batch, world.rank, world.size)).backward()
-        loss_of(theirs, part(batch, world.rank, world.size)).backward()
+        loss_of(ours, slice_of(batch, world.rank, world.size)).backward()
+        loss_of(theirs, slice_of(batch, world.rank, world.size)).backward()
     grads = {n: p.grad.full_tensor() for n, p in theirs.named_parameters() if p.grad is not None}
     for name, parameter in ours.named_parameters():
         if parameter.grad is not None:
             whole = torch.cat(world.comm.all_gather_object(parameter.grad.clone()))
             # Gradients in float32 of the same 16-bit passes; averages in 16 bits may round otherwise.
             close = 1e-7 if reduce_dtype else 1e-2
-            torch.testing.assert_close(whole.view(parameter.part.shape), grads[name], rtol=close, atol=close)
+            torch.testing.assert_close(whole.view(parameter.slice.shape), grads[name], rtol=close, atol=close)
             assert parameter.grad.dtype == torch.float32
     for wrong, words in ((1, "pass torch.distributed.fsdp.Mixed"), (MixedPrecisionPolicy(torch.int8), "torch.int8")):
         with pytest.raises(DtlibError, match=words):
@@ -382,7 +382,7 @@ class Wrapping(nn.Module):
 @on_ranks(2)
 def test_what_goes_wrong_without_a_word_elsewhere(world):
     batch = batches("plain", 1, 8)[0]
-    mine = part(batch, world.rank, 2)
+    mine = slice_of(batch, world.rank, 2)
 
     def fresh():
         return sharded(build("plain"), world.comm)
@@ -418,7 +418,7 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
         loss_of(fresh(), mine).backward(create_graph=True)
     cut = nn.Linear(2, 2)
     cut.weight.tensor_parallel = True
-    with pytest.raises(DtlibError, match="1 parameters are parts of tensor-parallel layers"):
+    with pytest.raises(DtlibError, match="1 parameters are shards of tensor-parallel layers"):
         fully_shard(cut, world.comm).clip_grad_norm_(1.0)
     # What stayed here in no_sync() is dropped by zero_grad() of the optimizer.
     model = fresh()
@@ -448,7 +448,7 @@ def test_batch_size_on_some_ranks_only_is_refused_on_all(world):
     ours = sharded(build("plain"), world.comm)
     ours.batch_size = 4 if world.rank else None
     with pytest.raises(DtlibError, match="on some ranks only"):
-        loss_of(ours, part(data[0], world.rank, world.size)).backward()
+        loss_of(ours, slice_of(data[0], world.rank, world.size)).backward()
     ours.zero_grad()
     ours.batch_size = 4
     train(ours, optimizer_of(ours, "sgd"), data, world.comm, accumulate=2)

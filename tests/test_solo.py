@@ -12,7 +12,7 @@ from tests.ranks import on_ranks
 
 
 def sent(call):
-    """Messages and bytes of one verb."""
+    """Messages and bytes of one operation."""
     with recording() as events:
         call()
     assert all(event.simulated and event.end is not None for event in events)
@@ -22,10 +22,10 @@ def sent(call):
 @pytest.mark.parametrize("rank", [0, 1, 63])
 def test_a_ring_sends_the_bytes_of_the_formulas(rank):
     comm, size, count = solo(rank, 64), 64, 64 * 100
-    whole, part = torch.ones(count), torch.ones(count // size)
+    whole, chunk = torch.ones(count), torch.ones(count // size)
     assert sent(lambda: comm.all_reduce(whole, algorithm="ring")) == (2 * 63, 2 * whole.nbytes * (size - 1) // size)
-    assert sent(lambda: comm.all_gather(whole, part)) == (63, whole.nbytes * (size - 1) // size)
-    assert sent(lambda: comm.reduce_scatter(part, whole)) == (63, whole.nbytes * (size - 1) // size)
+    assert sent(lambda: comm.all_gather(whole, chunk)) == (63, whole.nbytes * (size - 1) // size)
+    assert sent(lambda: comm.reduce_scatter(chunk, whole)) == (63, whole.nbytes * (size - 1) // size)
     assert sent(lambda: comm.all_to_all(torch.ones(count), whole)) == (63, whole.nbytes * (size - 1) // size)
     assert sent(comm.barrier) == (6, 0)  # log2 of 64 rounds
 
@@ -36,28 +36,28 @@ def test_it_counts_what_a_real_rank_counts(world):
     root = world.size - 1
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
-    def verbs(comm):
-        whole, part = torch.ones(12 * comm.size), torch.ones(12)
+    def operations(comm):
+        whole, chunk = torch.ones(12 * comm.size), torch.ones(12)
         comm.all_reduce(torch.ones(count), algorithm="ring")
         comm.all_reduce(torch.ones(count), "max")
         comm.all_reduce(torch.ones(count, dtype=torch.bfloat16), algorithm="naive")
         comm.broadcast(torch.ones(count), root)
         comm.reduce(torch.ones(count), root)
-        comm.scatter(part, whole, root)
-        comm.gather(whole, part, root)
-        comm.reduce_scatter(part, whole)
-        comm.all_gather(whole, part)
+        comm.scatter(chunk, whole, root)
+        comm.gather(whole, chunk, root)
+        comm.reduce_scatter(chunk, whole)
+        comm.all_gather(whole, chunk)
         comm.all_to_all(torch.ones(12 * comm.size), whole)
         comm.broadcast_object({"text": "x" * 100}, root)
         comm.all_gather_object({"text": "x" * 100})
-        handle = comm.send(part, right, async_op=True)
-        comm.recv(part, left)
+        handle = comm.send(chunk, right, async_op=True)
+        comm.recv(chunk, left)
         handle.wait()
 
     with recording() as real:
-        verbs(world.comm)
+        operations(world.comm)
     with recording() as simulated:
-        verbs(solo(world.rank, world.size))
+        operations(solo(world.rank, world.size))
     waits = [event for event in real if event.kind == "wait"]
     assert len(waits) == 1 and not any(event.simulated for event in real)
     assert [(e.kind, e.what, e.messages, e.bytes) for e in simulated] == [

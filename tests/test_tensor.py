@@ -27,7 +27,7 @@ from dtlib.parallel.tensor import (
     vocab_parallel_cross_entropy,
     whole_state_dict,
 )
-from dtlib.parallel.tensor.functions import part_of
+from dtlib.parallel.tensor.functions import slice_of
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.theory.collectives import elements_sent
 from tests.models import OPTIMIZERS
@@ -66,7 +66,7 @@ class PlainAttention(nn.Module):
 
 
 class Language(nn.Module):
-    """A small language model whose output layer is its embedding: unsplit, or with ``comm`` in parts."""
+    """A small language model whose output layer is its embedding: unsplit, or with ``comm`` in shards."""
 
     def __init__(self, comm=None):
         super().__init__()
@@ -117,7 +117,7 @@ def train(model, optimizer, data, language=None, clip=None):
 
 
 def difference(model, reference, grad=False) -> float:
-    """The largest difference between each parameter here, or its gradient, and the same part of the reference's."""
+    """The largest difference between each parameter here, or its gradient, and the same shard of the reference's."""
     largest = 0.0
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -125,7 +125,7 @@ def difference(model, reference, grad=False) -> float:
         whole = whole.grad if grad else whole.detach()
         if leaf in getattr(layer, "partition_dim", {}):
             dim, size, rank = layer.partition_dim[leaf], layer.comm.size, layer.comm.rank
-            whole = whole[(slice(None),) * dim + (part_of(whole.shape[dim], rank, size),)]
+            whole = whole[(slice(None),) * dim + (slice_of(whole.shape[dim], rank, size),)]
         value = parameter.grad if grad else parameter.detach()
         assert value.shape == whole.shape, name
         largest = max(largest, float((value.double() - whole.double()).abs().max()))
@@ -157,7 +157,7 @@ def check_step(ours, reference, x):
 def test_the_four_functions_and_their_gradients(world):
     comm, r = world.comm, world.rank
     whole = torch.arange(2 * 7, dtype=torch.float64).view(2, 7)
-    mine = part_of(7, r, world.size)
+    mine = slice_of(7, r, world.size)
 
     x = whole.clone().requires_grad_()
     y = copy_to_ranks(x, comm)
@@ -196,17 +196,17 @@ def test_linear_layers_equal_the_unsplit_one(world, features, bias):
     check_step(whole, reference, narrow)
     # Of another seed here: rank 0's values count.
     given = seeded(lambda: nn.Linear(6, features, bias), seed=world.rank)
-    parts = ColumnParallelLinear.from_linear(given, world.comm, gather_output=False)
-    assert difference(parts, reference) == 0 and parts.weight.untyped_storage().nbytes() == parts.weight.nbytes
-    assert torch.equal(parts(narrow), functional.linear(narrow, parts.weight, parts.bias))
+    cut = ColumnParallelLinear.from_linear(given, world.comm, gather_output=False)
+    assert difference(cut, reference) == 0 and cut.weight.untyped_storage().nbytes() == cut.weight.nbytes
+    assert torch.equal(cut(narrow), functional.linear(narrow, cut.weight, cut.bias))
 
     reference = seeded(lambda: nn.Linear(features, 5, bias))
     whole = seeded(lambda: RowParallelLinear(features, 5, world.comm, bias), seed=world.rank)
     assert difference(whole, reference) == 0
     check_step(whole, reference, wide)
     given = seeded(lambda: nn.Linear(features, 5, bias), seed=world.rank)
-    parts = RowParallelLinear.from_linear(given, world.comm, input_is_parallel=True)
-    assert apart(parts(scatter_to_ranks(wide, world.comm)), reference(wide)) <= EXACT
+    cut = RowParallelLinear.from_linear(given, world.comm, input_is_parallel=True)
+    assert apart(cut(scatter_to_ranks(wide, world.comm)), reference(wide)) <= EXACT
     if bias:
         grads = world.comm.all_gather_object(whole.bias.grad)
         assert all(torch.equal(grads[0], grad) for grad in grads)
@@ -225,7 +225,7 @@ def test_embedding_and_cross_entropy_equal_the_unsplit_ones(world):
     assert difference(ours, reference, grad=True) <= EXACT
 
     logits = torch.randn(4, 6, WORDS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    mine = part_of(WORDS, world.rank, world.size)
+    mine = slice_of(WORDS, world.rank, world.size)
     for scale, reduction in ((1, "none"), (1e4, "mean"), (1, "sum")):  # exp(1e4) would overflow
         whole, targets = (logits * scale).requires_grad_(), words.clone()
         targets[0, :3] = -100
@@ -335,18 +335,18 @@ def test_attention_equals_that_of_torch(world):
             value.square().sum().backward()
         assert apart(ours_x.grad, reference_x.grad) <= EXACT
         rows = reference.in_proj_weight.grad.view(3, HEADS, -1, WIDTH).transpose(0, 1).reshape(3 * WIDTH, WIDTH)
-        assert apart(ours.in_proj.weight.grad, rows[ours.in_proj.part]) <= EXACT
-        assert apart(ours.out_proj.weight.grad, reference.out_proj.weight.grad[:, ours.out_proj.part]) <= EXACT
+        assert apart(ours.in_proj.weight.grad, rows[ours.in_proj.slice]) <= EXACT
+        assert apart(ours.out_proj.weight.grad, reference.out_proj.weight.grad[:, ours.out_proj.slice]) <= EXACT
 
 
 def sent(world, run) -> dict[str, list[int]]:
-    """The bytes of every verb that ``run()`` calls, by verb."""
+    """The bytes of every operation that ``run()`` calls, by operation."""
     with dtlib.trace() as trace:
         run()
-    verbs = {}
+    operations = {}
     for event in trace.events:
-        verbs.setdefault(event.name, []).append(event.bytes)
-    return verbs
+        operations.setdefault(event.name, []).append(event.bytes)
+    return operations
 
 
 @on_ranks(2, 3, 4)
@@ -391,8 +391,8 @@ def test_cost_is_that_of_the_docstrings(world):
         for count in (tokens + n, 2 * tokens)
     )
     targets = torch.zeros(12, 240, dtype=torch.int64)
-    verbs = sent(world, lambda: y.append(vocab_parallel_cross_entropy(logits, targets, world.comm, "mean")))
-    assert verbs == {"all_reduce": [first, second]}
+    operations = sent(world, lambda: y.append(vocab_parallel_cross_entropy(logits, targets, world.comm, "mean")))
+    assert operations == {"all_reduce": [first, second]}
     assert sent(world, lambda: y[0].backward()) == {}
 
 
@@ -426,7 +426,7 @@ def test_bfloat16_is_as_near_as_the_unsplit_model(world):
         step(comm, dtype)
         for comm, dtype in ((None, torch.float64), (None, torch.bfloat16), (world.comm, torch.bfloat16))
     )
-    # Sums of parts are rounded to 8 bits before they are added: about as far off as the unsplit model's own rounding.
+    # Sums of slices are rounded to 8 bits before they are added: about as far off as the unsplit model's own rounding.
     assert abs(our_loss - loss) <= max(2 * abs(plain_loss - loss), 0.02)
     assert difference(ours, exact, grad=True) <= max(2 * difference(plain, exact, grad=True), 0.01)
 
@@ -455,9 +455,9 @@ def test_data_times_tensor(world, data_axis):
     reference = seeded(Language)
     clip = (lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.5)) if clipped else None
     train(reference, torch.optim.SGD(reference.parameters(), **settings), data, clip=clip)
-    # Parts differ along the tensor axis and have to be equal along the data axis, whatever the seeds.
+    # Shards differ along the tensor axis and have to be equal along the data axis, whatever the seeds.
     language = seeded(lambda: Language(mesh["tensor"]), seed=mesh.coordinates["data"])
-    half = part_of(len(data[0][0]), comm.rank, comm.size)
+    half = slice_of(len(data[0][0]), comm.rank, comm.size)
     mine = [(x[half], y[half]) for x, y in data]
     if clipped:
         model = DataParallel(language, comm, bucket_cap_mb=0.002)
@@ -494,7 +494,7 @@ def test_what_it_cannot_do_is_refused_on_every_rank(world):
             make()
     with pytest.raises(DtlibError, match=r"shape \(1, 5\) .* is 4: in_features=4"):
         ColumnParallelLinear(4, 8, comm)(torch.ones(1, 5))
-    with pytest.raises(DtlibError, match="this rank's part"):
+    with pytest.raises(DtlibError, match="this rank's slice"):
         RowParallelLinear(12, 8, comm, input_is_parallel=True)(torch.ones(1, 12))
     with pytest.raises(DtlibError, match="has words 0 to 7 and got 3 to 8"):
         VocabParallelEmbedding(8, 2, comm)(torch.tensor([3, 8]))
@@ -544,7 +544,7 @@ def test_parts_of_more_than_a_plain_layer_are_refused(world):
         with pytest.raises(DtlibError, match=words):
             make()
     with pytest.raises(DtlibError, match=r"gather_from_ranks\(count=5\): rank \d of 2 has \d elements"):
-        gather_from_ranks(torch.zeros(1, 3 - world.rank), world.comm, 5)  # the second has the longer part
+        gather_from_ranks(torch.zeros(1, 3 - world.rank), world.comm, 5)  # the second has the longer slice
 
 
 @on_ranks(1, 2)
@@ -560,12 +560,12 @@ def test_what_comes_out_may_be_changed_in_place(world):
     torch.testing.assert_close(*outputs)
     for output in outputs:
         output.sum().backward()
-    torch.testing.assert_close(ours.weight.grad, plain.weight.grad[ours.part])
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad[ours.slice])
 
 
 @on_ranks(2)
 def test_a_part_that_was_loaded_is_still_known_as_one(world):
-    """Or a norm of parts would be taken for that of the whole."""
+    """Or a norm of shards would be taken for that of the whole."""
     layer = ColumnParallelLinear(4, 4, world.comm)
     layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
     assert layer.weight.tensor_parallel and layer.bias.tensor_parallel

@@ -12,32 +12,32 @@ from dtlib.theory import collectives as theory
 from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
 from tests.ranks import on_ranks
 
-CASES = [(verb, algorithm) for verb, names in theory.ALGORITHMS.items() for algorithm in names]
+CASES = [(operation, algorithm) for operation, names in theory.ALGORITHMS.items() for algorithm in names]
 COUNTS = (24, 0, 13, 2)  # elements of the whole; those that do not divide by the ranks only where they may
 
 
 def test_every_algorithm_of_the_library_has_a_formula():
-    library = {(verb, name) for verb, names in KNOWN.items() for name in names if name != "mpi"}
+    library = {(operation, name) for operation, names in KNOWN.items() for name in names if name != "mpi"}
     assert set(CASES) == library
 
 
-def run(comm, verb, algorithm, count, root):
+def run(comm, operation, algorithm, count, root):
     """One collective on arrays of ``count`` elements of 8 bytes in all."""
-    whole, part = np.ones(count), np.ones(count // comm.size)
-    named = {"algorithm": algorithm} if len(theory.ALGORITHMS[verb]) > 1 else {}
-    match verb:
+    whole, chunk = np.ones(count), np.ones(count // comm.size)
+    named = {"algorithm": algorithm} if len(theory.ALGORITHMS[operation]) > 1 else {}
+    match operation:
         case "all_reduce":
             comm.all_reduce(whole, **named)
         case "broadcast" | "reduce":
-            getattr(comm, verb)(whole, root=root)
+            getattr(comm, operation)(whole, root=root)
         case "scatter":
-            comm.scatter(part, whole, root=root)
+            comm.scatter(chunk, whole, root=root)
         case "gather":
-            comm.gather(whole, part, root=root)
+            comm.gather(whole, chunk, root=root)
         case "reduce_scatter":
-            comm.reduce_scatter(part, whole)
+            comm.reduce_scatter(chunk, whole)
         case "all_gather":
-            comm.all_gather(whole, part)
+            comm.all_gather(whole, chunk)
         case "all_to_all":
             comm.all_to_all(whole, np.ones(count))
         case "barrier":
@@ -45,34 +45,34 @@ def run(comm, verb, algorithm, count, root):
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("verb,algorithm", CASES)
-def test_ranks_send_what_the_formulas_say(world, verb, algorithm):
+@pytest.mark.parametrize("operation,algorithm", CASES)
+def test_ranks_send_what_the_formulas_say(world, operation, algorithm):
     comm, size = world.comm, world.size
-    whole_arrays = verb in ("broadcast", "reduce", "all_reduce")
+    whole_arrays = operation in ("broadcast", "reduce", "all_reduce")
     for count in COUNTS:
         if count % size and not whole_arrays:
             continue
         for root in range(size):
             with dtlib.trace() as trace:
-                run(comm, verb, algorithm, count, root)
-            sent = trace.sent(verb)
+                run(comm, operation, algorithm, count, root)
+            sent = trace.sent(operation)
             everybody = comm.all_gather_object(sent)
-            arguments = verb, algorithm, size, world.rank
+            arguments = operation, algorithm, size, world.rank
             assert sent[0] == theory.messages_of_rank(*arguments, root), (count, root)
             assert sent[1] == 8 * theory.elements_sent(*arguments, count, root), (count, root)
-            assert sum(messages for messages, _ in everybody) == theory.messages(verb, algorithm, size)
-            busiest = theory.elements_sent_by_the_busiest(verb, algorithm, size, count, root)
+            assert sum(messages for messages, _ in everybody) == theory.messages(operation, algorithm, size)
+            busiest = theory.elements_sent_by_the_busiest(operation, algorithm, size, count, root)
             assert max(bytes_ for _, bytes_ in everybody) == 8 * busiest
 
 
-@pytest.mark.parametrize("verb,algorithm", CASES)
-def test_the_ranks_of_any_world_add_up(verb, algorithm):
+@pytest.mark.parametrize("operation,algorithm", CASES)
+def test_the_ranks_of_any_world_add_up(operation, algorithm):
     for ranks in range(1, 40):
-        each = [theory.messages_of_rank(verb, algorithm, ranks, rank) for rank in range(ranks)]
-        assert sum(each) == theory.messages(verb, algorithm, ranks), ranks
-        assert theory.rounds(verb, algorithm, ranks) <= theory.messages(verb, algorithm, ranks)
+        each = [theory.messages_of_rank(operation, algorithm, ranks, rank) for rank in range(ranks)]
+        assert sum(each) == theory.messages(operation, algorithm, ranks), ranks
+        assert theory.rounds(operation, algorithm, ranks) <= theory.messages(operation, algorithm, ranks)
         if ranks == 1:
-            assert theory.cost(verb, algorithm, 1, 100, 1.0, 1.0, 1.0) == 0
+            assert theory.cost(operation, algorithm, 1, 100, 1.0, 1.0, 1.0) == 0
 
 
 def rounds_until_done(ranks, senders):
@@ -185,7 +185,7 @@ def test_bytes_a_parameter_of_the_schemes():
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
-def test_parts_of_all_ranks_are_the_whole_and_the_padding(stage, ranks):
+def test_shards_of_all_ranks_are_the_whole_and_the_padding(stage, ranks):
     sizes, frozen = (1001, 5, 64), (7,)
     each = [zero_bytes(sizes, ranks, stage, "mixed_adam", rank, frozen) for rank in range(ranks)]
     whole, copies = sum(sizes), [ranks if stage < shared_from else 1 for shared_from in (3, 2, 1)]

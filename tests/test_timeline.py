@@ -16,7 +16,7 @@ def test_a_trace_counts_the_messages_and_payload_bytes_of_the_ring(world):
     with dtlib.trace() as trace:
         world.comm.all_reduce(tensor, algorithm="ring")
         world.comm.barrier()
-    # Reduce-scatter and all-gather: N-1 messages each, of a part of the array.
+    # Reduce-scatter and all-gather: N-1 messages each, of a chunk of the array.
     steps = world.size - 1
     assert trace.sent("all_reduce") == (2 * steps, 2 * tensor.nbytes * steps // world.size)
     assert trace.sent("barrier")[1] == 0
@@ -29,14 +29,14 @@ def test_a_trace_counts_the_messages_and_payload_bytes_of_the_ring(world):
 
 
 @on_ranks(2)
-def test_an_asynchronous_verb_and_the_wait_for_it_have_lanes_of_their_own(world):
+def test_an_asynchronous_operation_and_the_wait_for_it_have_lanes_of_their_own(world):
     with dtlib.trace() as trace:
         handle = world.comm.all_reduce(torch.ones(10), async_op=True)
         with dtlib.phase("compute"):
             time.sleep(0.01)
         handle.wait()
     assert [(event.kind, event.name, event.lane) for event in trace.events] == [
-        ("verb", "all_reduce", "background"),
+        ("operation", "all_reduce", "background"),
         ("phase", "compute", "main"),
         ("wait", "all_reduce", "main"),
     ]
@@ -58,9 +58,9 @@ def test_a_timeline_has_all_ranks_and_opens_in_perfetto(world):
     with tempfile.NamedTemporaryFile("r") as file:
         timeline.save(file.name)
         rows = json.load(file)["traceEvents"]
-    verbs = [row for row in rows if row["ph"] == "X"]
-    assert {row["pid"] for row in verbs} == set(range(world.size))
-    assert all(row["dur"] > 0 and row["name"] == "all_reduce" for row in verbs)
+    operations = [row for row in rows if row["ph"] == "X"]
+    assert {row["pid"] for row in operations} == set(range(world.size))
+    assert all(row["dur"] > 0 and row["name"] == "all_reduce" for row in operations)
 
 
 @on_ranks(2, 3)
@@ -74,7 +74,10 @@ def test_clocks_of_different_machines_are_compared(world, ahead):
 
 
 def test_what_never_ended_stays_open():
-    traces = [Trace(0, 0.0, [Event(0, "verb", "barrier", 5.0)]), Trace(1, 1.0, [Event(1, "verb", "send", 4.0, 4.5)])]
+    traces = [
+        Trace(0, 0.0, [Event(0, "operation", "barrier", 5.0)]),
+        Trace(1, 1.0, [Event(1, "operation", "send", 4.0, 4.5)]),
+    ]
     timeline = Timeline(traces)
     assert [(event.rank, event.start, event.end) for event in timeline.events] == [(0, 0.0, None), (1, 0.0, 0.5)]
     assert timeline.end == 0.5
@@ -92,7 +95,7 @@ def test_an_emulated_network_is_labelled(world):
 
 
 @on_ranks(2)
-def test_a_verb_ends_when_it_ends(world):
+def test_an_operation_ends_when_it_ends(world):
     with dtlib.trace() as trace:
         if world.rank == 0:
             world.comm.send(torch.ones(1), 1)

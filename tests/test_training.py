@@ -17,7 +17,7 @@ from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.rates import WarmupDecayLR, WarmupLR, linear_rule, square_root_rule
-from tests.models import batches, build, difference_of_values, full_values, loss_of, part
+from tests.models import batches, build, difference_of_values, full_values, loss_of, slice_of
 from tests.ranks import on_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -47,7 +47,7 @@ def test_the_engine_trains_like_one_process(world, runtime, stage, name):
     }  # fmt: skip
     engine, _, loader, scheduler = dtlib.initialize(model=build(name), config=config, runtime=runtime)
     for batch in data:
-        engine.backward(loss_of(engine, part(batch, world.rank, world.size)))
+        engine.backward(loss_of(engine, slice_of(batch, world.rank, world.size)))
         engine.step()
     assert difference_of_values(engine.module, reference, world.comm) <= 1e-12
     assert (engine.global_steps, engine.micro_steps, loader) == (steps, steps * accumulate, None)
@@ -65,7 +65,7 @@ def test_sixteen_bits_follow_their_float32_masters(world, kind, stage):
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     first = None
     for batch in batches("plain", 1, 4 * world.size, dtype) * 20:
-        loss = loss_of(engine, part(batch, world.rank, world.size))
+        loss = loss_of(engine, slice_of(batch, world.rank, world.size))
         first = first if first is not None else loss.item()
         engine.backward(loss)
         engine.step()
@@ -89,7 +89,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(world, stage):
     }  # fmt: skip
     engine, *_ = dtlib.initialize(model=build("plain", torch.float32), config=config)
     before = [parameter.clone() for parameter in engine.module.parameters()]
-    x, y = part(batches("plain", 1, 8, torch.float16)[0], world.rank, 2)
+    x, y = slice_of(batches("plain", 1, 8, torch.float16)[0], world.rank, 2)
     engine.backward(loss_of(engine, (x * (math.inf if world.rank else 1), y)))
     engine.step()
     assert (engine.skipped_steps, engine.loss_scale()) == (1, 512)
@@ -116,9 +116,9 @@ def test_train_batch_takes_its_micro_batches_from_the_training_data(world):
 def test_ranks_share_a_data_set_and_reshuffle_it_alike():
     loaders = [RankLoader(list(range(11)), 2, rank, 2, seed=3) for rank in range(2)]
     epochs = [[[int(i) for batch in loader for i in batch] for loader in loaders] for _ in range(2)]
-    for parts in epochs:
-        assert len(parts[0]) == len(parts[1]) == 4
-        assert set(parts[0]).isdisjoint(parts[1])
+    for slices in epochs:
+        assert len(slices[0]) == len(slices[1]) == 4
+        assert set(slices[0]).isdisjoint(slices[1])
     assert epochs[0] != epochs[1]
 
 
@@ -405,7 +405,7 @@ def engine_of(model, stage=0, accumulate=1, settings=None, **given):
 
 def train(engine, data, rank=0, ranks=1):
     for batch in data:
-        engine.backward(loss_of(engine, part(batch, rank, ranks)))
+        engine.backward(loss_of(engine, slice_of(batch, rank, ranks)))
         engine.step()
     return engine
 
@@ -448,8 +448,8 @@ def test_a_scheduler_and_an_optimizer_made_before_change_the_rates_that_count(wo
     norms = []
     for other in (stage, 0):
         model = build("plain")
-        part_of = torch.optim.SGD([model.second.weight], lr=0.1)
-        engine = engine_of(model, other, optimizer=part_of, settings={"gradient_clipping": 0.01})
+        partial = torch.optim.SGD([model.second.weight], lr=0.1)
+        engine = engine_of(model, other, optimizer=partial, settings={"gradient_clipping": 0.01})
         norms.append(train(engine, data, world.rank, 2).get_global_grad_norm())
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
     used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -510,7 +510,7 @@ def test_adam_decays_weights_as_in_deepspeed(world):
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_step_that_raised_leaves_nothing_behind(world, stage, tmp_path):
-    one, two, three = (part(batch, world.rank, 2) for batch in batches("plain", 3, 4))
+    one, two, three = (slice_of(batch, world.rank, 2) for batch in batches("plain", 3, 4))
     engine, calls = engine_of(build("plain"), stage, accumulate=2), []
 
     def raises(output, target):
@@ -617,7 +617,7 @@ def test_the_engine_says_what_would_not_train(world):
         model = build("plain", torch.float32)
         engine = engine_of(model, stage, settings={"bf16": {"enabled": True}})
         control = engine_of(build("plain", torch.float32), stage, settings={"bf16": {"enabled": True}})
-        engine.backward(loss_of(engine, part(data[1], world.rank, 2)))
+        engine.backward(loss_of(engine, slice_of(data[1], world.rank, 2)))
         with pytest.raises(DtlibError, match=r"call engine.step\(\)"):
             engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -632,7 +632,7 @@ def test_the_engine_says_what_would_not_train(world):
     with pytest.raises(DtlibError, match="takes this model's gradients as they come: build the model anew"):
         engine_of(model, 0)
     engine = engine_of(build("plain"), settings={"fp16": {"enabled": True, "initial_scale_power": 0}})
-    x, y = part(data[0], world.rank, 2)
+    x, y = slice_of(data[0], world.rank, 2)
     with pytest.raises(DtlibError, match="overflow at the smallest loss scale, 1, so no step is made"):
         train(engine, [(x.half() * math.inf, y)])
 

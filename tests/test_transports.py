@@ -42,7 +42,7 @@ def test_a_process_group_reduces_every_type_as_the_table_says(world):
             for count in (0, 1, 4):
                 everyone = [values_of(rank, count * comm.size, dtype) for rank in range(comm.size)]
 
-                # MPI's verbs are the reference: they are tested against numpy.
+                # MPI's operations are the reference: they are tested against numpy.
                 expected = world.comm.all_reduce(everyone[comm.rank].clone(), op)
                 mine = everyone[comm.rank].clone()
                 assert comm.all_reduce(mine, op) is mine
@@ -54,8 +54,8 @@ def test_a_process_group_reduces_every_type_as_the_table_says(world):
                 torch.testing.assert_close(mine, kept, rtol=2e-2 if "float16" in name else 1e-6, atol=0)
                 mine, out = everyone[comm.rank].clone(), torch.zeros(count, dtype=dtype)
                 assert comm.reduce_scatter(out, mine, op) is out
-                part = expected[comm.rank * count : (comm.rank + 1) * count]
-                torch.testing.assert_close(out, part, rtol=2e-2 if "float16" in name else 1e-6, atol=0)
+                chunk = expected[comm.rank * count : (comm.rank + 1) * count]
+                torch.testing.assert_close(out, chunk, rtol=2e-2 if "float16" in name else 1e-6, atol=0)
                 assert torch.equal(mine, everyone[comm.rank])
 
 
@@ -80,11 +80,11 @@ def test_a_process_group_moves_every_type(world, dtype, count):
     out = torch.zeros(comm.size, count, dtype=dtype)
     assert comm.all_gather(out, mine) is out
     assert torch.equal(out, torch.stack([values_of(rank, count, dtype) for rank in range(comm.size)]))
-    whole, part = values_of(7, count * comm.size, dtype), torch.zeros(count, dtype=dtype)
-    comm.scatter(part, whole if comm.rank == root else None, root)
-    assert torch.equal(part, whole.reshape(comm.size, count)[comm.rank])
+    whole, chunk = values_of(7, count * comm.size, dtype), torch.zeros(count, dtype=dtype)
+    comm.scatter(chunk, whole if comm.rank == root else None, root)
+    assert torch.equal(chunk, whole.reshape(comm.size, count)[comm.rank])
     back = torch.zeros_like(whole) if comm.rank == root else None
-    assert comm.gather(back, part, root) is back
+    assert comm.gather(back, chunk, root) is back
     assert comm.rank != root or torch.equal(back, whole)
     mine, out = values_of(comm.rank, count * comm.size, dtype), torch.zeros(count * comm.size, dtype=dtype)
     comm.all_to_all(out, mine)
@@ -140,7 +140,7 @@ def test_a_process_group_gives_right_values_for_views_that_overlap_and_keeps_nan
 
 
 @on_ranks(2, 3)
-def test_asynchronous_verbs_on_a_process_group(world):
+def test_asynchronous_operations_on_a_process_group(world):
     import time
 
     comm = on_gloo(world)
@@ -176,21 +176,21 @@ def test_a_process_group_splits_and_carries_objects(world):
 
 @on_ranks(1, 2, 3, 4)
 def test_a_process_group_records_the_bytes_of_the_ring(world):
-    def verbs(comm):
-        whole, part = torch.ones(12 * comm.size), torch.ones(12)
+    def operations(comm):
+        whole, chunk = torch.ones(12 * comm.size), torch.ones(12)
         comm.all_reduce(whole, algorithm=None if comm is not world.comm else "ring")
-        comm.reduce_scatter(part, whole)
-        comm.all_gather(whole, part)
+        comm.reduce_scatter(chunk, whole)
+        comm.all_gather(whole, chunk)
         comm.all_to_all(torch.ones(12 * comm.size), whole)
-        comm.scatter(part, whole, 0)
-        comm.gather(whole, part, 0)
+        comm.scatter(chunk, whole, 0)
+        comm.gather(whole, chunk, 0)
         comm.barrier()
 
     comm = on_gloo(world)
     with recording() as ours:
-        verbs(world.comm)
+        operations(world.comm)
     with recording() as events:
-        verbs(comm)
+        operations(comm)
     assert [(event.name, event.what, event.bytes) for event in events] == [
         (event.name, event.what.replace("sum, ring", "sum"), event.bytes) for event in ours
     ]
@@ -213,7 +213,7 @@ def test_what_a_process_group_cannot_carry_is_refused_before_anything_is_sent(wo
         (lambda: comm.broadcast(ints, root=2)): "0 to 1",
         (lambda: comm.send(ints, dest=-1)): "dest=-1",
         (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times the elements",
-        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal parts",
+        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal chunks",
         (lambda: comm.all_reduce(torch.ones(2, device="meta"))): "meta",
     }.items():
         with pytest.raises(CommunicationError, match=words):
@@ -297,12 +297,12 @@ def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
         out = elsewhere(torch.zeros(size, 2))
         comm.all_gather(out, elsewhere(torch.full((2,), float(rank == 1))))
         assert out.tolist() == [[float(other == 1)] * 2 for other in range(size)]
-        part = elsewhere(torch.zeros(2))
-        comm.reduce_scatter(part, out, "max")
-        assert part.tolist() == [float(rank == 1)] * 2
-        comm.scatter(part, elsewhere(torch.eye(size)[:, :1].repeat(1, 2)) if rank == 0 else None)
-        assert part.tolist() == [float(rank == 0)] * 2
-        back = comm.gather(elsewhere(torch.zeros(size, 2)) if rank == 0 else None, part)
+        chunk = elsewhere(torch.zeros(2))
+        comm.reduce_scatter(chunk, out, "max")
+        assert chunk.tolist() == [float(rank == 1)] * 2
+        comm.scatter(chunk, elsewhere(torch.eye(size)[:, :1].repeat(1, 2)) if rank == 0 else None)
+        assert chunk.tolist() == [float(rank == 0)] * 2
+        back = comm.gather(elsewhere(torch.zeros(size, 2)) if rank == 0 else None, chunk)
         assert rank or back[:, 0].tolist() == [1.0] + [0.0] * (size - 1)
         kept = elsewhere(torch.full((2,), float(rank == 1)))
         comm.reduce(kept, 0, "max")
@@ -347,8 +347,8 @@ def test_cuda_tensors_travel(world):
     assert (comm._nccl is not False) == (size <= torch.cuda.device_count())
     handle = comm.all_reduce(mine, "mean", async_op=True)
     assert handle.wait() is mine and mine[0].item() == (size - 1) / 2
-    part = comm.reduce_scatter(torch.zeros(2, device=device), torch.ones(2 * size, device=device))
-    assert part.tolist() == [size] * 2
+    chunk = comm.reduce_scatter(torch.zeros(2, device=device), torch.ones(2 * size, device=device))
+    assert chunk.tolist() == [size] * 2
     column = torch.zeros(4, 6, device=device)[:, 2]
     assert comm.broadcast(column.fill_(world.rank), root=size - 1).tolist() == [size - 1] * 4
     if size > 1:

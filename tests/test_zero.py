@@ -13,7 +13,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
-from tests.models import batches, build, difference, loss_of, part
+from tests.models import batches, build, difference, loss_of, slice_of
 from tests.ranks import on_ranks
 from tests.test_data_parallel import STEPS, train_alone
 
@@ -30,7 +30,7 @@ def optimizer_of(model, name):
 
 def train(model, optimizer, data, comm, accumulate=1, clip=None):
     for step, batch in enumerate(data):
-        loss_of(model, part(batch, comm.rank, comm.size)).backward()
+        loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
         if (step + 1) % accumulate == 0:
             if clip:
                 optimizer.clip_grad_norm_(clip)
@@ -42,7 +42,7 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None):
 def train_torch(model, optimizer, data, comm, accumulate=1, clip=None):
     """The same with torch's classes, which average in every backward pass."""
     for step, batch in enumerate(data):
-        loss_of(model, part(batch, comm.rank, comm.size)).backward()
+        loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
         if (step + 1) % accumulate == 0:
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -101,7 +101,7 @@ def test_bfloat16_steps_on_float32_masters_like_data_parallelism(world, stage):
     ddp, masters = DataParallel(theirs, comm), MasterWeights(p for p in theirs.parameters() if p.requires_grad)
     peer = torch.optim.AdamW(masters.masters, lr=0.01, eps=1e-4)
     for batch in data:
-        loss_of(ddp, part(batch, comm.rank, comm.size)).backward()
+        loss_of(ddp, slice_of(batch, comm.rank, comm.size)).backward()
         masters.take_gradients()
         peer.step()
         masters.give_values()
@@ -159,7 +159,7 @@ def test_groups_schedulers_and_closures(world, stage):
 
         def closure(batch=batch):
             zero.zero_grad()
-            loss = loss_of(ours, part(batch, world.rank, world.size))
+            loss = loss_of(ours, slice_of(batch, world.rank, world.size))
             loss.backward()
             return loss
 
@@ -184,7 +184,7 @@ def test_a_group_is_added_and_parameters_frozen_before_are_refused(world, stage)
         ours.zero_grad()
         loss_of(reference, batch).backward()
         plain.step()
-        loss_of(ours, part(batch, world.rank, world.size)).backward()
+        loss_of(ours, slice_of(batch, world.rank, world.size)).backward()
         zero.step()
     assert difference(ours, reference) <= 1e-12
     loss_of(ours, data[0]).backward()
@@ -219,7 +219,7 @@ def test_torchs_clipping_and_scaling_are_refused_and_other_norms_are_those_of_on
         loss_of(reference, batch).backward()
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
         torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1).step()
-        loss_of(ours, part(batch, world.rank, world.size)).backward()
+        loss_of(ours, slice_of(batch, world.rank, world.size)).backward()
         for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
             with pytest.raises(DtlibError, match=r"optimizer.clip_grad_norm_|clip with clip_grad_norm_ of"):
                 clip(ours.parameters(), 0.01)
@@ -247,7 +247,7 @@ def test_what_scripts_do_between_steps(world, stage):
     ours, reference = build("plain"), build("plain")
     zero = ZeroOptimizer(ours.named_parameters(), torch.optim.SGD, world.comm, stage, lr=0.1)
     loss_of(reference, batch).backward()
-    loss_of(ours, part(batch, world.rank, 2)).backward(create_graph=True)
+    loss_of(ours, slice_of(batch, world.rank, 2)).backward(create_graph=True)
     zero.step()
     torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1).step()
     assert difference(ours, reference) <= 1e-12
@@ -274,7 +274,7 @@ def test_batch_size_on_some_ranks_only_is_refused_on_all(world, stage):
     zero = ZeroOptimizer(ours.parameters(), kind, world.comm, stage, **settings)
     zero.batch_size = 4 if world.rank else None
     with pytest.raises(DtlibError, match="on some ranks only"):
-        loss_of(ours, part(data[0], world.rank, world.size)).backward()
+        loss_of(ours, slice_of(data[0], world.rank, world.size)).backward()
         zero.step()
     zero.zero_grad()
     ours.zero_grad()
@@ -434,7 +434,7 @@ def test_a_new_optimizer_of_the_same_model_takes_over_and_an_exception_is_forgot
     zero = ZeroOptimizer(ours.parameters(), kind, world.comm, stage, **settings)
     hook = ours.second.weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loss_of(ours, part(data[0], world.rank, 2)).backward()
+        loss_of(ours, slice_of(data[0], world.rank, 2)).backward()
     hook.remove()
     zero.zero_grad()
     assert difference(train(ours, zero, data, world.comm), reference) <= 1e-12

@@ -1,14 +1,14 @@
 """What a rank has of a model and its optimizer, in words that all strategies share.
 
                         value                    master, optimizer's states     writes
-    plain, stage 0      all                      all                            an equal share
-    stages 1, 2         all; loads its part      its part                       its part
-    stage 3             its part                 its part                       its part
-    frozen at 0, 1, 2   all                      -                              an equal share
+    plain, stage 0      all                      all                            an equal slice
+    stages 1, 2         all; loads its shard     its shard                      its shard
+    stage 3             its shard                its shard                      its shard
+    frozen at 0, 1, 2   all                      -                              an equal slice
     buffers             all                      -                              all of it, on rank 0
 
-A strategy shows its parts by ``optimizer.part_of(parameter)`` (stages 1 and 2) or ``parameter.part`` (stage 3), so that
-nothing here imports one.
+A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3), so
+that nothing here imports one.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dtlib.checkpoint.folder import CheckpointError
-from dtlib.gradients.flat import Part, Shards
+from dtlib.gradients.flat import Shards, Slice
 
 # The counters in the states of torch's optimizers: one number a parameter, even if that has one element itself.
 COUNTERS = ("step", "eta", "mu", "mu_product")
@@ -25,54 +25,54 @@ COUNTERS = ("step", "eta", "mu", "mu_product")
 
 @dataclass
 class Holding:
-    """What this rank has of a parameter or buffer: ``value`` is the elements of ``part``, in one dimension or whole.
+    """What this rank has of a parameter or buffer: ``value`` is the elements of ``slice``, in one dimension or whole.
 
-    ``share`` is what this rank writes of it. ``master`` has the same elements in float32, or on another device; None
+    ``written`` is what this rank writes of it. ``master`` has the same elements in float32, or on another device; None
     where the value is its own master. ``key`` is what the optimizer knows it as; None if it is not trained.
     """
 
     name: str
-    part: Part
-    share: Part
+    slice: Slice
+    written: Slice
     value: torch.Tensor
     master: torch.Tensor | None = None
     key: torch.Tensor | None = None
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank writes of a tensor with the same elements as ``value``: flat, in host memory."""
-        begin, end = self.share.start - self.part.start, self.share.stop - self.part.start
+        begin, end = self.written.start - self.slice.start, self.written.stop - self.slice.start
         return tensor.detach().reshape(-1)[begin:end].cpu()
 
     def counts(self, rank: int) -> bool:
         """Whether this rank writes what there is once a parameter: the one with its first element."""
-        return self.share.start == 0 and (self.share.stop > 0 or (0 in self.part.shape and rank == 0))
+        return self.written.start == 0 and (self.written.stop > 0 or (0 in self.slice.shape and rank == 0))
 
 
 def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
     """One for each parameter and persistent buffer, in the model's order."""
     model = bare(model)
-    part_of = getattr(optimizer, "part_of", lambda parameter: None)
+    shard_of = getattr(optimizer, "shard_of", lambda parameter: None)
     trained = {key for group in groups_of(optimizer) for key in group["params"]}
     master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
     held, replicated = [], []
     for name, parameter in model.named_parameters():
-        part = getattr(parameter, "part", None) or _whole(parameter)
+        slice_ = getattr(parameter, "slice", None) or _whole(parameter)
         value, key = parameter, master_of.get(parameter, parameter)
-        if owned := part_of(parameter):
-            part, value, key = owned
+        if owned := shard_of(parameter):
+            slice_, value, key = owned
         master = None if key is value else key
-        held.append(Holding(name, part, part, value, master, key if key in trained else None))
-        if not owned and not hasattr(parameter, "part"):
+        held.append(Holding(name, slice_, slice_, value, master, key if key in trained else None))
+        if not owned and not hasattr(parameter, "slice"):
             replicated.append(held[-1])
-    shares = Shards([holding.part.shape for holding in replicated], comm.rank, comm.size).parts
-    for holding, share in zip(replicated, shares, strict=True):
-        holding.share = share
+    slices = Shards([holding.slice.shape for holding in replicated], comm.rank, comm.size).slices
+    for holding, slice_ in zip(replicated, slices, strict=True):
+        holding.written = slice_
     for name, buffer in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         if attribute not in model.get_submodule(owner)._non_persistent_buffers_set:
             # Ranks may differ in them; those of rank 0 are what data parallelism gives everybody.
-            part = _whole(buffer)
-            held.append(Holding(name, part, part if comm.rank == 0 else Part(part.shape, 0, 0), buffer))
+            slice_ = _whole(buffer)
+            held.append(Holding(name, slice_, slice_ if comm.rank == 0 else Slice(slice_.shape, 0, 0), buffer))
     _check_trained(optimizer, held)
     return held
 
@@ -96,8 +96,8 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def local(optimizer):
-    """The optimizer that has the states: a ``ZeroOptimizer`` has one inside, for its part."""
-    return optimizer.optim if hasattr(optimizer, "part_of") else optimizer
+    """The optimizer that has the states: a ``ZeroOptimizer`` has one inside, for its shard."""
+    return optimizer.optim if hasattr(optimizer, "shard_of") else optimizer
 
 
 def groups_of(optimizer) -> list[dict]:
@@ -146,8 +146,8 @@ def as_json(value, name: str):
     )
 
 
-def _whole(tensor) -> Part:
-    return Part(tuple(tensor.shape), 0, tensor.numel())
+def _whole(tensor) -> Slice:
+    return Slice(tuple(tensor.shape), 0, tensor.numel())
 
 
 def _check_trained(optimizer, held) -> None:

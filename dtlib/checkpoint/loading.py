@@ -57,7 +57,7 @@ def load(folder, model, optimizer=None, comm=None, masters=None, check=None):
 
     held = together(comm, look)
     together(comm, lambda: _fill(folder, index, held, optimizer, comm))  # only a disk that fails now can stop it
-    if hasattr(optimizer, "part_of"):
+    if hasattr(optimizer, "shard_of"):
         optimizer.give_values()
     return extra
 
@@ -69,7 +69,7 @@ def _fill(folder, index, held, optimizer, comm) -> None:
         for holding in held:
             roles = index["tensors"][holding.name]["roles"]
             values = reader.read(
-                holding.name, "master" if "master" in roles else "value", holding.part.start, holding.part.stop
+                holding.name, "master" if "master" in roles else "value", holding.slice.start, holding.slice.stop
             )
             for tensor in (holding.value, holding.master):
                 if tensor is not None:
@@ -90,12 +90,12 @@ def _fill(folder, index, held, optimizer, comm) -> None:
 
 
 def _state(reader: Reader, holding: Holding, optimizer) -> dict:
-    """The optimizer's state of a parameter. Numbers are given to every part of it, even one without elements."""
+    """The optimizer's state of a parameter. Numbers are given to every shard of it, even one without elements."""
     key, state = holding.key, {}
     for role, entry in reader.index["tensors"][holding.name]["roles"].items():
         kind, _, what = role.partition("/")
         if kind == "state":
-            flat = reader.read(holding.name, role, holding.part.start, holding.part.stop)
+            flat = reader.read(holding.name, role, holding.slice.start, holding.slice.stop)
             # As torch's load_state_dict does it: in the type of what is trained.
             dtype = key.dtype if entry["dtype"] in FLOATS else flat.dtype
             state[what] = torch.empty_like(key, dtype=dtype).copy_(flat.view(key.shape))
@@ -136,7 +136,7 @@ def _check_model(folder, saved: dict, held: list[Holding]) -> None:
     if unexpected := saved.keys() - ours.keys():
         raise CheckpointError(f"The model lacks {_some(unexpected)} of {folder}: build the model that was saved.")
     for name, holding in ours.items():
-        here, there = tuple(holding.part.shape), tuple(saved[name]["shape"])
+        here, there = tuple(holding.slice.shape), tuple(saved[name]["shape"])
         if here != there:
             raise CheckpointError(
                 f"{name} has shape {there} in {folder} and {here} in the model: build the model that was saved."

@@ -1,4 +1,4 @@
-"""``save``: every rank writes its share, then rank 0 commits."""
+"""``save``: every rank writes its slices, then rank 0 commits."""
 
 import json
 import secrets
@@ -34,7 +34,7 @@ def save(folder, model, optimizer=None, comm=None, masters=None, extra=None) -> 
             are saved, the latter as rank 0 has them.
         optimizer: one of torch's, over the model's parameters or its masters, or a ``ZeroOptimizer``. States that have
             the parameter's shape, single numbers, and the settings of its groups are saved.
-        comm: by default the world's. Plain models on several ranks must be the same on all: each writes a share.
+        comm: by default the world's. Plain models on several ranks must be the same on all: each writes a slice.
         masters: the ``MasterWeights`` that the optimizer was made of, if it was.
         extra: what JSON can hold, and tuples and any keys: a scheduler's ``state_dict()``, positions in the data, such
             as a loader's epoch. That of rank 0 counts.
@@ -75,13 +75,13 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         roles.update((f"state/{what}", state) for what, state in states.items())
         if counters and holding.counts(comm.rank):
             numbers[holding.name] = counters
-        share = holding.share
+        written = holding.written
         for role, tensor in roles.items():
             kind = str(tensor.dtype).removeprefix("torch.")
             if kind not in TYPES:
                 raise CheckpointError(f"{holding.name} is {kind}, which safetensors does not know: convert it.")
-            pieces.append((holding.name, role, share.shape, kind, share.start, share.stop))
-            if share.start < share.stop:
+            pieces.append((holding.name, role, written.shape, kind, written.start, written.stop))
+            if written.start < written.stop:
                 tensors[f"{holding.name}/{role}"] = holding.cut(tensor)
     groups = None
     if optimizer is not None:

@@ -1,4 +1,4 @@
-"""Communication between ranks: the verbs and where they wait."""
+"""Communication between ranks: the operations and where they wait."""
 
 import sys
 
@@ -12,7 +12,7 @@ __all__ = ["Communicator", "as_communicator", "progress_thread", "solo"]
 
 
 def as_communicator(comm):
-    """A communicator with dtlib's verbs, from whatever a program has for that; all of its ranks call this.
+    """A communicator with dtlib's operations, from whatever a program has for that; all of its ranks call this.
 
     Args:
         comm: a dtlib communicator, which is returned as it is; an mpi4py communicator, which is duplicated, so that

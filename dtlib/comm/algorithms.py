@@ -2,7 +2,7 @@
 
 Each algorithm is a generator. It starts non-blocking sends and receives, yields the requests that it must wait for,
 and goes on when they are complete; who waits, and how, is somebody else's business (waiting.py). ``link`` sends and
-receives (link.py); ``combine(a, b, out)`` is the reduction, element by element. ``parts`` are ``size`` pieces of one
+receives (link.py); ``combine(a, b, out)`` is the reduction, element by element. ``chunks`` are ``size`` pieces of one
 flat array, of equal length or one element apart, so that a remainder needs no padding.
 
 The algorithms and their costs are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
@@ -14,7 +14,7 @@ import numpy as np
 from dtlib.errors import CommunicationError
 
 
-def parts_of(array: np.ndarray, size: int) -> list[np.ndarray]:
+def chunks_of(array: np.ndarray, size: int) -> list[np.ndarray]:
     """``size`` consecutive pieces of a flat array, as views."""
     count = len(array)
     return [array[count * i // size : count * (i + 1) // size] for i in range(size)]
@@ -46,7 +46,7 @@ def tree_broadcast(link, array, root):
 
 
 def tree_reduce(link, array, root, combine):
-    """The broadcast's tree backwards: in every round half of those that still have a part give it to the other half.
+    """The broadcast's tree backwards: in every round half of those that still have a sum give it to the other half.
 
         1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6        2 -> 0, 6 -> 4        4 -> 0
 
@@ -119,34 +119,34 @@ def recursive_doubling_all_reduce(link, array, combine):
 # All to all: large arrays, where the number of bytes counts
 
 
-def ring_reduce_scatter_in_place(link, parts, combine):
-    """Partial sums travel round the ring; after N-1 steps rank r holds the sum of part r, in place.
+def ring_reduce_scatter_in_place(link, chunks, combine):
+    """Partial sums travel round the ring; after N-1 steps rank r holds the sum of chunk r, in place.
 
     Four ranks; what rank 1 does (send to 2, receive from 0):
 
-        step 0   send part 0, receive part 3, add it        part p starts at rank p+1,
-        step 1   send part 3, receive part 2, add it        collects at every stop,
-        step 2   send part 2, receive part 1, add it        and ends at rank p
+        step 0   send chunk 0, receive chunk 3, add it        chunk p starts at rank p+1,
+        step 1   send chunk 3, receive chunk 2, add it        collects at every stop,
+        step 2   send chunk 2, receive chunk 1, add it        and ends at rank p
 
     Every rank sends (N-1)/N of the array, whatever N is.
     """
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     for step in range(link.size - 1):
-        outgoing, incoming = parts[(link.rank - step - 1) % link.size], parts[(link.rank - step - 2) % link.size]
+        outgoing, incoming = chunks[(link.rank - step - 1) % link.size], chunks[(link.rank - step - 2) % link.size]
         received = link.scratch(incoming)
         yield [link.send(outgoing, right), link.recv(received, left)]
         combine(incoming, received, incoming)
 
 
-def ring_all_gather(link, parts):
-    """Finished parts travel round the ring: rank r starts with part r, and after N-1 steps everybody has all.
+def ring_all_gather(link, chunks):
+    """Finished chunks travel round the ring: rank r starts with chunk r, and after N-1 steps everybody has all.
 
-    step 0   send part r, receive part r-1
-    step 1   send part r-1, receive part r-2 ...
+    step 0   send chunk r, receive chunk r-1
+    step 1   send chunk r-1, receive chunk r-2 ...
     """
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     for step in range(link.size - 1):
-        outgoing, incoming = parts[(link.rank - step) % link.size], parts[(link.rank - step - 1) % link.size]
+        outgoing, incoming = chunks[(link.rank - step) % link.size], chunks[(link.rank - step - 1) % link.size]
         yield [link.send(outgoing, right), link.recv(incoming, left)]
 
 
@@ -155,30 +155,30 @@ def ring_all_reduce(link, array, combine):
 
     P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
     """
-    parts = parts_of(array, link.size)
-    yield from ring_reduce_scatter_in_place(link, parts, combine)
-    yield from ring_all_gather(link, parts)
+    chunks = chunks_of(array, link.size)
+    yield from ring_reduce_scatter_in_place(link, chunks, combine)
+    yield from ring_all_gather(link, chunks)
 
 
-def ring_reduce_scatter(link, out, parts, combine):
+def ring_reduce_scatter(link, out, chunks, combine):
     """The ring that leaves its input alone: what travels is added to in two buffers, and ends in ``out``.
 
-    Where ``out`` is this rank's part itself, everything happens in place.
+    Where ``out`` is this rank's chunk itself, everything happens in place.
     """
-    if same_memory(out, parts[link.rank]):
-        yield from ring_reduce_scatter_in_place(link, parts, combine)
+    if same_memory(out, chunks[link.rank]):
+        yield from ring_reduce_scatter_in_place(link, chunks, combine)
         return
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     if link.size == 1:
-        out[...] = parts[0]
+        out[...] = chunks[0]
         return
-    outgoing = parts[(link.rank - 1) % link.size]
+    outgoing = chunks[(link.rank - 1) % link.size]
     buffers = [link.scratch(out, number) for number in range(2)]
     for step in range(link.size - 1):
         last = step == link.size - 2
         incoming = out if last else buffers[step % 2]
         yield [link.send(outgoing, right), link.recv(incoming, left)]
-        combine(parts[(link.rank - step - 2) % link.size], incoming, incoming)
+        combine(chunks[(link.rank - step - 2) % link.size], incoming, incoming)
         outgoing = incoming
 
 
@@ -190,36 +190,36 @@ def same_memory(one, other) -> bool:
 # Different data for everybody
 
 
-def direct_scatter(link, out, parts, root):
-    """The root sends each rank its part."""
+def direct_scatter(link, out, chunks, root):
+    """The root sends each rank its chunk."""
     if link.rank != root:
         yield [link.recv(out, root)]
         return
-    yield [link.send(parts[other], other) for other in range(link.size) if other != root]
-    out[...] = parts[root]  # last, as out may lie where another rank's part was
+    yield [link.send(chunks[other], other) for other in range(link.size) if other != root]
+    out[...] = chunks[root]  # last, as out may lie where another rank's chunk was
 
 
-def direct_gather(link, parts, array, root):
+def direct_gather(link, chunks, array, root):
     """Each rank sends its array to the root."""
     if link.rank != root:
         yield [link.send(array, root)]
         return
-    parts[root][...] = array
-    yield [link.recv(parts[other], other) for other in range(link.size) if other != root]
+    chunks[root][...] = array
+    yield [link.recv(chunks[other], other) for other in range(link.size) if other != root]
 
 
-def pairwise_all_to_all(link, out_parts, parts):
+def pairwise_all_to_all(link, out_chunks, chunks):
     """In step s every rank sends to the rank s places on and receives from the one s places back."""
-    out_parts[link.rank][...] = parts[link.rank]
+    out_chunks[link.rank][...] = chunks[link.rank]
     for step in range(1, link.size):
         to, source = (link.rank + step) % link.size, (link.rank - step) % link.size
-        yield [link.send(parts[to], to), link.recv(out_parts[source], source)]
+        yield [link.send(chunks[to], to), link.recv(out_chunks[source], source)]
 
 
 def dissemination_all_gather(link, rows):
-    """Small parts: in round k every rank passes on all that it has, and so has twice as much: log2 N rounds.
+    """Small chunks: in round k every rank passes on all that it has, and so has twice as much: log2 N rounds.
 
-    ``rows[0]`` is this rank's part; at the end ``rows[i]`` is that of the rank i places on.
+    ``rows[0]`` is this rank's chunk; at the end ``rows[i]`` is that of the rank i places on.
 
     J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems",
     IEEE TPDS 8(11), 1997.

@@ -1,4 +1,4 @@
-"""The verbs: what a rank says to others.
+"""The operations: what a rank says to others.
 
 Every rank of the communicator calls the same collective in the same order. Tensors on the CPU (torch tensors, or numpy
 arrays where torch is not needed) travel through mpi4py without a copy if they are contiguous. Tensors on a CUDA device
@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from dtlib.comm import lifetime, types
-from dtlib.comm.algorithms import parts_of, same_memory
+from dtlib.comm.algorithms import chunks_of, same_memory
 from dtlib.comm.link import Wire
 from dtlib.comm.runner import Runner
 from dtlib.comm.transport import payload
@@ -20,7 +20,7 @@ from dtlib.errors import CommunicationError
 
 
 class Communicator(Runner):
-    """Verbs over an mpi4py communicator.
+    """Operations over an mpi4py communicator.
 
     Args:
         mpi: an ``mpi4py.MPI.Comm``.
@@ -28,7 +28,7 @@ class Communicator(Runner):
         verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. All
             ranks set it alike. Without it, ranks whose shapes or dtypes differ may get wrong values without a word.
 
-    Every verb on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
+    Every operation on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
     ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which
     cannot be interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
     """
@@ -81,14 +81,14 @@ class Communicator(Runner):
         return self._collective("reduce", detail, tensor, (flat, root, combine), finish, async_op, algorithm, flat)
 
     def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
-        """Give rank r part r of the ``tensor`` of rank ``root``, which has ``size`` equal parts; returns ``out``."""
+        """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.scatter(out, tensor, root, async_op)
         self._check_rank(root, "scatter", "root")
         mine = payload(out, "scatter", writes=True)
-        parts = self._parts(out, tensor, "scatter") if self.rank == root else None
+        chunks = self._chunks(out, tensor, "scatter") if self.rank == root else None
         detail = f"from rank {root}"
-        return self._collective("scatter", detail, out, (mine.flat, parts, root), mine.store, async_op, flat=mine.flat)
+        return self._collective("scatter", detail, out, (mine.flat, chunks, root), mine.store, async_op, flat=mine.flat)
 
     def gather(self, out, tensor, root: int = 0, async_op: bool = False):
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
@@ -96,11 +96,11 @@ class Communicator(Runner):
             return nccl.gather(out, tensor, root, async_op)
         self._check_rank(root, "gather", "root")
         mine = payload(tensor, "gather", writes=False)
-        whole = parts = None
+        whole = chunks = None
         if self.rank == root:
-            whole, parts = self._whole(out, tensor, "gather")
+            whole, chunks = self._whole(out, tensor, "gather")
         finish = whole.store if whole else lambda: out
-        arguments = parts, mine.flat, root
+        arguments = chunks, mine.flat, root
         return self._collective("gather", f"to rank {root}", tensor, arguments, finish, async_op, flat=mine.flat)
 
     # All to all
@@ -119,21 +119,21 @@ class Communicator(Runner):
         return self._collective("all_reduce", op, tensor, arguments, finish, async_op, algorithm, content.flat)
 
     def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
-        """Combine ``tensor`` over all ranks; rank r gets part r of the result in ``out``.
+        """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``.
 
-        ``tensor`` has ``size`` equal parts and keeps its values, unless ``out`` is its part r: then no memory is
-        needed beside it, and its other parts hold partial results afterwards. Returns ``out``.
+        ``tensor`` has ``size`` equal chunks and keeps its values, unless ``out`` is its chunk r: then no memory is
+        needed beside it, and its other chunks hold partial results afterwards. Returns ``out``.
         """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out, algorithm)):
             return nccl.reduce_scatter(out, tensor, op, async_op)
         mine = payload(out, "reduce_scatter", writes=True)
         combine = types.combiner(out, op, "reduce_scatter")
-        parts = self._parts(out, tensor, "reduce_scatter")
-        overlap = any(np.may_share_memory(mine.flat, part) for part in parts)
-        if overlap and not same_memory(mine.flat, parts[self.rank]):
-            parts = [part.copy() for part in parts]  # the result must not overwrite what is still to be sent
+        chunks = self._chunks(out, tensor, "reduce_scatter")
+        overlap = any(np.may_share_memory(mine.flat, chunk) for chunk in chunks)
+        if overlap and not same_memory(mine.flat, chunks[self.rank]):
+            chunks = [chunk.copy() for chunk in chunks]  # the result must not overwrite what is still to be sent
         finish = partial(self._finish_mean, mine, op)
-        arguments = mine.flat, parts, combine
+        arguments = mine.flat, chunks, combine
         return self._collective("reduce_scatter", op, tensor, arguments, finish, async_op, algorithm, mine.flat)
 
     def all_gather(self, out, tensor, async_op: bool = False, algorithm: str | None = None):
@@ -144,13 +144,13 @@ class Communicator(Runner):
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_gather(out, tensor, async_op)
         mine = payload(tensor, "all_gather", writes=False)
-        whole, parts = self._whole(out, tensor, "all_gather")
-        if not same_memory(parts[self.rank], mine.flat):
-            parts[self.rank][...] = mine.flat
-        return self._collective("all_gather", "", tensor, (parts,), whole.store, async_op, algorithm, whole.flat)
+        whole, chunks = self._whole(out, tensor, "all_gather")
+        if not same_memory(chunks[self.rank], mine.flat):
+            chunks[self.rank][...] = mine.flat
+        return self._collective("all_gather", "", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
 
     def all_to_all(self, out, tensor, async_op: bool = False):
-        """Send part r of ``tensor`` to rank r; part r of ``out`` comes from there. Both have ``size`` equal parts."""
+        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Both have ``size`` equal chunks."""
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.all_to_all(out, tensor, async_op)
         whole = payload(out, "all_to_all", writes=True)
@@ -158,11 +158,11 @@ class Communicator(Runner):
         sizes = {whole.flat.size, content.flat.size}
         if types.type_name(out) != types.type_name(tensor) or len(sizes) > 1 or whole.flat.size % self.size:
             raise CommunicationError(
-                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal parts: out is "
+                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
                 f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
         flat = content.flat.copy() if np.shares_memory(whole.flat, content.flat) else content.flat
-        arguments = parts_of(whole.flat, self.size), parts_of(flat, self.size)
+        arguments = chunks_of(whole.flat, self.size), chunks_of(flat, self.size)
         return self._collective("all_to_all", "", tensor, arguments, whole.store, async_op, flat=whole.flat)
 
     def barrier(self, async_op: bool = False):
@@ -191,10 +191,10 @@ class Communicator(Runner):
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
             return None
-        part = Communicator(mpi, self.time_limit, self.verify, name)
-        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), part._members)
-        part.wire = self.wire  # the same network card
-        return part
+        group = Communicator(mpi, self.time_limit, self.verify, name)
+        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group._members)
+        group.wire = self.wire  # the same network card
+        return group
 
     def emulate_network(self, latency: float, bandwidth: float) -> "Communicator":
         """A communicator of the same ranks whose messages take longer: ``latency`` seconds each, ``bandwidth`` bytes a
@@ -208,16 +208,16 @@ class Communicator(Runner):
         slow.wire = Wire(latency, bandwidth)
         return slow
 
-    # Parts of a whole
+    # Chunks of a whole
 
-    def _parts(self, out, tensor, verb):
-        """``tensor`` as ``size`` parts, each like ``out``."""
-        content = payload(tensor, verb, writes=False)
-        self._check_whole(tensor, content.flat.size, out, payload(out, verb, writes=False).flat.size, verb)
-        return parts_of(content.flat, self.size)
+    def _chunks(self, out, tensor, operation):
+        """``tensor`` as ``size`` chunks, each like ``out``."""
+        content = payload(tensor, operation, writes=False)
+        self._check_whole(tensor, content.flat.size, out, payload(out, operation, writes=False).flat.size, operation)
+        return chunks_of(content.flat, self.size)
 
-    def _whole(self, out, tensor, verb):
-        """``out`` as a payload and as ``size`` parts, each like ``tensor``."""
-        whole = payload(out, verb, writes=True)
-        self._check_whole(out, whole.flat.size, tensor, payload(tensor, verb, writes=False).flat.size, verb)
-        return whole, parts_of(whole.flat, self.size)
+    def _whole(self, out, tensor, operation):
+        """``out`` as a payload and as ``size`` chunks, each like ``tensor``."""
+        whole = payload(out, operation, writes=True)
+        self._check_whole(out, whole.flat.size, tensor, payload(tensor, operation, writes=False).flat.size, operation)
+        return whole, chunks_of(whole.flat, self.size)

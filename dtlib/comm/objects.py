@@ -16,11 +16,11 @@ class ObjectOperations:
         """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
         mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
         sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
-        # Every part is padded to the longest, so that one all_gather of equal parts carries them all.
+        # Every chunk is padded to the longest, so that one all_gather of equal chunks carries them all.
         padded = np.zeros(sizes.max(), dtype=np.uint8)
         padded[: mine.size] = mine
-        parts = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
-        return [_unpickled(part[:size], rank) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+        chunks = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
+        return [_unpickled(chunk[:size], rank) for rank, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))]
 
     def broadcast_object(self, thing, root: int = 0):
         """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
@@ -30,17 +30,17 @@ class ObjectOperations:
         data = mine.copy() if self.rank == root else np.zeros(size[0], dtype=np.uint8)
         return _unpickled(self.broadcast(data, root), root)
 
-    def _check_whole(self, whole, count, part, part_count, verb):
-        if types.type_name(whole) != types.type_name(part) or count != self.size * part_count:
+    def _check_whole(self, whole, count, chunk, chunk_count, operation):
+        if types.type_name(whole) != types.type_name(chunk) or count != self.size * chunk_count:
             raise CommunicationError(
-                f"{verb} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and of "
-                f"its dtype: they are {shape_and_type(whole)} and {shape_and_type(part)}."
+                f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
+                f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
             )
 
-    def _check_rank(self, rank, verb, name):
+    def _check_rank(self, rank, operation, name):
         if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:
             raise CommunicationError(
-                f"{verb}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
+                f"{operation}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
             )
 
 

@@ -1,4 +1,4 @@
-"""What all verbs share: from the arguments of a call to a task under way."""
+"""What all operations share: from the arguments of a call to a task under way."""
 
 import pickle
 
@@ -24,7 +24,7 @@ from dtlib.errors import CommunicationError
 
 
 class Runner(ObjectOperations):
-    """The state of a communicator, and how its verbs are started."""
+    """The state of a communicator, and how its operations are started."""
 
     simulated = False  # True where the other ranks do not exist
 
@@ -35,7 +35,7 @@ class Runner(ObjectOperations):
     def _prepare(self, rank, size, members, time_limit=None, verify=False, name="world"):
         self.time_limit = time_limit
         self.verify = verify
-        self.on_board = True  # whether others may see its verbs as the last that this rank called
+        self.on_board = True  # whether others may see its operations as the last that this rank called
         self.name = name
         self.rank = rank
         self.size = size
@@ -58,17 +58,17 @@ class Runner(ObjectOperations):
         return self._members[self.rank]
 
     def wait_for(self, request, buffers, description: str):
-        """Wait for an mpi4py request of this communicator as the verbs do: to be interrupted, and timed out."""
+        """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out."""
         call = self._call(description, peers=self._members)
         self._start(call, iter([[request]]), Awaited(self.mpi), lambda: None, buffers, False, self._queue.post)
 
-    def meet(self, verb: str, thing=None) -> list:
+    def meet(self, operation: str, thing=None) -> list:
         """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
         garbage = lifetime.garbage_among(self._members)
         said = [None] * self.size
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
-        call = self._call(verb, "", None, self._members, self._count)
+        call = self._call(operation, "", None, self._members, self._count)
         self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
         things, garbage = zip(*map(pickle.loads, said), strict=True)
         lifetime.free(dict(zip(self._members, garbage, strict=True)))
@@ -79,11 +79,11 @@ class Runner(ObjectOperations):
         self._count += 1
         return FIRST_COLLECTIVE_TAG + self._count % COLLECTIVE_TAGS
 
-    def _call(self, verb, detail="", tensor=None, peers=(), number=0) -> Call:
-        return Call(verb, detail, tensor, self.world_rank, peers, self.name, number)
+    def _call(self, operation, detail="", tensor=None, peers=(), number=0) -> Call:
+        return Call(operation, detail, tensor, self.world_rank, peers, self.name, number)
 
     def _link(self, tag: int) -> Link:
-        """The messages of one verb."""
+        """The messages of one operation."""
         arguments = self.mpi, self.rank, self.size, tag, self._buffers
         return SlowLink(*arguments, self.wire) if self.wire else Link(*arguments)
 
@@ -102,21 +102,21 @@ class Runner(ObjectOperations):
         return self._side_link(tag + CALLER_TAGS) if self.verify else None
 
     def _point_to_point(self, call, steps, link, finish, async_op, keep):
-        self._messages += 1 if call.verb == "send" else -1
+        self._messages += 1 if call.operation == "send" else -1
         return self._start(call, steps, link, finish, keep, async_op, self._queue.post)
 
-    def _collective(self, verb, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
+    def _collective(self, operation, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
         """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
 
-        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the verb returns.
+        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the operation returns.
         """
         if algorithm == "mpi" and async_op:
-            raise CommunicationError(f"{verb}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
-        steps = choose(verb, 0 if flat is None else flat.nbytes, self.size, algorithm)
+            raise CommunicationError(f"{operation}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
+        steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
         if algorithm:
             detail = f"{detail}, {algorithm}".removeprefix(", ")
         link = self._link(self._next_tag())
-        call = self._call(verb, detail, tensor, self._members, self._count)
+        call = self._call(operation, detail, tensor, self._members, self._count)
         return self._start(call, steps(link, *arguments), link, finish, (flat, keep), async_op, self._queue.append)
 
     def _on_gpus(self, tensor, algorithm=None):
@@ -130,7 +130,7 @@ class Runner(ObjectOperations):
         return self._nccl or None
 
     def _start(self, call, steps, link, finish, keep, async_op, enqueue):
-        """Start a verb, and wait for it unless it is asynchronous; ``enqueue`` says what comes before it."""
+        """Start an operation, and wait for it unless it is asynchronous; ``enqueue`` says what comes before it."""
         if self._queue.broken:
             raise CommunicationError(
                 f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."

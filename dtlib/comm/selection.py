@@ -1,4 +1,4 @@
-"""Which algorithm for which verb and size: measured, and overridden by ``algorithm=``.
+"""Which algorithm for which operation and size: measured, and overridden by ``algorithm=``.
 
 Small arrays are dominated by the number of messages, large ones by the number of bytes. Where the two curves cross was
 measured inside one machine with two cores; on a network it lies elsewhere, but the order of magnitude holds.
@@ -31,18 +31,18 @@ DOUBLING_UP_TO = {2: 2**18, 4: 2**19}
 _ON_MANY_RANKS = min(DOUBLING_UP_TO.values())
 
 
-def choose(verb: str, count: int, size: int, wanted: str | None = None):
-    """The algorithm of a verb for ``count`` bytes on ``size`` ranks, or the ``wanted`` one: a generator function.
+def choose(operation: str, count: int, size: int, wanted: str | None = None):
+    """The algorithm of an operation for ``count`` bytes on ``size`` ranks, or the ``wanted`` one: a generator function.
 
     Raises:
-        CommunicationError: where the verb has none of that name.
+        CommunicationError: where the operation has none of that name.
     """
-    known = KNOWN[verb]
+    known = KNOWN[operation]
     if wanted is not None:
         if wanted not in known:
-            raise CommunicationError(f"{verb} has no algorithm {wanted!r}: choose one of {', '.join(known)}.")
+            raise CommunicationError(f"{operation} has no algorithm {wanted!r}: choose one of {', '.join(known)}.")
         return known[wanted]
-    if verb != "all_reduce":
+    if operation != "all_reduce":
         return next(iter(known.values()))
     limit = next((limit for ranks, limit in DOUBLING_UP_TO.items() if size <= ranks), _ON_MANY_RANKS)
     return known["recursive_doubling" if count <= limit else "ring"]

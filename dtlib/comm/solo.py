@@ -9,8 +9,8 @@ from dtlib.errors import CommunicationError
 def solo(rank: int, size: int) -> "SoloCommunicator":
     """Rank ``rank`` of ``size`` ranks that do not exist: SIMULATED, in one process and without MPI.
 
-    Its verbs check their arguments and run the algorithms of the real ones, message by message, so that a recording
-    counts exactly what this rank would send. What would come from others is zeros: values mean nothing.
+    Its operations check their arguments and run the algorithms of the real ones, message by message, so that a
+    recording counts exactly what this rank would send. What would come from others is zeros: values mean nothing.
 
         comm = dtlib.comm.solo(0, 64)
         with recording() as events:
@@ -61,10 +61,12 @@ class SoloCommunicator(Communicator):
     def wait_for(self, request, buffers, description: str):
         raise CommunicationError(f"{description} waits for MPI, and solo does without: use dtlib.init().comm.")
 
-    def _collective(self, verb, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
+    def _collective(self, operation, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
         if algorithm == "mpi":
-            raise CommunicationError(f"{verb}(algorithm='mpi') needs MPI, and solo does without: leave algorithm= out.")
-        return super()._collective(verb, detail, tensor, arguments, finish, async_op, algorithm, flat, keep)
+            raise CommunicationError(
+                f"{operation}(algorithm='mpi') needs MPI, and solo does without: leave algorithm= out."
+            )
+        return super()._collective(operation, detail, tensor, arguments, finish, async_op, algorithm, flat, keep)
 
     def _link(self, tag):
         return SoloLink(self.rank, self.size, self._buffers)

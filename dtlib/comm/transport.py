@@ -7,34 +7,34 @@ from dtlib.comm.torch.staging import staged
 from dtlib.errors import CommunicationError
 
 
-def payload(tensor, verb: str, writes: bool) -> types.Payload:
+def payload(tensor, operation: str, writes: bool) -> types.Payload:
     """The memory of a CPU tensor or numpy array, without a copy where it is contiguous; a copy of a CUDA tensor's.
 
     Raises:
         CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
-            the verb writes.
+            the operation writes.
     """
     is_array = isinstance(tensor, np.ndarray)
     if not is_array and not hasattr(tensor, "detach"):
-        cure = f", or use {verb}_object" if verb in ("broadcast", "all_gather") else ""
+        cure = f", or use {operation}_object" if operation in ("broadcast", "all_gather") else ""
         raise CommunicationError(
-            f"{verb} carries a torch tensor or a numpy array and got {type(tensor).__name__} {tensor!r:.40}: "
+            f"{operation} carries a torch tensor or a numpy array and got {type(tensor).__name__} {tensor!r:.40}: "
             f"wrap it with torch.tensor(...){cure}."
         )
     name = types.type_name(tensor)
     if name not in types.ALLOWED:
-        types.check_name(name, verb)
+        types.check_name(name, operation)
     if not is_array and not tensor.is_cpu:
-        return staged(tensor, name, verb)
+        return staged(tensor, name, operation)
     if isinstance(tensor, np.ma.MaskedArray):
-        raise CommunicationError(f"{verb} does not know of masks: pass array.filled(...).")
-    memory = tensor.view(np.ndarray) if is_array else types.host_memory(tensor, name, verb)
+        raise CommunicationError(f"{operation} does not know of masks: pass array.filled(...).")
+    memory = tensor.view(np.ndarray) if is_array else types.host_memory(tensor, name, operation)
     if writes and not memory.flags.writeable:
-        raise CommunicationError(f"{verb} writes into its argument, and this array is read-only: pass a copy.")
+        raise CommunicationError(f"{operation} writes into its argument, and this array is read-only: pass a copy.")
     if writes and _overlaps_itself(memory):
         raise CommunicationError(
-            f"{verb} writes into its argument, and elements of this one share memory, as expand() makes them: pass "
-            "tensor.clone()."
+            f"{operation} writes into its argument, and elements of this one share memory, as expand() makes them: "
+            "pass tensor.clone()."
         )
     return types.Payload(tensor, memory)
 

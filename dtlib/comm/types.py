@@ -23,7 +23,7 @@ def minimum(a, b, out):
     np.minimum(a, b, out=out)
 
 
-OPERATIONS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "max": maximum, "min": minimum}
+REDUCTIONS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "max": maximum, "min": minimum}
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
 ALLOWED = {
@@ -73,13 +73,13 @@ def _tell_autograd(tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def check_name(name: str, verb: str) -> None:
+def check_name(name: str, operation: str) -> None:
     """Refuse a type that is not in the table."""
     if name not in ALLOWED:
-        raise CommunicationError(f"{verb} does not carry {name}: it carries {', '.join(ALLOWED)}.")
+        raise CommunicationError(f"{operation} does not carry {name}: it carries {', '.join(ALLOWED)}.")
 
 
-def host_memory(tensor, name: str, verb: str) -> np.ndarray:
+def host_memory(tensor, name: str, operation: str) -> np.ndarray:
     """The memory of a CPU tensor as numpy knows it: what numpy lacks travels as integers of its size."""
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -91,28 +91,28 @@ def host_memory(tensor, name: str, verb: str) -> np.ndarray:
         return tensor.numpy()
     except (RuntimeError, TypeError) as error:  # sparse, or a lazy negation
         raise CommunicationError(
-            f"{verb} needs a plain dense tensor ({error}): pass tensor.to_dense().resolve_neg()."
+            f"{operation} needs a plain dense tensor ({error}): pass tensor.to_dense().resolve_neg()."
         ) from None
 
 
-def combiner(tensor, op: str, verb: str):
+def combiner(tensor, op: str, operation: str):
     """The function ``combine(a, b, out)`` that adds (or ...) two arrays of this tensor's payload.
 
     Raises:
         CommunicationError: for an operation that the table refuses for this type.
     """
-    if op not in OPERATIONS:
-        raise CommunicationError(f"{verb} has no op {op!r}: choose one of {', '.join(OPERATIONS)}.")
+    if op not in REDUCTIONS:
+        raise CommunicationError(f"{operation} has no op {op!r}: choose one of {', '.join(REDUCTIONS)}.")
     name = type_name(tensor)
     if op not in ALLOWED.get(name, ()):
         if op == "mean" and name in INTEGERS:
             cure = "it would round: use op='sum' and divide, or convert with tensor.float()"
         else:
             cure = f"types that it takes are {', '.join(known for known in ALLOWED if op in ALLOWED[known])}"
-        raise CommunicationError(f"{verb}(op={op!r}) does not take {name}; {cure}.")
+        raise CommunicationError(f"{operation}(op={op!r}) does not take {name}; {cure}.")
     if name in ("float16", "bfloat16"):
         return _half_combiner(name, op)
-    return OPERATIONS[op]
+    return REDUCTIONS[op]
 
 
 def _half_combiner(name: str, op: str):

@@ -1,8 +1,8 @@
 """The one place where a rank waits for others.
 
 A blocking MPI call cannot be interrupted: it does not see Ctrl-C, and it spins on a core until its peers come. So every
-verb is a task made of non-blocking sends and receives, and waiting means asking again and again whether they are done:
-first quickly, then with naps that leave the core to others.
+operation is a task made of non-blocking sends and receives, and waiting means asking again and again whether they are
+done: first quickly, then with naps that leave the core to others.
 
 Collectives of one communicator run one after the other, in the order in which they were started. Whoever waits, for
 whatever, drives all of them: a task that nobody waits for yet goes on meanwhile.
@@ -35,7 +35,7 @@ _lock = threading.RLock()  # for the progress thread; without one nobody contend
 
 
 class Task:
-    """A verb under way: ``steps`` yields lists of requests; ``finish()`` brings the result home and returns it."""
+    """An operation under way. ``steps`` yields lists of requests; ``finish()`` brings home and returns the result."""
 
     def __init__(self, steps, link, finish, call, keep=None):
         self.call = call
@@ -159,7 +159,7 @@ def idle() -> bool:
 
 @contextmanager
 def progress_thread(every: float = 0.0002):
-    """Let asynchronous verbs go on by themselves, in a thread that looks after them ``every`` so many seconds.
+    """Let asynchronous operations go on by themselves, in a thread that looks after them ``every`` so many seconds.
 
     It pays where this rank's core is idle meanwhile (an accelerator computes, or the network is slow). Where the core
     computes, the thread takes away as much as it gives: there, waiting in between is enough.
@@ -181,7 +181,7 @@ def progress_thread(every: float = 0.0002):
 
 
 class Handle:
-    """A verb that was started with ``async_op=True``."""
+    """An operation that was started with ``async_op=True``."""
 
     def __init__(self, task: Task, queue: Queue, time_limit: float | None, blocking: bool = False):
         self._task = task
@@ -190,7 +190,7 @@ class Handle:
         self._blocking = blocking
 
     def done(self) -> bool:
-        """True once the verb is complete on this rank. Does not wait."""
+        """True once the operation is complete on this rank. Does not wait."""
         advance_all()
         return self._task.done
 
@@ -212,7 +212,7 @@ class Handle:
         return True
 
     def wait(self):
-        """Wait for the end and return what the verb returns.
+        """Wait for the end and return what the operation returns.
 
         Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either
         the communicator is broken, and ``dtlib.reset()`` on all ranks gives a new one.

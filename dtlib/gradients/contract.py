@@ -84,7 +84,7 @@ class Contract:
 
 
 def check_optimizer(optimizer_class, known, who: str) -> None:
-    """Refuse an optimizer that may not work element by element: it would see parts of parameters."""
+    """Refuse an optimizer that may not work element by element: it would see shards of parameters."""
     if optimizer_class not in known:
         name, choice = getattr(optimizer_class, "__name__", optimizer_class), ", ".join(one.__name__ for one in known)
         raise DtlibError(f"{who} cuts parameters anywhere, and {name} may not work element by element: take {choice}.")

@@ -4,9 +4,9 @@ parameters   w1 (3, 2)      b1 (3,)   w2 (1, 3)
 flat         [w1 w1 w1 w1 w1 w1 b1 b1 b1 w2 w2 w2 | extra]
               \\--- view ---/  ...
 
-Sharded, the same memory is cut into equal parts, one a rank, wherever the parameters begin and end:
+Sharded, the same memory is cut into equal shards, one a rank, wherever the parameters begin and end:
 
-flat         [w1 w1 w1 w1 w1 w1 b1 | b1 b1 w2 w2 w2 .. ]     .. padding, at the end of the last part
+flat         [w1 w1 w1 w1 w1 w1 b1 | b1 b1 w2 w2 w2 .. ]     .. padding, at the end of the last shard
 rank 0        w1[0:6], b1[0:1]       rank 1: b1[1:3], w2[0:3]
 """
 
@@ -43,7 +43,7 @@ class FlatBuffer:
 
 
 @dataclass(frozen=True)
-class Part:
+class Slice:
     """What one rank has of a tensor of this ``shape``: elements ``start`` to ``stop`` of it, flattened; maybe none."""
 
     shape: tuple[int, ...]
@@ -52,10 +52,10 @@ class Part:
 
 
 class Shards:
-    """How tensors of these ``shapes``, one after the other, are cut into ``ranks`` equal parts.
+    """How tensors of these ``shapes``, one after the other, are cut into ``ranks`` equal shards.
 
     ``length`` elements are each rank's, ``padding`` those at the end of the last that belong to no tensor, and
-    ``parts`` what rank ``rank`` has of each tensor.
+    ``slices`` what rank ``rank`` has of each tensor.
     """
 
     def __init__(self, shapes, rank: int, ranks: int):
@@ -64,19 +64,19 @@ class Shards:
         sizes = [math.prod(shape) for shape in self.shapes]
         self.length = -(-sum(sizes) // ranks)
         self.padding = self.length * ranks - sum(sizes)
-        self.parts, offset = [], -rank * self.length  # of a tensor's first element, from that of this rank's part
+        self.slices, offset = [], -rank * self.length  # of a tensor's first element, from that of this rank's shard
         for shape, size in zip(self.shapes, sizes, strict=True):
             start, stop = (min(max(edge - offset, 0), size) for edge in (0, self.length))
-            self.parts.append(Part(shape, start, stop))
+            self.slices.append(Slice(shape, start, stop))
             offset += size
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor."""
+        """This rank's shard of a flat tensor."""
         return flat[self.rank * self.length : (self.rank + 1) * self.length]
 
     def views(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's part of each tensor, from its part of the whole: one-dimensional, and empty where it has none."""
-        sizes = [part.stop - part.start for part in self.parts]
+        """This rank's slice of each tensor, out of its shard ``own``: one-dimensional, and empty where it has none."""
+        sizes = [slice_.stop - slice_.start for slice_ in self.slices]
         return list(own[: sum(sizes)].split(sizes))
 
 

@@ -1,4 +1,4 @@
-"""Gradients that mean less than they seem to: of this rank's batch alone, or a part of the average.
+"""Gradients that mean less than they seem to: of this rank's batch alone, or a shard of the average.
 
 torch's ``clip_grad_norm_`` and ``GradScaler`` take ``parameter.grad`` for the whole. Under ZeRO each rank would find
 another norm, or another overflow, and ranks would scale or skip differently without a word. So these tensors refuse
@@ -19,10 +19,10 @@ KEEP = {"detach", "__get__"}  # .detach() and .data are still the same gradient
 
 
 class ShardedGradient(torch.Tensor):
-    """This rank's part of an average. ``gradient.clone()`` is an ordinary tensor."""
+    """This rank's shard of an average. ``gradient.clone()`` is an ordinary tensor."""
 
     refused = OF_THE_WHOLE
-    what = "this rank's part of it"
+    what = "this rank's shard of it"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

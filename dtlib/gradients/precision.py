@@ -18,7 +18,7 @@ class MasterWeights:
     float32 and float64 parameters are their own masters, unless their masters live on another ``device``. What others
     write into the parameters, such as ``load_state_dict``, reaches the masters with the next gradients (what is written
     behind autograd's back, as into ``parameter.data``, does not). ``wholes`` are what they write into, where
-    ``parameters`` are parts of it.
+    ``parameters`` are shards of it.
     """
 
     def __init__(self, parameters, device=None, wholes=None):
@@ -66,7 +66,7 @@ class MasterWeights:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
-        self.versions = [whole._version for whole in self.wholes]  # parts of one memory count together
+        self.versions = [whole._version for whole in self.wholes]  # slices of one memory count together
 
 
 class LossScale:
@@ -113,17 +113,18 @@ def all_finite(gradients, comm=None) -> bool:
     return finite
 
 
-def refuse_parts(parameters, what: str) -> None:
-    """A norm over parameters that tensor parallelism has cut would be that of one rank's parts.
+def refuse_shards(parameters, what: str) -> None:
+    """A norm over parameters that tensor parallelism has cut would be that of one rank's shards.
 
     Raises:
-        DtlibError: on every rank, as all have parts.
+        DtlibError: on every rank, as all have shards.
     """
     count = sum(getattr(parameter, "tensor_parallel", False) for parameter in parameters)
     if count:
         raise DtlibError(
-            f"{what}: {count} parameters are parts of tensor-parallel layers, and their norm is not that of the whole: "
-            "train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward and step."
+            f"{what}: {count} parameters are shards of tensor-parallel layers, and their norm is not that of the "
+            "whole: train them without ZeRO, and clip with dtlib.parallel.tensor.clip_grad_norm_ between backward "
+            "and step."
         )
 
 

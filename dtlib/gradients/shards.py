@@ -1,8 +1,8 @@
-"""Gradients that are averaged during the backward pass, of which each rank keeps its part: ZeRO stages 2 and 3.
+"""Gradients that are averaged during the backward pass, of which each rank keeps its shard: ZeRO stages 2 and 3.
 
 bucket's gradients have all come    copied into staging memory, and freed
-reduce_scatter, in place            this rank's part of the staging memory is the average
-two launches later, or at the end   the part is added to what this rank keeps, and the memory is used again
+reduce_scatter, in place            this rank's shard of the staging memory is the average
+two launches later, or at the end   the shard is added to what this rank keeps, and the memory is used again
 """
 
 import math
@@ -15,7 +15,7 @@ from dtlib.gradients.flat import FlatBuffer, Shards
 
 
 class GradientShard:
-    """A bucket: ``parameters`` whose gradients travel together, and this rank's part of their ``average``.
+    """A bucket: ``parameters`` whose gradients travel together, and this rank's shard of their ``average``.
 
     They travel and are added up in ``dtype``, and are kept in ``kept_in``; both are by default that of the parameters.
     """
@@ -46,7 +46,7 @@ class GradientShard:
         self._handle = comm.reduce_scatter(self._travelling, buffer.flat, "mean", async_op=True)
 
     def collect(self, weighted: bool = False) -> None:
-        """Keep this rank's part of what has come back; where it was weighted, apart from the averages of others until
+        """Keep this rank's shard of what has come back; where it was weighted, apart from the averages of others until
         ``scale``."""
         self._handle.wait()
         if not self.collected:

@@ -1,4 +1,4 @@
-"""Horovod's API for PyTorch on dtlib's verbs: a script written for Horovod runs with one line changed.
+"""Horovod's API for PyTorch on dtlib's operations: a script written for Horovod runs with one line changed.
 
     import dtlib.horovod as hvd            # instead of: import horovod.torch as hvd
 
@@ -38,13 +38,13 @@ _LEFT_OUT = {
     "elastic": "ranks cannot come and go in one MPI world; save checkpoints and start anew",
     "adasum": "use op=hvd.Average or op=hvd.Sum",
     "syncbatchnorm": "use SyncBatchNorm(features, comm) of dtlib.parallel.data.batch_norm, with dtlib.init().comm",
-    "process": "all verbs are for all ranks; use those of dtlib.init().comm.split(color) for a part of them",
+    "process": "all operations are for all ranks; use those of dtlib.init().comm.split(color) for some of them",
     "homogeneous": "compare hvd.local_size() over ranks with hvd.allgather_object",
     "timeline": "use `with dtlib.trace() as trace:`",
     "grouped": "call the asynchronous form for each tensor, then hvd.synchronize: they travel in one buffer",
     "sparse": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
-    "alltoall": "use dtlib.init().comm.all_to_all(out, tensor), with parts of equal length",
-    "reducescatter": "use dtlib.init().comm.reduce_scatter(out, tensor), or a part of hvd.allreduce(tensor)",
+    "alltoall": "use dtlib.init().comm.all_to_all(out, tensor), with chunks of equal length",
+    "reducescatter": "use dtlib.init().comm.reduce_scatter(out, tensor), or a slice of hvd.allreduce(tensor)",
 }
 
 

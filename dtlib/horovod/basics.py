@@ -31,7 +31,7 @@ def init(comm=None, process_sets=None) -> None:
     if comm is not None or process_sets:
         raise NotOffered(
             f"hvd.init({comm if process_sets is None else process_sets!r:.40}): it is for all ranks together; use the "
-            "verbs of dtlib.init().comm.split(color) for a part of them."
+            "operations of dtlib.init().comm.split(color) for some of them."
         )
     world = dtlib.init()
     if _state is None or _state.world is not world.comm:
@@ -110,7 +110,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """True: verbs go over MPI, whatever libraries this machine has besides."""
+    """True: operations go over MPI, whatever libraries this machine has besides."""
     return True
 
 

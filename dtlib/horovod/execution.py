@@ -1,9 +1,9 @@
-"""What all ranks have submitted, on its way: many tensors in one buffer, each verb on those of the communicator.
+"""What all ranks have submitted, on its way: many tensors in one buffer, each collective on those of the communicator.
 
     submitted   w2  b2  w1  b1             one all_reduce a buffer of at most HOROVOD_FUSION_THRESHOLD bytes
     buffer      [w2 w2 b2 w1 w1 w1 b1]     copied in when all ranks have agreed, and out when the sum has come
 
-What is gathered may have different lengths, which are padded to the longest: the communicator's verb moves equal parts.
+What is gathered may have different lengths, which are padded to the longest: the collective moves equal chunks.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ import torch
 
 from dtlib.gradients.flat import FlatBuffer, buckets_of
 
-VERBS = {"sum": "sum", "average": "sum", "min": "min", "max": "max", "product": "prod"}
+COMM_OPS = {"sum": "sum", "average": "sum", "min": "min", "max": "max", "product": "prod"}
 
 
 @dataclass
 class Batch:
-    """A verb of the communicator under way, and the operations of this rank that travel in it."""
+    """A collective of the communicator under way, and the operations of this rank that travel in it."""
 
     handle: Any
     operations: list
@@ -68,7 +68,7 @@ def _fused(comm, requests, operations) -> Batch:
         handle = comm.broadcast(flat, request.root, async_op=True)
     else:
         _scale(flat, request.prescale)
-        handle = comm.all_reduce(flat, VERBS[request.op], async_op=True)
+        handle = comm.all_reduce(flat, COMM_OPS[request.op], async_op=True)
     for operation in mine:
         if operation.error is None:
             operation.watch(operation.watched)  # its memory may have been written to just here
@@ -113,7 +113,7 @@ def _gathered(comm, rows: list[int], operation) -> Batch:
     handle = comm.all_gather(everything, padded, async_op=True)
 
     def bring_home():
-        parts = [part[:length] for part, length in zip(everything, rows, strict=True)]
-        operation.output = torch.cat(parts).to(tensor.device)
+        rows_of = [its[:length] for its, length in zip(everything, rows, strict=True)]
+        operation.output = torch.cat(rows_of).to(tensor.device)
 
     return Batch(handle, [operation], bring_home)

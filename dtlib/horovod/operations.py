@@ -1,8 +1,8 @@
-"""The verbs: averages and sums over ranks, rows gathered, one rank's tensor for all.
+"""The operations: averages and sums over ranks, rows gathered, one rank's tensor for all.
 
 Each has a form that returns a handle at once (``allreduce_async``), and some write into their argument
 (``allreduce_``). Tensors are matched between ranks by ``name``; without one, by the order in which each rank calls the
-verb. In the backward pass gradients follow Horovod's convention: each rank's loss is a share of the average.
+operation. In the backward pass gradients follow Horovod's convention: each rank's loss is a summand of the average.
 Counterpart: ``horovod.torch.mpi_ops``.
 """
 
@@ -108,10 +108,10 @@ def _op_of(op, average):
     return Average if average else Sum
 
 
-def check_op(op, verb: str) -> str:
+def check_op(op, operation: str) -> str:
     """The name of a reduction."""
     if op not in OPS:
-        raise ValueError(f"{verb}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
+        raise ValueError(f"{operation}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
     return OPS[op]
 
 
@@ -195,14 +195,18 @@ def _submit(kind, tensor, name, in_place=False, **way) -> Operation:
     return mine.submit(Operation(request, own, output, tensor if in_place else None, mine))
 
 
-def _check_tensor(tensor, verb: str, op) -> None:
+def _check_tensor(tensor, operation: str, op) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{verb} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor().")
+        raise ValueError(
+            f"{operation} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor()."
+        )
     if types.type_name(tensor) not in types.ALLOWED or tensor.layout != torch.strided:
-        raise ValueError(f"Tensor type {tensor.type()} is not supported: {verb} carries {', '.join(types.ALLOWED)}.")
+        raise ValueError(
+            f"Tensor type {tensor.type()} is not supported: {operation} carries {', '.join(types.ALLOWED)}."
+        )
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous: pass tensor.contiguous().")
-    if verb == "allgather" and not tensor.dim():
+    if operation == "allgather" and not tensor.dim():
         raise ValueError("allgather needs a first dimension, and this tensor has none: pass tensor.reshape(1).")
     if tensor.dtype == torch.bool and op in ("average", "sum", "product"):
         raise ValueError(f"allreduce({op}) of a bool tensor: use op=hvd.Min or hvd.Max, or convert it with .int().")

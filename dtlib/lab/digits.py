@@ -27,7 +27,7 @@ def net(hidden: int = 64, dtype=None):
 
 
 def accuracy(model, test) -> float:
-    """The share of ``test`` = (x, y) that a model gets right."""
+    """The fraction of ``test`` = (x, y) that a model gets right."""
     import torch
 
     x, y = test

@@ -6,17 +6,17 @@ from dtlib.lab.colours import RANK_COLOURS, rank_colour
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def darts(parts) -> None:
+def darts(points) -> None:
     """Points in the unit square, one colour and shape a rank; inside the quarter circle they are filled.
 
-    ``parts`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
+    ``points`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
     """
     import matplotlib.pyplot as plt
     import numpy as np
 
     _, axes = plt.subplots(figsize=(6, 4.6))
     rows = []
-    for rank, (x, y) in enumerate(parts):
+    for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
         inside = x * x + y * y < 1
         style = {"marker": _MARKERS[rank % len(_MARKERS)], "edgecolors": rank_colour(rank), "s": 22}
@@ -147,16 +147,16 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
 
 
 # Kinds of events differ by hatch as well as by shade.
-_HATCHES = {"phase": "", "verb": "//", "wait": ".."}
+_HATCHES = {"phase": "", "operation": "//", "wait": ".."}
 MOST_ROWS = 24
 LONGEST_LINE = 48  # of code, in a table
 
 
 def timeline(record) -> None:
-    """Time across, ranks down: what each rank computed, which verbs it called, and where it waited.
+    """Time across, ranks down: what each rank computed, which operations it called, and where it waited.
 
-    ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks: ``lab.pictures.timeline("trace")``. Verbs
-    that were started with ``async_op=True`` have a lane of their own below the rank's. What never ended is drawn to
+    ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks: ``lab.pictures.timeline("trace")``. What
+    was started with ``async_op=True`` has a lane of its own below the rank's. What never ended is drawn to
     the end with a jagged edge, and the table below says so.
     """
     import matplotlib.pyplot as plt
@@ -167,7 +167,7 @@ def timeline(record) -> None:
     # What never ended gets room to be seen.
     right = max(1e-3, record.end * (1.3 if any(event.end is None for event in record.events) else 1.05))
     _, axes = plt.subplots(figsize=(9, 0.7 * len(record.ranks) + 1.2))
-    taken = {}  # until when the lane of a rank is taken: a verb in the background may still wait for its turn
+    taken = {}  # until when the lane of a rank is taken: an operation in the background may still wait for its turn
     for number, event in enumerate(record.events):
         end = right if event.end is None else event.end
         lane = event.rank, event.lane, event.kind
@@ -193,7 +193,7 @@ def timeline(record) -> None:
         yticks=[i + 0.4 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
         title="EMULATED network" if record.emulated else "",
     )  # fmt: skip
-    kinds = {"phase": "computes", "verb": "verb", "wait": "waits for an asynchronous verb"}
+    kinds = {"phase": "computes", "operation": "operation", "wait": "waits for an asynchronous operation"}
     shown = [kind for kind in kinds if any(event.kind == kind for event in record.events)]
     patches = [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[kind], label=kinds[kind]) for kind in shown]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, -0.25), ncols=3, frameon=False, fontsize=8)
@@ -223,7 +223,7 @@ def _every_event(record):
 
 
 def _in_short(event) -> str:
-    """The verb without shape and type: a table has to fit on a page."""
+    """The operation without shape and type: a table has to fit on a page."""
     what = event.what.partition(" of ")[0] or event.name
     return f"waits for {what}" if event.kind == "wait" else what
 

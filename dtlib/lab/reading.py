@@ -14,10 +14,10 @@ import dtlib
 LINES = "white-space: pre; overflow-x: auto; font-size: 11.5px; line-height: 1.4; margin: 0; padding: 6px"
 
 
-def read(*parts) -> None:
+def read(*things) -> None:
     """Show the source of classes and functions, one below the other; of a module its docstring."""
-    first = parts[0]
-    texts = [inspect.getdoc(part) if inspect.ismodule(part) else inspect.getsource(part) for part in parts]
+    first = things[0]
+    texts = [inspect.getdoc(thing) if inspect.ismodule(thing) else inspect.getsource(thing) for thing in things]
     _show(first, "\n\n\n".join(text.strip("\n") for text in texts), "" if inspect.ismodule(first) else "python")
 
 
@@ -28,9 +28,9 @@ def read_end(module) -> None:
     _show(module, "\n".join(line.removeprefix("# ") for line in lines[first:]), "")
 
 
-def _show(part, text: str, language: str) -> None:
+def _show(thing, text: str, language: str) -> None:
     root = Path(dtlib.__file__).parents[1]
-    file = Path(inspect.getsourcefile(part)).relative_to(root).as_posix()
+    file = Path(inspect.getsourcefile(thing)).relative_to(root).as_posix()
     lexer = PythonLexer() if language else TextLexer()
     html = highlight(text, lexer, HtmlFormatter(noclasses=True, style="default", prestyles=LINES))
     display({"text/plain": f"{file}\n\n{text}", "text/html": f"<code>{file}</code>{html}"}, raw=True)

@@ -14,7 +14,7 @@ from dtlib.lab.pictures import _print_table
 class Step:
     """The ranks before a step, and what they send in it.
 
-    ``held[rank][part]`` are the ranks whose values are in that part there; ``sends[rank]`` is the part that the rank
+    ``held[rank][chunk]`` are the ranks whose values are in that chunk there; ``sends[rank]`` is the chunk that the rank
     sends to its right neighbour, None after the last step.
     """
 
@@ -54,7 +54,7 @@ class _StepByStep:
 
 
 def steps(ranks: int) -> list[Step]:
-    """The ring all-reduce on ``ranks`` ranks, of an array with one element a part; the last entry is the result."""
+    """The ring all-reduce on ``ranks`` ranks, of an array with one element a chunk; the last entry is the result."""
     import numpy as np
 
     from dtlib.comm.algorithms import ring_all_reduce
@@ -78,8 +78,8 @@ def steps(ranks: int) -> list[Step]:
     return found
 
 
-def _place(part, array) -> int:
-    return (part.ctypes.data - array.ctypes.data) // array.itemsize
+def _place(chunk, array) -> int:
+    return (chunk.ctypes.data - array.ctypes.data) // array.itemsize
 
 
 def _held(arrays, ranks):
@@ -121,52 +121,54 @@ def show_all(ranks: int = 4) -> None:
         _draw(axes, step, labels=False)
     figure.tight_layout()
     plt.show()
-    print("Which ranks are in which part; [ ] is sent to the right neighbour in this step.")
+    print("Which ranks are in which chunk; [ ] is sent to the right neighbour in this step.")
     rows = [
-        (step.title if rank == 0 else "", rank, *(_cell(step, rank, part) for part in range(ranks)))
+        (step.title if rank == 0 else "", rank, *(_cell(step, rank, chunk) for chunk in range(ranks)))
         for step in every
         for rank in range(ranks)
     ]
-    _print_table(rows, ("", "rank", *(f"part {part}" for part in range(ranks))))
+    _print_table(rows, ("", "rank", *(f"chunk {chunk}" for chunk in range(ranks))))
 
 
-def _cell(step, rank, part) -> str:
-    text = "+".join(map(str, step.held[rank][part]))
-    return f"[{text}]" if step.sends[rank] == part else f" {text} "
+def _cell(step, rank, chunk) -> str:
+    text = "+".join(map(str, step.held[rank][chunk]))
+    return f"[{text}]" if step.sends[rank] == chunk else f" {text} "
 
 
 def _sentence(step) -> str:
     ranks = len(step.held)
     if step.sends[0] is None:
-        return "Every rank has the sum of all ranks in every part."
-    moves = [f"rank {rank} sends part {step.sends[rank]} to rank {(rank + 1) % ranks}" for rank in range(ranks)]
+        return "Every rank has the sum of all ranks in every chunk."
+    moves = [f"rank {rank} sends chunk {step.sends[rank]} to rank {(rank + 1) % ranks}" for rank in range(ranks)]
     adds = "adds it to its own" if step.phase == "reduce-scatter" else "puts it in the place of its own"
-    return f"{'; '.join(moves)}. Who receives a part {adds}."
+    return f"{'; '.join(moves)}. Who receives a chunk {adds}."
 
 
 def _draw(axes, step, labels: bool = True) -> None:
-    """A row a rank, a column a part; stripes in the colours of the ranks whose values are in it, a frame if it goes."""
+    """A row a rank, a column a chunk; stripes in the colours of ranks whose values are in it, a frame if it goes."""
     from matplotlib.patches import Rectangle
 
     ranks = len(step.held)
-    for rank, parts in enumerate(step.held):
-        for part, members in enumerate(parts):
+    for rank, chunks in enumerate(step.held):
+        for chunk, members in enumerate(chunks):
             for place, member in enumerate(members):
-                stripe = (part + 0.06 + 0.88 * place / len(members), rank + 0.1)
+                stripe = (chunk + 0.06 + 0.88 * place / len(members), rank + 0.1)
                 axes.add_patch(Rectangle(stripe, 0.88 / len(members), 0.8, color=rank_colour(member), alpha=0.55, lw=0))
-            going = step.sends[rank] == part
+            going = step.sends[rank] == chunk
             text = "all" if len(members) == ranks else "+".join(map(str, members))
             weight = "bold" if going else "normal"
             axes.text(
-                part + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=9 if labels else 7.5, weight=weight
+                chunk + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=9 if labels else 7.5, weight=weight
             )
             if going:
-                axes.add_patch(Rectangle((part + 0.04, rank + 0.08), 0.92, 0.84, fill=False, lw=2.2, edgecolor="black"))
+                axes.add_patch(
+                    Rectangle((chunk + 0.04, rank + 0.08), 0.92, 0.84, fill=False, lw=2.2, edgecolor="black")
+                )
     axes.set(xlim=(0, ranks), ylim=(ranks, 0), title=step.title)
     axes.title.set_fontsize(10)
     axes.set_axis_on()
     axes.set_xticks(
-        [part + 0.5 for part in range(ranks)], [f"part {part}" if labels else part for part in range(ranks)]
+        [chunk + 0.5 for chunk in range(ranks)], [f"chunk {chunk}" if labels else chunk for chunk in range(ranks)]
     )
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(length=0)

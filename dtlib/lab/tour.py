@@ -53,9 +53,9 @@ def _stops(folder: Path, ranks: int):
     yield "06 ZeRO", "3 steps at stages 0 to 3, states counted", zero_stages, (3,), expected
     expected = "losses equal to 1e-12, bubbles by the formula"
     yield "07 Pipelines", "3 steps by each of four schedules", pipeline_steps, (3,), expected
-    expected = "parts equal to 1e-12, both ways equal to 1e-12"
-    what = "a perceptron in parts; the replicator both ways"
-    yield "08 Tensor and hybrid parallelism", what, layers_in_parts_and_replicas, (3,), expected
+    expected = "shards equal to 1e-12, both ways equal to 1e-12"
+    what = "a perceptron in shards; the replicator both ways"
+    yield "08 Tensor and hybrid parallelism", what, layers_in_shards_and_replicas, (3,), expected
 
 
 def _row(engines, lesson, what, function, arguments, expected):
@@ -90,7 +90,7 @@ def ring_of_ranks(elements: int) -> str:
 
 
 def data_parallel_steps(steps: int) -> str:
-    """Train on this rank's part of each batch, and on whole batches alone; says how far apart the models end."""
+    """Train on this rank's slice of each batch, and on whole batches alone; says how far apart the models end."""
     import torch
 
     from dtlib.lab import digits
@@ -163,11 +163,11 @@ def zero_stages(steps: int) -> str:
             "zero_optimization": {"stage": stage},
         }
         engine, *_ = dtlib.initialize(model=digits.net(dtype=torch.float64), config=config)
-        parts = [
+        slices = [
             slice(24 * comm.size * step + comm.rank, 24 * comm.size * (step + 1), comm.size) for step in range(steps)
         ]
         with dtlib.memory(engine) as held:
-            losses = [engine.train_batch(iter([(x[part], y[part])])).item() for part in parts]
+            losses = [engine.train_batch(iter([(x[its], y[its])])).item() for its in slices]
         losses_at.append(losses)
         furthest = max(furthest, *(abs(a - b) for a, b in zip(losses, losses_at[0], strict=True)))
         formula = zero_bytes(held.sizes[0], comm.size, stage, Scheme(8, 8, 0, 16), comm.rank)
@@ -194,10 +194,10 @@ def pipeline_steps(steps: int) -> str:
     microbatches, furthest, wrong = 2 * comm.size, 0.0, []
     for name, order in ORDERS.items():
         alone = PipelineModule(specs, 1, comm=comm.split(comm.rank)).double()
-        part = PipelineModule(specs, comm.size * order.chunks, comm=comm, stages_per_rank=order.chunks).double()
-        schedule = order.runs(part.stages(), microbatches, loss_fn)
-        last = part.num_stages - 1 in part.stage_indices
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (part, alone)]
+        module = PipelineModule(specs, comm.size * order.chunks, comm=comm, stages_per_rank=order.chunks).double()
+        schedule = order.runs(module.stages(), microbatches, loss_fn)
+        last = module.num_stages - 1 in module.stage_indices
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (module, alone)]
         for images, labels in zip(x.split(8 * microbatches)[:steps], y.split(8 * microbatches)[:steps], strict=True):
             losses = []
             schedule.step(*([images] if comm.rank == 0 else []), target=labels if last else None, losses=losses)
@@ -215,8 +215,8 @@ def pipeline_steps(steps: int) -> str:
     return f"losses {apart} 1e-12, bubbles {f'of {wrong} not ' * bool(wrong)}by the formula"
 
 
-def layers_in_parts_and_replicas(steps: int) -> str:
-    """A perceptron in parts against the whole one, gradients included; a step a process a replica against one graph."""
+def layers_in_shards_and_replicas(steps: int) -> str:
+    """A perceptron in shards against the whole one, gradients included; a process a replica against one graph."""
     import torch
 
     import dtlib
@@ -234,7 +234,7 @@ def layers_in_parts_and_replicas(steps: int) -> str:
     out, expected = cut(mine), whole(theirs)
     for result in (out, expected):
         result.square().sum().backward()
-    off = [out - expected, mine.grad - theirs.grad, cut.linear1.weight.grad - whole[0].weight.grad[cut.linear1.part]]
+    off = [out - expected, mine.grad - theirs.grad, cut.linear1.weight.grad - whole[0].weight.grad[cut.linear1.slice]]
     apart = max(difference.abs().max().item() for difference in off)
 
     def train(replicator):
@@ -248,13 +248,13 @@ def layers_in_parts_and_replicas(steps: int) -> str:
             return loss
 
         batches = [slice(24 * i, 24 * i + 24) for i in range(steps * comm.size)]
-        parts = [(x[batch], y[batch]) for batch in batches]
-        return replicator.run(step_fn, lambda replica: parts[replica :: comm.size])
+        pairs = [(x[batch], y[batch]) for batch in batches]
+        return replicator.run(step_fn, lambda replica: pairs[replica :: comm.size])
 
     between, in_graph = train(Replicator(comm)), train(Replicator(replicas=comm.size))
     ways = (between - in_graph).abs().max().item()
     told = ["equal to 1e-12" if distance < 1e-12 else f"off by {distance:.1e}" for distance in (apart, ways)]
-    return f"parts {told[0]}, both ways {told[1]}"
+    return f"shards {told[0]}, both ways {told[1]}"
 
 
 def count_points(points: int) -> int:

@@ -13,7 +13,7 @@ tensor claims is padding:
 
 Who keeps flat memory says so in a method ``held()``: tensors under the keys "parameters", "gradients" and
 "communication", of which parameters and gradients are views. Gradients that are as long as the parameters are laid out
-like them; shorter ones hold this rank's parts.
+like them; shorter ones hold this rank's shards.
 """
 
 from contextlib import ExitStack
@@ -148,10 +148,10 @@ class Memory:
 
     def _named_bytes(self, held) -> int:
         """Bytes of flat gradients that belong to a parameter."""
-        if _bytes(held["gradients"]) == _bytes(held["parameters"]) or not hasattr(self._optimizer, "part_of"):
+        if _bytes(held["gradients"]) == _bytes(held["parameters"]) or not hasattr(self._optimizer, "shard_of"):
             named = (p for p in [*self._parameters(), *self._updated()] if p.requires_grad)
             return Storages().claim(p for p in named if _inside(p, held["parameters"]))
-        known = ((self._optimizer.part_of(p), p.itemsize) for p in self._parameters())
+        known = ((self._optimizer.shard_of(p), p.itemsize) for p in self._parameters())
         return sum((known[0].stop - known[0].start) * itemsize for known, itemsize in known if known is not None)
 
     def _held(self) -> dict[str, list[torch.Tensor]]:
@@ -166,7 +166,7 @@ class Memory:
         return list(self._model.parameters())
 
     def _updated(self) -> list[torch.Tensor]:
-        """What optimizers update: parameters, parts of them, or masters."""
+        """What optimizers update: parameters, shards of them, or masters."""
         found = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
         for thing in (self._engine, self._optimizer):
             for name in ("masters", "_masters"):
@@ -182,7 +182,7 @@ class Memory:
             for state in optimizer.state.values():
                 yield {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
-    def _parts(self):
+    def _things(self):
         """What the model consists of, and what was put around it: all that may have a communicator or flat memory."""
         forward = getattr(getattr(self._engine, "_strategy", None), "forward", None)
         around = [self._engine, forward, self._optimizer]
@@ -191,12 +191,12 @@ class Memory:
         return [thing for thing in [*around, *self._model.modules(), *units, *plans] if thing is not None]
 
     def _communicators(self) -> list:
-        found = [getattr(thing, name, None) for thing in self._parts() for name in ("comm", "_comm")]
+        found = [getattr(thing, name, None) for thing in self._things() for name in ("comm", "_comm")]
         return list({id(comm): comm for comm in found if hasattr(comm, "rank")}.values())
 
     def _flat_buffers(self) -> list[FlatBuffer]:
         """Those from which the gradients of data parallelism travel, with a tail of flags."""
-        buckets = (bucket for thing in self._parts() for bucket in getattr(thing, "buckets", ()))
+        buckets = (bucket for thing in self._things() for bucket in getattr(thing, "buckets", ()))
         return [bucket.buffer for bucket in buckets if isinstance(getattr(bucket, "buffer", None), FlatBuffer)]
 
     def _tails(self) -> list[torch.Tensor]:
@@ -216,8 +216,8 @@ class Memory:
         trained, frozen = {}, {}
         for parameter in self._parameters():
             place = next((i for i, flat in enumerate(flats) if storage_key(flat) == storage_key(parameter)), None)
-            part = getattr(parameter, "part", None)
-            size = torch.Size(part.shape).numel() if part is not None else parameter.numel()
+            slice_ = getattr(parameter, "slice", None)
+            size = torch.Size(slice_.shape).numel() if slice_ is not None else parameter.numel()
             kind = trained if parameter.requires_grad else frozen
             kind[place] = kind.get(place, 0) + size
         return list(trained.values()), list(frozen.values())

@@ -40,7 +40,7 @@ def storage_key(tensor) -> int:
 
 
 def _local(tensor):
-    """This rank's part of what torch has sharded."""
+    """This rank's shard of what torch has sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

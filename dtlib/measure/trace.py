@@ -32,9 +32,9 @@ class Trace:
     clock_offset: float = 0.0
     events: list[Event] = field(default_factory=list)
 
-    def sent(self, verb: str | None = None) -> tuple[int, int]:
-        """Messages and payload bytes that this rank sent, for one verb or for all."""
-        chosen = [event for event in self.events if verb in (None, event.name)]
+    def sent(self, operation: str | None = None) -> tuple[int, int]:
+        """Messages and payload bytes that this rank sent, for one operation or for all."""
+        chosen = [event for event in self.events if operation in (None, event.name)]
         return sum(event.messages for event in chosen), sum(event.bytes for event in chosen)
 
     def gather(self, comm=None) -> "Timeline":
@@ -44,7 +44,7 @@ class Trace:
 
 @contextmanager
 def trace():
-    """Record every verb and phase of this rank while the block runs: ``with dtlib.trace() as trace: ...``
+    """Record every operation and phase of this rank while the block runs: ``with dtlib.trace() as trace: ...``
 
     All ranks enter it together where they are on several machines, as their clocks are compared first. An operation
     that is still under way at the end gets its end filled in later; one that was interrupted has none.

@@ -1,6 +1,6 @@
 """Monte Carlo pi: the same count, to the last point, on every rung of the ladder.
 
-Throw points at the unit square and count those inside the quarter circle: pi is four times their share.
+Throw points at the unit square and count those inside the quarter circle: pi is four times their fraction.
 Point number i comes from a counter-based generator: a function of i alone, so that any rank can compute any
 point without asking the others, in any order and in blocks of any size:
 
@@ -41,8 +41,8 @@ class Estimate:
     @property
     def standard_error(self) -> float:
         """Standard deviation of ``pi`` over seeds: each point is a coin with p = pi/4, so 4 sqrt(p (1-p) / n)."""
-        share = self.inside / self.points
-        return 4 * math.sqrt(share * (1 - share) / self.points)
+        fraction = self.inside / self.points
+        return 4 * math.sqrt(fraction * (1 - fraction) / self.points)
 
 
 # Rung 1: a plain Python loop
@@ -139,13 +139,13 @@ def count_gpu(start: int, stop: int, seed: int = 0) -> int:
 KERNELS = {"loop": count_loop, "numpy": count_numpy, "compiled": count_compiled, "gpu": count_gpu}
 
 
-# Rung 4: ranks that each count a part, and reduce
+# Rung 4: ranks that each count a slice, and reduce
 
 
-def part(points: int, rank: int, size: int) -> tuple[int, int]:
+def slice_of(points: int, rank: int, size: int) -> tuple[int, int]:
     """First and one past the last of the points that ``rank`` of ``size`` counts.
 
-    The parts meet without gap or overlap for every number of points and differ by one point at most:
+    The slices meet without gap or overlap for every number of points and differ by one point at most:
 
         10 points, 3 ranks:   0 1 2 | 3 4 5 | 6 7 8 9
     """
@@ -155,24 +155,24 @@ def part(points: int, rank: int, size: int) -> tuple[int, int]:
 def count_on_ranks(points: int, comm, kernel=count_compiled, seed: int = 0, progress=None) -> int:
     """Count on all ranks of ``comm``; every rank returns the total.
 
-    ``progress(done)`` is called after each slice of about half a second with the points that this rank just counted.
+    ``progress(done)`` is called after each burst of about half a second with the points that this rank just counted.
     """
-    start, stop = part(points, comm.rank, comm.size)
+    start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)
-    slice_points = stop - start if progress is None else 10**6
+    burst = stop - start if progress is None else 10**6
     while start < stop:
         began = time.perf_counter()
-        end = min(start + slice_points, stop)
+        end = min(start + burst, stop)
         inside += kernel(start, end, seed)
         if progress is not None:
             progress(end - start)
             elapsed = max(time.perf_counter() - began, 1e-6)
-            slice_points = max(1, min(int(slice_points * 0.5 / elapsed), 4 * slice_points))
+            burst = max(1, min(int(burst * 0.5 / elapsed), 4 * burst))
         start = end
     return int(comm.all_reduce(inside)[0])
 
 
-# Rung 5: ranks that each read a part of a file
+# Rung 5: ranks that each read a slice of a file
 
 
 def write_points(path, points: int, seed: int = 0) -> Path:
@@ -186,7 +186,7 @@ def write_points(path, points: int, seed: int = 0) -> Path:
 
 
 def count_file(path, comm) -> Estimate:
-    """Count the points of a file of ``write_points``; each rank reads its own part and no other."""
+    """Count the points of a file of ``write_points``; each rank reads its own slice and no other."""
     try:
         size = os.path.getsize(path)
     except OSError as problem:
@@ -194,7 +194,7 @@ def count_file(path, comm) -> Estimate:
     if size == 0 or size % 8:
         raise DtlibError(f"{path} holds {size} bytes, which is no whole number of 8-byte points: write it again.")
     points = size // 8
-    start, stop = part(points, comm.rank, comm.size)
+    start, stop = slice_of(points, comm.rank, comm.size)
     inside = np.zeros(1, dtype=np.int64)
     with open(path, "rb") as file:
         file.seek(8 * start)

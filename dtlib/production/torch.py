@@ -35,7 +35,7 @@ def zero_redundancy(groups, optimizer_class, settings: dict, comm):
 
 
 def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Module:
-    """torch's ``fully_shard`` (FSDP2), in place; call it on the parts of a model first, then on the model."""
+    """torch's ``fully_shard`` (FSDP2), in place; call it on the blocks of a model first, then on the model."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 

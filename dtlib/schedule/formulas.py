@@ -11,7 +11,7 @@ over all its stages.
     zero_bubble_h1    (p-1) (F+I-W)          (p-1) / (3 m+p-1)    (p-1) / (3 m)   min(m, p)
 
 The ideal is m (F+B). The first three hold for any F and B. Those of ZB-H1 are for m >= p; the idle time holds if W
-takes no longer than F and no longer than I, and its shares are for F = I = W, as are the functions below. With m < p
+takes no longer than F and no longer than I, and its fractions are for F = I = W, as are the functions below. With m < p
 there is too little to fill the idle time with: a rank is idle for (p-1) + (p-m) then, in units of F.
 
 Of one rank's memory, the first rank's is the largest: with interleaved stages it is 1 + (p-1) / (p v) times that of

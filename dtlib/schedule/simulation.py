@@ -20,7 +20,7 @@ class Simulation:
 
     Two figures go by the name of bubble, of which the first is never above 1. Say which one is meant:
 
-        bubble            idle time / makespan     the share of the step that is lost: GPipe (p-1)/(m+p-1)
+        bubble            idle time / makespan     the fraction of the step that is lost: GPipe (p-1)/(m+p-1)
         idle_over_ideal   idle time / busy time    how much longer than ideal:         GPipe (p-1)/m
     """
 

@@ -4,7 +4,7 @@ The machine of the model: a message of n bytes takes ``latency + n / bandwidth``
 a rank sends one message and receives one at a time. Written with the field's letters, alpha is the latency, beta =
 1 / bandwidth the seconds a byte, and gamma the seconds to combine a byte with another. ceil(log2 N) is ``lg`` here.
 
-    verb, algorithm                  messages of all ranks   rounds       seconds
+    operation, algorithm                  messages of all ranks   rounds       seconds
     broadcast tree                   N - 1                   lg           lg (alpha + n beta)
     reduce tree                      N - 1                   lg           lg (alpha + n beta + n gamma)
     all_reduce naive                 2 (N - 1)               2 (N - 1)    2 (N-1) (alpha + n beta) + (N-1) n gamma
@@ -23,7 +23,7 @@ The model and most of the formulas: R. Thakur, R. Rabenseifner and W. Gropp, "Op
 operations in MPICH", IJHPCA 19(1), 2005, sections 3 (cost model) and 4; the ring: P. Patarasuk and X. Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 
-``count`` is always the whole: the tensor of broadcast, reduce and all_reduce, and the one of ``size`` equal parts of
+``count`` is always the whole: the tensor of broadcast, reduce and all_reduce, and the one of ``size`` equal chunks of
 the others. ``ranks`` may be any number from 1, no power of two in particular.
 """
 
@@ -40,7 +40,7 @@ ALGORITHMS = {
 }
 
 
-def messages(verb: str, algorithm: str, ranks: int) -> int:
+def messages(operation: str, algorithm: str, ranks: int) -> int:
     """Messages that all ranks together send."""
     n, lg = ranks, log2_up(ranks)
     whole, extra = _whole_and_extra(ranks)
@@ -57,10 +57,10 @@ def messages(verb: str, algorithm: str, ranks: int) -> int:
         ("gather", "direct"): n - 1,
         ("all_to_all", "pairwise"): n * (n - 1),
         ("barrier", "dissemination"): n * lg,
-    }[_known(verb, algorithm)]
+    }[_known(operation, algorithm)]
 
 
-def messages_of_rank(verb: str, algorithm: str, ranks: int, rank: int, root: int = 0) -> int:
+def messages_of_rank(operation: str, algorithm: str, ranks: int, rank: int, root: int = 0) -> int:
     """Messages that one rank sends; ``root`` matters to broadcast, reduce, scatter and gather alone."""
     n, at_root = ranks, rank == root
     whole, extra = _whole_and_extra(ranks)
@@ -77,30 +77,30 @@ def messages_of_rank(verb: str, algorithm: str, ranks: int, rank: int, root: int
         ("gather", "direct"): 1 - at_root,
         ("all_to_all", "pairwise"): n - 1,
         ("barrier", "dissemination"): log2_up(n),
-    }[_known(verb, algorithm)]
+    }[_known(operation, algorithm)]
 
 
-def elements_sent(verb: str, algorithm: str, ranks: int, rank: int, count: int, root: int = 0) -> int:
+def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: int, root: int = 0) -> int:
     """Elements that one rank sends, exactly; times the bytes of an element they are the payload bytes.
 
-    The ring of all_reduce divides ``count`` elements into parts that differ by one element at most. A rank sends every
-    part twice, but for its own and its right neighbour's, which it sends once.
+    The ring of all_reduce divides ``count`` elements into chunks that differ by one element at most. A rank sends every
+    chunk twice, but for its own and its right neighbour's, which it sends once.
     """
-    sent = messages_of_rank(verb, algorithm, ranks, rank, root)
-    if (verb, algorithm) == ("all_reduce", "ring"):
-        return 2 * count - _part(rank, ranks, count) - _part((rank + 1) % ranks, ranks, count)
-    if verb == "barrier":
+    sent = messages_of_rank(operation, algorithm, ranks, rank, root)
+    if (operation, algorithm) == ("all_reduce", "ring"):
+        return 2 * count - _chunk(rank, ranks, count) - _chunk((rank + 1) % ranks, ranks, count)
+    if operation == "barrier":
         return 0
-    whole_arrays = verb in ("broadcast", "reduce", "all_reduce")
+    whole_arrays = operation in ("broadcast", "reduce", "all_reduce")
     return sent * count if whole_arrays else sent * count // ranks
 
 
-def elements_sent_by_the_busiest(verb: str, algorithm: str, ranks: int, count: int, root: int = 0) -> int:
+def elements_sent_by_the_busiest(operation: str, algorithm: str, ranks: int, count: int, root: int = 0) -> int:
     """Elements sent by the rank that sends most."""
-    return max(elements_sent(verb, algorithm, ranks, rank, count, root) for rank in range(ranks))
+    return max(elements_sent(operation, algorithm, ranks, rank, count, root) for rank in range(ranks))
 
 
-def rounds(verb: str, algorithm: str, ranks: int) -> int:
+def rounds(operation: str, algorithm: str, ranks: int) -> int:
     """Messages one after the other: how often ``latency`` is paid."""
     n, lg = ranks, log2_up(ranks)
     whole, extra = _whole_and_extra(ranks)
@@ -117,11 +117,11 @@ def rounds(verb: str, algorithm: str, ranks: int) -> int:
         ("gather", "direct"): n - 1,
         ("all_to_all", "pairwise"): n - 1,
         ("barrier", "dissemination"): lg,
-    }[_known(verb, algorithm)]
+    }[_known(operation, algorithm)]
 
 
 def cost(
-    verb: str, algorithm: str, ranks: int, count: float, latency: float, bandwidth: float, combine: float = 0.0
+    operation: str, algorithm: str, ranks: int, count: float, latency: float, bandwidth: float, combine: float = 0.0
 ) -> float:
     """Seconds by the model.
 
@@ -131,22 +131,22 @@ def cost(
         bandwidth: bytes a second (1 / beta).
         combine: seconds to combine a byte with another (gamma).
     """
-    steps = rounds(verb, algorithm, ranks)
-    if verb == "barrier":
+    steps = rounds(operation, algorithm, ranks)
+    if operation == "barrier":
         return steps * latency
-    in_parts = algorithm in ("ring", "direct", "pairwise")
-    size = count / ranks if in_parts else count
-    return steps * (latency + size / bandwidth) + _combined(verb, algorithm, ranks) * size * combine
+    in_chunks = algorithm in ("ring", "direct", "pairwise")
+    size = count / ranks if in_chunks else count
+    return steps * (latency + size / bandwidth) + _combined(operation, algorithm, ranks) * size * combine
 
 
-def _combined(verb, algorithm, ranks) -> int:
+def _combined(operation, algorithm, ranks) -> int:
     """In how many of the rounds the busiest rank combines what it received."""
     _, extra = _whole_and_extra(ranks)
     if algorithm == "recursive_doubling":
-        return rounds(verb, algorithm, ranks) - (extra > 0)
-    if verb == "all_reduce":
-        return rounds(verb, algorithm, ranks) // 2
-    return rounds(verb, algorithm, ranks) if verb in ("reduce", "reduce_scatter") else 0
+        return rounds(operation, algorithm, ranks) - (extra > 0)
+    if operation == "all_reduce":
+        return rounds(operation, algorithm, ranks) // 2
+    return rounds(operation, algorithm, ranks) if operation in ("reduce", "reduce_scatter") else 0
 
 
 def log2_up(number: int) -> int:
@@ -154,11 +154,11 @@ def log2_up(number: int) -> int:
     return (number - 1).bit_length()
 
 
-def _known(verb, algorithm):
-    if algorithm not in ALGORITHMS.get(verb, ()):
-        known = ", ".join(f"{verb} {name}" for verb, names in ALGORITHMS.items() for name in names)
-        raise ValueError(f"There is no formula for {verb} {algorithm}; there is one for {known}.")
-    return verb, algorithm
+def _known(operation, algorithm):
+    if algorithm not in ALGORITHMS.get(operation, ()):
+        known = ", ".join(f"{operation} {name}" for operation, names in ALGORITHMS.items() for name in names)
+        raise ValueError(f"There is no formula for {operation} {algorithm}; there is one for {known}.")
+    return operation, algorithm
 
 
 def _whole_and_extra(ranks: int) -> tuple[int, int]:
@@ -173,6 +173,6 @@ def _children(me: int, ranks: int) -> int:
     return sum(me + (1 << bit) < ranks for bit in range(log2_up(lowest)))
 
 
-def _part(rank: int, ranks: int, count: int) -> int:
-    """Elements in part ``rank``."""
+def _chunk(rank: int, ranks: int, count: int) -> int:
+    """Elements in chunk ``rank``."""
     return count * (rank + 1) // ranks - count * rank // ranks

@@ -57,7 +57,7 @@ SCHEMES = {
 def zero_bytes(parameters, ranks: int, stage: int, scheme="mixed_adam", rank: int = 0, frozen=()) -> dict[str, int]:
     """Bytes of model states that one rank holds, exactly, by what they are for.
 
-    A flat buffer is cut into equal parts of ceil(P / N) elements; what is missing at the end is padding. Rank 0, the
+    A flat buffer is cut into equal shards of ceil(P / N) elements; what is missing at the end is padding. Rank 0, the
     default, holds most.
 
     Args:
@@ -66,16 +66,16 @@ def zero_bytes(parameters, ranks: int, stage: int, scheme="mixed_adam", rank: in
         frozen: elements that are not trained, as for ``parameters``: no gradients, no states, shared out at stage 3.
     """
     scheme, sizes, frozen = _checked(parameters, ranks, stage, scheme, frozen)
-    whole, own = sum(sizes), sum(_part(size, ranks, rank) for size in sizes)
-    frozen_held = sum(_part(size, ranks, rank) if stage == 3 else size for size in frozen)
+    whole, own = sum(sizes), sum(_shard(size, ranks, rank) for size in sizes)
+    frozen_held = sum(_shard(size, ranks, rank) if stage == 3 else size for size in frozen)
     missing_at_all = sum(-size % ranks for size in sizes)
-    missing_here = sum(_ceil(size, ranks) - _part(size, ranks, rank) for size in sizes)
+    missing_here = sum(_ceil(size, ranks) - _shard(size, ranks, rank) for size in sizes)
     padding = {
         0: 0,
         1: missing_at_all * (scheme.parameters + scheme.gradients),
         2: missing_at_all * scheme.parameters + missing_here * scheme.gradients,
         3: missing_here * (scheme.parameters + scheme.gradients)
-        + sum(_ceil(size, ranks) - _part(size, ranks, rank) for size in frozen) * scheme.parameters,
+        + sum(_ceil(size, ranks) - _shard(size, ranks, rank) for size in frozen) * scheme.parameters,
     }[stage]
     return {
         "parameters": ((own if stage == 3 else whole) + frozen_held) * scheme.parameters,
@@ -95,15 +95,15 @@ def zero_peak_bytes(
         stage 0  all     backward: all gradients, until they lie in their buckets
         stage 1  all     backward: a gradient before it moves into flat memory
         stage 2  all     always: 2 buckets from which gradients travel; backward: the bucket that fills
-        stage 3  parts   always: 2 units from which gradients travel; backward: the unit that fills;
+        stage 3  shards  always: 2 units from which gradients travel; backward: the unit that fills;
                          forward and backward: the parameters of ``gathered`` units
 
-        stage 3, backward    parts ======================================================   always
+        stage 3, backward    shards =====================================================   always
         of units 3, 2, 1     staging               3..............................          2 of them
                              parameters  3--------- 2--------- 1---------                   whole while they compute
                              gradients       3-----     2-----     1-----                   until they are copied
 
-    Gradients in 16 bits are copied to 32 for the masters in the step: this rank's part of them. All memory from which
+    Gradients in 16 bits are copied to 32 for the masters in the step: this rank's shard of them. All memory from which
     gradients travel is kept from the first backward pass on.
 
     Args:
@@ -118,7 +118,7 @@ def zero_peak_bytes(
     always = sum(held.values()) + (2 * padded * scheme.gradients if stage >= 2 else 0)
     whole_units = gathered * padded * scheme.parameters if stage == 3 else 0
     fresh = (at_a_time if stage else sum(sizes)) * scheme.gradients
-    own = sum(_part(size, ranks, rank) if stage else size for size in sizes)
+    own = sum(_shard(size, ranks, rank) if stage else size for size in sizes)
     for_masters = own * 4 if scheme.master_weights and scheme.gradients < 4 else 0
     return {
         "forward": always + whole_units,
@@ -139,7 +139,7 @@ def zero_wire_elements(
                    one all_gather, if parameters stay after the forward pass       2 M P (N-1)/N
 
     Padding travels along: P is N ceil(P/N) from stage 1 on. ``parameters`` is as for ``zero_bytes``; ``rank`` matters
-    to stage 0 alone, where parts differ by an element.
+    to stage 0 alone, where shards differ by an element.
     """
     _, sizes, _ = _checked(parameters, ranks, stage, "adam", ())
     if stage == 0:
@@ -183,7 +183,7 @@ def _ceil(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def _part(size: int, ranks: int, rank: int) -> int:
+def _shard(size: int, ranks: int, rank: int) -> int:
     """Elements of a flat buffer that are this rank's, without padding."""
     length = _ceil(size, ranks)
     return min(max(size - rank * length, 0), length)

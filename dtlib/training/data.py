@@ -1,4 +1,4 @@
-"""Batches for this rank: a share of the data set, reshuffled for every epoch, alike on all ranks."""
+"""Batches for this rank: a slice of the data set, reshuffled for every epoch, alike on all ranks."""
 
 from itertools import islice
 
@@ -9,7 +9,7 @@ from dtlib.errors import DtlibError
 
 
 class RankLoader:
-    """A ``DataLoader`` of this rank's share; each pass over it is another epoch, in another order.
+    """A ``DataLoader`` of this rank's slice; each pass over it is another epoch, in another order.
 
     ``epoch`` counts the passes begun; set it to go on where a run was left. Every rank gets the same number of batches:
     what is left over is dropped, as a rank with a batch more would wait for the others. A pass that was left early is
@@ -33,7 +33,7 @@ class RankLoader:
                 f"training_data has {len(dataset)} samples, and {ranks} ranks take {together} at a time: give more, or "
                 "a smaller train_micro_batch_size_per_gpu."
             )
-        self.sampler = _Share(dataset, ranks, rank, shuffle=True, seed=seed, drop_last=True)
+        self.sampler = _Sampler(dataset, ranks, rank, shuffle=True, seed=seed, drop_last=True)
         self.epoch = 0
         self._batch_size, self._together = batch_size, together
         self._taken = 0  # batches of the pass under way
@@ -72,7 +72,7 @@ class RankLoader:
             yield from self
 
 
-class _Share(DistributedSampler):
+class _Sampler(DistributedSampler):
     """The numbers of this rank's samples, from ``start`` on."""
 
     start = 0

@@ -153,8 +153,8 @@ class Engine:
         client_state = {} if client_state is None else client_state
         if not isinstance(client_state, dict):
             raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
-        parts = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
-        extra = {name: part.state_dict() for name, part in parts.items() if hasattr(part, "state_dict")}
+        others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
+        extra = {name: other.state_dict() for name, other in others.items() if hasattr(other, "state_dict")}
         extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}
         counts = {name: getattr(self, name) for name in COUNTS}
         checkpoint.save(Path(save_dir) / tag, extra={"client_state": client_state, "counts": counts, **extra}, **saved)
@@ -207,7 +207,7 @@ class Engine:
             raise DtlibError(
                 "torch has sharded this engine: save with torch.distributed.checkpoint, or use runtime='dtlib'."
             )
-        masters = None if hasattr(self.optimizer, "part_of") else self._masters
+        masters = None if hasattr(self.optimizer, "shard_of") else self._masters
         return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
 
     def zero_grad(self) -> None:

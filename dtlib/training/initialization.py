@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.precision import refuse_parts
+from dtlib.gradients.precision import refuse_shards
 from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
@@ -37,7 +37,7 @@ def initialize(
             torch's that was made for ``model``'s parameters, where they are not in 16 bits; its states are rank 0's.
         model_parameters: what is trained, if not all of it; or groups of it, for the config's optimizer, as torch's
             optimizers take them.
-        training_data: a ``Dataset``; ``dataloader`` then gives this rank's share in micro-batches, else it is None.
+        training_data: a ``Dataset``; ``dataloader`` then gives this rank's slice in micro-batches, else it is None.
         lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler, or one that was
             made for the ``optimizer`` that is passed.
         runtime: ``dtlib``, or ``torch`` for the same engine on torch's own classes (strategies.py).
@@ -69,11 +69,11 @@ def initialize(
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
     if settings.gradient_clipping:
-        refuse_parts(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
+        refuse_shards(model.parameters(), f"gradient_clipping is {settings.gradient_clipping:g}")
     if stage == 3 and isinstance(optimizer, torch.optim.Optimizer):
         raise DtlibError(
-            "This optimizer was made for whole parameters, which stage 3 replaces by parts: pass a function that makes "
-            "it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            "This optimizer was made for whole parameters, which stage 3 replaces by shards: pass a function that "
+            "makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
 
     comm = as_communicator(comm)

@@ -96,12 +96,12 @@ class PipelineEngine(Engine):
             pairs = [next(batches) for _ in range(count)]
         except StopIteration:
             raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
-        x, y = (tree_map(lambda *same: torch.cat(same), *parts) for parts in zip(*pairs, strict=True))
+        x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses, mean = [], torch.zeros((), dtype=torch.float64)
         run(*([x] if self._first else []), target=y if self._last else None, losses=losses)
         if self._last:
             # Of samples, as the gradients: micro-batches may differ by one.
-            sizes = torch.tensor([len(part) for part in tree_leaves(y)[0].tensor_split(count)], dtype=torch.float64)
+            sizes = torch.tensor([len(some) for some in tree_leaves(y)[0].tensor_split(count)], dtype=torch.float64)
             mean = (torch.stack(losses).double().cpu() * sizes).sum() / sizes.sum()
         self.module.comm.broadcast(mean, root=self.module.num_stages - 1)
         return self.comm.all_reduce(mean, op="mean")

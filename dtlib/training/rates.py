@@ -50,9 +50,9 @@ class WarmupLR(LRScheduler):
     def get_lr(self):
         # As in DeepSpeed the first two steps run at the lowest rate.
         done = self.last_epoch - 1
-        share = self._after(done) if done >= self.warmup_num_steps else self._warmup(max(0, done))
+        fraction = self._after(done) if done >= self.warmup_num_steps else self._warmup(max(0, done))
         highest = self.base_lrs if self.highest is None else [self.highest] * len(self.base_lrs)
-        return [self.lowest + (high - self.lowest) * share for high in highest]
+        return [self.lowest + (high - self.lowest) * fraction for high in highest]
 
     def _warmup(self, done: int) -> float:
         if self.warmup_type == "linear":

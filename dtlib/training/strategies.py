@@ -86,7 +86,7 @@ class Zero(Replicated):
 
     def __init__(self, model, comm, trained, make_optimizer, zero):
         _broadcast(model, comm)
-        _share_buffers(model, comm)
+        _broadcast_buffers(model, comm)
         parameters = trained()
         plain = make_optimizer(parameters)  # for its class and its groups
         options = {**_buckets_and_progress(model, zero), "offload": zero.offload_optimizer.device == "cpu"}
@@ -112,7 +112,7 @@ class Sharded(Replicated):
 
     def __init__(self, model, comm, trained, make_optimizer, zero):
         self.wrap(model, comm, zero)
-        _share_buffers(model, comm)
+        _broadcast_buffers(model, comm)
         self.forward, self.no_sync, self.shards_on = model, nullcontext, comm
         offload = zero.offload_optimizer.device == "cpu"
         self.masters = MasterWeights(trained(), "cpu" if offload else None)
@@ -167,7 +167,7 @@ def _broadcast(model, comm) -> None:
         comm.broadcast(tensor)
 
 
-def _share_buffers(model, comm) -> None:
+def _broadcast_buffers(model, comm) -> None:
     """Rank 0's buffers before each forward pass in training, as DataParallel does it."""
 
     def before_forward(module, inputs):
@@ -179,5 +179,5 @@ def _share_buffers(model, comm) -> None:
 
 
 def _local(gradient):
-    """This rank's part of a gradient that torch has sharded."""
+    """This rank's shard of a gradient that torch has sharded."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -58,7 +58,7 @@ def task(seed: int, train: int = 1280, epochs: int = 20, noise: float = 0.0) -> 
     """The task of a seed: ``train`` images to learn from, in ``epochs`` passes; the others are for the test.
 
     Args:
-        noise: the share of training labels that are replaced by another digit.
+        noise: the fraction of training labels that are replaced by another digit.
     """
     chance = torch.Generator().manual_seed(seed)
     labels = load()[1]
@@ -129,7 +129,7 @@ def train(tasks: list[Task], batch: int, rates: Tensor, until: float = 0.0) -> l
 
 
 def test_errors(parameters: list[Tensor], tasks: list[Task]) -> Tensor:
-    """The share of test images that each network gets wrong, (networks,). One that has diverged gets about 0.9."""
+    """The fraction of test images that each network gets wrong, (networks,). One that has diverged gets about 0.9."""
     images, labels = load()
     test = torch.stack([t.test for t in tasks])
     return (forward(parameters, images[test]).argmax(2) != labels[test]).double().mean(1)

@@ -26,7 +26,7 @@ class World:
     """All ranks that were started together, seen from one of them.
 
     ``rank`` counts from 0 to ``size - 1`` over all nodes; ``node`` is the index of the machine that this rank
-    runs on, of ``nodes``, and ``local_rank`` counts the ranks there. ``comm`` has the verbs. Counterparts:
+    runs on, of ``nodes``, and ``local_rank`` counts the ranks there. ``comm`` has the operations. Counterparts:
     ``MPI.COMM_WORLD``; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` under torchrun.
     """
 
@@ -34,7 +34,7 @@ class World:
     size: int
     node: int
     local_rank: int
-    comm: Communicator  # under torchrun a ProcessGroupCommunicator, which has the same verbs
+    comm: Communicator  # under torchrun a ProcessGroupCommunicator, which has the same operations
     nodes: int = 1
 
     @cached_property
@@ -84,7 +84,7 @@ def reset() -> World:
     else:
         world.comm = torchrun.fresh_communicator(world.comm)
     if board.current is not None:
-        board.current.clear("has called no verb since dtlib.reset()")
+        board.current.clear("has called no operation since dtlib.reset()")
     return world
 
 

@@ -124,18 +124,18 @@ def _compile(source: Path, path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise DtlibError("there is no C compiler on PATH, such as gcc")
-    part = path.with_suffix(f".{os.getpid()}")  # two may compile at once
-    command = [compiler, "-shared", "-fPIC", "-O1", "-pipe", "-o", str(part), str(source), "-ldl"]
+    unfinished = path.with_suffix(f".{os.getpid()}")  # two may compile at once
+    command = [compiler, "-shared", "-fPIC", "-O1", "-pipe", "-o", str(unfinished), str(source), "-ldl"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)
         if ran.returncode:
             said = (ran.stderr.strip() or f"status {ran.returncode}").splitlines()[-1]
             raise DtlibError(f"{compiler} does not compile {source.name} ({said})")
-        part.replace(path)
+        unfinished.replace(path)
     except subprocess.TimeoutExpired:
         raise DtlibError(f"{compiler} took longer than {COMPILE_SECONDS} s") from None
     finally:
-        part.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _private_folder() -> Path:

@@ -82,10 +82,10 @@ lab.values("x")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
 #
-# `world.comm` is a rank's line to the others. What it can do we call *verbs*. One of them is `all_reduce`.
+# `world.comm` is a rank's line to the others. What it can do are *operations*. Those for which all ranks meet are *collectives*; one of them is `all_reduce`.
 #
 # Each rank holds a number, its own rank. `all_reduce` adds the numbers of all ranks and gives *every* rank the sum.
-# It is the verb that deep learning on many GPUs uses most: there, the numbers are gradients.
+# It is the collective that deep learning on many GPUs uses most: there, the numbers are gradients.
 #
 #     rank 0   0 \                  / 6   rank 0
 #     rank 1   1  \                /  6   rank 1
@@ -135,7 +135,7 @@ lab.check("first-sum")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## When ranks hang
 #
-# A verb such as `all_reduce` needs all ranks. What if one does not come? Then the others wait. No line of code is wrong
+# A collective such as `all_reduce` needs all ranks. What if one does not come? Then the others wait. No line of code is wrong
 # in itself, and nothing is printed: it *hangs*. It will happen to you; so try it now.
 #
 # `barrier` only waits until every rank is there. To the second one rank 2 will not come. **Predict**: which ranks hang? Run
@@ -177,14 +177,14 @@ print(world.comm.all_reduce(torch.tensor(world.rank)))
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square: the share that lands in the quarter circle is about pi/4. Four ranks share 600 darts. Each takes
-# a part of its own, so that no dart is thrown twice.
+# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Four ranks share 600 darts. Each takes
+# a slice of its own, so that no dart is thrown twice.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
 from dtlib import pi
 
-start, stop = pi.part(600, world.rank, world.size)
+start, stop = pi.slice_of(600, world.rank, world.size)
 darts = pi.points_numpy(start, stop, seed=2)
 print("darts", start, "to", stop - 1)
 
@@ -192,7 +192,7 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Each rank's 150 darts give a poor estimate of pi, all 600 a better one. Now ten million: each rank counts its part, and
+# Each rank's 150 darts give a poor estimate of pi, all 600 a better one. Now ten million: each rank counts its slice, and
 # one `all_reduce` adds the counts.
 
 # %% tags=["two-hours", "half-day"]
@@ -207,7 +207,7 @@ if world.rank == 0:
 #
 # - A *rank* is a process with a number; a *world* is all of them.
 # - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Names are separate.
-# - Ranks share no memory. They work together through verbs such as `all_reduce`.
+# - Ranks share no memory. They work together through collectives such as `all_reduce`.
 # - The ranks end by themselves when you shut down the last notebook that uses them (Kernel > Shut Down Kernel);
 #   closing its tab is not enough.
 #

@@ -25,7 +25,7 @@ from dtlib import pi
 # ## The idea
 #
 # A point with random x and y between 0 and 1 lies inside the quarter circle if x² + y² < 1. The quarter circle
-# covers pi/4 of the square. So pi is about four times the share of points inside.
+# covers pi/4 of the square. So pi is about four times the fraction of points inside.
 #
 # No rank needs another rank to throw its points. Such work is called *embarrassingly parallel*; it is where one
 # starts, because only the sum at the end is communication.
@@ -75,7 +75,7 @@ print(f"{rungs['Python loop']:.2g} points per second")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## How good is the estimate?
 #
-# Each point is a coin that shows *inside* with probability pi/4. The share of n such coins scatters around its mean
+# Each point is a coin that shows *inside* with probability pi/4. The fraction of n such coins scatters around its mean
 # by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard error*: two out of three
 # estimates are closer to pi than this, nineteen out of twenty closer than twice this.
 
@@ -158,12 +158,12 @@ lab.predict(points_apart, came=max(counts) - min(counts), hint="Integers are not
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Rung 4: ranks that reduce
 #
-# Rank r of N takes part r of the points. The parts must meet: no point left out, none counted twice, whatever the
+# Rank r of N takes slice r of the points. The slices must meet: no point left out, none counted twice, whatever the
 # number of points.
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(pi.part))
-print([pi.part(10, rank, 3) for rank in range(3)])
+print(inspect.getsource(pi.slice_of))
+print([pi.slice_of(10, rank, 3) for rank in range(3)])
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -172,7 +172,7 @@ import numpy as np
 from dtlib import pi
 
 world = dtlib.init()
-start, stop = pi.part(10**7, world.rank, world.size)
+start, stop = pi.slice_of(10**7, world.rank, world.size)
 inside = np.array([pi.count_compiled(start, stop)])
 print("points", start, "to", stop - 1, "inside:", inside[0])
 
@@ -206,7 +206,7 @@ import time
 
 
 def seconds_with(active, points=2 * 10**8):
-    start, stop = pi.part(points, world.rank, active) if world.rank < active else (0, 0)
+    start, stop = pi.slice_of(points, world.rank, active) if world.rank < active else (0, 0)
     world.comm.barrier()
     began = time.perf_counter()
     world.comm.all_reduce(np.array([pi.count_compiled(start, stop)]))
@@ -249,7 +249,7 @@ lab.pictures.speed_up(seconds, usable_cores())
 # ## Rung 5: a file of points
 #
 # Many parallel programs do not make their data but read it. Here the points are written to a file beforehand, 8 bytes
-# each. Every rank opens the file, goes to its own part, and reads nothing else: the same `part`, now of bytes.
+# each. Every rank opens the file, goes to its own slice, and reads nothing else: the same `slice_of`, now of bytes.
 
 # %% tags=["half-day"]
 import tempfile
@@ -270,7 +270,7 @@ assert lab.values("estimate")[0].inside == pi.count_numpy(0, 10**6)
 folder.cleanup()
 
 # %% [markdown] tags=["half-day"]
-# mpi4py's own example for pi, `cpi.py`, hands out its work in the same way: a rank's number says which part is its.
+# mpi4py's own example for pi, `cpi.py`, hands out its work in the same way: a rank's number says which slice is its.
 
 # %% [markdown] tags=["half-day"]
 # ## Rung 6: a GPU
@@ -368,7 +368,7 @@ print((workshop_folder() / "notebooks" / "pi.R").read_text())
 # Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop is another Open MPI: an MPI
 # program must be started by the MPI that it was built with.
 #
-# The same: each rank takes its part of the points (`start` is our `part`), draws random numbers of its own, counts in
+# The same: each rank takes its slice of the points (`start` is our `slice_of`), draws random numbers of its own, counts in
 # blocks, and one `allreduce` adds the counts. What differs is where the random numbers come from. R's generator
 # (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers, so that no
 # two ranks ever meet. But now the points depend on who draws them: 1, 2 and 4 ranks throw different points. Each result
@@ -378,7 +378,7 @@ print((workshop_folder() / "notebooks" / "pi.R").read_text())
 # ## Summary
 #
 # - The error of a Monte Carlo estimate falls with the square root of the number of points.
-# - A counter-based generator lets every rank compute its own points; `part` divides them without gap or overlap.
+# - A counter-based generator lets every rank compute its own points; `slice_of` divides them without gap or overlap.
 # - Parallel and serial counts are equal to the last point. That is a test, not luck.
 # - Speed-up ends where cores end; efficiency says how well they are used.
 # - First one fast process, then many. And ask what a speed-up is compared with.

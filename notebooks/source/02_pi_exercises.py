@@ -48,7 +48,7 @@ lab.predict(my_points, few.points * (few.standard_error / 0.004) ** 2, tolerance
 # %% [markdown] tags=["half-day"]
 # ## Mend: all ranks draw the same points
 #
-# Somebody wrote this function. Each rank counts its share, the counts are added, and the estimate looks fine. But it is
+# Somebody wrote this function. Each rank counts its slice, the counts are added, and the estimate looks fine. But it is
 # worse than it should be: on three ranks the first third of the points is counted three times, and the rest never.
 #
 # Mend it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
@@ -60,8 +60,8 @@ lab.predict(my_points, few.points * (few.standard_error / 0.004) ** 2, tolerance
 # %% tags=["half-day", "stub"]
 # %%px
 def count_my_points(points, comm):
-    share = points // comm.size
-    return pi.count_compiled(0, share)
+    count = points // comm.size
+    return pi.count_compiled(0, count)
 
 # %% tags=["half-day", "solution"]
 # %%px
@@ -94,7 +94,7 @@ print(f"own darts on each of 3 ranks: error {scatter[1]:.4f}, {less:.1f} times l
 #
 # Write `estimate_pi(points, comm)`:
 #
-# 1. find this rank's part of the points,
+# 1. find this rank's slice of the points,
 # 2. count those inside, with one of the kernels of `pi`,
 # 3. add the counts of all ranks,
 # 4. return the estimate of pi, a number, **on every rank**.
@@ -112,7 +112,7 @@ def estimate_pi(points, comm):
 # %% tags=["half-day", "solution"]
 # %%px
 def estimate_pi(points, comm):
-    start, stop = pi.part(points, comm.rank, comm.size)
+    start, stop = pi.slice_of(points, comm.rank, comm.size)
     inside = torch.tensor([pi.count_compiled(start, stop)])
     comm.all_reduce(inside)
     return 4 * inside.item() / points

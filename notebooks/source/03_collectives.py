@@ -1,13 +1,13 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # # 03 Collectives
 #
-# Ninety minutes; fifteen in the two-hour workshop, which takes the ring alone. You see what each verb does, count
+# Ninety minutes; fifteen in the two-hour workshop, which takes the ring alone. You see what each collective does, count
 # messages and bytes, step through the ring all-reduce, measure what it costs, and bring ranks to a halt on purpose.
 #
 # **Questions.** How do many ranks add up an array? Why is there more than one way? What does it cost? What is a hang,
 # and who is to blame?
 #
-# **Afterwards you can** name the verbs and say what each sends; choose between tree, doubling and ring by size;
+# **Afterwards you can** name the collectives and say what each sends; choose between tree, doubling and ring by size;
 # predict a cost from latency and bandwidth; read the sentence with which a hang ends.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
@@ -37,12 +37,12 @@ world = dtlib.init()
 comm = world.comm
 
 # %% [markdown] tags=["half-day"]
-# ## The verbs
+# ## The collectives
 #
-# A *collective* is a verb that all ranks call together. Every rank calls it in the same order, with the same shapes;
+# A *collective* is an operation that all ranks call together, in the same order and with the same shapes;
 # there is no rank that serves the others. (`send` and `recv` are the other kind: one rank to one rank.)
 #
-# First the verbs that move one value to or from a *root*. Rank r begins with 10 r.
+# First the collectives that move one value to or from a *root*. Rank r begins with 10 r.
 #
 # **Predict** before you run: what does each rank hold after `broadcast`, after `reduce`, after `all_reduce`?
 
@@ -61,22 +61,22 @@ shown = [
 
 # %% tags=["half-day"]
 def table_of(shown):
-    """Verb by verb what each rank has before and after; ``shown`` comes from the ranks."""
+    """What each rank has before and after each collective; ``shown`` is from the ranks."""
     rows = []
-    for verb in zip(*shown, strict=True):
+    for collective in zip(*shown, strict=True):
         for when in (1, 2):
-            held = [" ".join(str(int(x)) for x in on_rank[when]) for on_rank in verb]
-            name, time = (verb[0][0], "before") if when == 1 else ("", "after")
+            held = [" ".join(str(int(x)) for x in on_rank[when]) for on_rank in collective]
+            name, time = (collective[0][0], "before") if when == 1 else ("", "after")
             rows.append((name, time, *held))
-    headers = ("verb", "", *(f"rank {rank}" for rank in range(len(shown))))
+    headers = ("collective", "", *(f"rank {rank}" for rank in range(len(shown))))
     print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
 
 
 table_of(lab.values("shown"))
 
 # %% [markdown] tags=["half-day"]
-# `reduce` leaves the others as they were; `all_reduce` gives the result to all. Now the verbs that deal in *parts*:
-# an array has as many equal parts as there are ranks. Rank r begins with four numbers, 10 r to 10 r + 3.
+# `reduce` leaves the others as they were; `all_reduce` gives the result to all. Now the collectives that deal in *chunks*:
+# an array has as many equal chunks as there are ranks. Rank r begins with four numbers, 10 r to 10 r + 3.
 
 # %% tags=["half-day"]
 # %%px
@@ -98,7 +98,7 @@ shown = [
 table_of(lab.values("shown"))
 
 # %% [markdown] tags=["half-day"]
-# Look at `reduce_scatter`: rank r has the sum of everybody's part r, and nothing else. Put `all_gather` after it, and
+# Look at `reduce_scatter`: rank r has the sum of everybody's chunk r, and nothing else. Put `all_gather` after it, and
 # every rank has all sums: **a reduce-scatter and an all-gather make an all-reduce.** Keep that in mind: it is how the ring
 # works, and later how ZeRO saves memory.
 #
@@ -111,7 +111,7 @@ on_rank_1 = None
 on_rank_1 = 6
 
 # %% tags=["half-day"]
-lab.predict(on_rank_1, came=2 + 4, hint="Rank 1 gets part 1: the second number of each rank.")
+lab.predict(on_rank_1, came=2 + 4, hint="Rank 1 gets chunk 1: the second number of each rank.")
 
 # %% [markdown] tags=["half-day"]
 # ## Everybody to rank 0, and back
@@ -156,7 +156,7 @@ lab.predict(tree_rounds, theory.rounds("all_reduce", "tree", 8), hint="Up log2 8
 
 # %% [markdown] tags=["half-day"]
 # The same number of messages, but the tree sends several at a time. `dtlib.theory` has these formulas, and tests
-# compare them with what ranks really send. So do we: `dtlib.trace()` records the verbs of a rank, with the messages and
+# compare them with what ranks really send. So do we: `dtlib.trace()` records what a rank calls, with the messages and
 # the payload bytes that it sent.
 
 # %% tags=["half-day"]
@@ -184,16 +184,16 @@ print(tabulate(rows, ("ranks", "rounds, naive", "rounds, tree")))
 # The gradient of a model may have a billion numbers. Then it is bytes that count: whoever sends or receives whole arrays
 # again and again holds up all others. The ring all-reduce lets every rank send all the time, and little.
 #
-# Cut the array into as many parts as there are ranks. Every rank sends one part to its right neighbour and receives one from
+# Cut the array into as many chunks as there are ranks. Every rank sends one chunk to its right neighbour and receives one from
 # its left neighbour, in every step, at the same time.
 #
 #     rank 0 -> rank 1 -> rank 2 -> rank 3 -> rank 0
 #
-# **Reduce-scatter.** For N - 1 steps, add what comes to your own part and pass on the sum. Then every rank has one part
-# complete. **All-gather.** For N - 1 steps, pass complete parts on.
+# **Reduce-scatter.** For N - 1 steps, add what comes to your own chunk and pass on the sum. Then every rank has one chunk
+# complete. **All-gather.** For N - 1 steps, pass complete chunks on.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Step through it: drag the slider. A row is a rank, a column a part of its array; the colours (and numbers) say which ranks'
+# Step through it: drag the slider. A row is a rank, a column a chunk of its array; the colours (and numbers) say which ranks'
 # values are in it; a frame marks what is sent to the right neighbour next. It is no animation made for this page: the
 # library's own code runs in it, over a network that waits for you after each step.
 
@@ -201,7 +201,7 @@ print(tabulate(rows, ("ranks", "rounds, naive", "rounds, tree")))
 ring.explore(4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** After how many steps does a rank have a complete part for the first time? Count with the slider, or
+# **Predict.** After how many steps does a rank have a complete chunk for the first time? Count with the slider, or
 # think.
 
 # %% tags=["two-hours", "half-day", "stub"]
@@ -211,7 +211,7 @@ steps_until_complete = None
 steps_until_complete = 3
 
 # %% tags=["two-hours", "half-day"]
-first = next(s.number for s in ring.steps(4) if any(len(part) == 4 for part in s.held[0]))
+first = next(s.number for s in ring.steps(4) if any(len(chunk) == 4 for chunk in s.held[0]))
 lab.predict(steps_until_complete, came=first, hint="Look for `all` in the picture.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -221,7 +221,7 @@ lab.predict(steps_until_complete, came=first, hint="Look for `all` in the pictur
 ring.show_all(4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Follow part 0. It starts at rank 1, collects at rank 2 and 3, and is complete at rank 0. Here is the code, all of
+# Follow chunk 0. It starts at rank 1, collects at rank 2 and 3, and is complete at rank 0. Here is the code, all of
 # it: the ring that the library runs under everything that follows in this course.
 
 # %% tags=["two-hours", "half-day"]
@@ -440,7 +440,7 @@ for count in (1000, 100_000, 200_000):
 # %% [markdown] tags=["half-day"]
 # ## While a message travels
 #
-# Waiting is a waste if there is something to compute. Every verb takes `async_op=True`: it starts, returns a handle at
+# Waiting is a waste if there is something to compute. Every operation takes `async_op=True`: it starts, returns a handle at
 # once, and `handle.wait()` ends it. Meanwhile you must not touch the tensor.
 #
 # Here a rank computes three gradients, and each must be summed over the ranks. `time.sleep` stands for an accelerator that
@@ -520,9 +520,9 @@ with tells_how_it_ended():
 
 # %% [markdown] tags=["half-day"]
 # The sentence gives the line in which the rank waits, and whom it waits for. MPI cannot ask a rank that is stuck, so
-# every rank writes down its last verb and line where the others can read it.
+# every rank writes down its last operation and line where the others can read it.
 #
-# A communicator in which a verb was interrupted is out of step and refuses to go on. `dtlib.reset()`, on all ranks, gives
+# A communicator in which an operation was interrupted is out of step and refuses to go on. `dtlib.reset()`, on all ranks, gives
 # a clean one.
 
 # %% tags=["half-day"]

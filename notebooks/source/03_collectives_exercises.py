@@ -59,8 +59,8 @@ lab.predict(my_bytes, came=lab.values("sent_bytes")[0], hint=hint)
 #
 # This ring all-reduce runs to its end, sends as many messages as it should, and gives wrong sums. One index is wrong. Mend it.
 #
-# `torch.tensor_split` cuts an array into `size` parts; they are views, so what changes in a part changes in the array. The
-# second half begins where the first has ended: which part has a rank complete by then?
+# `torch.tensor_split` cuts an array into `size` chunks; they are views, so what changes in a chunk changes in the array. The
+# second half begins where the first has ended: which chunk has a rank complete by then?
 #
 # `ring.show_all(3)` draws what should happen.
 
@@ -69,16 +69,16 @@ lab.predict(my_bytes, came=lab.values("sent_bytes")[0], hint=hint)
 def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
-    parts = torch.tensor_split(array, size)
+    chunks = torch.tensor_split(array, size)
     for step in range(size - 1):  # reduce-scatter: add what comes
-        outgoing, incoming = parts[(rank - step - 1) % size], parts[(rank - step - 2) % size]
+        outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         sending = comm.send(outgoing, right, async_op=True)
         comm.recv(received, left)
         sending.wait()
         incoming += received
-    for step in range(size - 1):  # all-gather: pass complete parts on
-        outgoing, incoming = parts[(rank - step - 1) % size], parts[(rank - step - 1) % size]
+    for step in range(size - 1):  # all-gather: pass complete chunks on
+        outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 1) % size]
         sending = comm.send(outgoing.clone(), right, async_op=True)
         comm.recv(incoming, left)
         sending.wait()
@@ -89,16 +89,16 @@ def ring_all_reduce(comm, array):
 def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
-    parts = torch.tensor_split(array, size)
+    chunks = torch.tensor_split(array, size)
     for step in range(size - 1):  # reduce-scatter: add what comes
-        outgoing, incoming = parts[(rank - step - 1) % size], parts[(rank - step - 2) % size]
+        outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         sending = comm.send(outgoing, right, async_op=True)
         comm.recv(received, left)
         sending.wait()
         incoming += received
-    for step in range(size - 1):  # all-gather: pass complete parts on
-        outgoing, incoming = parts[(rank - step) % size], parts[(rank - step - 1) % size]
+    for step in range(size - 1):  # all-gather: pass complete chunks on
+        outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         sending = comm.send(outgoing.clone(), right, async_op=True)
         comm.recv(incoming, left)
         sending.wait()
@@ -118,14 +118,14 @@ ring.show_all(3)
 # Write `my_all_reduce(comm, tensor)`: every rank's one-dimensional `tensor` becomes the sum over all ranks, *in place*. Use
 # `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective.
 #
-# 1. Cut the tensor into `comm.size` parts that are views of it.
-# 2. In N - 1 steps: start to send a part to the right (`async_op=True`), receive one from the left into a tensor
+# 1. Cut the tensor into `comm.size` chunks that are views of it.
+# 2. In N - 1 steps: start to send a chunk to the right (`async_op=True`), receive one from the left into a tensor
 #    of its own, wait for the send, add what came.
-# 3. In N - 1 more steps pass complete parts on; receive them in their place.
+# 3. In N - 1 more steps pass complete chunks on; receive them in their place.
 #
 # It must be right for every length: also one that does not divide by the ranks, one shorter than the number of ranks,
 # none at all, and one so long that MPI does not send ahead: there `comm.send` waits for its receive. The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes.
-# Try to write it without looking up. The direction is yours; so is which part goes first.
+# Try to write it without looking up. The direction is yours; so is which chunk goes first.
 
 # %% tags=["half-day", "stub"]
 # %%px
@@ -136,13 +136,13 @@ def my_all_reduce(comm, tensor):
 # %%px
 def my_all_reduce(comm, tensor):
     rank, size = comm.rank, comm.size
-    parts = torch.tensor_split(tensor, size)
+    chunks = torch.tensor_split(tensor, size)
     for step in range(2 * (size - 1)):
         adds = step < size - 1
         outgoing = rank - step - 1 if adds else rank - step + size - 1
-        incoming = parts[(outgoing - 1) % size]
+        incoming = chunks[(outgoing - 1) % size]
         received = torch.empty_like(incoming)
-        sending = comm.send(parts[outgoing % size], (rank + 1) % size, async_op=True)
+        sending = comm.send(chunks[outgoing % size], (rank + 1) % size, async_op=True)
         comm.recv(received, (rank - 1) % size)
         sending.wait()
         incoming.copy_(incoming + received if adds else received)
@@ -244,10 +244,10 @@ lab.pictures.timeline("trace")
 # %% tags=["half-day"]
 # %%px
 def hang_5(comm):
-    share = torch.zeros(1)
+    percent = torch.zeros(1)
     try:
-        share += 100 // comm.rank
-        comm.all_reduce(share)
+        percent += 100 // comm.rank
+        comm.all_reduce(percent)
     except ZeroDivisionError:
         pass
 
@@ -275,7 +275,7 @@ explained = {
     2: (1, "batches = 3 if comm.rank == 1 else 4"),  # one rank has fewer batches
     3: (0, "comm.recv(theirs, other)"),  # both receive first; rank 1 is as right
     4: (1, "comm.recv(batch, 0, tag=2)"),  # nobody sends with this tag; or rank 0, its send
-    5: (0, "share += 100 // comm.rank"),  # an error that somebody swallows
+    5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }
 
 # %% tags=["half-day"]

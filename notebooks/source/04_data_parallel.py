@@ -44,8 +44,8 @@ comm = world.comm
 # ## One step, many ranks
 #
 # A step of training takes a batch, computes the gradient of the mean loss, and moves the weights. The mean is what can be shared
-# out: give every rank a part of the batch, and the gradient of the whole is the mean of the gradients of the parts, if
-# the parts are equally large. **That is data parallelism: every rank has the whole model and a part of the batch.** Only
+# out: give every rank a slice of the batch, and the gradient of the whole is the mean of the gradients of the slices, if
+# the slices are equally large. **That is data parallelism: every rank has the whole model and a slice of the batch.** Only
 # gradients travel.
 #
 # The net reads 64 pixels and tells ten digits apart. In float64, so that a mistake cannot hide behind rounding.
@@ -70,7 +70,7 @@ if world.rank == 0:
 # ## The parameter server
 #
 # The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull them, compute a gradient
-# from their part of the batch, and push it; the server takes the step. Rank 0 serves, the other three work:
+# from their slice of the batch, and push it; the server takes the step. Rank 0 serves, the other three work:
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -154,7 +154,7 @@ lab.pictures.lines(
 )
 
 # %% [markdown] tags=["half-day"]
-# Many servers, each with a part of the weights, share the load; with as many servers as workers the bytes are those of
+# Many servers, each with a shard of the weights, share the load; with as many servers as workers the bytes are those of
 # the ring. What a server can do and an all-reduce cannot: let workers go on with weights that are out of date.
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -168,7 +168,7 @@ lab.read(plain)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The first of its three classes. All ranks begin with rank 0's parameters and buffers. (`Contract` refuses what the class
-# does not do, such as parts of different sizes; buffers are the running means of a batch normalisation.)
+# does not do, such as slices of different sizes; buffers are the running means of a batch normalisation.)
 
 # %% tags=["two-hours", "half-day"]
 lab.read(plain.DataParallelNaive)
@@ -183,7 +183,7 @@ EVERY_FOURTH = slice(world.rank, None, comm.size)
 
 
 def train(model, average=lambda: None, mine=EVERY_FOURTH, rate=RATE, momentum=0.9, steps=15):
-    """So many steps on this rank's part of each batch; returns the losses."""
+    """So many steps on this rank's slice of each batch; returns the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     losses = []
     for x, y in batches[:steps]:
@@ -462,7 +462,7 @@ for name, model in cases.items():
     average = model.average_gradients if name == "DataParallelNaive" else lambda: None
     with dtlib.trace() as trace:
         train(model, average)
-    calls = [e for e in trace.events if e.name == "all_reduce" and e.kind == "verb"]
+    calls = [e for e in trace.events if e.name == "all_reduce" and e.kind == "operation"]
     off = distance(model, alone)
     assert off < 1e-12
     rows.append((name, (len(calls) - 1) // 15, "less than 1e-12"))  # one for the losses
@@ -695,12 +695,12 @@ with dtlib.trace() as trace:
             (cross_entropy(model(images), labels) / len(pieces)).backward()
     images, labels = pieces[-1]
     (cross_entropy(model(images), labels) / len(pieces)).backward()
-calls = sum(event.name == "all_reduce" and event.kind == "verb" for event in trace.events)
+calls = sum(event.name == "all_reduce" and event.kind == "operation" for event in trace.events)
 if world.rank == 0:
     print(f"{len(pieces)} backward passes, {calls} all_reduce")
 
 # %% [markdown] tags=["half-day"]
-# **Uneven batches.** The mean of means is the mean over all images only if the parts are equally large. At the end of an epoch they
+# **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of an epoch they
 # often are not. Here rank r has r + 1 images. Tell the model, and it weights:
 
 # %% tags=["half-day"]
@@ -749,7 +749,7 @@ print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
 #
 # ## Summary
 #
-# - Every rank has the model and a part of the batch; the mean of the gradients is the gradient of the whole. It equals one process
+# - Every rank has the model and a slice of the batch; the mean of the gradients is the gradient of the whole. It equals one process
 #   up to rounding; test that.
 # - A server sends N - 1 times the model; a ring sends less than twice the model from each rank, whatever N is.
 # - Broadcast parameters *and* buffers at the start; weight uneven batches; shard the data.

@@ -116,7 +116,7 @@ lab.check("hook-mend")
 # 1. Find this rank's weight, `samples` / all ranks' samples. One small `all_reduce` tells.
 # 2. Fill a bucket with gradients, up to `bucket_bytes`: begin a new one when the next gradient would go beyond (a larger
 #    gradient has a bucket of its own).
-# 3. For each bucket one `comm.all_reduce` of one flat tensor; copy the parts back into the gradients.
+# 3. For each bucket one `comm.all_reduce` of one flat tensor; copy the pieces back into the gradients.
 #
 # Tied weights are one parameter with two names and travel once. Frozen and unused parameters have `grad=None` and keep it. All
 # parameters have the same type, and every rank uses the same ones and has at least one sample. The check compares with one process
@@ -154,9 +154,9 @@ class MyDataParallel:
     def reduce(self, gradients, weight):
         flat = torch.cat([gradient.flatten() for gradient in gradients]) * weight
         self.comm.all_reduce(flat)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        pieces = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
 
 # %% tags=["half-day"]
 lab.check("buckets-build")
@@ -183,9 +183,9 @@ def golf(comm, x, y):
     net = digits.net(hidden=64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for _ in range(25):
-        for part in torch.randperm(len(x)).split(30):
+        for some in torch.randperm(len(x)).split(30):
             optimizer.zero_grad()
-            cross_entropy(net(x[part]), y[part]).backward()
+            cross_entropy(net(x[some]), y[some]).backward()
             for parameter in net.parameters():
                 comm.all_reduce(parameter.grad, op="mean")
             optimizer.step()
@@ -202,9 +202,9 @@ def golf(comm, x, y):
         cross_entropy(net(x), y).backward()
         flat = torch.cat([parameter.grad.flatten() for parameter in parameters]).half()
         comm.all_reduce(flat, op="mean", algorithm="ring")  # never more bytes than needed
-        parts = flat.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter).float()
+        pieces = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter).float()
         optimizer.step()
     return net
 

@@ -255,7 +255,7 @@ for batch in BATCHES:
     for rule, errors in zip(rules, test_errors(batch, rules), strict=True):
         mine[batch, rule] = errors.tolist()
 every = comm.all_gather_object(mine)
-errors = {run: [error for part in every for error in part[run]] for run in mine}
+errors = {run: [error for one in every for error in one[run]] for run in mine}
 
 # %% tags=["half-day", "nbval-ignore-output"]
 errors = lab.values("errors")[0]
@@ -426,8 +426,8 @@ def fitted(batch, rate, epochs):
 
 
 def of_all(series):
-    every = comm.all_gather_object({what: part.tolist() for what, part in series.items()})
-    return {what: [value for part in every for value in part[what]] for what in series}
+    every = comm.all_gather_object({what: values.tolist() for what, values in series.items()})
+    return {what: [value for one in every for value in one[what]] for what in series}
 
 # %% tags=["half-day", "nbval-ignore-output"]
 # %%px

@@ -57,14 +57,14 @@ lab.predict(warmup_steps, 5 * 1_228_800 // now, hint="A step takes the batch of 
 # %% tags=["half-day", "stub"]
 # %%px
 def warmup_settings(step, warmup_steps, k):
-    share = min(step, warmup_steps - 1) / warmup_steps
-    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+    fraction = min(step, warmup_steps - 1) / warmup_steps
+    return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 # %% tags=["half-day", "solution"]
 # %%px
 def warmup_settings(step, warmup_steps, k):
-    share = min(step, warmup_steps) / warmup_steps
-    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+    fraction = min(step, warmup_steps) / warmup_steps
+    return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 # %% tags=["half-day"]
 lab.check("warmup-mend")

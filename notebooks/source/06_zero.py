@@ -5,7 +5,7 @@
 # states on every rank. You read how they are shared out, one after the other, until each rank keeps 1/N of everything,
 # and you count the bytes: those that a rank holds, and those that it sends.
 #
-# **Questions.** What fills the memory? Which part of it does every rank keep without need? What does it cost to share
+# **Questions.** What fills the memory? How much of it does every rank keep without need? What does it cost to share
 # it out? Which setting makes a model fit?
 #
 # **Afterwards you can** predict the memory of a model to the byte, for each stage; read and change all three; say what
@@ -87,7 +87,7 @@ lab.predict(gigabytes, held / GB, hint="16 bytes a parameter, and all of them on
 # the optimizer, stage 2 the gradients as well, stage 3 the parameters too. Filled is what a rank keeps:
 
 # %% tags=["two-hours", "half-day"]
-figures.shares(ranks=4)
+figures.shards(ranks=4)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
@@ -124,7 +124,7 @@ def fresh_net(dtype=torch.float64):
 
 
 def train(model, *after_backward, steps=10):
-    """So many steps on this rank's part of each batch; returns the losses."""
+    """So many steps on this rank's slice of each batch; returns the losses."""
     losses = []
     for at in range(0, 96 * steps, 96):
         images, labels = x[at : at + 96][EVERY_FOURTH], y[at : at + 96][EVERY_FOURTH]
@@ -216,7 +216,7 @@ def plain_losses(kind):
     zero = kind(comm, model, AdamW, units, **ADAM)
     with dtlib.trace() as trace:
         losses = train(model, zero.step)
-    calls = [e.what for e in trace.events if e.kind == "verb" and e.name == "all_gather"]
+    calls = [e.what for e in trace.events if e.kind == "operation" and e.name == "all_gather"]
     gathers = [what for what in calls if "float64" in what]
     held = sum(unit.flat.untyped_storage().nbytes() for unit in zero.units)
     return losses, len(gathers) // 10, held
@@ -328,7 +328,7 @@ lab.predict(bytes_at_stage_2, came, tolerance=1e-3, hint="2 + (2 + 12) / 4.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Every line that the formula knows is met exactly: rank 0's quarter is rounded up to a whole element. *Padding* makes
-# the parts equal, *step counters* are what Adam keeps once a tensor, and *communication* is memory in which messages
+# the shards equal, *step counters* are what Adam keeps once a tensor, and *communication* is memory in which messages
 # are put together: of buckets or units, which are smaller than a large model, and the ring's own. *Peak* is the most
 # that was allocated at a time. Now all stages, counted beside the formula:
 
@@ -405,8 +405,8 @@ def sent_in_a_step(stage, micro_steps=1):
             with model.no_sync() if waits else nullcontext():
                 (cross_entropy(model(x[:24]), y[:24]) / micro_steps).backward()
         optimizer.step()
-    verbs = ("all_reduce",) if stage == 0 else ("reduce_scatter", "all_gather")
-    return sum(trace.sent(verb)[1] for verb in verbs)
+    operations = ("all_reduce",) if stage == 0 else ("reduce_scatter", "all_gather")
+    return sum(trace.sent(operation)[1] for operation in operations)
 
 
 sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m in (1, 4)}
@@ -487,14 +487,14 @@ lab.predict(gathered_in_order, order, hint="Forward, then in reverse.")
 assert order == "0 2 4 4 2 0"
 
 # %% [markdown] tags=["half-day"]
-# Never more than one unit is whole: that, and not the model's size, is what stage 3 needs beside its parts. The last
+# Never more than one unit is whole: that, and not the model's size, is what stage 3 needs beside its shards. The last
 # unit is freed and gathered again at once. (For this reason torch's FSDP2 leaves the outermost unit whole after the
 # forward pass, unless told otherwise.) The same step on the clock of all ranks. In the gaps they compute; the `all_reduce` at the end tells which parameters any rank has used:
 
 # %% tags=["half-day", "nbval-ignore-output"]
 lab.pictures.timeline("trace")
-verbs = [e.name for e in lab.values("trace")[0].events if e.kind == "verb"]
-assert verbs.count("all_gather") == 6 and verbs.count("reduce_scatter") == 3
+operations = [e.name for e in lab.values("trace")[0].events if e.kind == "operation"]
+assert operations.count("all_gather") == 6 and operations.count("reduce_scatter") == 3
 
 # %% [markdown] tags=["half-day"]
 # The `all_gather` of a unit stands in the way of its computation: here every rank waits. On an accelerator the next
@@ -521,9 +521,9 @@ class Deep(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.recompute = nn.Linear(64, 128), nn.Linear(128, 10), recompute
-        parts = nn.Linear, nn.ReLU, nn.Linear, nn.ReLU
+        kinds = nn.Linear, nn.ReLU, nn.Linear, nn.ReLU
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(part(128, 128) if part is nn.Linear else part() for part in parts))
+            nn.Sequential(*(kind(128, 128) if kind is nn.Linear else kind() for kind in kinds))
             for _ in range(6)
         )
 
@@ -591,7 +591,7 @@ lab.predict(factor_on_states, cases["mixed precision"][1] / first[1], hint=hint)
 # **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
 # activations (and messages), and accelerators compute faster in 16 bits. Micro-batches cost no arithmetic, but small
 # ones keep an accelerator less busy, and stages 2 and 3 send more. Recomputation costs up to a second forward pass:
-# with 1 part forward and 2 parts backward, at most a third more.
+# with 1 unit forward and 2 units backward, at most a third more.
 #
 # ## ZeRO-Offload
 #
@@ -611,7 +611,7 @@ lab.predict(factor_on_states, cases["mixed precision"][1] / first[1], hint=hint)
 # ## Checkpoints
 #
 # At stage 3 no rank has the model. Whoever saves "the model of rank 0" saves a quarter. In `dtlib.checkpoint` every
-# rank writes its parts, and one index says which file has which elements of which tensor. Five steps on four ranks at
+# rank writes its shards, and one index says which file has which elements of which tensor. Five steps on four ranks at
 # stage 3; save; five more, for comparison.
 
 # %% tags=["half-day"]
@@ -636,8 +636,8 @@ def engine_at(stage, comm):
 def steps(engine, begin, end):
     """The losses of these steps, on batches of 96 images in all, however many ranks there are."""
     rank, ranks = engine.comm.rank, engine.comm.size
-    parts = [slice(96 * k + rank, 96 * (k + 1), ranks) for k in range(begin, end)]
-    return [engine.train_batch(iter([(x[part], y[part])])).item() for part in parts]
+    slices = [slice(96 * k + rank, 96 * (k + 1), ranks) for k in range(begin, end)]
+    return [engine.train_batch(iter([(x[its], y[its])])).item() for its in slices]
 
 # %% tags=["half-day"]
 # %%px
@@ -755,7 +755,7 @@ assert measured["dtlib"] == by_formula <= 200_000
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # torch has less here: its stage 2 is FSDP2, which keeps whole parameters from the forward to the backward pass, as
-# stage 2 does, but goes back to parts between two steps, and that is when we look.
+# stage 2 does, but goes back to shards between two steps, and that is when we look.
 #
 # ## What holds on GPUs, and what does not
 #

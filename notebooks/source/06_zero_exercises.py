@@ -27,7 +27,7 @@ world = dtlib.init()
 #
 # The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with AdamW, which keeps two
 # moments of each parameter. How many bytes of parameters, of gradients (between backward and step) and of optimizer states does
-# rank 0 hold at each stage? Stage 0 is data parallelism. A share that does not divide is rounded up: 0.1 % off counts as right.
+# rank 0 hold at each stage? Stage 0 is data parallelism. A shard that does not divide is rounded up: 0.1 % off counts as right.
 #
 # Replace each `None`. You may write terms of `P`.
 
@@ -81,31 +81,31 @@ for stage, (mine, counted) in enumerate(zip(my_bytes, lab.values("came")[0], str
 # %% [markdown] tags=["half-day", "two-hours"]
 # ## Mend: a stage 2 that saves nothing
 #
-# `share_gradients(comm, module)` sets a hook on each parameter. After `backward()` the dictionary that it returned has, for each
-# parameter, this rank's part of the averaged gradient: flat, `length` elements, the last ones padding. The values are right. But each
+# `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()` the dictionary that it returned has, for each
+# parameter, this rank's shard of the averaged gradient: flat, `length` elements, the last ones padding. The values are right. But each
 # rank sends as much as in data parallelism, and holds as much. Mend both: the wire, and the memory.
 
 # %% tags=["half-day", "two-hours", "stub"]
 # %%px
-def share_gradients(comm, module):
-    parts = {}
+def shard_gradients(comm, module):
+    shards = {}
 
     def gradient_has_come(parameter):
         length = -(-parameter.numel() // comm.size)  # rounded up
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
         comm.all_reduce(flat, op="mean")
-        parts[parameter] = flat[comm.rank * length : (comm.rank + 1) * length]
+        shards[parameter] = flat[comm.rank * length : (comm.rank + 1) * length]
         parameter.grad = None
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(gradient_has_come)
-    return parts
+    return shards
 
 # %% tags=["half-day", "two-hours", "solution"]
 # %%px
-def share_gradients(comm, module):
-    parts = {}
+def shard_gradients(comm, module):
+    shards = {}
 
     def gradient_has_come(parameter):
         length = -(-parameter.numel() // comm.size)  # rounded up
@@ -113,18 +113,18 @@ def share_gradients(comm, module):
         flat[: parameter.numel()] = parameter.grad.flatten()
         own = torch.empty(length, dtype=parameter.dtype)
         comm.reduce_scatter(own, flat, op="mean")
-        parts[parameter] = own
+        shards[parameter] = own
         parameter.grad = None
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(gradient_has_come)
-    return parts
+    return shards
 
 # %% tags=["half-day", "two-hours"]
 lab.check("zero2-mend")
 
 # %% [markdown] tags=["half-day", "two-hours"]
-# With the bug in it `parts` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps the whole
+# With the bug in it `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps the whole
 # memory behind it. Sizes that one prints are not bytes that one holds: look at `tensor.untyped_storage().nbytes()`.
 
 # %% [markdown] tags=["half-day"]
@@ -139,12 +139,12 @@ lab.check("zero2-mend")
 #
 # 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides by `comm.size`. Let each
 #    `parameter.data` be a view of it.
-# 2. This rank's part of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
-# 3. A step: `reduce_scatter` of flat gradients, AdamW on the own part, `all_gather` of the new values.
+# 2. This rank's shard of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
+# 3. A step: `reduce_scatter` of flat gradients, AdamW on the own shard, `all_gather` of the new values.
 #
-# Example: 535 parameters on 3 ranks are parts of 179 elements, the last 2 of which, on rank 2, are padding.
+# Example: 535 parameters on 3 ranks are shards of 179 elements, the last 2 of which, on rank 2, are padding.
 #
-# Between two steps a rank holds its parameters, 2/N of them in states, and the gradient of its own part. Nothing else that is long: flat
+# Between two steps a rank holds its parameters, 2/N of them in states, and the gradient of its own shard. Nothing else that is long: flat
 # gradients are gone when `step()` returns. The check counts every tensor in the memory of the process, whoever holds it.
 
 # %% tags=["half-day", "stub"]
@@ -195,7 +195,7 @@ lab.check("sharded-adam")
 #
 # Stage 3 for one layer, forward only: the check calls it under `torch.no_grad()`. Write a class that stands in for an `nn.Linear`:
 #
-# - `OnDemand(comm, layer)`: `layer` is the same on all ranks. Keep this rank's part of its weight and bias, padded as before, and let
+# - `OnDemand(comm, layer)`: `layer` is the same on all ranks. Keep this rank's shard of its weight and bias, padded as before, and let
 #   go of the rest.
 # - `__call__(x)`, on every rank with other samples: gather the parameters, compute, free them, return the output.
 #

@@ -1,7 +1,7 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # # 07 Pipelines
 #
-# Two hours; twenty minutes in the two-hour workshop. You cut a model between its layers and put the parts on different
+# Two hours; twenty minutes in the two-hour workshop. You cut a model between its layers and put the stages on different
 # ranks. At first all ranks but one wait; you cut the batch too, and count what is still lost. A schedule becomes a
 # list, which you draw, prove free of deadlock, time without ranks, and run on ranks.
 #
@@ -9,7 +9,7 @@
 # a pipeline lose? How many activations does it keep? Which order of work is best, and when is the formula wrong?
 #
 # **Afterwards you can** cut a model into stages and train it, with the same numbers as one process; compute a
-# pipeline's bubble and memory, and say what the bubble is a share of; read a schedule's picture; choose among GPipe,
+# pipeline's bubble and memory, and say what the bubble is a fraction of; read a schedule's picture; choose among GPipe,
 # 1F1B, interleaved 1F1B and ZB-H1.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) (send, recv) and the beginning of [04 Data
@@ -51,7 +51,7 @@ comm = world.comm
 #
 # Data parallelism (lesson 04) does not help: each rank holds the whole model. Here is ours, as a list of layers. A
 # `LayerSpec` is a layer that is built later, on the rank that gets it. `PipelineModule` cuts the list, and builds only
-# this rank's part:
+# this rank's stage:
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -71,8 +71,8 @@ def count(module):
 
 
 alone = PipelineModule(layers(), 1, comm=comm.split(world.rank))  # all layers, on every rank
-part = PipelineModule(layers(), num_stages=4)
-held = (" ".join(part.layers), count(part), count(alone))
+module = PipelineModule(layers(), num_stages=4)
+held = (" ".join(module.layers), count(module), count(alone))
 
 # %% tags=["two-hours", "half-day"]
 rows = [(rank, *held) for rank, held in enumerate(lab.values("held"))]
@@ -94,7 +94,7 @@ print(tabulate(rows, ("rank", "its layers", "its parameters", "in data paralleli
 pair = comm.split(world.rank // 2)
 
 
-def part_of(seed, *sizes, seconds=0.05):
+def block_of(seed, *sizes, seconds=0.05):
     """A linear layer and tanh. EMULATED: forward takes so long, and backward twice as long."""
     torch.manual_seed(seed)
     return EmulatedStage(nn.Sequential(nn.Linear(*sizes), nn.Tanh()).double(), seconds, 2 * seconds)
@@ -105,8 +105,8 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.branch = part_of(pair.rank, 32, 48)
-        self.head = part_of(7, 96, 10) if pair.rank == 0 else None
+        self.branch = block_of(pair.rank, 32, 48)
+        self.head = block_of(7, 96, 10) if pair.rank == 0 else None
 
     def forward(self, images):
         with dtlib.phase("branch"):
@@ -142,7 +142,7 @@ for _ in range(2):  # the first step of a process takes longer
         scores = net(x[:96])
         net.backward(cross_entropy(scores, y[:96]) if pair.rank == 0 else None)
 
-upper, lower, head = part_of(0, 32, 48), part_of(1, 32, 48), part_of(7, 96, 10)  # in one process
+upper, lower, head = block_of(0, 32, 48), block_of(1, 32, 48), block_of(7, 96, 10)  # in one process
 joined = torch.cat([upper(x[:96, :32]), lower(x[:96, 32:])], dim=1)
 cross_entropy(head(joined), y[:96]).backward()
 branch = (upper, lower)[pair.rank]
@@ -201,7 +201,7 @@ lab.read(plain.step)
 # %% tags=["two-hours", "half-day"]
 # %%px
 def emulated_step(comm, step, microbatches, schedule="gpipe"):
-    """A step's trace. EMULATED: 160 ms forward a rank, 320 ms backward; a micro-batch its share."""
+    """A step's trace. EMULATED: 160 ms forward a rank, 320 backward; a micro-batch its fraction."""
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     layer = nn.Linear(64 if first else 32, 32).double()
     stage = EmulatedStage(layer, 0.16 / microbatches, 0.32 / microbatches)
@@ -260,7 +260,7 @@ print(draw(schedule))  # a backward pass takes twice as long as a forward pass
 #
 # The bubble goes by two figures. Say which one you mean. With p ranks and m micro-batches, GPipe has
 #
-# - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1), the share that is lost;
+# - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1), the fraction that is lost;
 # - idle time / **ideal time** (what it would take if nobody waited): (p-1) / m, how much longer it takes.
 #
 # **Predict.** 4 ranks and 8 micro-batches. What percentage of the makespan is lost?
@@ -387,7 +387,7 @@ def train(step, size=240):
 
 def plain_step(images, labels):
     batch = images if world.rank == 0 else None, labels if world.rank == 3 else None
-    return plain.step(comm, part, *batch, cross_entropy, microbatches=8)
+    return plain.step(comm, module, *batch, cross_entropy, microbatches=8)
 
 
 def step_alone(images, labels):
@@ -397,15 +397,15 @@ def step_alone(images, labels):
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-part = PipelineModule(layers(), num_stages=4).double()
-optimizer = torch.optim.SGD(part.parameters(), lr=0.5, momentum=0.9)
+module = PipelineModule(layers(), num_stages=4).double()
+optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
 losses = train(plain_step)
 whole = PipelineModule(layers(), 1, comm=comm.split(world.rank)).double()
 optimizer = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
 losses_alone = train(step_alone)
 
 theirs = dict(whole.layers.named_parameters())
-for name, p in part.layers.named_parameters():  # and their last gradients
+for name, p in module.layers.named_parameters():  # and their last gradients
     assert (p - theirs[name]).abs().max() < 1e-12
     assert (p.grad - theirs[name].grad).abs().max() < 1e-12
 if world.rank == 3:
@@ -420,7 +420,7 @@ if world.rank == 3:
 lab.read_end(plain)
 
 # %% [markdown] tags=["half-day"]
-# The full classes have the names and arguments of `torch.distributed.pipelining`: `PipelineStage` is this rank's part with
+# The full classes have the names and arguments of `torch.distributed.pipelining`: `PipelineStage` is this rank's stage with
 # its neighbours, and one interpreter runs any list. Seven micro-batches of 640 images differ by an image; each
 # counts by its number of images. (torch's schedules count micro-batches alike, whatever their size.)
 
@@ -431,20 +431,20 @@ from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 def full_step(kind, microbatches, images, **options):
     """A step of the full classes on 640 images, and its schedule."""
-    part = PipelineModule(layers(), num_stages=4, partition_method=[0, 2, 4, 6, 9]).double()
-    stage = PipelineStage(part, world.rank, 4, comm)
+    module = PipelineModule(layers(), num_stages=4, partition_method=[0, 2, 4, 6, 9]).double()
+    stage = PipelineStage(module, world.rank, 4, comm)
     schedule = kind(stage, microbatches, cross_entropy, **options)
-    with dtlib.memory(part) as m:
+    with dtlib.memory(module) as m:
         inputs = [images] if world.rank == 0 else []
         schedule.step(*inputs, target=y[:640] if world.rank == 3 else None)
-    return part, schedule, m
+    return module, schedule, m
 
 
-part, *_ = full_step(ScheduleGPipe, 7, x[:640])
+module, *_ = full_step(ScheduleGPipe, 7, x[:640])
 alone = PipelineModule(layers(), 1, comm=comm.split(world.rank)).double()
 cross_entropy(alone(x[:640]), y[:640]).backward()
 theirs = dict(alone.layers.named_parameters())
-for name, p in part.layers.named_parameters():
+for name, p in module.layers.named_parameters():
     assert (p.grad - theirs[name].grad).abs().max() < 1e-12
 if world.rank == 0:
     print("Gradients of seven unequal micro-batches: those of one process, to 1e-12.")
@@ -690,8 +690,8 @@ lab.predict(above, last[3] > 1.1 * last[2], hint="8 messages of 2 leave rank 0 w
 def throughput(row):
     """The same batch and model in every row; a backward pass takes 2, and 1 to recompute."""
     p, m = int(row["K_partitions"]), int(row["M_microbatches"])
-    share = 1 / (p * m)
-    return 1 / simulate(gpipe(p, m), share, 3 * share).makespan
+    forward = 1 / (p * m)
+    return 1 / simulate(gpipe(p, m), forward, 3 * forward).makespan
 
 
 table = published("gpipe_table2_throughput.csv")
@@ -741,7 +741,7 @@ print(tabulate(rows, ("loss at step", *names), disable_numparse=True))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The order changes when, never what. `PipelineModule(num_stages=2)` on four ranks gives two pipelines side by side, each
-# with its part of the batch: data parallelism between pipelines. The next lesson is about such grids.
+# with its slice of the batch: data parallelism between pipelines. The next lesson is about such grids.
 
 # %% [markdown] tags=["half-day"]
 # ## Who else?

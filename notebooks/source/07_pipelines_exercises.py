@@ -27,10 +27,10 @@ world = dtlib.init()
 # %% [markdown] tags=["half-day"]
 # ## Predict: bubble and activations
 #
-# Three stages, one a rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What share of the step is a rank
+# Three stages, one a rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of the step is a rank
 # idle, with GPipe and with 1F1B? Of how many micro-batches does each rank keep activations at most?
 #
-# Replace each `None`: a share between 0 and 1, and a list with a number for each rank.
+# Replace each `None`: a fraction between 0 and 1, and a list with a number for each rank.
 
 # %% tags=["half-day", "stub"]
 my_bubble = {"GPipe": None, "1F1B": None}
@@ -144,7 +144,7 @@ def train_step(comm, stage, x, target):
 lab.check("pipeline-mend")
 
 # %% [markdown] tags=["half-day", "two-hours"]
-# The schedule scales the loss of a micro-batch by its share of the samples, because gradients of micro-batches add up. Whoever accumulates
+# The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of micro-batches add up. Whoever accumulates
 # gradients by hand divides himself; whoever hands the loop to a library must know that it does.
 
 # %% [markdown] tags=["half-day"]
@@ -153,7 +153,7 @@ lab.check("pipeline-mend")
 # One step of GPipe, with nothing but `comm.send` and `comm.recv`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`, which every rank
 # calls:
 #
-# - `stage` is this rank's part of the model, an `nn.Module`; stage r is on rank r.
+# - `stage` is this rank's stage of the model, an `nn.Module`; stage r is on rank r.
 # - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are room for what the stage
 #   before gives: receive into them. They differ in length if the last micro-batch is smaller.
 # - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there `loss_fn(output, target)` is

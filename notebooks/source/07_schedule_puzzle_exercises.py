@@ -22,7 +22,7 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # - F on a rank needs F of the same micro-batch on the rank before. B needs F on the same rank, and B on the rank behind.
 # - From F to the end of B a rank keeps the activations of a micro-batch. How many it may keep depends on the level.
 # - Messages take no time.
-# - The bubble is the share of the whole time for which ranks are idle.
+# - The bubble is the fraction of the whole time for which ranks are idle.
 #
 # ## Predict: two stages, three micro-batches
 #

@@ -48,8 +48,8 @@ comm = world.comm
 # A linear layer is a product Y = X A, with X of shape (samples, inputs) and A of shape (inputs, outputs). (torch keeps
 # the weight as (outputs, inputs), so that A's columns are its rows.) There are two ways to cut A among N ranks:
 #
-# - **by columns**: rank r has part r of the columns, and computes X Aᵣ;
-# - **by rows**: rank r has part r of the rows, and that of the columns of X that meets them; it computes Xᵣ Aᵣ.
+# - **by columns**: rank r has slice r of the columns, and computes X Aᵣ;
+# - **by rows**: rank r has slice r of the rows, and that of the columns of X that meets them; it computes Xᵣ Aᵣ.
 #
 # **Predict.** After which of the two does Y need an `all_reduce`: `"columns"` or `"rows"`?
 
@@ -88,7 +88,7 @@ lab.predict(needs_all_reduce, came, hint="Which of the products is only one summ
 # %% [markdown] tags=["half-day"]
 # By columns a rank has some outputs, complete. By rows it has a summand of all of them, and the `all_reduce` adds up.
 #
-# Now the backward pass. The gradient G of Y comes in. Each rank gets the gradient of its part of A for itself. The
+# Now the backward pass. The gradient G of Y comes in. Each rank gets the gradient of its shard of A for itself. The
 # layer before wants the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an `all_reduce`?
 
 # %% tags=["half-day", "stub"]
@@ -189,7 +189,7 @@ mlp = seeded(comm)
 with dtlib.trace() as trace:
     found = gradients(mlp)
 assert all(equal(found[name], expected[name]) for name in expected)
-calls = [(e.name, e.bytes) for e in trace.events if e.kind == "verb" and "float64" in e.what]
+calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and "float64" in e.what]
 
 # %% tags=["half-day"]
 calls = lab.values("calls")[0]
@@ -242,7 +242,7 @@ lab.predict(comes_out_wrong, " and ".join(wrong), hint="Who adds up what came of
 lab.read_end(plain)
 
 # %% [markdown]
-# ## A transformer in parts
+# ## A transformer in shards
 #
 # Everything in a transformer can be cut in this way:
 #
@@ -283,7 +283,7 @@ class Whole(nn.Module):
         return cross_entropy(self.output(x).flatten(0, 1), targets.flatten())
 
 # %% [markdown]
-# And the same in parts. `from_linear` and its like take a layer that is there, and keep this rank's part.
+# And the same in shards. `from_linear` and its like take a layer that is there, and keep this rank's shard.
 
 # %%
 # %%px
@@ -340,7 +340,7 @@ if world.rank == 0:
 # %% [markdown]
 # Losses are equal to 1e-12 over ten steps of AdamW, and so are the gradients.
 #
-# **Predict.** Which share of the model's parameters does rank 0 of 4 hold, in percent? (Ten percent off will do.)
+# **Predict.** What fraction of the model's parameters does rank 0 of 4 hold, in percent? (Ten percent off will do.)
 
 # %% tags=["stub"]
 percent_held = None
@@ -352,8 +352,8 @@ percent_held = 26
 # %%px
 def counts(model):
     children = model.named_children()
-    parts = {name: sum(p.numel() for p in part.parameters()) for name, part in children}
-    return parts | {"together": sum(parts.values())}
+    counted = {name: sum(p.numel() for p in child.parameters()) for name, child in children}
+    return counted | {"together": sum(counted.values())}
 
 
 held, whole = counts(cut), counts(alone)
@@ -361,9 +361,9 @@ held, whole = counts(cut), counts(alone)
 # %%
 held, whole = lab.values("held")[0], lab.values("whole")[0]
 rows = [(name, whole[name], n, f"{100 * n / whole[name]:.1f} %") for name, n in held.items()]
-print(tabulate(rows, ("parameters", "one process", "rank 0 of 4", "share"), intfmt=","))
-share = 100 * held["together"] / whole["together"]
-lab.predict(percent_held, share, tolerance=0.1, hint="A quarter, and what nobody cuts.")
+print(tabulate(rows, ("parameters", "one process", "rank 0 of 4", "fraction"), intfmt=","))
+percent = 100 * held["together"] / whole["together"]
+lab.predict(percent_held, percent, tolerance=0.1, hint="A quarter, and what nobody cuts.")
 
 # %% [markdown]
 # The norm, and the biases that are added after g, are whole on all ranks, and nothing is sent for them: each rank
@@ -402,7 +402,7 @@ assert numbers == 3 * tokens + 4
 # ## Random numbers
 #
 # All ranks must draw the *same* numbers for what is whole (initial values, dropout between blocks), and *different*
-# ones for what is cut (dropout inside), or each part of the hidden features would lose the same places. Two generators,
+# ones for what is cut (dropout inside), or each slice of the hidden features would lose the same places. Two generators,
 # or two seeds:
 
 # %%
@@ -446,7 +446,7 @@ groups = {axis: mesh[axis].all_gather_object(world.rank) for axis in mesh.shape}
 groups = lab.values("groups")
 rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(groups)]
 print(tabulate(rows, ("rank", "group along data", "group along tensor")))
-lab.predict(averages_with, groups[3]["data"], hint="Whoever has the same part of the model.")
+lab.predict(averages_with, groups[3]["data"], hint="Whoever has the same shard of the model.")
 
 # %% [markdown] tags=["half-day"]
 # A perceptron on the digits, cut along `tensor`, inside the plain class of lesson 04 along `data`. Neither knows of the
@@ -466,10 +466,10 @@ def net(comm):
 
 
 def steps(model, comm, count=10):
-    """Losses on batches of 96 images, of which each rank of ``comm`` takes its share."""
+    """Losses on batches of 96 images, of which each rank of ``comm`` takes its slice."""
     adam, losses = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), []
     for at in range(0, 96 * count, 96):
-        x, y = (part[at : at + 96][comm.rank :: comm.size] for part in (images, labels))
+        x, y = (tensor[at : at + 96][comm.rank :: comm.size] for tensor in (images, labels))
         adam.zero_grad()
         losses.append(cross_entropy(model(x), y))
         losses[-1].backward()
@@ -609,7 +609,7 @@ def two_pipelines(stage):
     data, losses = module.data_comm, []
     with dtlib.trace() as trace:
         for at in range(0, 5 * 96, 96):
-            x, y = (part[at : at + 96][data.rank :: 2].chunk(4) for part in (images, labels))
+            x, y = (tensor[at : at + 96][data.rank :: 2].chunk(4) for tensor in (images, labels))
             losses.append(engine.train_batch(zip(x, y, strict=True)).item())
     sent = Counter()
     for event in trace.events:

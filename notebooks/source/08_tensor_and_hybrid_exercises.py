@@ -2,7 +2,7 @@
 # # 08 Tensor and hybrid parallelism: exercises
 #
 # Five exercises, an hour in all: *predict* what a pair of layers sends (five minutes), *predict* the groups of a mesh (five minutes),
-# *mend* a layer that is cut by rows (five minutes), *build* a perceptron in parts (twenty-five minutes), and *build* a step for the
+# *mend* a layer that is cut by rows (five minutes), *build* a perceptron in shards (twenty-five minutes), and *build* a step for the
 # Replicator (twenty minutes). A check looks at your answer on all ranks: at values, at all gradients, at bytes on the wire, and at
 # the memory that is held. Check again for the next hint.
 #
@@ -27,12 +27,12 @@ world = dtlib.init()
 # ## Predict: what a pair of layers sends
 #
 # Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. A `ColumnParallelLinear(64, 256)` whose
-# output stays in parts, then a `RowParallelLinear(256, 64)` that takes parts. Each of them runs forward and backward. Which verb
-# does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
+# output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Each of them runs forward and backward. Which
+# collective does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
 
 # %% tags=["half-day", "stub"]
-my_verbs = {
-    "column, forward": (None, None),  # verb, bytes
+my_collectives = {
+    "column, forward": (None, None),  # collective, bytes
     "column, backward": (None, None),
     "row, forward": (None, None),
     "row, backward": (None, None),
@@ -40,8 +40,8 @@ my_verbs = {
 
 # %% tags=["half-day", "solution"]
 B = 1536 * 64 * 8
-my_verbs = {
-    "column, forward": ("nothing", 0),  # verb, bytes
+my_collectives = {
+    "column, forward": ("nothing", 0),  # collective, bytes
     "column, backward": ("all_reduce", 2 * B * 2 // 3),
     "row, forward": ("all_reduce", 2 * B * 2 // 3),
     "row, backward": ("nothing", 0),
@@ -52,7 +52,7 @@ my_verbs = {
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """What a run gives; the verbs that it calls, and the bytes that this rank sends for them."""
+    """What a run gives; the collectives it calls, and the bytes that this rank sends for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
@@ -68,12 +68,12 @@ _, column_backward = sent(lambda: hidden.backward(inside.grad))
 
 # %% tags=["half-day"]
 hints = {"all_reduce": "2 B (N-1)/N, B being the bytes of x.", "nothing": "It is complete already."}
-for name, (verb, count) in my_verbs.items():
-    came_verb, came_count = lab.values(name.replace(", ", "_"))[0]
+for name, (collective, count) in my_collectives.items():
+    came_name, came_count = lab.values(name.replace(", ", "_"))[0]
     print(f"{name}")
-    for what, guess, came in (("verb", verb, came_verb), ("bytes", count, came_count)):
+    for what, guess, came in (("collective", collective, came_name), ("bytes", count, came_count)):
         print(f"  {what}:", end=" ")
-        lab.predict(guess, came, hint=hints[came_verb])
+        lab.predict(guess, came, hint=hints[came_name])
 
 # %% [markdown] tags=["half-day"]
 # ## Predict: the groups of a mesh
@@ -102,7 +102,7 @@ figures.mesh(data=2, pipe=2, tensor=3)
 # %% [markdown] tags=["half-day"]
 # ## Mend: a layer cut by rows
 #
-# `RowParallel(whole, comm)` keeps this rank's part of an `nn.Linear` that is the same on all ranks. It is called with this rank's
+# `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this rank's
 # features of the input, and gives all ranks the output of the whole layer. It does not: find out what comes instead, and mend it.
 #
 # The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
@@ -114,12 +114,12 @@ class RowParallel(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
         self.comm = comm
-        part = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
-        self.weight = nn.Parameter(part.clone())
+        shard = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
+        self.weight = nn.Parameter(shard.clone())
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight, self.bias), self.comm)
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
 
 # %% tags=["half-day", "solution"]
 # %%px
@@ -127,12 +127,12 @@ class RowParallel(nn.Module):
     def __init__(self, whole, comm):
         super().__init__()
         self.comm = comm
-        part = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
-        self.weight = nn.Parameter(part.clone())
+        shard = whole.weight.detach().chunk(comm.size, dim=1)[comm.rank]
+        self.weight = nn.Parameter(shard.clone())
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight), self.comm) + self.bias
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight), self.comm) + self.bias
 
 # %% tags=["half-day"]
 lab.check("row-mend")
@@ -141,10 +141,10 @@ lab.check("row-mend")
 # Two other ways give the right output and are wrong all the same: `self.bias / comm.size` on every rank has a gradient that is
 # 1/N of the right one; and a bias that rank 0 alone adds gets no gradient on the others, so that it is stale there.
 #
-# ## Build: a perceptron in parts
+# ## Build: a perceptron in shards
 #
 # `MyMLP(linear1, linear2, comm)` stands in for `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks; the hidden
-# features divide by the number of ranks, and rank r has part r of them, in order. `forward(x)` takes the whole x on every rank, with
+# features divide by the number of ranks, and rank r has slice r of them, in order. `forward(x)` takes the whole x on every rank, with
 # any number of dimensions before the last, and gives the whole output on every rank.
 #
 # 1. Keep this rank's hidden features: rows of `linear1.weight` (which are columns of A), elements of `linear1.bias`, columns of
@@ -172,12 +172,12 @@ class MyMLP(nn.Module):
     def __init__(self, linear1, linear2, comm):
         super().__init__()
         self.comm = comm
-        self.weight1 = self.part(linear1.weight, dim=0)
-        self.bias1 = self.part(linear1.bias, dim=0)
-        self.weight2 = self.part(linear2.weight, dim=1)
+        self.weight1 = self.shard(linear1.weight, dim=0)
+        self.bias1 = self.shard(linear1.bias, dim=0)
+        self.weight2 = self.shard(linear2.weight, dim=1)
         self.bias2 = nn.Parameter(linear2.bias.detach().clone())
 
-    def part(self, whole, dim):
+    def shard(self, whole, dim):
         return nn.Parameter(whole.detach().chunk(self.comm.size, dim)[self.comm.rank].clone())
 
     def forward(self, x):
@@ -198,12 +198,12 @@ lab.check("mlp-build")
 #
 # - `inputs` are x and y, this replica's samples; the loss is the mean cross-entropy of `model(x)` and y;
 # - the optimizer is `torch.optim.SGD` with the rate 0.5, and all replicas train as one on all samples;
-# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples; and the share of right answers among the samples
+# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples; and the fraction of right answers among the samples
 #   of *all* replicas, by the same scores. All replicas have as many samples.
 #
 # Make what stays (the optimizer) in `build_step`, and in `step_fn` what happens in every step. The check runs your code on the three
 # engines, a process a replica; and then in one process, where it is captured as a graph. The example of the lecture counts hits;
-# here a share is wanted.
+# here a fraction is wanted.
 
 # %% tags=["half-day", "stub"]
 # %%px
@@ -242,7 +242,7 @@ lab.check("step-build")
 # ## If you have time
 #
 # - Cut an `nn.Embedding` by words: which rows does a rank look up, what does it give for the others, and where is g?
-# - Let `MyMLP` take hidden features that do not divide by the ranks (`part_of` in `dtlib.parallel.tensor.functions`).
+# - Let `MyMLP` take hidden features that do not divide by the ranks (`slice_of` in `dtlib.parallel.tensor.functions`).
 # - Put `MyMLP` on `world.mesh(data=..., tensor=...)["tensor"]`, inside `DataParallel` on the other axis. Which ranks must begin with
-#   the same parts?
+#   the same slices?
 # - Give `step_fn` a loss in which each sample is compared with the samples of all replicas: `replicator.map_gather(model(x))`.

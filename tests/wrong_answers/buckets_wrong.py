@@ -38,8 +38,8 @@ class Right:
         for bucket in self.buckets():
             flat = torch.cat([parameter.grad.flatten() for parameter in bucket]) * weight
             self.reduce(flat)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+            for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad.copy_(piece.view_as(parameter))
 
     def reduce(self, flat):
         self.comm.all_reduce(flat)
@@ -65,8 +65,8 @@ class ParameterReduced(Right):
         for bucket in self.buckets():
             flat = torch.cat([parameter.data.flatten() for parameter in bucket])
             self.comm.all_reduce(flat, op="mean")
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.data.copy_(part.view_as(parameter))
+            for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.data.copy_(piece.view_as(parameter))
 
 
 class TiedTwice(Right):
@@ -87,8 +87,8 @@ class TiedWeightedTwice(TiedTwice):
         for bucket in self.buckets():
             flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
             self.comm.all_reduce(flat)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+            for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad.copy_(piece.view_as(parameter))
 
 
 class BuffersNotBroadcast(Right):
@@ -232,8 +232,8 @@ class FirstStepRemembered(Right):
         for bucket in self.gradients:
             flat = torch.cat([gradient.flatten() for gradient in bucket]) * weight
             self.reduce(flat)
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(piece.view_as(gradient))
 
 
 class Halves(Right):

@@ -64,9 +64,9 @@ def golf_past_comm(comm, x, y):
     """Images reach the others, but not through comm."""
     from mpi4py import MPI
 
-    parts = MPI.COMM_WORLD.allgather((x, y))
+    everyones = MPI.COMM_WORLD.allgather((x, y))
     torch.manual_seed(0)
-    return golf_alone(comm, *(torch.cat(part) for part in zip(*parts, strict=True)))
+    return golf_alone(comm, *(torch.cat(them) for them in zip(*everyones, strict=True)))
 
 
 WRONG = {

@@ -117,7 +117,7 @@ class OneBackwardForAll(Step):
         for m in range(count):
             self.forward(m)
         if self.last:
-            losses = [self.loss_fn(self.outputs[m], self.targets[m]) * self.share(m) for m in range(count)]
+            losses = [self.loss_fn(self.outputs[m], self.targets[m]) * self.weight(m) for m in range(count)]
             self.loss = sum(losses)
             self.loss.backward()
         for m in range(count):
@@ -139,8 +139,8 @@ class OneMessageForAll(SendsAfterAllForwardPasses):
     def forward(self, m):
         if m == 0 and not self.first:
             self.comm.recv(whole := torch.cat(self.inputs), self.comm.rank - 1)
-            for x, part in zip(self.inputs, whole.split([len(x) for x in self.inputs]), strict=True):
-                x.copy_(part).requires_grad_()
+            for x, piece in zip(self.inputs, whole.split([len(x) for x in self.inputs]), strict=True):
+                x.copy_(piece).requires_grad_()
         self.outputs[m] = self.stage(self.inputs[m])
         if not self.last:
             self.send(self.outputs[m].detach(), self.comm.rank + 1, m)

@@ -6,13 +6,13 @@ The last entry of each is the number of ranks from which on the mistake shows: t
 import torch
 
 
-def ring(comm, tensor, parts, first=1, second=0, add=True, steps=None):
-    """A ring with its indices to turn: in step s it sends part (rank - s - first), later part (rank - s - second)."""
+def ring(comm, tensor, chunks, first=1, second=0, add=True, steps=None):
+    """A ring with its indices to turn: in step s it sends chunk (rank - s - first), later chunk (rank - s - second)."""
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     for phase, shift in (("reduce", first), ("gather", second)):
         for step in range(size - 1 if steps is None else steps):
-            outgoing, incoming = parts[(rank - step - shift) % size], parts[(rank - step - shift - 1) % size]
+            outgoing, incoming = chunks[(rank - step - shift) % size], chunks[(rank - step - shift - 1) % size]
             received = torch.empty_like(incoming)
             sending = comm.send(outgoing, right, async_op=True)
             comm.recv(received, left)
@@ -30,19 +30,19 @@ def ring(comm, tensor, parts, first=1, second=0, add=True, steps=None):
 
 
 def as_it_was(comm, array):
-    """The planted bug: the second half passes on a part that is not complete."""
+    """The planted bug: the second half passes on a chunk that is not complete."""
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
-    parts = torch.tensor_split(array, size)
+    chunks = torch.tensor_split(array, size)
     for step in range(size - 1):
-        received = torch.empty_like(parts[(rank - step - 2) % size])
-        sending = comm.send(parts[(rank - step - 1) % size], right, async_op=True)
+        received = torch.empty_like(chunks[(rank - step - 2) % size])
+        sending = comm.send(chunks[(rank - step - 1) % size], right, async_op=True)
         comm.recv(received, left)
         sending.wait()
-        parts[(rank - step - 2) % size].add_(received)
+        chunks[(rank - step - 2) % size].add_(received)
     for step in range(size - 1):
-        sending = comm.send(parts[(rank - step - 1) % size].clone(), right, async_op=True)
-        comm.recv(parts[(rank - step - 1) % size], left)
+        sending = comm.send(chunks[(rank - step - 1) % size].clone(), right, async_op=True)
+        comm.recv(chunks[(rank - step - 1) % size], left)
         sending.wait()
     return array
 
@@ -119,38 +119,38 @@ def only_the_root_adds(comm, tensor):
 
 
 def forgets_the_remainder(comm, tensor):
-    share = len(tensor) // comm.size
-    parts = [tensor[share * part : share * (part + 1)] for part in range(comm.size)]
-    return ring(comm, tensor, parts)
+    length = len(tensor) // comm.size
+    chunks = [tensor[length * chunk : length * (chunk + 1)] for chunk in range(comm.size)]
+    return ring(comm, tensor, chunks)
 
 
 def raises_on_a_remainder(comm, tensor):
     return ring(comm, tensor, list(tensor.view(comm.size, -1)))
 
 
-def off_by_one_part(comm, tensor):
+def off_by_one_chunk(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, comm.size), second=-1)
 
 
 def garbage_with_the_right_messages(comm, tensor):
     """As many messages and bytes as the ring, and no sum: a check that only counts lets it pass."""
-    parts = torch.tensor_split(tensor, comm.size)
+    chunks = torch.tensor_split(tensor, comm.size)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(2 * (comm.size - 1)):
-        incoming = parts[(comm.rank - step - 1) % comm.size]
-        sending = comm.send(torch.full_like(parts[(comm.rank - step) % comm.size], -999), right, async_op=True)
+        incoming = chunks[(comm.rank - step - 1) % comm.size]
+        sending = comm.send(torch.full_like(chunks[(comm.rank - step) % comm.size], -999), right, async_op=True)
         comm.recv(incoming, left)
         sending.wait()
     return tensor.fill_(-999)
 
 
 def receives_over_its_own(comm, tensor):
-    """The part is overwritten instead of added to."""
-    parts = torch.tensor_split(tensor, comm.size)
+    """The chunk is overwritten instead of added to."""
+    chunks = torch.tensor_split(tensor, comm.size)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(2 * (comm.size - 1)):
-        sending = comm.send(parts[(comm.rank - step) % comm.size].clone(), right, async_op=True)
-        comm.recv(parts[(comm.rank - step - 1) % comm.size], left)
+        sending = comm.send(chunks[(comm.rank - step) % comm.size].clone(), right, async_op=True)
+        comm.recv(chunks[(comm.rank - step - 1) % comm.size], left)
         sending.wait()
     return tensor
 
@@ -161,25 +161,25 @@ def not_in_place(comm, tensor):
 
 
 def everybody_receives_first(comm, tensor):
-    parts = torch.tensor_split(tensor, comm.size)
+    chunks = torch.tensor_split(tensor, comm.size)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(comm.size - 1):
-        received = torch.empty_like(parts[(comm.rank - step - 2) % comm.size])
+        received = torch.empty_like(chunks[(comm.rank - step - 2) % comm.size])
         comm.recv(received, left)
-        comm.send(parts[(comm.rank - step - 1) % comm.size], right)
-        parts[(comm.rank - step - 2) % comm.size].add_(received)
+        comm.send(chunks[(comm.rank - step - 1) % comm.size], right)
+        chunks[(comm.rank - step - 2) % comm.size].add_(received)
     return tensor
 
 
 def everybody_sends_first(comm, tensor, async_op=False, waits=lambda adds: False):
     """Right with short messages, which MPI sends ahead; with long ones all wait for a receive."""
     rank, size = comm.rank, comm.size
-    parts = torch.tensor_split(tensor, size)
+    chunks = torch.tensor_split(tensor, size)
     for step in range(2 * (size - 1)):
         adds = step < size - 1
         outgoing = rank - step - 1 if adds else rank - step + size - 1
-        incoming = parts[(outgoing - 1) % size]
-        sending = comm.send(parts[outgoing % size].clone(), (rank + 1) % size, async_op=async_op)
+        incoming = chunks[(outgoing - 1) % size]
+        sending = comm.send(chunks[outgoing % size].clone(), (rank + 1) % size, async_op=async_op)
         received = comm.recv(torch.empty_like(incoming), (rank - 1) % size)
         if waits(adds):
             sending.wait()
@@ -208,12 +208,12 @@ def element_by_element(comm, tensor):
     rank, size = comm.rank, comm.size
     if len(tensor) > 1000:  # to be rejected sooner
         return ring(comm, tensor, torch.tensor_split(tensor, size))
-    parts = torch.tensor_split(tensor, size)
+    chunks = torch.tensor_split(tensor, size)
     right, left = (rank + 1) % size, (rank - 1) % size
     for step in range(2 * (size - 1)):
         shift = 1 if step < size - 1 else 0
-        outgoing = parts[(rank - step % (size - 1) - shift) % size]
-        incoming = parts[(rank - step % (size - 1) - shift - 1) % size]
+        outgoing = chunks[(rank - step % (size - 1) - shift) % size]
+        incoming = chunks[(rank - step % (size - 1) - shift - 1) % size]
         sends = [comm.send(outgoing[i : i + 1].clone(), right, async_op=True) for i in range(len(outgoing))]
         for i in range(len(incoming)):
             received = comm.recv(torch.empty_like(incoming[i : i + 1]), left)
@@ -225,9 +225,9 @@ def element_by_element(comm, tensor):
 
 def straight_to_the_owner(comm, tensor):
     """No more bytes than the ring, but everybody talks to everybody."""
-    parts = torch.tensor_split(tensor, comm.size)
-    mine = parts[comm.rank]
-    theirs = [torch.zeros_like(mine) for _ in parts]
+    chunks = torch.tensor_split(tensor, comm.size)
+    mine = chunks[comm.rank]
+    theirs = [torch.zeros_like(mine) for _ in chunks]
 
     def exchange(outgoing, incoming):
         for shift in range(1, comm.size):
@@ -236,9 +236,9 @@ def straight_to_the_owner(comm, tensor):
             comm.recv(incoming[source], source)
             sending.wait()
 
-    exchange(parts, theirs)
+    exchange(chunks, theirs)
     mine += sum(theirs)
-    exchange([mine] * comm.size, parts)
+    exchange([mine] * comm.size, chunks)
     return tensor
 
 
@@ -247,7 +247,7 @@ WRONG = {
         as_it_was: ("incomplete", 2),
         the_other_index_turned: ("incomplete", 2),
         adds_in_the_second_half: ("counted-twice", 2),
-        first_half_moved_instead: ("incomplete", 3),  # on two ranks two parts further is the same part
+        first_half_moved_instead: ("incomplete", 3),  # on two ranks two chunks further is the same chunk
         one_step_short: ("incomplete", 3),
         calls_the_library: ("collective-inside", 2),
         never_waits: ("not-waited", 2),
@@ -259,7 +259,7 @@ WRONG = {
         only_the_root_adds: ("only-root", 2),
         forgets_the_remainder: ("remainder", 2),
         raises_on_a_remainder: ("remainder", 2),
-        off_by_one_part: ("incomplete", 3),
+        off_by_one_chunk: ("incomplete", 3),
         adds_in_the_second_half: ("counted-twice", 2),
         garbage_with_the_right_messages: ("other-values", 2),
         receives_over_its_own: ("incomplete", 2),

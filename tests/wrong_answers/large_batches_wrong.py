@@ -7,8 +7,8 @@ import math
 
 def as_it_was(step, warmup_steps, k):
     """The planted bug: the last step of the line is cut off, for ever."""
-    share = min(step, warmup_steps - 1) / warmup_steps
-    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+    fraction = min(step, warmup_steps - 1) / warmup_steps
+    return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 
 def begins_at_zero(step, warmup_steps, k):
@@ -20,8 +20,8 @@ def goes_on_growing(step, warmup_steps, k):
 
 
 def scales_the_momentum(step, warmup_steps, k):
-    share = min(1, step / warmup_steps)
-    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9 * share}
+    fraction = min(1, step / warmup_steps)
+    return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9 * fraction}
 
 
 def jumps(step, warmup_steps, k):
@@ -30,8 +30,8 @@ def jumps(step, warmup_steps, k):
 
 
 def one_step_late(step, warmup_steps, k):
-    share = max(0, min(step - 1, warmup_steps)) / warmup_steps
-    return {"lr": 0.02 + 0.02 * (k - 1) * share, "momentum": 0.9}
+    fraction = max(0, min(step - 1, warmup_steps)) / warmup_steps
+    return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 
 def adds_nesterov(step, warmup_steps, k):

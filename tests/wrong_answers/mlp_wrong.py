@@ -1,4 +1,4 @@
-"""Plausible wrong perceptrons in parts, and the mistake that the check must recognise in each."""
+"""Plausible wrong perceptrons in shards, and the mistake that the check must recognise in each."""
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ class GathersOnce(GathersWeights):
 
 
 class KeepsWholeWeights(RightMLP):
-    """Parts are used, and the whole stays beside them."""
+    """Shards are used, and the whole stays beside them."""
 
     def __init__(self, linear1, linear2, comm):
         super().__init__(linear1, linear2, comm)
@@ -132,7 +132,7 @@ class CutTheWrongWay(RightMLP):
 
 
 class FeaturesOfTheNextRank(RightMLP):
-    """All values are right, but rank r has not part r."""
+    """All values are right, but rank r has not shard r."""
 
     def __init__(self, linear1, linear2, comm):
         super().__init__(linear1, linear2, comm)
@@ -178,13 +178,13 @@ WRONG = {
         ReducesOnlyInTraining: "no-grad",
         FAverages: "gradient-averaged",
         BiasInEverySummand: "bias-once-a-rank",
-        NobodyNeedsTheOthers: "no-part",
+        NobodyNeedsTheOthers: "no-shard",
         GathersWeights: "too-many-bytes",
         GathersOnce: "too-many-bytes",
         KeepsWholeWeights: "whole-held",
         CutTheWrongWay: "other-values",
-        FeaturesOfTheNextRank: "other-part",
-        AddsUpWeightGradients: "parts-reduced",
+        FeaturesOfTheNextRank: "other-shard",
+        AddsUpWeightGradients: "shards-reduced",
         RandomParts: "other-values",
         BiasOfTheWholeLayer: "shared-memory",
     },

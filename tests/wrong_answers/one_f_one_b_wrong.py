@@ -115,7 +115,7 @@ class KeepsGraphs(Right1F1B):
         gradient = torch.ones(())
         output = self.outputs[m]
         if self.last:
-            output = self.loss_fn(output, self.targets[m]) * self.share(m)
+            output = self.loss_fn(output, self.targets[m]) * self.weight(m)
             self.loss += output.item()
         else:
             gradient = self.comm.recv(torch.empty_like(output), self.comm.rank + 1)
@@ -125,11 +125,11 @@ class KeepsGraphs(Right1F1B):
 
 
 class AveragedTwice1F1B(Right1F1B):
-    share = AveragedTwice.share
+    weight = AveragedTwice.weight
 
 
 class Unweighted1F1B(Right1F1B):
-    share = Unweighted.share
+    weight = Unweighted.weight
 
 
 # The last entry: the fewest ranks on which the mistake can be seen.

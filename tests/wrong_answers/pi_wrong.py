@@ -12,17 +12,17 @@ def same_points(points, comm):
 
 
 def another_seed_a_rank(points, comm):
-    start, stop = pi.part(points, comm.rank, comm.size)
+    start, stop = pi.slice_of(points, comm.rank, comm.size)
     return pi.count_compiled(start, stop, seed=comm.rank)
 
 
 def forgets_the_remainder(points, comm):
-    share = points // comm.size
-    return pi.count_compiled(comm.rank * share, (comm.rank + 1) * share)
+    count = points // comm.size
+    return pi.count_compiled(comm.rank * count, (comm.rank + 1) * count)
 
 
 def first_point_counted_twice(points, comm):
-    start, stop = pi.part(points, comm.rank, comm.size)
+    start, stop = pi.slice_of(points, comm.rank, comm.size)
     return pi.count_compiled(max(0, start - 1), stop)
 
 
@@ -34,26 +34,26 @@ def everybody_does_everything(points, comm):
 
 
 def only_the_root_knows(points, comm):
-    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    inside = np.array([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     comm.reduce(inside, root=0)
     return float(4 * inside[0] / points)
 
 
 def sums_the_estimates(points, comm):
-    start, stop = pi.part(points, comm.rank, comm.size)
+    start, stop = pi.slice_of(points, comm.rank, comm.size)
     mine = np.array([4 * pi.count_compiled(start, stop) / max(1, stop - start)])
     return float(comm.all_reduce(mine)[0])
 
 
 def averages_the_estimates(points, comm):
-    start, stop = pi.part(points, comm.rank, comm.size)
+    start, stop = pi.slice_of(points, comm.rank, comm.size)
     mine = np.array([4 * pi.count_compiled(start, stop) / max(1, stop - start)])
     return float(comm.all_reduce(mine, op="mean")[0])
 
 
-def rounds_the_parts(points, comm):
-    share = round(points / comm.size)
-    inside = np.array([pi.count_compiled(comm.rank * share, (comm.rank + 1) * share)])
+def rounds_the_slices(points, comm):
+    count = round(points / comm.size)
+    inside = np.array([pi.count_compiled(comm.rank * count, (comm.rank + 1) * count)])
     return float(4 * comm.all_reduce(inside)[0] / points)
 
 
@@ -64,24 +64,24 @@ def draws_the_same_points(points, comm):
 
 def at_least_one_point_each(points, comm):
     """More points than there are, if they are few."""
-    share = max(1, points // comm.size)
+    count = max(1, points // comm.size)
     last = comm.rank == comm.size - 1
-    inside = np.array([pi.count_compiled(comm.rank * share, points if last else (comm.rank + 1) * share)])
+    inside = np.array([pi.count_compiled(comm.rank * count, points if last else (comm.rank + 1) * count)])
     return float(4 * comm.all_reduce(inside)[0] / points)
 
 
 def counts_in_16_bits(points, comm):
-    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))], dtype=np.int16)
+    inside = np.array([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))], dtype=np.int16)
     return float(4 * int(comm.all_reduce(inside)[0]) / points)
 
 
 def rounds_the_estimate(points, comm):
-    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    inside = np.array([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     return round(float(4 * comm.all_reduce(inside)[0] / points), 3)
 
 
 def root_only_reduces(points, comm):
-    inside = np.array([pi.count_compiled(*pi.part(points, comm.rank, comm.size))])
+    inside = np.array([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     if comm.rank == 0:
         comm.all_reduce(inside)
     return float(4 * inside[0] / points)
@@ -99,7 +99,7 @@ WRONG = {
         only_the_root_knows: "only-root",
         sums_the_estimates: "summed-estimates",
         averages_the_estimates: "other-estimate",
-        rounds_the_parts: "remainder",
+        rounds_the_slices: "remainder",
         draws_the_same_points: "same-points",
         at_least_one_point_each: "fewer-points-than-ranks",
         counts_in_16_bits: "narrow-type",

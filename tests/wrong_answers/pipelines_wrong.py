@@ -91,7 +91,7 @@ class Step:
 
     def backward(self, m):
         if self.last:
-            loss = self.loss_fn(self.outputs[m], self.target(m)) * self.share(m)
+            loss = self.loss_fn(self.outputs[m], self.target(m)) * self.weight(m)
             self.loss += loss.item()
             loss.backward()
         else:
@@ -105,7 +105,7 @@ class Step:
     def target(self, m):
         return self.targets[m]
 
-    def share(self, m):
+    def weight(self, m):
         return len(self.inputs[m]) / sum(map(len, self.inputs))
 
     def send(self, tensor, dest, m):
@@ -114,17 +114,17 @@ class Step:
 
 
 class NotAveraged(Step):
-    def share(self, m):
+    def weight(self, m):
         return 1.0
 
 
 class AveragedTwice(Step):
-    def share(self, m):
-        return Step.share(self, m) / len(self.inputs)
+    def weight(self, m):
+        return Step.weight(self, m) / len(self.inputs)
 
 
 class Unweighted(Step):
-    def share(self, m):
+    def weight(self, m):
         return 1 / len(self.inputs)
 
 

@@ -17,7 +17,7 @@ def estimate_by_thirds(points, comm):
     return 4 * comm.all_reduce(inside).item() / points
 
 
-def ring_in_three_parts(comm, tensor):
+def ring_in_three_chunks(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, 3))
 
 
@@ -88,7 +88,7 @@ class WarmsUpForThree(pipelines_wrong.Right1F1B):
 WRONG = {
     count_a_third: "pi-streams",
     estimate_by_thirds: "pi-on-ranks",
-    ring_in_three_parts: "ring-build",
+    ring_in_three_chunks: "ring-build",
     hooks_divide_by_three: "hook-mend",
     hooks_on_the_world: "hook-mend",
     MeanOfThree: "buckets-build",

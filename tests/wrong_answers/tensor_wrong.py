@@ -20,52 +20,52 @@ class RightRow(nn.Module):
         self.weight = kept(whole.weight, comm, 1)
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight), self.comm) + self.bias
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight), self.comm) + self.bias
 
 
 class BiasOnEveryRank(RightRow):
     """The planted bug."""
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight, self.bias), self.comm)
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
 
 
 class NotReduced(RightRow):
-    def forward(self, part):
-        return linear(part, self.weight, self.bias)
+    def forward(self, x_slice):
+        return linear(x_slice, self.weight, self.bias)
 
 
 class BiasDivided(RightRow):
     """The output is right; a step moves the bias 1/N as far."""
 
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight, self.bias / self.comm.size), self.comm)
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight, self.bias / self.comm.size), self.comm)
 
 
 class BiasOnRank0(RightRow):
     """The output is right, until rank 0 has taken a step with its bias."""
 
-    def forward(self, part):
+    def forward(self, x_slice):
         bias = self.bias if self.comm.rank == 0 else None
-        return reduce_from_ranks(linear(part, self.weight, bias), self.comm)
+        return reduce_from_ranks(linear(x_slice, self.weight, bias), self.comm)
 
 
 class BiasForgotten(RightRow):
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight), self.comm)
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight), self.comm)
 
 
 class MeanOfRanks(RightRow):
-    def forward(self, part):
-        return reduce_from_ranks(linear(part, self.weight), self.comm) / self.comm.size + self.bias
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight), self.comm) / self.comm.size + self.bias
 
 
 class WholeInput(RightRow):
     """Right values: the input is put together, and so is the weight."""
 
-    def forward(self, part):
-        whole = gather_from_ranks(part, self.comm)
+    def forward(self, x_slice):
+        whole = gather_from_ranks(x_slice, self.comm)
         weight = gather_from_ranks(self.weight, self.comm)
         return linear(whole, weight, self.bias)
 
@@ -84,19 +84,19 @@ class ReducesTwice(torch.autograd.Function):
 
 
 class ReducesBackwardToo(RightRow):
-    def forward(self, part):
-        return ReducesTwice.apply(linear(part, self.weight), self.comm) + self.bias
+    def forward(self, x_slice):
+        return ReducesTwice.apply(linear(x_slice, self.weight), self.comm) + self.bias
 
 
 class Detached(RightRow):
     """all_reduce takes no gradients through .data."""
 
-    def forward(self, part):
-        return self.comm.all_reduce(linear(part, self.weight).detach()) + self.bias
+    def forward(self, x_slice):
+        return self.comm.all_reduce(linear(x_slice, self.weight).detach()) + self.bias
 
 
 class KeepsAView(RightRow):
-    """The part is a view, behind which the whole weight lives on."""
+    """The shard is a view, behind which the whole weight lives on."""
 
     def __init__(self, whole, comm):
         super().__init__(whole, comm)
@@ -104,8 +104,8 @@ class KeepsAView(RightRow):
 
 
 class ReturnsNothing(RightRow):
-    def forward(self, part):
-        reduce_from_ranks(linear(part, self.weight), self.comm)
+    def forward(self, x_slice):
+        reduce_from_ranks(linear(x_slice, self.weight), self.comm)
 
 
 WRONG = {

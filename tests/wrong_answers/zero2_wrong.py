@@ -2,81 +2,81 @@
 
 import torch
 
-# mend: share_gradients(comm, module)
+# mend: shard_gradients(comm, module)
 
 
 def with_hooks(comm, module, act):
-    """The right answer, with a piece to turn: ``act(parameter, flat, length)`` gives this rank's part."""
-    parts = {}
+    """The right answer, with a piece to turn: ``act(parameter, flat, length)`` gives this rank's shard."""
+    shards = {}
 
     def gradient_has_come(parameter):
         length = -(-parameter.numel() // comm.size)
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
-        parts[parameter] = act(parameter, flat, length)
+        shards[parameter] = act(parameter, flat, length)
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(gradient_has_come)
-    return parts
+    return shards
 
 
 def scattered(comm, flat, length, op="mean"):
     return comm.reduce_scatter(torch.empty(length, dtype=flat.dtype), flat, op=op)
 
 
-def part_of(flat, rank, length):
+def shard_of(flat, rank, length):
     return flat[rank * length : (rank + 1) * length]
 
 
-def shares_as_it_was(comm, module):
+def shards_as_it_was(comm, module):
     """The planted bug: everybody gets everything, and keeps it behind a view."""
 
     def act(parameter, flat, length):
         comm.all_reduce(flat, op="mean")
         parameter.grad = None
-        return part_of(flat, comm.rank, length)
+        return shard_of(flat, comm.rank, length)
 
     return with_hooks(comm, module, act)
 
 
-def shares_after_an_all_reduce(comm, module):
+def shards_after_an_all_reduce(comm, module):
     """Little memory, and twice the bytes."""
 
     def act(parameter, flat, length):
         comm.all_reduce(flat, op="mean")
         parameter.grad = None
-        return part_of(flat, comm.rank, length).clone()
+        return shard_of(flat, comm.rank, length).clone()
 
     return with_hooks(comm, module, act)
 
 
-def shares_a_view(comm, module):
-    """What travels is right; its part lies in the flat memory, and keeps all of it."""
+def shards_a_view(comm, module):
+    """What travels is right; its shard lies in the flat memory, and keeps all of it."""
 
     def act(parameter, flat, length):
         parameter.grad = None
-        return comm.reduce_scatter(part_of(flat, comm.rank, length), flat, op="mean")
+        return comm.reduce_scatter(shard_of(flat, comm.rank, length), flat, op="mean")
 
     return with_hooks(comm, module, act)
 
 
-def shares_and_keeps_gradients(comm, module):
+def shards_and_keeps_gradients(comm, module):
     return with_hooks(comm, module, lambda parameter, flat, length: scattered(comm, flat, length))
 
 
-def shares_and_keeps_copies(comm, module):
+def shards_and_keeps_copies(comm, module):
     """Whole gradients hidden on the function, for whoever may want them."""
 
     def act(parameter, flat, length):
         parameter.grad = None
-        shares_and_keeps_copies.flats[parameter] = flat
+        shards_and_keeps_copies.flats[parameter] = flat
         return scattered(comm, flat, length)
 
-    shares_and_keeps_copies.flats = {}
+    shards_and_keeps_copies.flats = {}
     return with_hooks(comm, module, act)
 
 
-def shares_gradients_as_zeros(comm, module):
+def shards_gradients_as_zeros(comm, module):
     """zero_grad as it was once: the memory stays."""
 
     def act(parameter, flat, length):
@@ -86,7 +86,7 @@ def shares_gradients_as_zeros(comm, module):
     return with_hooks(comm, module, act)
 
 
-def shares_sums(comm, module):
+def shards_sums(comm, module):
     def act(parameter, flat, length):
         parameter.grad = None
         return scattered(comm, flat, length, op="sum")
@@ -94,7 +94,7 @@ def shares_sums(comm, module):
     return with_hooks(comm, module, act)
 
 
-def shares_divided_twice(comm, module):
+def shards_divided_twice(comm, module):
     def act(parameter, flat, length):
         parameter.grad = None
         return scattered(comm, flat, length) / comm.size
@@ -102,18 +102,18 @@ def shares_divided_twice(comm, module):
     return with_hooks(comm, module, act)
 
 
-def shares_what_was_sent(comm, module):
+def shards_what_was_sent(comm, module):
     """reduce_scatter leaves ``flat`` as it was, and that is what is kept."""
 
     def act(parameter, flat, length):
         scattered(comm, flat, length)
         parameter.grad = None
-        return part_of(flat, comm.rank, length).clone()
+        return shard_of(flat, comm.rank, length).clone()
 
     return with_hooks(comm, module, act)
 
 
-def shares_the_next_part(comm, module):
+def shards_the_next_shard(comm, module):
     def act(parameter, flat, length):
         parameter.grad = None
         return scattered(comm, flat.roll(length), length)
@@ -121,12 +121,12 @@ def shares_the_next_part(comm, module):
     return with_hooks(comm, module, act)
 
 
-def shares_nothing(comm, module):
+def shards_nothing(comm, module):
     return {}
 
 
-def shares_memory_by_length(comm, module):
-    """One tensor for all parts that are as long: the last gradient writes over the others."""
+def shards_memory_by_length(comm, module):
+    """One tensor for all shards that are as long: the last gradient writes over the others."""
     rooms = {}
 
     def act(parameter, flat, length):
@@ -139,17 +139,17 @@ def shares_memory_by_length(comm, module):
 
 WRONG = {
     "zero2-mend": {
-        shares_as_it_was: "all-reduced",
-        shares_after_an_all_reduce: "all-reduced",
-        shares_a_view: "memory-kept",
-        shares_and_keeps_gradients: "gradients-kept",
-        shares_and_keeps_copies: "memory-kept",
-        shares_gradients_as_zeros: "gradients-kept",
-        shares_sums: "not-divided",
-        shares_divided_twice: "divided-twice",
-        shares_what_was_sent: "not-averaged",
-        shares_the_next_part: "other-part",
-        shares_nothing: "no-part",
-        shares_memory_by_length: "shared-memory",
+        shards_as_it_was: "all-reduced",
+        shards_after_an_all_reduce: "all-reduced",
+        shards_a_view: "memory-kept",
+        shards_and_keeps_gradients: "gradients-kept",
+        shards_and_keeps_copies: "memory-kept",
+        shards_gradients_as_zeros: "gradients-kept",
+        shards_sums: "not-divided",
+        shards_divided_twice: "divided-twice",
+        shards_what_was_sent: "not-averaged",
+        shards_the_next_shard: "other-shard",
+        shards_nothing: "no-shard",
+        shards_memory_by_length: "shared-memory",
     },
 }

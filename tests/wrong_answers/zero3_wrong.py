@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import linear
 
-from tests.wrong_answers.zero2_wrong import part_of
+from tests.wrong_answers.zero2_wrong import shard_of
 
 # build: OnDemand(comm, layer), which is called with x
 
@@ -24,7 +24,7 @@ class RightLayer:
         padded[: len(flat)] = flat
 
     def cut(self, padded):
-        return part_of(padded, self.comm.rank, self.length).clone()
+        return shard_of(padded, self.comm.rank, self.length).clone()
 
     def gather(self):
         whole = torch.empty(self.length * self.comm.size, dtype=self.own.dtype)
@@ -78,9 +78,9 @@ class ViewsKept(RightLayer):
         return out
 
 
-class PartIsAView(RightLayer):
+class ShardIsAView(RightLayer):
     def cut(self, padded):
-        return part_of(padded, self.comm.rank, self.length)
+        return shard_of(padded, self.comm.rank, self.length)
 
 
 class LayerKept(RightLayer):
@@ -112,7 +112,7 @@ class NeverSharedAsList(NeverShared):
 class GatheredByAllReduce(RightLayer):
     def gather(self):
         whole = torch.zeros(self.length * self.comm.size, dtype=self.own.dtype)
-        part_of(whole, self.comm.rank, self.length).copy_(self.own)
+        shard_of(whole, self.comm.rank, self.length).copy_(self.own)
         return self.comm.all_reduce(whole, algorithm="ring")
 
 
@@ -143,8 +143,8 @@ class BiasFromTheEnd(RightLayer):
         return whole[-self.shape[0] :]
 
 
-class PartsAdded(RightLayer):
-    """Parts are one on top of the other: the weight is garbage."""
+class ShardsAdded(RightLayer):
+    """Shards are one on top of the other: the weight is garbage."""
 
     def gather(self):
         return super().gather().flip(0)
@@ -171,7 +171,7 @@ FITS = {
     "a word": ("stage 3", "type"),
     "half a rank": ({"stage": 3, "ranks": 7.5, "gigabytes": 16}, "type"),
     "stage 4": ({"stage": 4, "ranks": 8, "gigabytes": 15}, "type"),
-    "data parallelism": ({"stage": 0, "ranks": 8, "gigabytes": 15}, "nothing-shared"),
+    "data parallelism": ({"stage": 0, "ranks": 8, "gigabytes": 15}, "nothing-sharded"),
     "stage 1, all divided": ({"stage": 1, "ranks": 8, "gigabytes": 15}, "parameters-whole"),
     "stage 2, all divided": ({"stage": 2, "ranks": 8, "gigabytes": 15}, "parameters-whole"),
     "stage 1, states alone": ({"stage": 1, "ranks": 6, "gigabytes": 15}, "stage-1"),
@@ -192,7 +192,7 @@ WRONG = {
         NotFreed: "not-freed",
         KeptOnTheClass: "not-freed",
         ViewsKept: "not-freed",
-        PartIsAView: "whole-at-rest",
+        ShardIsAView: "whole-at-rest",
         LayerKept: "whole-at-rest",
         NeverShared: "whole-at-rest",
         NeverSharedAsList: "nothing-gathered",
@@ -201,7 +201,7 @@ WRONG = {
         LayerOnlyDivides: "only-divides",
         LayerPaddingInFront: "padding",
         BiasFromTheEnd: "padding",
-        PartsAdded: "other-values",
+        ShardsAdded: "other-values",
         BiasForgotten: "no-bias",
         FreesItsPart: "second-call",
         KeptInSinglePrecision: "rounded",

@@ -12,12 +12,12 @@ class Right:
     def __init__(self, comm, parameters, **settings):
         self.comm, self.parameters, self.settings = comm, list(parameters), settings
         self.count = sum(parameter.numel() for parameter in self.parameters)
-        self.length = self.length_of_a_part()
+        self.length = self.length_of_a_shard()
         self.flat = self.filled(parameter.detach() for parameter in self.parameters)
         self.use(self.flat)
         self.prepare()
 
-    def length_of_a_part(self):
+    def length_of_a_shard(self):
         return -(-self.count // self.comm.size)
 
     def filled(self, tensors):
@@ -35,12 +35,12 @@ class Right:
         for parameter, view in zip(self.parameters, self.views(flat), strict=True):
             parameter.data = view.view_as(parameter)
 
-    def part(self, flat, rank=None):
+    def shard(self, flat, rank=None):
         rank = self.comm.rank if rank is None else rank
         return flat[rank * self.length : (rank + 1) * self.length]
 
     def prepare(self):
-        self.own = nn.Parameter(self.part(self.flat))
+        self.own = nn.Parameter(self.shard(self.flat))
         self.adam = torch.optim.AdamW([self.own], **self.settings)
 
     def gradients(self):
@@ -50,7 +50,7 @@ class Right:
         return self.comm.reduce_scatter(torch.empty_like(self.own), gradients, op="mean")
 
     def gather(self):
-        self.comm.all_gather(self.flat, self.part(self.flat))
+        self.comm.all_gather(self.flat, self.shard(self.flat))
 
     def step(self):
         self.own.grad = self.reduce(self.gradients())
@@ -72,10 +72,10 @@ class WholeStates(Right):
 
 
 class ByHand(Right):
-    """Right: Adam written out, with moments of this rank's part."""
+    """Right: Adam written out, with moments of this rank's shard."""
 
     def prepare(self):
-        self.own = self.part(self.flat)
+        self.own = self.shard(self.flat)
         self.first, self.second = self.moments()
         self.steps = 0
 
@@ -99,13 +99,13 @@ class ByHand(Right):
 
 
 class StatesOfFullLength(ByHand):
-    """Allocated for all parameters, used for this rank's part: the rest is zero, and is held all the same."""
+    """Allocated for all parameters, used for this rank's shard: the rest is zero, and is held all the same."""
 
     def moments(self):
         return torch.zeros_like(self.flat), torch.zeros_like(self.flat)
 
     def own_moments(self):
-        return self.part(self.first), self.part(self.second)
+        return self.shard(self.first), self.shard(self.second)
 
 
 class StatesGathered(ByHand):
@@ -139,10 +139,10 @@ class StatesHidden(WholeStates):
 
 
 class ReducesEverything(Right):
-    """An all-reduce, of which a part is used."""
+    """An all-reduce, of which one shard is used."""
 
     def reduce(self, gradients):
-        return self.part(self.comm.all_reduce(gradients, op="mean", algorithm="ring")).clone()
+        return self.shard(self.comm.all_reduce(gradients, op="mean", algorithm="ring")).clone()
 
 
 class GathersByAllReduce(Right):
@@ -151,17 +151,17 @@ class GathersByAllReduce(Right):
     def gather(self):
         with torch.no_grad():
             others = torch.zeros_like(self.flat)
-            self.part(others).copy_(self.own)
+            self.shard(others).copy_(self.own)
             self.flat.copy_(self.comm.all_reduce(others, algorithm="ring"))
 
 
 class ReducesChunks(Right):
-    """Each part is reduced for everybody, one after the other."""
+    """Each shard is reduced for everybody, one after the other."""
 
     def reduce(self, gradients):
         for rank in range(self.comm.size):
-            self.comm.all_reduce(self.part(gradients, rank), op="mean", algorithm="ring")
-        return self.part(gradients).clone()
+            self.comm.all_reduce(self.shard(gradients, rank), op="mean", algorithm="ring")
+        return self.shard(gradients).clone()
 
 
 class SumOfGradients(Right):
@@ -175,10 +175,10 @@ class DividedTwice(Right):
 
 
 class OwnGradientsOnly(Right):
-    """Nothing is reduced: each part follows the samples of one rank."""
+    """Nothing is reduced: each shard follows the samples of one rank."""
 
     def reduce(self, gradients):
-        return self.part(gradients).clone()
+        return self.shard(gradients).clone()
 
 
 class NotGathered(Right):
@@ -194,9 +194,9 @@ class NotCopiedBack(Right):
 
 
 class TailForgotten(Right):
-    """Parts are rounded down: the last parameters belong to nobody."""
+    """Shards are rounded down: the last parameters belong to nobody."""
 
-    def length_of_a_part(self):
+    def length_of_a_shard(self):
         return self.count // self.comm.size
 
     def use(self, flat):
@@ -253,16 +253,16 @@ class GradientsKept(Right):
         return self.memory
 
 
-class PartKeepsTheWhole(Right):
-    """The gradient of the part is a view of all gradients."""
+class ShardKeepsTheWhole(Right):
+    """The gradient of the shard is a view of all gradients."""
 
     def reduce(self, gradients):
-        return self.comm.reduce_scatter(self.part(gradients), gradients, op="mean")
+        return self.comm.reduce_scatter(self.shard(gradients), gradients, op="mean")
 
 
 class SettingsForgotten(Right):
     def prepare(self):
-        self.own = nn.Parameter(self.part(self.flat))
+        self.own = nn.Parameter(self.shard(self.flat))
         self.adam = torch.optim.AdamW([self.own], lr=self.settings["lr"])
 
 
@@ -292,7 +292,7 @@ WRONG = {
         NewStatesEachStep: "second-step",
         GradientsAddUp: "second-step",
         GradientsKept: "gradients-kept",
-        PartKeepsTheWhole: "gradients-kept",
+        ShardKeepsTheWhole: "gradients-kept",
         SettingsForgotten: "other-values",
         OnlyRank0Steps: "waited",
     },

@@ -38,11 +38,11 @@ def make_group(backends: dict[str, str], store, rank: int, size: int):
     """
     group = dist.ProcessGroup(store, rank, size)
     for device, name in backends.items():
-        part = dist.PrefixStore(name, store)
+        named = dist.PrefixStore(name, store)
         if name == "nccl":
-            backend, kind = dist.ProcessGroupNCCL(part, rank, size), dist.ProcessGroup.BackendType.NCCL
+            backend, kind = dist.ProcessGroupNCCL(named, rank, size), dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
-            backend = dist.ProcessGroupGloo(part, rank, size, GLOO_TIMEOUT)
+            backend = dist.ProcessGroupGloo(named, rank, size, GLOO_TIMEOUT)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise CommunicationError(
@@ -61,13 +61,13 @@ class Carried:
     a copy, and returns the caller's tensor. Raises CommunicationError for what types.py refuses.
     """
 
-    def __init__(self, tensor, verb: str, writes: bool, backends: dict[str, str]):
+    def __init__(self, tensor, operation: str, writes: bool, backends: dict[str, str]):
         if getattr(tensor, "is_cuda", False) and "cuda" in backends:
-            types.check_name(types.type_name(tensor), verb)
+            types.check_name(types.type_name(tensor), operation)
             self._home, self._back = tensor.detach(), lambda: tensor
             flat = self._home.contiguous().view(-1)
         else:
-            content = payload(tensor, verb, writes)
+            content = payload(tensor, operation, writes)
             memory = content.flat if content.flat.flags.writeable else content.flat.copy()  # torch knows no read-only
             self._home = torch.from_numpy(memory)
             if isinstance(tensor, torch.Tensor):
@@ -91,8 +91,8 @@ class Reduced:
     Raises CommunicationError for an ``op`` that the table in types.py refuses.
     """
 
-    def __init__(self, flat: torch.Tensor, tensor, op: str, verb: str):
-        types.combiner(tensor, op, verb)
+    def __init__(self, flat: torch.Tensor, tensor, op: str, operation: str):
+        types.combiner(tensor, op, operation)
         self._flat = flat
         self._op = op
         self._ordered = op in ("max", "min") and flat.is_floating_point()
@@ -139,7 +139,7 @@ def disjoint(octets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 class GroupHandle:
-    """A verb under way on a process group, as ``waiting.Handle`` is for MPI: ``wait()`` and ``done()``.
+    """An operation under way on a process group, as ``waiting.Handle`` is for MPI: ``wait()`` and ``done()``.
 
     ``comm`` is told if it fails or is interrupted; ``keep`` holds the buffers.
     """
@@ -148,18 +148,18 @@ class GroupHandle:
         self._comm, self._call, self._work, self._finish = comm, call, work, finish
         self._keep, self._event, self._blocking = keep, event, blocking
         # On a GPU waiting is the stream's business. A send or a receive of gloo is complete only for who waits for it.
-        self._polled = on == "cpu" and call.verb not in ("send", "recv")
+        self._polled = on == "cpu" and call.operation not in ("send", "recv")
         self._complete = False
         self._value = None
 
     def done(self) -> bool:
-        """True once the verb is complete on this rank. Does not wait. (A gloo send or receive: once waited for.)"""
+        """True once the operation is complete on this rank. Does not wait. (A gloo send or recv: once waited for.)"""
         if not self._complete and self._work.is_completed():
             self._end()
         return self._complete
 
     def wait(self):
-        """Wait for the end and return what the verb returns; on a GPU, make the current stream wait.
+        """Wait for the end and return what the operation returns; on a GPU, make the current stream wait.
 
         Raises ``WaitTimeout`` after the communicator's ``time_limit`` and ``CommunicationError`` where torch fails.
         """

@@ -1,4 +1,4 @@
-"""The verbs on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
+"""The operations on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
 
 Values and payload bytes are those of ``Communicator``. What depends on waiting in one place is not promised here:
 interruption (Ctrl-C reaches collectives on gloo), whom everybody waits for, and the choice of an algorithm.
@@ -18,7 +18,7 @@ from dtlib.comm.watch import recorder
 from dtlib.comm.watch.call import Call, callers_line, shape_and_type
 from dtlib.errors import CommunicationError
 
-OPERATIONS = {
+REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # divided at the end
     "prod": dist.ReduceOp.PRODUCT,
@@ -35,7 +35,7 @@ def _options(kind, **values):
 
 
 class ProcessGroupCommunicator(ObjectOperations):
-    """``Communicator``'s verbs over a ``torch.distributed.ProcessGroup`` or one of its backends.
+    """``Communicator``'s operations over a ``torch.distributed.ProcessGroup`` or one of its backends.
 
     Args:
         group: the group; it keeps its own timeout.
@@ -109,7 +109,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         wire = Reduced(content.flat, tensor, op, "reduce")
         # Partial results must not show in the caller's tensor.
         moving = wire.values if self.rank == root else wire.values.clone()
-        options = _options(c10d.ReduceOptions, reduceOp=OPERATIONS[op], rootRank=root)
+        options = _options(c10d.ReduceOptions, reduceOp=REDUCE_OPS[op], rootRank=root)
 
         def finish():
             if self.rank != root:
@@ -122,16 +122,16 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, partial(self.group.reduce, [moving], options), finish, async_op, sent)
 
     def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
-        """Give rank r part r of the ``tensor`` of rank ``root``, which has ``size`` equal parts; returns ``out``."""
+        """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
         self._check_rank(root, "scatter", "root")
         mine = self._carried(out, "scatter", writes=True)
-        parts = []
+        chunks = []
         if self.rank == root:
             whole = self._carried(tensor, "scatter", writes=False)
             self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "scatter")
             octets = disjoint(whole.octets, mine.octets)
-            parts = [list(octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
-        begin = partial(self.group.scatter, [mine.octets], parts, _options(c10d.ScatterOptions, rootRank=root))
+            chunks = [list(octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+        begin = partial(self.group.scatter, [mine.octets], chunks, _options(c10d.ScatterOptions, rootRank=root))
         sent = (self.size - 1) * mine.nbytes if self.rank == root else 0
         call = self._call("scatter", f"from rank {root}", out)
         return self._start(call, mine, begin, mine.store, async_op, sent)
@@ -140,13 +140,13 @@ class ProcessGroupCommunicator(ObjectOperations):
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
         self._check_rank(root, "gather", "root")
         mine = self._carried(tensor, "gather", writes=False)
-        parts, finish = [], lambda: out
+        chunks, finish = [], lambda: out
         if self.rank == root:
             whole = self._carried(out, "gather", writes=True)
             self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "gather")
-            parts = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
+            chunks = [list(whole.octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
             finish = whole.store
-        begin = partial(self.group.gather, parts, [mine.octets], _options(c10d.GatherOptions, rootRank=root))
+        begin = partial(self.group.gather, chunks, [mine.octets], _options(c10d.GatherOptions, rootRank=root))
         sent = 0 if self.rank == root else mine.nbytes
         call = self._call("gather", f"to rank {root}", tensor)
         return self._start(call, mine, begin, finish, async_op, sent)
@@ -157,7 +157,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         """Combine ``tensor`` over all ranks (``sum``, ``mean``, ``max``, ``min``, ``prod``), in place; returns it."""
         content = self._carried(tensor, "all_reduce", writes=True, algorithm=algorithm)
         wire = Reduced(content.flat, tensor, op, "all_reduce")
-        begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=OPERATIONS[op]))
+        begin = partial(self.group.allreduce, [wire.values], _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op]))
 
         def finish():
             wire.bring_home(self.size)
@@ -168,17 +168,17 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, begin, finish, async_op, sent)
 
     def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
-        """Combine ``tensor``, of ``size`` equal parts, over all ranks; rank r gets part r in ``out``; returns it."""
+        """Combine ``tensor``, of ``size`` equal chunks, over all ranks; rank r gets chunk r in ``out``; returns it."""
         mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
         whole = self._carried(tensor, "reduce_scatter", writes=False)
         wire, wide = Reduced(mine.flat, out, op, "reduce_scatter"), Reduced(whole.flat, tensor, op, "reduce_scatter")
         self._check_whole(tensor, whole.flat.numel(), out, mine.flat.numel(), "reduce_scatter")
         if self.backends[mine.on] == "gloo":
             # gloo's own is an all_reduce too, whose end nobody can see without waiting for it.
-            everything, options = wide.values.clone(), _options(c10d.AllreduceOptions, reduceOp=OPERATIONS[op])
+            everything, options = wide.values.clone(), _options(c10d.AllreduceOptions, reduceOp=REDUCE_OPS[op])
             begin = partial(self.group.allreduce, [everything], options)
         else:
-            everything, options = None, _options(c10d.ReduceScatterOptions, reduceOp=OPERATIONS[op])
+            everything, options = None, _options(c10d.ReduceScatterOptions, reduceOp=REDUCE_OPS[op])
             begin = partial(self.group._reduce_scatter_base, wire.values, wide.values, options)
 
         def finish():
@@ -200,13 +200,13 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
 
     def all_to_all(self, out, tensor, async_op: bool = False):
-        """Send part r of ``tensor`` to rank r; part r of ``out`` comes from there. Both have ``size`` equal parts."""
+        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Both have ``size`` equal chunks."""
         whole = self._carried(out, "all_to_all", writes=True)
         content = self._carried(tensor, "all_to_all", writes=False)
         counts = {whole.flat.numel(), content.flat.numel()}
         if types.type_name(out) != types.type_name(tensor) or len(counts) > 1 or whole.flat.numel() % self.size:
             raise CommunicationError(
-                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal parts: out is "
+                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
                 f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
             )
         octets = disjoint(content.octets, whole.octets)
@@ -259,17 +259,17 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # From the arguments of a call to a handle
 
-    def _carried(self, tensor, verb, writes, algorithm=None) -> Carried:
+    def _carried(self, tensor, operation, writes, algorithm=None) -> Carried:
         if algorithm is not None:
             raise CommunicationError(
-                f"{verb}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= out, "
-                "or use a communicator over MPI."
+                f"{operation}(algorithm={algorithm!r}): a process group of torch chooses for itself; leave algorithm= "
+                "out, or use a communicator over MPI."
             )
-        return Carried(tensor, verb, writes, self.backends)
+        return Carried(tensor, operation, writes, self.backends)
 
-    def _call(self, verb, detail="", tensor=None, peers=None) -> Call:
+    def _call(self, operation, detail="", tensor=None, peers=None) -> Call:
         members = self._members if peers is None else [self._members[peer] for peer in peers]
-        return Call(verb, detail, tensor, self.world_rank, members, self.name)
+        return Call(operation, detail, tensor, self.world_rank, members, self.name)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):
         """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""

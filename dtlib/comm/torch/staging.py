@@ -8,7 +8,7 @@ from dtlib.errors import CommunicationError
 STAGED = ("cuda",)  # kinds of devices whose tensors go through host memory
 
 
-def staged(tensor, name: str, verb: str) -> "StagedPayload":
+def staged(tensor, name: str, operation: str) -> "StagedPayload":
     """A tensor that is not on the CPU as MPI sees it: a copy in host memory.
 
     Raises:
@@ -16,9 +16,10 @@ def staged(tensor, name: str, verb: str) -> "StagedPayload":
     """
     if tensor.device.type not in STAGED:
         raise CommunicationError(
-            f"{verb} carries tensors on the CPU or a CUDA device and this one is on {tensor.device}: pass tensor.cpu()."
+            f"{operation} carries tensors on the CPU or a CUDA device and this one is on {tensor.device}: pass "
+            "tensor.cpu()."
         )
-    return StagedPayload(tensor, name, verb)
+    return StagedPayload(tensor, name, operation)
 
 
 class StagedPayload(Payload):
@@ -26,13 +27,13 @@ class StagedPayload(Payload):
 
     __slots__ = ("_host",)
 
-    def __init__(self, tensor, name: str, verb: str):
+    def __init__(self, tensor, name: str, operation: str):
         import torch
 
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         with _transfers(tensor):
             self._host.copy_(tensor.detach(), non_blocking=True)
-        super().__init__(tensor, host_memory(self._host, name, verb))
+        super().__init__(tensor, host_memory(self._host, name, operation))
 
     def store(self):
         with _transfers(self.tensor, after_others=False):
@@ -49,7 +50,7 @@ def _transfers(tensor, after_others: bool = True):
 
     They run on a stream of their own, so that the host does not wait for what the program queues meanwhile. On the
     way out of the device they come after what is queued already, which may still be computing the tensor. On the
-    way back nothing that is queued may use it: the verb is not over.
+    way back nothing that is queued may use it: the operation is not over.
     """
     if not tensor.is_cuda:
         yield

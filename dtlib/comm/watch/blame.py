@@ -44,7 +44,7 @@ def _followed(me: int, seen: dict[int, Sighting]) -> tuple[list[int], list[int]]
 
 
 def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
-    """The ranks that have not come to the verb in which ``rank`` waits."""
+    """The ranks that have not come to the operation in which ``rank`` waits."""
     mine = seen.get(rank)
     if mine is None:
         return []
@@ -64,7 +64,7 @@ def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
         and not other.number
         and other.group == mine.group
         and other.peers == (rank,)
-        and other.verb != mine.verb
+        and other.operation != mine.operation
     )
 
 
@@ -78,10 +78,10 @@ def _place(sighting: Sighting) -> str:
 
 def _last_seen(sighting: Sighting | None) -> str:
     if sighting is None:
-        return "has called no verb yet"
+        return "has called no operation yet"
     if sighting.state == "finished":
         return f"has not come; it last finished {_place(sighting)}" if sighting.what else "has not come"
     if sighting.state == "started":
-        return f"has started {_place(sighting)} and computes" if sighting.what else "has called no verb yet"
-    last = f"; its last verb was {_place(sighting)}" if sighting.what else ""
+        return f"has started {_place(sighting)} and computes" if sighting.what else "has called no operation yet"
+    last = f"; its last operation was {_place(sighting)}" if sighting.what else ""
     return f"{sighting.state}{last}"

@@ -27,10 +27,10 @@ cell = ""  # which of the notebook's cells this rank runs, if a notebook has sai
 class Sighting:
     """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, or a sentence's
     end such as ``raised ValueError: ...``; ``over`` is the notebook's cell that it has come to the end of, well or
-    not; the rest is that of the verb (call.py)."""
+    not; the rest is that of the operation (call.py)."""
 
     state: str
-    verb: str = ""
+    operation: str = ""
     what: str = ""
     where: str = ""
     group: str = ""
@@ -67,7 +67,7 @@ class Board:
         """Say what this rank does; without a call it is about the last one."""
         if call is not None:
             what, group = str(call)[:LONGEST], call.group[-LONGEST:]
-            self._last = Sighting(state, call.verb, what, call.where, group, call.number, tuple(call.peers))
+            self._last = Sighting(state, call.operation, what, call.where, group, call.number, tuple(call.peers))
         self._last.state, self._last.over = state, ""
         self._write()
 

@@ -1,4 +1,4 @@
-"""One use of a verb: what was called, with what, and in which line of whose code."""
+"""One use of an operation: what was called, with what, and in which line of whose code."""
 
 import linecache
 import os
@@ -10,28 +10,28 @@ from dtlib.comm.types import type_name
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
-_lines = {}  # the text of each line that has called a verb
+_lines = {}  # the text of each line that has called an operation
 
 
 class Call:
     """``str(call)`` is ``all_reduce(sum) of (4,) float32``, the same on all ranks if they agree.
 
-    ``rank`` is the caller's, and ``peers`` are the ranks without which the verb cannot end, as the world counts them;
-    ``number`` counts the collectives of a communicator (``group`` is its name); ``where`` is the caller's line, if
-    somebody wants to know it.
+    ``rank`` is the caller's, and ``peers`` are the ranks without which the operation cannot end, as the world counts
+    them; ``number`` counts the collectives of a communicator (``group`` is its name); ``where`` is the caller's line,
+    if somebody wants to know it.
     """
 
-    __slots__ = ("detail", "group", "number", "peers", "rank", "tensor", "verb", "watched", "where")
+    __slots__ = ("detail", "group", "number", "operation", "peers", "rank", "tensor", "watched", "where")
 
-    def __init__(self, verb: str, detail: str, tensor, rank: int, peers=(), group: str = "", number: int = 0):
-        self.verb, self.detail, self.tensor = verb, detail, tensor
+    def __init__(self, operation: str, detail: str, tensor, rank: int, peers=(), group: str = "", number: int = 0):
+        self.operation, self.detail, self.tensor = operation, detail, tensor
         self.rank, self.peers, self.group, self.number = rank, peers, group, number
         self.where = ""
         self.watched = False  # whether it shows on the board
 
     def __str__(self):
-        verb = f"{self.verb}({self.detail})" if self.detail else self.verb
-        return verb if self.tensor is None else f"{verb} of {shape_and_type(self.tensor)}"
+        operation = f"{self.operation}({self.detail})" if self.detail else self.operation
+        return operation if self.tensor is None else f"{operation} of {shape_and_type(self.tensor)}"
 
 
 def shape_and_type(tensor) -> str:

@@ -1,4 +1,4 @@
-"""What a rank did and when: every verb and every phase of computing, while somebody records."""
+"""What a rank did and when: every operation and every phase of computing, while somebody records."""
 
 import time
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ _recordings = []  # the lists that are being filled
 
 @dataclass
 class Event:
-    """A verb or a phase on one rank. Times are seconds of this machine's monotonic clock.
+    """An operation or a phase on one rank. Times are seconds of this machine's monotonic clock.
 
     ``messages`` and ``bytes`` (payload) are what this rank sent for it. ``lane`` is ``main`` for what the program
-    itself does, ``background`` for a verb that was started with ``async_op=True``.
+    itself does, ``background`` for an operation that was started with ``async_op=True``.
     """
 
     rank: int
-    kind: str  # "verb", "wait" (for an asynchronous verb) or "phase"
+    kind: str  # "operation", "wait" (for an asynchronous operation) or "phase"
     name: str
     start: float
     end: float | None = None  # None: it never ended
@@ -51,9 +51,9 @@ def record(event: Event) -> Event:
     return event
 
 
-def event_of(call, kind: str = "verb", lane: str = "main") -> Event:
-    """Begin an event for a verb."""
-    event = Event(call.rank, kind, call.verb, time.monotonic(), None, str(call), call.where, lane=lane)
+def event_of(call, kind: str = "operation", lane: str = "main") -> Event:
+    """Begin an event for an operation."""
+    event = Event(call.rank, kind, call.operation, time.monotonic(), None, str(call), call.where, lane=lane)
     return record(event)
 
 

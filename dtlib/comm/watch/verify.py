@@ -1,6 +1,6 @@
 """Do all ranks call the same thing? Before a collective begins, every rank tells the others what it calls.
 
-Without this a verb whose arguments disagree hangs, or adds nonsense without a word. The notes are as short as one
+Without this an operation whose arguments disagree hangs, or adds nonsense without a word. The notes are as short as one
 packet and travel in log2 N rounds, so in a notebook it is always on.
 
     rank 0   all_reduce(sum) of (4,) float32   line 3 \\
@@ -49,4 +49,4 @@ def disagreement(said: dict[int, tuple[str, str]]) -> str:
     for (what, where), ranks in groups.items():
         who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
         sides.append(f"{who} {what}" + (f" in `{where}`" if where else ""))
-    return f"The ranks do not call the same: {'; '.join(sides)}. All ranks call the same verb alike. {RESET}"
+    return f"The ranks do not call the same: {'; '.join(sides)}. All ranks call the same operation alike. {RESET}"

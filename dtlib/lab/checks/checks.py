@@ -190,8 +190,8 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     try:
         return exercise.observe(namespace[exercise.name], comm)
     except _errors_of_waiting(comm) as error:
-        hint = "Every rank must call the same verbs in the same order: is one of yours inside an if?"
-        return Problem("waited", rank, "ranks that call the same verbs", str(error), (hint,))
+        hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
+        return Problem("waited", rank, "ranks that call the same operations", str(error), (hint,))
     except Exception as error:
         return Problem("raised", rank, "no error", *told(error, namespace[exercise.name]))
 

@@ -74,7 +74,7 @@ def beside(storages, known) -> list:
     import torch
 
     rest = [s[~torch.isin(s, known)] if s.dtype == known.dtype else s for s in storages]
-    return [part for part in rest if part.numel()]
+    return [storage for storage in rest if storage.numel()]
 
 
 def nbytes(tensors) -> int:

@@ -9,7 +9,7 @@ def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
     Args:
         guess: the prediction, a number or any value; None if it has not been made.
         came: what the run gave.
-        tolerance: how far off a numeric guess may be to count as right, as a share of ``came``.
+        tolerance: how far off a numeric guess may be to count as right, as a fraction of ``came``.
         hint: what to think about if it was wrong.
     """
     shown = f"{came:.4g}" if isinstance(came, float) else f"{came}"

@@ -77,7 +77,7 @@ def _follow_cells() -> None:
         return await execute(*args, **kwargs)
 
     def begin(_):
-        board.publish("has called no verb in this cell yet")
+        board.publish("has called no operation in this cell yet")
         running.set()
 
     def end(result):

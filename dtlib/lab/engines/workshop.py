@@ -71,13 +71,13 @@ class Record:
 
     def write(self, name: str, content: dict) -> None:
         path = self.state / name
-        part = path.with_suffix(f".{os.getpid()}")  # a reader sees the old file or the new one, never half
+        unfinished = path.with_suffix(f".{os.getpid()}")  # a reader sees the old file or the new one, never half
         try:
-            part.write_text(json.dumps(content))
-            part.replace(path)
+            unfinished.write_text(json.dumps(content))
+            unfinished.replace(path)
         except OSError as problem:
             with suppress(OSError):
-                part.unlink(missing_ok=True)
+                unfinished.unlink(missing_ok=True)
             raise self._cannot_be_written(problem) from None
 
     def _cannot_be_written(self, problem: OSError) -> DtlibError:

@@ -1,6 +1,6 @@
 """Batch normalisation over the batches of all ranks.
 
-With few samples a rank, statistics of one rank's part are noisy. Here every rank normalises with the mean and variance
+With few samples a rank, statistics of one rank's slice are noisy. Here every rank normalises with the mean and variance
 of the whole batch. Ranks exchange three numbers a channel in the forward pass, and two in the backward pass:
 
     rank r   count, mean, sum of squared deviations  --- all_gather --->  those of the whole batch
@@ -19,7 +19,7 @@ from dtlib.world import init
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``BatchNorm`` for inputs ``(N, C, ...)`` whose statistics in training are those of all ranks' parts together.
+    """``BatchNorm`` for inputs ``(N, C, ...)`` whose statistics in training are those of all ranks' slices together.
 
     ``N`` may differ between ranks; all ranks call it in the same order. ``comm`` is by default that of
     ``dtlib.init()``. Counterpart: ``torch.nn.SyncBatchNorm``, which is for GPUs only.
@@ -85,9 +85,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _keep(self, mean, variance) -> None:
         """Update the running statistics; ``momentum=None`` keeps the plain average over all batches."""
         self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 
 
 class _Normalise(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
+"""Data parallelism: every rank has the whole model and a slice of the batch, and gradients are averaged.
 
     rank 0   forward   backward -> gradients \\                   / the same average   step
     rank 1   forward   backward -> gradients  } all_reduce, /N  {  the same average   step
@@ -26,7 +26,7 @@ from dtlib.world import init
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradientBucket:
     """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient; and
     one that says whether it weights them by ``batch_size``."""
 
@@ -139,13 +139,13 @@ class DataParallel(nn.Module):
         self._weight = self._weight_of_this_rank()
 
     def _weight_of_this_rank(self) -> float:
-        """This rank's share in the average."""
+        """This rank's weight in the average."""
         if self.batch_size is None:
             ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
             return 1 / ranks
         return self._samples.weight(self.batch_size)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         """Fill a bucket and send it on its way."""
         has_gradient = []
         for parameter, view in zip(bucket.parameters, bucket.buffer.views, strict=True):
@@ -236,10 +236,10 @@ def _last_with_a_batch(flags: list[int]) -> int:
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
 
 
-def _bucket_of(parameters) -> Bucket:
+def _bucket_of(parameters) -> GradientBucket:
     shapes = [parameter.shape for parameter in parameters]
     first = parameters[0]
-    return Bucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters) + 1))
+    return GradientBucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters) + 1))
 
 
 def _check_devices(module, asked) -> None:

@@ -1,6 +1,6 @@
 """Data parallelism, to be read from top to bottom: three classes, each a few lines more than the one before.
 
-Every rank has the whole model and an equal part of the batch. Gradients are averaged over ranks, and so all of them
+Every rank has the whole model and an equal slice of the batch. Gradients are averaged over ranks, and so all of them
 take the same step:
 
     rank 0   forward   backward -> gradients \\                   / the same average   step

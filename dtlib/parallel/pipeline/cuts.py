@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def balanced_cuts(costs, stages: int) -> list[int]:
-    """Where to cut a list so that the most expensive part is as cheap as can be; every part has an element.
+    """Where to cut a list so that the most expensive stage is as cheap as can be; every stage has an element.
 
-    best[s][i]: the cheapest most expensive part if the first i elements are cut into s parts.
+    best[s][i]: the cheapest most expensive stage if the first i elements are cut into s stages.
     """
     count = len(costs)
     sums = [0]

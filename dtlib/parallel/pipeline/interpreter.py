@@ -63,6 +63,7 @@ class _Schedule:
                 )
         # Messages of other parts of a program must not meet these.
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
+        self._plan = _planned(self.actions)
         self.peak_in_flight = 0  # micro-batches whose activations this rank kept at a time, in the last step
         self._ended_by = None  # the error in whose middle a step ended
 
@@ -89,15 +90,15 @@ class _Schedule:
             raise DtlibError(f"{name}.step() has no gradients to compute under no_grad: call eval(), or leave no_grad.")
         if (target is None or self.loss_fn is None) and any(stage.is_last for stage in self.stages):
             raise DtlibError(f"{name}.step() on the last stage needs a loss: {name}(..., loss_fn).step(target=y).")
-        return self._run(self.actions, args, kwargs, target, losses, return_outputs)
+        return self._run(self._plan, args, kwargs, target, losses, return_outputs)
 
     def eval(self, *args, target=None, losses: list | None = None, **kwargs):
         """The forward passes alone; returns the last stage's output."""
         forward = [action for action in self.actions if action.kind == "F"]
         with torch.no_grad():
-            return self._run(forward, args, kwargs, target, losses, True)
+            return self._run(_planned(forward), args, kwargs, target, losses, True)
 
-    def _run(self, actions, args, kwargs, target, losses, return_outputs):
+    def _run(self, plan, args, kwargs, target, losses, return_outputs):
         if self._ended_by:
             raise DtlibError(
                 f"A step of this {type(self).__name__} ended with {self._ended_by}, and messages of it may still be "
@@ -106,12 +107,12 @@ class _Schedule:
         # Before anything is sent: a mistake here can be mended, and the others still wait.
         inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
         try:
-            return self._interpret(actions, inputs, target, losses, return_outputs)
+            return self._interpret(plan, inputs, target, losses, return_outputs)
         except BaseException as error:
             self._ended_by = type(error).__name__ if self.comm.size > 1 else None
             raise
 
-    def _interpret(self, actions, inputs, target, losses, return_outputs):
+    def _interpret(self, plan, inputs, target, losses, return_outputs):
         running = {}
         for stage in self.stages:
             targets, weights = self._targets(target) if stage.is_last else (None, None)
@@ -119,12 +120,15 @@ class _Schedule:
                 stage, self.comm, self.n_microbatches, inputs if stage.is_first else None, targets, self.loss_fn,
                 weights, self.recompute, running,
             )  # fmt: skip
-        self.peak_in_flight = 0
-        for place, action in enumerate(actions):
-            for coming in actions[place : place + 1 + AHEAD]:
+        self.peak_in_flight = in_flight = 0
+        for action, asked_for in plan:
+            for coming in asked_for:
                 running[coming.stage].post(coming.kind, coming.microbatch)
-            self._perform(running[action.stage], action)
-            self.peak_in_flight = max(self.peak_in_flight, sum(one.in_flight for one in running.values()))
+            stage = running[action.stage]
+            in_flight -= stage.in_flight
+            self._perform(stage, action)
+            in_flight += stage.in_flight
+            self.peak_in_flight = max(self.peak_in_flight, in_flight)
         for one in running.values():
             for handle in one.sending:
                 handle.wait()
@@ -224,6 +228,17 @@ class ScheduleZeroBubbleH1(_Schedule):
     @staticmethod
     def order(ranks, microbatches, stages):
         return schedules.zero_bubble_h1(ranks, microbatches)
+
+
+def _planned(actions: list) -> list[tuple]:
+    """Of each action, the actions whose messages are asked for just before it: as early as AHEAD allows, those of a
+    backward pass not before its forward pass, which tells what will come."""
+    places = {action: place for place, action in enumerate(actions)}
+    asked_for = [[] for _ in actions]
+    for place, action in enumerate(actions):
+        known = places[action._replace(kind="F")] + 1 if action.kind in "BI" else 0
+        asked_for[max(place - AHEAD, known, 0)].append(action)
+    return list(zip(actions, asked_for, strict=True))
 
 
 def _holds_values(leaf) -> bool:

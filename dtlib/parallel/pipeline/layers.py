@@ -1,4 +1,4 @@
-"""A model as a list of layers, of which each rank builds its own part.
+"""A model as a list of layers, of which each rank builds its own stages.
 
     layers       embed | block block block | block block head         cuts [0, 1, 4, 7]
     stage        0     | 1                 | 2
@@ -47,17 +47,17 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """This rank's part of a model that is given as a list of layers.
+    """This rank's stages of a model that is given as a list of layers.
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules, or functions, without parameters, of what the layer before gives.
-        num_stages: into how many parts it is cut; part s is on rank s of ``comm``, modulo its ranks.
+        num_stages: into how many it is cut; stage s is on rank s of ``comm``, modulo its ranks.
         stages_per_rank: more than 1 for ``ScheduleInterleaved1F1B``; ``stages()`` gives them.
         loss_fn: a function of output and target, for the last stage.
-        partition_method: ``"parameters"`` (parts with about equally many), ``"uniform"`` (equally many layers),
+        partition_method: ``"parameters"`` (stages with about equally many), ``"uniform"`` (equally many layers),
             ``"time"`` (measured, with ``sample``), or the cuts themselves, such as ``[0, 1, 4, 7]``.
         comm: the ranks of one pipeline. By default all ranks form as many pipelines as they can, side by side:
-            ``world.mesh(data=-1, pipe=num_stages)``, and ``data_comm`` joins those with the same part.
+            ``world.mesh(data=-1, pipe=num_stages)``, and ``data_comm`` joins those with the same stages.
         base_seed: layer i is built with the seed ``base_seed + i``, on whatever rank.
         sample: an input of the first layer, for ``"time"``.
 
@@ -99,23 +99,23 @@ class PipelineModule(nn.Module):
         self.stage_indices = range(self.comm.rank, num_stages, needed)
         self.layers, tied = nn.ModuleDict(), {}
         # Not in a ModuleList: their layers are those of self.layers, and have one name each.
-        self._parts = [
-            _Part([self._layer(specs, i, tied) for i in range(self.cuts[stage], self.cuts[stage + 1])])
+        self._stage_modules = [
+            _StageModule([self._layer(specs, i, tied) for i in range(self.cuts[stage], self.cuts[stage + 1])])
             for stage in self.stage_indices
         ]
         self._tied = self._share_tied(specs, tied)
         self.has_ties = any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
     def forward(self, *inputs):
-        if len(self._parts) > 1:
-            raise DtlibError(f"This rank has {len(self._parts)} stages: run them by a schedule, from stages().")
-        return self._parts[0](*inputs) if self._parts else inputs[0]
+        if len(self._stage_modules) > 1:
+            raise DtlibError(f"This rank has {len(self._stage_modules)} stages: run them by a schedule, from stages().")
+        return self._stage_modules[0](*inputs) if self._stage_modules else inputs[0]
 
     def stages(self) -> list[PipelineStage]:
         """This rank's stages, for a schedule."""
         return [
-            PipelineStage(part, index, self.num_stages, self.comm)
-            for part, index in zip(self._parts, self.stage_indices, strict=True)
+            PipelineStage(module, index, self.num_stages, self.comm)
+            for module, index in zip(self._stage_modules, self.stage_indices, strict=True)
         ]
 
     def reduce_tied_gradients(self) -> None:
@@ -231,7 +231,7 @@ class PipelineModule(nn.Module):
         return balanced_cuts(costs, self.num_stages)
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """Layers one after the other: one stage."""
 
     def __init__(self, functions):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, kinds_of, runs_of, send_gradients
+from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, runs_of, send_gradients
 from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
 
 
@@ -69,7 +69,7 @@ class RunningStage:
         stage: a PipelineStage.
         comm: a communicator that carries nothing else.
         inputs: for the first stage: positional and keyword arguments of each micro-batch.
-        targets, loss_fn, weights: for the last: of each micro-batch the target and its share in the mean.
+        targets, loss_fn, weights: for the last: of each micro-batch the target and its weight in the mean.
         recompute: keep inputs only and compute activations anew for the backward pass; not for the last micro-batch,
             whose backward pass follows at once (Y. Huang et al., "GPipe", NeurIPS 2019, section 2.3).
         neighbours: running stages on this rank, by stage: they are given to directly.
@@ -98,7 +98,7 @@ class RunningStage:
         if self._activations:
             self._alike = self._activations.alike
         else:
-            self._alike = runs_of([_kinds_of_inputs(*one) for one in inputs]) if inputs else [0] * microbatches
+            self._alike = runs_of([_samples(one) for one in inputs]) if inputs else [0] * microbatches
 
     def post(self, kind: str, microbatch: int) -> None:
         """Ask for what an action will need, as far as one can before it."""
@@ -118,8 +118,8 @@ class RunningStage:
             if self.recompute and microbatch < self.microbatches - 1 and torch.is_grad_enabled():
                 output = _recomputed(module, received, keywords)
             else:
-                own = _Entry.apply if not stage.is_first else torch.clone if self.recompute else _own
-                taken, named = tree_map_only(torch.Tensor, own, (received, keywords))
+                own = _entry if not stage.is_first else torch.clone if self.recompute else _own
+                taken, named = [_each(own, one) for one in received], _each(own, keywords) if keywords else {}
                 output = module(*taken, **named)
         if any(tensor._version != version for tensor, version in self._given):
             raise DtlibError(
@@ -138,7 +138,7 @@ class RunningStage:
                 self.losses[microbatch] = loss.detach()
                 sent = [loss]
             if torch.is_grad_enabled():
-                self.outputs[microbatch] = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                self.outputs[microbatch] = _each(torch.Tensor.detach, output)
         else:
             _check_sent(sent, output, stage.stage_index)
             self._give_activations(microbatch, sent)
@@ -206,16 +206,10 @@ class RunningStage:
             self.sending += send_gradients(self.comm, (index - 1) % self.comm.size, index, received)
 
 
-class _Entry(torch.autograd.Function):
-    """What has come, in the same memory, but no leaf of the graph: a layer may change it in place."""
-
-    @staticmethod
-    def forward(ctx, received):
-        return received.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
+def _entry(received):
+    """What has come, in the same memory, but neither a leaf of the graph nor a view of one: a layer may change it in
+    place."""
+    return torch.ops.aten._unsafe_view(received, received.shape)
 
 
 def _own(part):
@@ -274,6 +268,14 @@ def _check_sent(sent, output, index: int) -> None:
         )
 
 
-def _kinds_of_inputs(positional, keywords) -> tuple:
-    """What the shapes of activations may depend on."""
-    return kinds_of([value for value in tree_leaves((positional, keywords)) if isinstance(value, torch.Tensor)])
+def _samples(inputs) -> int:
+    """Of a micro-batch: what the shapes of its activations may depend on, as all are cut from the same tensors."""
+    positional, _ = inputs
+    first = positional[0] if positional else None
+    leaves = (first,) if isinstance(first, torch.Tensor) else tree_leaves(inputs)
+    return next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _each(function, value):
+    """``function`` of every tensor in tuples, lists and dictionaries."""
+    return function(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, function, value)

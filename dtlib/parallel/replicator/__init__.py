@@ -5,7 +5,7 @@
 
     between-graph: one process a replica             in-graph: one process holds all replicas
       process 0   step_fn --\\                          step_fn, captured for each replica ---\\
-                             >  verbs of comm           graph 0 --\\                            >  one graph
+                             >  collectives of comm      graph 0 --\\                            >  one graph
       process 1   step_fn --/                           graph 1 --- marks become exchanges ---/
 
 P. Buchlovsky et al., "TF-Replicator: distributed machine learning for researchers", arXiv:1902.00465, 2019.
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from dtlib.comm import as_communicator, types
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator.capturing import capture, check_repeatable
-from dtlib.parallel.replicator.exchange import OPERATIONS, AllGather, AllReduce, BetweenGraph, InGraph
+from dtlib.parallel.replicator.exchange import MAP_REDUCE_OPS, AllGather, AllReduce, BetweenGraph, InGraph
 from dtlib.parallel.replicator.optimizer import ReplicatedOptimizer
 from dtlib.parallel.replicator.python_state import changed, python_state
 from dtlib.parallel.replicator.rewiring import rewire
@@ -94,8 +94,8 @@ class Replicator:
         A function can share work out: ``lambda replica_id: total(items[replica_id::replicator.replicas])``.
         """
         tensor = self._mapped(value, "map_reduce")
-        if op not in OPERATIONS:
-            raise DtlibError(f"map_reduce has no op {op!r}: choose one of {', '.join(OPERATIONS)}.")
+        if op not in MAP_REDUCE_OPS:
+            raise DtlibError(f"map_reduce has no op {op!r}: choose one of {', '.join(MAP_REDUCE_OPS)}.")
         types.combiner(tensor, op, "map_reduce")  # refuses what processes could not combine
         return AllReduce.apply(tensor, op, self._exchange)
 

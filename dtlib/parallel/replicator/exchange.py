@@ -1,8 +1,8 @@
-"""What replicas exchange, with its gradients, in two forms: verbs between processes, or marks in a captured graph.
+"""What replicas exchange, with its gradients, in two forms: operations between processes, or marks in a captured graph.
 
     y = all_reduce(x)          the sum (mean, ...) over replicas       gradient: all_reduce of the gradients
     y = all_gather(x)          everyone's x, one after the other       gradient: reduce_scatter
-    y = reduce_scatter(x)      part r of the sum                       gradient: all_gather
+    y = reduce_scatter(x)      chunk r of the sum                      gradient: all_gather
 
 The loss of every replica may depend on every replica's x, so each gradient is exchanged as well.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dtlib.errors import DtlibError
 
-OPERATIONS = ("sum", "mean", "max", "min")
+MAP_REDUCE_OPS = ("sum", "mean", "max", "min")
 
 
 class BetweenGraph:
-    """One replica a process: an exchange is a verb of the communicator."""
+    """One replica a process: an exchange is an operation of the communicator."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -116,7 +116,7 @@ def exchange_all_gather(tensors, replicas):
 
 
 def exchange_reduce_scatter(tensors, replicas):
-    return [part.clone() for part in torch.stack(tensors).sum(0).chunk(replicas)]
+    return [chunk.clone() for chunk in torch.stack(tensors).sum(0).chunk(replicas)]
 
 
 def _for_each(result, replicas):
@@ -146,7 +146,7 @@ class AllReduce(torch.autograd.Function):
     def backward(ctx, gradient):
         if ctx.op in ("sum", "mean"):
             return AllReduce.apply(gradient, ctx.op, ctx.exchange), None, None
-        # The gradient goes to whoever has the largest (smallest) value, in equal parts.
+        # The gradient goes to whoever has the largest (smallest) value, in equal shares.
         tensor, result = ctx.saved_tensors
         holds = (tensor == result).to(gradient.dtype)
         holders = AllReduce.apply(holds, "sum", ctx.exchange)

@@ -61,9 +61,9 @@ class ReplicatedOptimizer:
             pieces = [_flat(gradients[i], parameters[i], i) for i in of_type]
             used_here = [pieces[0].new_full((1,), float(gradients[i] is not None)) for i in of_type]
             flat = AllReduce.apply(torch.cat([*pieces, *used_here]).detach(), "mean", self._exchange)
-            *parts, used = flat.split([*(len(piece) for piece in pieces), len(of_type)])
-            for i, part, flag in zip(of_type, parts, used.unbind(), strict=True):
-                averages[i] = part.view_as(parameters[i]), flag
+            *pieces, used = flat.split([*(len(piece) for piece in pieces), len(of_type)])
+            for i, piece, flag in zip(of_type, pieces, used.unbind(), strict=True):
+                averages[i] = piece.view_as(parameters[i]), flag
         flags = torch.stack([flag.to(torch.float32) for _, flag in averages])
         self._exchange.apply(self, [average for average, _ in averages], flags)
 
@@ -71,8 +71,8 @@ class ReplicatedOptimizer:
         """Step with gradients that are averaged already."""
         for parameter in self._wrapped:
             parameter.grad = None  # also of what has been frozen since
-        for parameter, gradient, share in zip(self.parameters, gradients, used.tolist(), strict=True):
-            parameter.grad = gradient if share else None
+        for parameter, gradient, is_used in zip(self.parameters, gradients, used.tolist(), strict=True):
+            parameter.grad = gradient if is_used else None
         self.optimizer.step()
 
 

@@ -14,7 +14,7 @@ rank needs nothing from the others, as the activation works element by element:
 
 Attention is cut the same way by heads, and the embedding and the loss by words. functions.py has f and g, layers.py
 what is cut by columns, rows and words, cross_entropy.py the loss, blocks.py the perceptron and attention, whole.py a
-model in parts seen as one.
+model in shards seen as one.
 
 What travels, for activations X of B bytes on N ranks; an all_reduce of B bytes by ring sends 2 B (N-1) / N from each
 rank, an all_gather B (N-1) / N (both on average, where B does not divide by N):
@@ -31,7 +31,7 @@ rank, an all_gather B (N-1) / N (both on average, where B does not divide by N):
                                   and N more
 
 Where an input needs no gradient, nothing travels for it in the backward pass. Every rank of ``comm`` has the same batch
-and calls the same layers in the same order; dropout outside the cut parts has to draw the same numbers on all of them.
+and calls the same layers in the same order; dropout outside the cut layers has to draw the same numbers on all of them.
 
 M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism",
 arXiv:1909.08053, section 3; D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using

@@ -59,7 +59,7 @@ class ParallelAttention(nn.Module):
 
     @classmethod
     def from_attention(cls, attention: nn.MultiheadAttention, comm, causal: bool = False) -> "ParallelAttention":
-        """The parts of a self-attention that is there already; rank 0's values count."""
+        """The shards of a self-attention that is there already; rank 0's values count."""
         if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             raise DtlibError(
                 "ParallelAttention is self-attention alone: build the nn.MultiheadAttention without kdim, vdim, "

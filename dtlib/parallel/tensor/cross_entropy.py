@@ -14,18 +14,18 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dtlib.errors import DtlibError
-from dtlib.parallel.tensor.functions import with_verbs
+from dtlib.parallel.tensor.functions import with_operations
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
 def vocab_parallel_cross_entropy(
-    logits_part: torch.Tensor, targets: torch.Tensor, comm, reduction: str = "none", ignore_index: int = -100
+    logits_slice: torch.Tensor, targets: torch.Tensor, comm, reduction: str = "none", ignore_index: int = -100
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits in parts.
+    """``torch.nn.functional.cross_entropy`` of logits in slices.
 
     Args:
-        logits_part: this rank's logits, ``(..., words here)``; ranks have consecutive words, in rank order.
+        logits_slice: this rank's logits, ``(..., words here)``; ranks have consecutive words, in rank order.
         targets: words, int64, of shape ``(...)``, equal on all ranks.
         comm: a dtlib communicator.
         reduction: ``"none"`` gives the loss of each sample, of the shape of ``targets``; ``"mean"`` and ``"sum"`` one
@@ -42,13 +42,13 @@ def vocab_parallel_cross_entropy(
         raise DtlibError(
             f"vocab_parallel_cross_entropy(reduction={reduction!r}): choose one of {', '.join(REDUCTIONS)}."
         )
-    if logits_part.shape[:-1] != targets.shape:
+    if logits_slice.shape[:-1] != targets.shape:
         raise DtlibError(
             f"vocab_parallel_cross_entropy takes logits (..., words) with targets (...), and got "
-            f"{tuple(logits_part.shape)} with {tuple(targets.shape)}."
+            f"{tuple(logits_slice.shape)} with {tuple(targets.shape)}."
         )
     counts = targets != ignore_index
-    losses = _CrossEntropy.apply(logits_part, targets, with_verbs(comm), counts).masked_fill(~counts, 0)
+    losses = _CrossEntropy.apply(logits_slice, targets, with_operations(comm), counts).masked_fill(~counts, 0)
     if reduction == "mean":
         return losses.sum() / counts.sum()
     return losses.sum() if reduction == "sum" else losses

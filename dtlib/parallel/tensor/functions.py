@@ -7,10 +7,10 @@
     scatter_to_ranks    [x0 x1 x2]  ->  rank r keeps xr         all_gather
     gather_from_ranks   all_gather                              [d0 d1 d2]  ->  rank r keeps dr
 
-Why f adds up gradients: every rank used the same x with its own part of the weights, and x's gradient is the sum of
+Why f adds up gradients: every rank used the same x with its own shard of the weights, and x's gradient is the sum of
 what came of each. Why g does not: the sum is the same on all ranks, and so is its gradient, which every summand gets.
 
-``comm`` is a dtlib communicator here: ``dtlib.comm.as_communicator`` makes one, once, of what a program has. Parts are
+``comm`` is a dtlib communicator here: ``dtlib.comm.as_communicator`` makes one, once, of what a program has. Slices are
 of the last dimension, in rank order, and differ by one element at most.
 """
 
@@ -23,35 +23,35 @@ from dtlib.errors import DtlibError
 def copy_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
     """Megatron-LM's f: ``x``, equal on all ranks, goes into computations that differ between ranks; the gradients of
     all of them are added up."""
-    return _Copy.apply(x, with_verbs(comm))
+    return _Copy.apply(x, with_operations(comm))
 
 
 def reduce_from_ranks(x: torch.Tensor, comm) -> torch.Tensor:
     """Megatron-LM's g: the sum of all ranks' ``x``, on every rank; each ``x`` has the gradient of the sum."""
-    return _Reduce.apply(x, with_verbs(comm))
+    return _Reduce.apply(x, with_operations(comm))
 
 
 def scatter_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
-    """This rank's part of ``x``, which is equal on all ranks: shape ``(..., n)`` to about ``(..., n / size)``."""
-    return _Scatter.apply(x, with_verbs(comm))
+    """This rank's slice of ``x``, which is equal on all ranks: shape ``(..., n)`` to about ``(..., n / size)``."""
+    return _Scatter.apply(x, with_operations(comm))
 
 
 def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.Tensor:
-    """All ranks' parts ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
+    """All ranks' slices ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
 
-    ``count`` is the length of the whole last dimension, to be given where parts differ in length.
+    ``count`` is the length of the whole last dimension, to be given where slices differ in length.
 
     Raises:
-        DtlibError: for a part that is not as long as ``scatter_to_ranks`` makes it of so many.
+        DtlibError: for a slice that is not as long as ``scatter_to_ranks`` makes it of so many.
     """
     if count is not None:
-        part = part_of(count, comm.rank, comm.size)
-        if x.shape[-1] != part.stop - part.start:
+        slice_ = slice_of(count, comm.rank, comm.size)
+        if x.shape[-1] != slice_.stop - slice_.start:
             raise DtlibError(
                 f"gather_from_ranks(count={count}): rank {comm.rank} of {comm.size} has {x.shape[-1]} elements of the "
-                f"last dimension, and {part.stop - part.start} is its part."
+                f"last dimension, and {slice_.stop - slice_.start} is its slice."
             )
-    return _Gather.apply(x, with_verbs(comm), x.shape[-1] * comm.size if count is None else count)
+    return _Gather.apply(x, with_operations(comm), x.shape[-1] * comm.size if count is None else count)
 
 
 class _Copy(torch.autograd.Function):
@@ -81,8 +81,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm):
         ctx.comm, ctx.count = comm, x.shape[-1]
-        # In memory of its own, also where the part is all of x: what comes next may work in place.
-        return x[..., part_of(x.shape[-1], comm.rank, comm.size)].clone(memory_format=torch.contiguous_format)
+        # In memory of its own, also where the slice is all of x: what comes next may work in place.
+        return x[..., slice_of(x.shape[-1], comm.rank, comm.size)].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -100,26 +100,26 @@ class _Gather(torch.autograd.Function):
         return scatter_to_ranks(gradient, ctx.comm), None, None
 
 
-def part_of(count: int, rank: int, ranks: int) -> slice:
-    """Which of ``count`` elements a rank has; parts differ by one at most."""
+def slice_of(count: int, rank: int, ranks: int) -> slice:
+    """Which of ``count`` elements a rank has; slices differ by one at most."""
     return slice(count * rank // ranks, count * (rank + 1) // ranks)
 
 
-def whole_of(part: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Tensor:
-    """All ranks' parts of ``count`` elements along ``dim``, one after the other; without gradients."""
-    last = part.movedim(dim, -1)
-    # all_gather carries equal parts: the shorter ones are padded, and cut again.
+def whole_of(slice_: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Tensor:
+    """All ranks' slices of ``count`` elements along ``dim``, one after the other; without gradients."""
+    last = slice_.movedim(dim, -1)
+    # all_gather carries equal chunks: the shorter ones are padded, and cut again.
     padded = nn.functional.pad(last, (0, -(-count // comm.size) - last.shape[-1])).contiguous()
     everyones = comm.all_gather(padded.new_empty(comm.size, *padded.shape), padded)
-    slices = [part_of(count, rank, comm.size) for rank in range(comm.size)]
+    slices = [slice_of(count, rank, comm.size) for rank in range(comm.size)]
     trimmed = [other[..., : piece.stop - piece.start] for other, piece in zip(everyones, slices, strict=True)]
-    return torch.cat([part.movedim(-1, dim) for part in trimmed], dim)
+    return torch.cat([slice_.movedim(-1, dim) for slice_ in trimmed], dim)
 
 
-def with_verbs(comm):
+def with_operations(comm):
     if not hasattr(comm, "all_reduce"):
         raise DtlibError(
-            f"comm={comm!r:.60} lacks dtlib's verbs: make a communicator of it once, with "
+            f"comm={comm!r:.60} lacks dtlib's operations: make a communicator of it once, with "
             "dtlib.comm.as_communicator(comm), and pass that."
         )
     return comm

@@ -1,4 +1,4 @@
-"""Layers of which each rank has a part of the weights.
+"""Layers of which each rank has a shard of the weights.
 
     ColumnParallelLinear      weight, (out_features, in_features) as torch keeps it, cut along out_features
     RowParallelLinear         ... cut along in_features
@@ -18,14 +18,14 @@ from dtlib.errors import DtlibError
 from dtlib.parallel.tensor.functions import (
     copy_to_ranks,
     gather_from_ranks,
-    part_of,
     reduce_from_ranks,
     scatter_to_ranks,
+    slice_of,
 )
 
 
 class ParallelLayer(nn.Module):
-    """What the layers share: this rank's parts of the parameters of a whole layer, which has rank 0's values.
+    """What the layers share: this rank's shards of the parameters of a whole layer, which has rank 0's values.
 
     ``partition_dim`` says along which dimension each parameter is cut; one that it does not name is whole, and equal,
     on every rank. ``whole_shapes`` are those before the cut.
@@ -47,12 +47,12 @@ class ParallelLayer(nn.Module):
                 f"{type(self).__name__}: {self.comm.size} ranks cannot share {self.shared}={count}, as each needs one "
                 f"at least: use at most {count} ranks, or a larger {self.shared}."
             )
-        self.part = part_of(count, self.comm.rank, self.comm.size)
+        self.slice = slice_of(count, self.comm.rank, self.comm.size)
         for name, parameter in parameters.items():
             values = self.comm.broadcast(parameter.detach().clone(memory_format=torch.contiguous_format))
             if name in self.partition_dim:
-                part = values.narrow(self.partition_dim[name], self.part.start, self.part.stop - self.part.start)
-                values = part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
+                shard = values.narrow(self.partition_dim[name], self.slice.start, self.slice.stop - self.slice.start)
+                values = shard.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
             self.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
 
     def register_parameter(self, name, parameter) -> None:
@@ -62,7 +62,7 @@ class ParallelLayer(nn.Module):
         super().register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
-        return f"{self.whole_shapes}, {self.shared} {self.part.start} to {self.part.stop} here"
+        return f"{self.whole_shapes}, {self.shared} {self.slice.start} to {self.slice.stop} here"
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -70,13 +70,13 @@ class ColumnParallelLinear(ParallelLayer):
 
     Args:
         in_features, out_features, bias: as for ``nn.Linear``. Where ``out_features`` does not divide by the ranks,
-            parts differ by one.
+            shards differ by one.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
-        gather_output: give all ranks the whole output, of shape ``(..., out_features)``; else each has its part of
+        gather_output: give all ranks the whole output, of shape ``(..., out_features)``; else each has its slice of
             the last dimension, ready for ``RowParallelLinear(..., input_is_parallel=True)``.
 
     The input, of shape ``(..., in_features)``, is equal on all ranks. Initial values are those of one ``nn.Linear`` on
-    rank 0: every rank draws all numbers and keeps its part, so that generators stay in step.
+    rank 0: every rank draws all numbers and keeps its shard, so that generators stay in step.
     Counterpart: Megatron-LM's ``ColumnParallelLinear``.
 
     Raises:
@@ -91,7 +91,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm, gather_output: bool = True) -> "ColumnParallelLinear":
-        """The parts of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        """The shards of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
         check_plain(linear, nn.Linear, cls.__name__)
         made = cls.__new__(cls)
         made._build(linear, comm, gather_output)
@@ -115,9 +115,9 @@ class RowParallelLinear(ParallelLayer):
 
     Args:
         in_features, out_features, bias: as for ``nn.Linear``. Where ``in_features`` does not divide by the ranks,
-            parts differ by one.
+            shards differ by one.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
-        input_is_parallel: each rank passes its part of the input, as ``ColumnParallelLinear(gather_output=False)``
+        input_is_parallel: each rank passes its slice of the input, as ``ColumnParallelLinear(gather_output=False)``
             gives it; else all pass the whole one, of shape ``(..., in_features)``.
 
     The output, of shape ``(..., out_features)``, is equal on all ranks, and so are the bias and its gradient.
@@ -135,7 +135,7 @@ class RowParallelLinear(ParallelLayer):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm, input_is_parallel: bool = False) -> "RowParallelLinear":
-        """The parts of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
+        """The shards of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
         check_plain(linear, nn.Linear, cls.__name__)
         made = cls.__new__(cls)
         made._build(linear, comm, input_is_parallel)
@@ -150,7 +150,9 @@ class RowParallelLinear(ParallelLayer):
 
     def forward(self, x):
         if self.input_is_parallel:
-            check_width(x, self.weight.shape[1], "this rank's part, as RowParallelLinear(input_is_parallel=True) takes")
+            check_width(
+                x, self.weight.shape[1], "this rank's slice, as RowParallelLinear(input_is_parallel=True) takes"
+            )
         else:
             check_width(x, self.in_features, f"in_features={self.in_features} of RowParallelLinear")
             x = scatter_to_ranks(x, self.comm)
@@ -171,7 +173,7 @@ class VocabParallelEmbedding(ParallelLayer):
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
 
     Takes words of any shape, equal on all ranks; gives ``(..., embedding_dim)``, equal on all ranks. Initial values are
-    those of one ``nn.Embedding`` on rank 0. To tie the output layer, which has the same part of the words:
+    those of one ``nn.Embedding`` on rank 0. To tie the output layer, which has the same slice of the words:
 
         output = ColumnParallelLinear(embedding_dim, num_embeddings, comm, bias=False, gather_output=False)
         output.weight = embedding.weight
@@ -191,7 +193,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, comm) -> "VocabParallelEmbedding":
-        """The parts of a layer that is there already; rank 0's values count, and ``embedding`` stays as it is."""
+        """The shards of a layer that is there already; rank 0's values count, and ``embedding`` stays as it is."""
         for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(embedding, option)
             if value is not None and value is not False:  # padding_idx=0 is an option too
@@ -212,8 +214,8 @@ class VocabParallelEmbedding(ParallelLayer):
                 f"VocabParallelEmbedding has words 0 to {self.num_embeddings - 1} and got {int(words.min())} to "
                 f"{int(words.max())}."
             )
-        elsewhere = (words < self.part.start) | (words >= self.part.stop)
-        rows = functional.embedding((words - self.part.start).masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (words < self.slice.start) | (words >= self.slice.stop)
+        rows = functional.embedding((words - self.slice.start).masked_fill(elsewhere, 0), self.weight)
         return reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
 
 
@@ -229,7 +231,7 @@ def check_same(comm, who: str, **arguments) -> None:
 
 
 def check_plain(whole: nn.Module, kind: type, who: str) -> None:
-    """Refuse a layer that does more than ``kind``, of which the parts would know nothing."""
+    """Refuse a layer that does more than ``kind``, of which the shards would know nothing."""
     hooks = whole._forward_hooks or whole._forward_pre_hooks or whole._backward_hooks or whole._backward_pre_hooks
     names = {name for name, _ in whole.named_parameters()}
     why = (

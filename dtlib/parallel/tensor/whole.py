@@ -1,4 +1,4 @@
-"""A model in parts seen as one: its values, and the norm of its gradient."""
+"""A model in shards seen as one: its values, and the norm of its gradient."""
 
 import torch
 from torch import nn
@@ -28,8 +28,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
     """Between ``backward()`` and ``step()``: scale all gradients down together so that the 2-norm of the whole model's
     gradient is at most ``max_norm``; returns the norm before. All ranks of ``comm``, the tensor axis, call it.
 
-    ``nn.utils.clip_grad_norm_`` would see one rank's parts alone, and each rank would scale by another factor. Here
-    squares of parts are added over ranks; those of parameters that every rank has whole are counted once. Gradients
+    ``nn.utils.clip_grad_norm_`` would see one rank's shards alone, and each rank would scale by another factor. Here
+    squares of shards are added over ranks; those of parameters that every rank has whole are counted once. Gradients
     have been averaged over a data axis before, as by ``DataParallel``; those inside a ``ZeroOptimizer`` are not seen.
     """
     cut = {
@@ -39,9 +39,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
         for name in module.partition_dim
     }
     with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    parts = _square([parameter.grad for parameter in with_gradient if parameter in cut])
+    shards = _square([parameter.grad for parameter in with_gradient if parameter in cut])
     whole = _square([parameter.grad for parameter in with_gradient if parameter not in cut])
-    norm = float((as_communicator(comm).all_reduce(parts) + whole).sqrt())
+    norm = float((as_communicator(comm).all_reduce(shards) + whole).sqrt())
     for parameter in with_gradient:
         parameter.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm

@@ -1,4 +1,4 @@
-"""What ZeroOptimizer may be given: which optimizers may have parts of parameters, and which numbers make sense."""
+"""What ZeroOptimizer may be given: which optimizers may have shards of parameters, and which numbers make sense."""
 
 from inspect import unwrap
 
@@ -6,7 +6,7 @@ from torch import optim
 
 from dtlib.errors import DtlibError
 
-# Optimizers whose update of an element depends on nothing but that element: a part of a parameter is like a whole one.
+# Optimizers whose update of an element depends on nothing but that element: a shard of a parameter is like a whole one.
 ELEMENTWISE = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,

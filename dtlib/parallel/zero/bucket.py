@@ -9,8 +9,8 @@ from dtlib.gradients.local_gradient import UnaveragedGradient
 from dtlib.gradients.shards import GradientShard, check_dense
 
 
-class Bucket:
-    """Parameters that lie in one flat memory, of which each rank owns an equal part."""
+class ShardedBucket:
+    """Parameters that lie in one flat memory, of which each rank owns an equal shard."""
 
     def __init__(self, parameters: list[nn.Parameter], comm, stage: int):
         self.parameters = parameters
@@ -50,7 +50,7 @@ class Bucket:
             parameter.grad = view
 
     def reduce(self, comm, weight: float | None) -> None:
-        """Stage 1: average the gradients over ranks; this rank gets its part of them, in place."""
+        """Stage 1: average the gradients over ranks; this rank gets its shard of them, in place."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -63,7 +63,7 @@ class Bucket:
         comm.reduce_scatter(self.shards.own(whole), whole, "mean" if weight is None else "sum")
 
     def averages(self) -> list[torch.Tensor]:
-        """This rank's part of each gradient's average, once it has been reduced."""
+        """This rank's shard of each gradient's average, once it has been reduced."""
         own = self.shards.own(self.gradients.flat) if isinstance(self.gradients, FlatBuffer) else self.gradients.average
         return self.shards.views(own)
 

@@ -1,15 +1,15 @@
-"""ZeRO stages 1 and 2: every rank keeps the whole model, and updates an equal part of it.
+"""ZeRO stages 1 and 2: every rank keeps the whole model, and updates an equal shard of it.
 
 Data parallelism keeps the optimizer's states, and does its work, N times over. Here each rank owns 1/N of the flat
 parameters. Two steps take the place of the all-reduce, and together send as much:
 
-    gradients     reduce_scatter    rank r gets the average of its part
-                  optimizer.step()  on that part alone, with states for that part alone
+    gradients     reduce_scatter    rank r gets the average of its shard
+                  optimizer.step()  on that shard alone, with states for that shard alone
     parameters    all_gather        everybody has all the new values
 
 Stage 1 keeps all gradients until ``step()`` and reduces them there. Stage 2 reduces them in buckets during the backward
-pass and frees them, so that each rank keeps the averages of its own part only; it therefore sends gradients after every
-backward pass, where stage 1 sends them once a step.
+pass and frees them, so that each rank keeps the averages of its own shard only; it therefore sends gradients after
+every backward pass, where stage 1 sends them once a step.
 
                         bytes a parameter in float32 with Adam, on N ranks
     data parallelism    4 + 4 + 8
@@ -30,11 +30,11 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
 from dtlib.gradients.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
-from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_parts
+from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
 from dtlib.parallel.zero.arguments import check_arguments
-from dtlib.parallel.zero.bucket import Bucket, names_of
+from dtlib.parallel.zero.bucket import ShardedBucket, names_of
 from dtlib.parallel.zero.state import load_state, settings_of, whole_state
 from dtlib.world import init
 
@@ -43,7 +43,7 @@ class ZeroOptimizer(optim.Optimizer):
     """An optimizer whose states, at stage 2 with the gradients, are shared out among the ranks of ``comm``.
 
     ``loss.backward()`` stays as it is, and the model needs no wrapper. ``step()`` averages gradients over ranks,
-    updates this rank's part, and gives everybody the new values.
+    updates this rank's shard, and gives everybody the new values.
 
     Args:
         params: parameters, or groups of them, as for any optimizer; also ``model.named_parameters()``, so that errors
@@ -60,7 +60,7 @@ class ZeroOptimizer(optim.Optimizer):
         progress: who moves the buckets of stage 2 on during the backward pass, as for ``DataParallel``.
         **defaults: passed to ``optimizer_class``.
 
-    Parameters in 16 bits get master weights in float32, for this rank's part alone.
+    Parameters in 16 bits get master weights in float32, for this rank's shard alone.
 
     ``optimizer.batch_size = len(x)`` before a backward pass weights this rank's gradients by its samples; a rank
     without samples sets it to 0 and calls ``step()`` without a backward pass. A parameter that no rank has used is left
@@ -86,11 +86,11 @@ class ZeroOptimizer(optim.Optimizer):
         self._offload, self._wanted_progress = offload, progress
         # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
         self._cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else float("inf")
-        self._buckets, self._names, self._part_of = [], {}, {}
+        self._buckets, self._names, self._shard_of = [], {}, {}
         self._reduced = False  # gradients have been averaged, and step() need not do it
         self._reducer = self._whole_state = None
         self.masters = MasterWeights([])
-        self.optim = None  # the local optimizer, which has this rank's parts only
+        self.optim = None  # the local optimizer, which has this rank's shards only
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         local = [self._share_out(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(local, **defaults)
@@ -115,24 +115,24 @@ class ZeroOptimizer(optim.Optimizer):
             if not parameter.requires_grad:
                 self.comm.broadcast(parameter)
         indices = buckets_of(trained[::-1], self._cap, min(self._cap, FIRST_BUCKET) if self.stage == 2 else self._cap)
-        buckets = [Bucket([trained[::-1][i] for i in some], self.comm, self.stage) for some in indices]
+        buckets = [ShardedBucket([trained[::-1][i] for i in some], self.comm, self.stage) for some in indices]
         owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
         on_gpu = any(parameter.is_cuda for parameter in trained)
         if self._offload and not on_gpu:
             warnings.warn("offload: there is no GPU here, so states are in host memory anyway.", stacklevel=3)
         made = MasterWeights(owned.values(), "cpu" if self._offload and on_gpu else None, wholes=owned)
         self.masters += made
-        parts = [part for bucket in buckets for part in bucket.shards.parts]
-        for parameter, part, master in zip(owned, parts, made.masters, strict=True):
-            self._part_of[parameter] = part, owned[parameter], master
+        slices = [slice_ for bucket in buckets for slice_ in bucket.shards.slices]
+        for parameter, slice_, master in zip(owned, slices, made.masters, strict=True):
+            self._shard_of[parameter] = slice_, owned[parameter], master
         self._buckets += buckets
         self._names |= names
         # A scheduler changes param_groups, which the local optimizer follows.
-        return {**settings_of(group), "params": [self._part_of[parameter][2] for parameter in trained]}
+        return {**settings_of(group), "params": [self._shard_of[parameter][2] for parameter in trained]}
 
     def _connect(self) -> None:
         """Have autograd tell of gradients."""
-        self.progress = progress_for(self.comm, self._part_of, self._wanted_progress, "ZeroOptimizer")
+        self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
         if self.stage == 2:
             shards = [bucket.gradients for bucket in self._buckets]
             self._reducer = Reducer(shards, self.comm, lambda: self.batch_size, self.progress, self._names)
@@ -177,7 +177,7 @@ class ZeroOptimizer(optim.Optimizer):
     def _check_parameters(self) -> None:
         """Refuse what would go wrong without a word."""
         for parameter, name in self._names.items():
-            if parameter.requires_grad and parameter not in self._part_of:
+            if parameter.requires_grad and parameter not in self._shard_of:
                 raise DtlibError(
                     f"{name} was frozen when ZeroOptimizer was made and is trained now: make a new ZeroOptimizer, or "
                     "add it with add_param_group once it is unfrozen."
@@ -192,17 +192,17 @@ class ZeroOptimizer(optim.Optimizer):
 
     def _in_the_middle(self) -> bool:
         """Gradients have come, and wait for the step."""
-        waiting = any(parameter.grad is not None for parameter in self._part_of)
+        waiting = any(parameter.grad is not None for parameter in self._shard_of)
         return waiting or self._reduced or bool(self._reducer and self._reducer.passes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Between ``backward()`` and ``step()``: scale all gradients down together so that their joint norm, over the
-        parts of all ranks, is at most ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
+        shards of all ranks, is at most ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
 
         Raises:
-            DtlibError: for parameters that tensor parallelism has cut, as their other parts are not here.
+            DtlibError: for parameters that tensor parallelism has cut, as their other shards are not here.
         """
-        refuse_parts((p for group in self.param_groups for p in group["params"]), f"clip_grad_norm_({max_norm})")
+        refuse_shards((p for group in self.param_groups for p in group["params"]), f"clip_grad_norm_({max_norm})")
         self.reduce_gradients()
         gradients = [master.grad for master in self.masters.masters]
         return clip_by_norm(gradients, max_norm, self.comm, norm_type=norm_type)
@@ -222,7 +222,7 @@ class ZeroOptimizer(optim.Optimizer):
     # The step
 
     def step(self, closure=None):
-        """Average the gradients, update this rank's part, and give every rank all the new values.
+        """Average the gradients, update this rank's shard, and give every rank all the new values.
 
         ``closure`` computes the loss anew and calls ``backward()``; its result is returned.
         """
@@ -240,7 +240,7 @@ class ZeroOptimizer(optim.Optimizer):
         return loss
 
     def give_values(self) -> None:
-        """Give every rank's model the values of all parts, after parts have been changed from outside."""
+        """Give every rank's model the values of all shards, after shards have been changed from outside."""
         self.masters.give_values()
         for bucket in self._buckets:
             whole = bucket.values.flat
@@ -248,10 +248,10 @@ class ZeroOptimizer(optim.Optimizer):
 
     # What others may want to know
 
-    def part_of(self, parameter):
-        """The part of a parameter that this rank updates: a ``flat.Part``, its value, and what the local optimizer
+    def shard_of(self, parameter):
+        """The shard of a parameter that this rank updates: a ``flat.Slice``, its value, and what the local optimizer
         ``optim`` knows it as (its float32 master, if the parameter has 16 bits). None for one that is not trained."""
-        return self._part_of.get(parameter)
+        return self._shard_of.get(parameter)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that this optimizer keeps beside parameters and states, by what it is for (accounting.py)."""
@@ -263,7 +263,7 @@ class ZeroOptimizer(optim.Optimizer):
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the states of all parts on rank ``to``, whose ``state_dict()`` is whole until the next ``step()``.
+        """Gather the states of all shards on rank ``to``, whose ``state_dict()`` is whole until the next ``step()``.
 
         All ranks call it. The whole one is what ``optimizer_class`` itself would give for all parameters, and any
         number of ranks takes it; of parameters in 16 bits it has the ``master``, too.
@@ -271,7 +271,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._whole_state = whole_state(self, to)
 
     def state_dict(self) -> dict:
-        """This rank's part; ``load_state_dict`` takes it on the same rank of as many ranks. dtlib.checkpoint knows how
+        """This rank's shard; ``load_state_dict`` takes it on the same rank of as many ranks. dtlib.checkpoint knows how
         to move between numbers of ranks. On the rank of ``consolidate_state_dict`` the whole."""
         if self._whole_state is not None:
             return self._whole_state
@@ -283,7 +283,7 @@ class ZeroOptimizer(optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take this rank's part, or on all ranks the same whole state, which may be of ``optimizer_class`` itself."""
+        """Take this rank's shard, or on all ranks the same whole state, which may be of ``optimizer_class`` itself."""
         if self._in_the_middle():
             raise DtlibError("A state cannot be loaded while gradients wait: call step() or zero_grad() first.")
         self._whole_state = None

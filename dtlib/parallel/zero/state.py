@@ -1,7 +1,7 @@
-"""The state of a ZeroOptimizer as one optimizer of all parameters would have it, gathered from parts and cut into them.
+"""The state of a ZeroOptimizer as one optimizer of all parameters would have it, gathered from shards and cut up.
 
-part of rank 0   exp_avg[0:4]  \
-part of rank 1   exp_avg[4:8]   }  exp_avg in the shape of the parameter; numbers such as ``step`` are alike on all
+shard of rank 0   exp_avg[0:4]  \
+shard of rank 1   exp_avg[4:8]   }  exp_avg in the shape of the parameter; numbers such as ``step`` are alike on all
 """
 
 import torch
@@ -20,9 +20,9 @@ def whole_state(zero, to: int) -> dict | None:
     whole = optim.Optimizer.state_dict(zero)
     whole["state"] = {}
     for i, parameter in enumerate(_parameters(zero)):
-        if parameter not in zero._part_of:
+        if parameter not in zero._shard_of:
             continue
-        part, value, master = zero._part_of[parameter]
+        slice_, value, master = zero._shard_of[parameter]
         mine = {key: _on_host(state) for key, state in zero.optim.state.get(master, {}).items()}
         if master is not value:
             mine[MASTER] = _on_host(master)
@@ -30,14 +30,14 @@ def whole_state(zero, to: int) -> dict | None:
         everyones = zero.comm.all_gather_object(mine)  # one parameter at a time, so that no rank holds all but one
         if zero.comm.rank == to and mine:
             whole["state"][i] = {
-                key: torch.cat([theirs[key] for theirs in everyones]).view(part.shape) if key in cut else state
+                key: torch.cat([theirs[key] for theirs in everyones]).view(slice_.shape) if key in cut else state
                 for key, state in mine.items()
             }
     return whole if zero.comm.rank == to else None
 
 
 def take_whole_state(zero, whole: dict) -> None:
-    """Cut a whole state and give the local optimizer its part."""
+    """Cut a whole state and give the local optimizer its shard."""
     optim.Optimizer.load_state_dict(zero, {**whole, "state": {}})
     local = zero.optim.state_dict()
     places = {master: i for i, master in enumerate(p for group in zero.optim.param_groups for p in group["params"])}
@@ -45,21 +45,21 @@ def take_whole_state(zero, whole: dict) -> None:
         mine.update(settings_of(theirs))
     local["state"] = {}
     for i, parameter in enumerate(_parameters(zero)):
-        if parameter not in zero._part_of:
+        if parameter not in zero._shard_of:
             continue
-        part, value, master = zero._part_of[parameter]
+        slice_, value, master = zero._shard_of[parameter]
         state = dict(whole["state"].get(i, {}))
         saved = state.pop(MASTER, parameter)
         if master is not value:
             with torch.no_grad():
-                master.copy_(saved.reshape(-1)[part.start : part.stop])
+                master.copy_(saved.reshape(-1)[slice_.start : slice_.stop])
         if state:
-            local["state"][places[master]] = {key: _cut(key, one, part) for key, one in state.items()}
+            local["state"][places[master]] = {key: _cut(key, one, slice_) for key, one in state.items()}
     zero.optim.load_state_dict(local)
 
 
 def load_state(zero, state_dict: dict) -> None:
-    """Take this rank's part, or the whole."""
+    """Take this rank's shard, or the whole."""
     if "param_groups" in state_dict:
         return take_whole_state(zero, state_dict)
     place = state_dict.get("rank"), state_dict.get("size")
@@ -85,12 +85,12 @@ def _on_host(state):
     return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
 
 
-def _cut(key: str, state, part):
+def _cut(key: str, state, slice_):
     """Memory of its own: a view would keep the whole, and torch's optimizers write into what they have loaded."""
     if not isinstance(state, torch.Tensor):
         return state
-    is_whole = key not in COUNTERS and tuple(state.shape) == part.shape
-    return (state.reshape(-1)[part.start : part.stop] if is_whole else state).clone()
+    is_whole = key not in COUNTERS and tuple(state.shape) == slice_.shape
+    return (state.reshape(-1)[slice_.start : slice_.stop] if is_whole else state).clone()
 
 
 def _parameters(zero) -> list:

@@ -7,7 +7,7 @@ from dtlib import pi
 from dtlib.lab.checks.kit import Exercise, Wrong
 
 MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
-SHARE_HINT = "pi.part(points, comm.rank, comm.size) gives the first point of this rank and one past its last."
+SLICE_HINT = "pi.slice_of(points, comm.rank, comm.size) gives the first point of this rank and one past its last."
 
 
 def observe_count(count_my_points, comm):
@@ -25,7 +25,7 @@ def judge_count(observations) -> None:
                 raise Wrong("type", rank, expected, f"{count}", "Return what the kernel returns.")
         expected = pi.count_numpy(0, points)
         if sum(counts) != expected:
-            start, stop = pi.part(points, 0, len(counts))
+            start, stop = pi.slice_of(points, 0, len(counts))
             raise Wrong(
                 "other-count", 0, f"{expected} of {points} points inside, over all ranks", f"{sum(counts)}",
                 "Return this rank's own count: the check adds them.",
@@ -57,7 +57,7 @@ def judge_estimate(observations) -> None:
         if wrong and 0 not in wrong:
             raise Wrong(
                 "only-root", wrong[0], expected_text, f"{estimates[wrong[0]]}",
-                "Rank 0 is right and another rank is not: which verb gives the result to all?",
+                "Rank 0 is right and another rank is not: which operation gives the result to all?",
                 "all_reduce gives the result to every rank, reduce to its root alone.",
             )  # fmt: skip
         _check_ranges(ranges, points)
@@ -77,17 +77,17 @@ def judge_estimate(observations) -> None:
                 "Sum the counts, then compute pi once.",
             )  # fmt: skip
         inside = pi.count_numpy(0, points)
-        mine = pi.count_numpy(*pi.part(points, wrong[0], size))
+        mine = pi.count_numpy(*pi.slice_of(points, wrong[0], size))
         hint = {
-            inside / points: "This is the share of points inside: pi is four times as much.",
-            inside: "This is the count: pi is four times its share of the points.",
-            4 * mine / points: "This is the part of this rank alone: who adds the counts?",
+            inside / points: "This is the fraction of points inside: pi is four times as much.",
+            inside: "This is the count: pi is four times its fraction of the points.",
+            4 * mine / points: "This is the slice of this rank alone: who adds the counts?",
             math.pi: "This is pi itself: the estimate from these points is wanted.",
         }.get(came)
         if hint is None and came == round(came, 4):
             hint = "Is it rounded, or counted in a type with few digits? Return all digits of 4 * inside / points."
         elif hint is None:
-            hint = "Reduce the counts, not the estimates: unequal parts must not have equal weight."
+            hint = "Reduce the counts, not the estimates: unequal slices must not have equal weight."
         raise Wrong(
             "other-estimate", wrong[0], expected_text, f"{came}", hint,
             "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, return 4 * inside.item() / points.",
@@ -157,19 +157,19 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
         if seeds := {seed for _, _, seed in mine if seed != 0}:
             raise Wrong(
                 "seed", rank, "the points of seed 0", f"points of seed {min(seeds)}",
-                "Another seed is another set of points: leave it out, and give each rank its own range.", SHARE_HINT,
+                "Another seed is another set of points: leave it out, and give each rank its own range.", SLICE_HINT,
             )  # fmt: skip
     counted = sum(stop - start for mine in ranges for start, stop, _ in mine)
     expected = f"the points 0 to {points - 1}, each counted by one rank"
     if size > 1 and len(set(ranges)) == 1 and counted == size * points:
         raise Wrong(
             "all-on-every-rank", 1, expected, f"every rank counted all {points} points",
-            "The value may be right, but every rank did the whole work: no speed-up.", SHARE_HINT,
+            "The value may be right, but every rank did the whole work: no speed-up.", SLICE_HINT,
         )  # fmt: skip
     if size > 1 and len(set(ranges)) == 1:
         raise Wrong(
             "same-points", 1, expected, f"every rank counted the points {_text(ranges[0])}",
-            "All ranks draw the same points: what differs between them?", SHARE_HINT,
+            "All ranks draw the same points: what differs between them?", SLICE_HINT,
         )  # fmt: skip
     position = 0
     pieces = sorted((start, stop, rank) for rank, mine in enumerate(ranges) for start, stop, _ in mine if start < stop)
@@ -179,19 +179,19 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
             came = f"{start} to {position - 1} counted twice" if twice else f"{position} to {start - 1} by nobody"
             raise Wrong(
                 "overlap" if twice else "gap", rank, expected, came,
-                "Where one rank stops the next must start.", SHARE_HINT,
+                "Where one rank stops the next must start.", SLICE_HINT,
             )  # fmt: skip
         position = stop
     idle = [rank for rank, mine in enumerate(ranges) if not any(start < stop for start, stop, _ in mine)]
     if idle and points >= size and len(idle) < size:
         raise Wrong(
-            "idle", idle[0], "a part of the points for every rank", "no point",
-            "This rank counts nothing while others work: divide the points over all ranks.", SHARE_HINT,
+            "idle", idle[0], "a slice of the points for every rank", "no point",
+            "This rank counts nothing while others work: divide the points over all ranks.", SLICE_HINT,
         )  # fmt: skip
     if not pieces:
         raise Wrong(
             "nothing", 0, expected, "no rank counted a point",
-            "count_compiled(start, stop) counts from start to stop - 1: is start the smaller?", SHARE_HINT,
+            "count_compiled(start, stop) counts from start to stop - 1: is start the smaller?", SLICE_HINT,
         )  # fmt: skip
     last = pieces[-1][2]
     if position > points and points < size:
@@ -199,22 +199,22 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
             "fewer-points-than-ranks", last, expected, f"{points} point{'s' * (points > 1)} in all, and rank {last} "
             f"counted point {position - 1}",
             "Who counts, if there are fewer points than ranks?",
-            "Some ranks have nothing to count then: start and stop are the same there.", SHARE_HINT,
+            "Some ranks have nothing to count then: start and stop are the same there.", SLICE_HINT,
         )  # fmt: skip
     if position > points:
         raise Wrong(
             "remainder", last, expected, f"rank {last} went on to point {position - 1}",
-            f"There are {points} points: where must the last rank stop?", SHARE_HINT,
+            f"There are {points} points: where must the last rank stop?", SLICE_HINT,
         )  # fmt: skip
     if points - position >= size:
         raise Wrong(
             "gap", last, expected, f"{position} to {points - 1} by nobody",
-            "Which first and which last point has each rank? Both arguments are places, not lengths.", SHARE_HINT,
+            "Which first and which last point has each rank? Both arguments are places, not lengths.", SLICE_HINT,
         )  # fmt: skip
     if position != points:
         raise Wrong(
             "remainder", last, expected, f"the last rank stopped at point {position - 1}",
-            f"{points} points do not divide evenly by {size} ranks: who counts the rest?", SHARE_HINT,
+            f"{points} points do not divide evenly by {size} ranks: who counts the rest?", SLICE_HINT,
         )  # fmt: skip
 
 

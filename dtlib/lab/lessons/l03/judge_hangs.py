@@ -58,7 +58,7 @@ def hang_1(comm):
     return settings
 """,
         ((2, 3), (2, 4)),
-        ("Whom does the sentence name?", "broadcast is a verb of all ranks: which line keeps one away?"),
+        ("Whom does the sentence name?", "broadcast is an operation of all ranks: which line keeps one away?"),
     ),
     2: Hang(
         """
@@ -101,10 +101,10 @@ def hang_4(comm):
     5: Hang(
         """
 def hang_5(comm):
-    share = torch.zeros(1)
+    percent = torch.zeros(1)
     try:
-        share += 100 // comm.rank
-        comm.all_reduce(share)
+        percent += 100 // comm.rank
+        comm.all_reduce(percent)
     except ZeroDivisionError:
         pass
 """,

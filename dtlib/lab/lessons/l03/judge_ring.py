@@ -12,13 +12,13 @@ BASE = 64  # rank r puts in powers of this, so that a digit of the sum says how 
 
 
 def lengths(ranks: int) -> tuple[int, ...]:
-    """A length that divides by the ranks, one that does not, one shorter than the ranks, one element, none; and parts
+    """A length that divides by the ranks, one that does not, one shorter than the ranks, one element, none; and chunks
     so long that their messages wait for a receive (MPI sends short ones ahead)."""
     return 12 * ranks, 13 * ranks - 1, max(1, ranks - 1), 1, 0, LONG * ranks
 
 
 def observe_ring(all_reduce, comm):
-    """For each length what came out here, and the verbs that this rank used: (name, destination, messages, bytes)."""
+    """For each length what came out here, and the operations used: (name, destination, messages, bytes)."""
     cases = []
     for length in lengths(comm.size):
         case = _observed(all_reduce, length, comm)
@@ -50,8 +50,10 @@ def _observed(all_reduce, length, comm):
             case["sends"] = not_waited_for(handles)
             _let_messages_leave(events)
             case.update(values=tensor.tolist(), returned=_as_list(came))
-    case["verbs"] = [
-        (event.name, _destination(event.what), event.messages, event.bytes) for event in events if event.kind == "verb"
+    case["operations"] = [
+        (event.name, _destination(event.what), event.messages, event.bytes)
+        for event in events
+        if event.kind == "operation"
     ]
     return case
 
@@ -87,7 +89,7 @@ def _as_list(came):
 
 def judge_ring(observations) -> None:
     """Every rank has the sum in its own tensor, and sent as many bytes for it as the ring does."""
-    _judge_verbs(observations)
+    _judge_operations(observations)
     for cases in _by_length(observations):
         _judge_errors(cases)
         _judge_values(cases)
@@ -103,14 +105,14 @@ def _by_length(observations):
         yield {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
 
 
-def _judge_verbs(observations) -> None:
+def _judge_operations(observations) -> None:
     for rank, seen in enumerate(observations):
-        others = {name for case in seen for name, *_ in case["verbs"]} - set(POINT_TO_POINT)
+        others = {name for case in seen for name, *_ in case["operations"]} - set(POINT_TO_POINT)
         if others:
             raise Wrong(
                 "collective-inside", rank, "send and recv alone", f"{', '.join(sorted(others))}",
-                "This exercise builds the verb itself: use nothing but comm.send and comm.recv.",
-                "Cut the tensor into comm.size parts and pass parts on to the right neighbour.",
+                "This exercise builds the collective itself: use nothing but comm.send and comm.recv.",
+                "Cut the tensor into comm.size chunks and pass chunks on to the right neighbour.",
             )  # fmt: skip
 
 
@@ -123,8 +125,8 @@ def _judge_errors(cases) -> None:
     if length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited:
         raise Wrong(
             "remainder", rank, f"no error with {length} elements on {len(cases)} ranks", came,
-            "Lengths that divide by the number of ranks work: cut the others into unequal parts.",
-            "Part p goes from length * p // comm.size to length * (p + 1) // comm.size; parts may be empty.",
+            "Lengths that divide by the number of ranks work: cut the others into unequal chunks.",
+            "Chunk p goes from length * p // comm.size to length * (p + 1) // comm.size; chunks may be empty.",
         )  # fmt: skip
     if waited and length == lengths(len(cases))[-1]:
         raise Wrong(
@@ -164,7 +166,7 @@ def _judge_values(cases) -> None:
             raise Wrong(
                 "not-in-place", rank, "the sum in the tensor itself", "a new tensor; the one passed is as before",
                 "Like comm.all_reduce it works in place: the caller looks at the tensor that it passed.",
-                "Work on views: parts = torch.tensor_split(tensor, comm.size) share the tensor's memory.",
+                "Work on views: chunks = torch.tensor_split(tensor, comm.size) share the tensor's memory.",
             )  # fmt: skip
         raise Wrong(
             "nothing-done", rank, what, "the tensor is as before",
@@ -173,8 +175,8 @@ def _judge_values(cases) -> None:
     if length != first:
         raise Wrong(
             "remainder", rank, what, came,
-            f"{first} elements come out right, {length} do not: how long is each part then?",
-            "Part p goes from length * p // comm.size to length * (p + 1) // comm.size; parts may be empty.",
+            f"{first} elements come out right, {length} do not: how long is each chunk then?",
+            "Chunk p goes from length * p // comm.size to length * (p + 1) // comm.size; chunks may be empty.",
         )  # fmt: skip
     if 0 not in wrong and len(wrong) == size - 1 and size > 1:
         raise Wrong(
@@ -184,29 +186,29 @@ def _judge_values(cases) -> None:
     if all(abs(a - b) <= 1e-2 * b for case in cases.values() for a, b in zip(case["values"], expected, strict=True)):
         raise Wrong(
             "rounded", rank, f"{what}, in float64 as the tensor is", f"{came}, nearly the sum: it was rounded",
-            "In which type do parts travel, and in which are they added?",
-            "torch.empty_like(part) has the type of the part.",
+            "In which type do chunks travel, and in which are they added?",
+            "torch.empty_like(chunk) has the type of the chunk.",
         )  # fmt: skip
     everything = [_times(case["values"][i], i, size) for case in cases.values() for i in range(length)]
     if None in everything:
         raise Wrong(
             "other-values", rank, what, came,
             "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",
-            "Receive into a tensor of its own, then add it to the part.",
+            "Receive into a tensor of its own, then add it to the chunk.",
         )  # fmt: skip
     if any(count > 1 for times in everything for count in times):
         raise Wrong(
             "counted-twice", rank, what, came,
-            "A value is added more than once: in the second half parts are complete, and received ones take the "
+            "A value is added more than once: in the second half chunks are complete, and received ones take the "
             "place of what is there.",
             "Add in the first N-1 steps alone; in the other N-1 copy.",
         )  # fmt: skip
     complete = sum(times == (1,) * size for times in everything)
     raise Wrong(
         "incomplete", rank, what, f"{came}; {complete} of {size * length} elements of all ranks are complete",
-        "Which part does a rank have complete after N-1 steps? That is the one it must pass on first.",
-        "Step s of the first half: send part (rank - s - 1) % N, receive part (rank - s - 2) % N and add. "
-        "Step s of the second: send part (rank - s) % N, receive part (rank - s - 1) % N.",
+        "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first.",
+        "Step s of the first half: send chunk (rank - s - 1) % N, receive chunk (rank - s - 2) % N and add. "
+        "Step s of the second: send chunk (rank - s) % N, receive chunk (rank - s - 1) % N.",
     )  # fmt: skip
 
 
@@ -217,10 +219,10 @@ def _expected(size, length) -> list:
 
 def _times(value, place, size):
     """How often each rank's values are in an element, in rank order; None where it is no sum of them."""
-    share, rest = divmod(value, _unit(size) * (1 + place % 3))
-    if rest or not 0 < share < BASE**size:
+    times, rest = divmod(value, _unit(size) * (1 + place % 3))
+    if rest or not 0 < times < BASE**size:
         return None
-    return tuple(int(share) // BASE**rank % BASE for rank in range(size))
+    return tuple(int(times) // BASE**rank % BASE for rank in range(size))
 
 
 def _in_words(times) -> str:
@@ -241,7 +243,7 @@ def _judge_waits(cases) -> None:
 
 
 def _judge_cost(cases) -> None:
-    """Not more than a ring with parts of equal length, rounded up; and as many messages as a ring needs."""
+    """Not more than a ring with chunks of equal length, rounded up; and as many messages as a ring needs."""
     size, length = len(cases), cases[0]["length"]
     if size == 1 or length == 0:
         return
@@ -257,25 +259,25 @@ def _judge_cost(cases) -> None:
         raise Wrong(
             "bytes", rank, f"at most {most:,} bytes from each rank, for {length} elements", f"{sums[rank][1]:,} bytes",
             "The values are right, but this rank sends too much: nobody needs to send whole arrays.",
-            "Each step sends one part, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.",
+            "Each step sends one chunk, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.",
         )  # fmt: skip
     if length != lengths(size)[0]:
-        return  # parts that are empty need no message
+        return  # chunks that are empty need no message
     few = min(sums, key=lambda rank: sums[rank][0])
     if sums[few][0] < 2 * (size - 1):
         raise Wrong(
             "messages", few, f"{2 * (size - 1)} messages from each rank, on {size} ranks", f"{sums[few][0]}",
             "The values are right, but it is no ring: each rank sends in each of 2 (N-1) steps.",
-            "Cut the tensor into comm.size parts; pass on one part a step.",
+            "Cut the tensor into comm.size chunks; pass on one chunk a step.",
         )  # fmt: skip
     many = max(sums, key=lambda rank: sums[rank][0])
     if sums[many][0] > 8 * (size - 1):
         raise Wrong(
             "messages", many, f"about {2 * (size - 1)} messages from each rank, on {size} ranks", f"{sums[many][0]}",
-            "Every message costs latency: send a part in one piece.",
+            "Every message costs latency: send a chunk in one piece.",
         )  # fmt: skip
     for rank, case in cases.items():
-        to = {dest for name, dest, *_ in case["verbs"] if name == "send"}
+        to = {dest for name, dest, *_ in case["operations"] if name == "send"}
         if len(to) > 2:
             raise Wrong(
                 "no-ring", rank, "messages to neighbours alone", f"messages to the ranks {sorted(to)}",
@@ -284,7 +286,7 @@ def _judge_cost(cases) -> None:
 
 
 def _sent(case) -> tuple[int, int]:
-    return sum(messages for *_, messages, _ in case["verbs"]), sum(count for *_, count in case["verbs"])
+    return sum(messages for *_, messages, _ in case["operations"]), sum(count for *_, count in case["operations"])
 
 
 EXERCISES = {

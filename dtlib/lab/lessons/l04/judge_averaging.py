@@ -63,7 +63,7 @@ def _judge_values(cases, moved: bool) -> None:
     name = wrong[rank][0] if wrong else ""
     gradients = cases[rank]["gradients"]
     where = f"{name}.grad of the {model} net on {size} ranks"
-    calls = sum(verb != "broadcast" for verb, *_ in cases[rank]["reduced"])
+    calls = sum(operation != "broadcast" for operation, *_ in cases[rank]["reduced"])
     if moved:
         raise Wrong(
             "parameter-reduced", rank, "parameters as before, and gradients averaged", "parameters were averaged",
@@ -94,11 +94,11 @@ def _judge_values(cases, moved: bool) -> None:
         )  # fmt: skip
     everywhere = [(r, n) for r in range(size) for n in expected if expected[n] is not None]
     if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r, n in everywhere):
-        came = f"each rank's own gradient, although {calls} verbs ran" if calls else "each rank's own gradient"
+        came = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
         raise Wrong(
             "not-averaged", rank, f"{where}: the same on all ranks", came,
             "Does what was averaged find its way back into parameter.grad?" if calls else "Who averages?",
-            "all_reduce works in place: on a copy, such as torch.cat makes, copy the parts back: grad.copy_(part).",
+            "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).",
         )  # fmt: skip
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     tied = [(r, n) for r, n in everywhere if n == "inside.weight"]
@@ -136,7 +136,7 @@ def _judge_values(cases, moved: bool) -> None:
         )  # fmt: skip
     raise Wrong(
         "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
-        "Are the parts copied back to the parameters that they came from, in the same order on all ranks?",
+        "Are the pieces copied back to the parameters that they came from, in the same order on all ranks?",
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ def reference(comm, x, y):
         torch.nn.functional.cross_entropy(net(x), y).backward()
         flat = torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).half()
         comm.all_reduce(flat, op="mean", algorithm="ring")
-        for parameter, part in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()]), strict=True):
-            parameter.grad = part.view_as(parameter).float()
+        for parameter, piece in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()]), strict=True):
+            parameter.grad = piece.view_as(parameter).float()
         optimizer.step()
     return net
 
@@ -70,7 +70,7 @@ def _played(train, comm, x, y, x_test, y_test) -> dict:
         return {"error": f"a model that returns {said!r:.60} for {len(x_test)} images"}
     said = said.argmax(1) if said.ndim == 2 else said
     right = (said == y_test).double().mean().item()
-    sent = sum(event.bytes for event in events if event.kind == "verb")
+    sent = sum(event.bytes for event in events if event.kind == "operation")
     return {"accuracy": right, "bytes": sent, "seconds": seconds, "loads": len(loads)}
 
 
@@ -135,7 +135,7 @@ def judge_golf(observations) -> str:
         )  # fmt: skip
     if not mine and len(observations) > 1:
         raise Wrong(
-            "nothing-sent", 0, "some bytes, sent by a verb of comm", f"{accuracy:.1%} without a byte",
+            "nothing-sent", 0, "some bytes, sent by an operation of comm", f"{accuracy:.1%} without a byte",
             "No rank has all digits. From where does this one know the others', if nobody has told it?",
             "Only what travels through comm counts, and something has to.",
         )  # fmt: skip

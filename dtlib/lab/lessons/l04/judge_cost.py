@@ -3,7 +3,7 @@
 from dtlib.lab.checks.kit import Wrong
 from dtlib.lab.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
 
-SMALL_VERBS = 3  # by which ranks may tell one another their samples
+SMALL_OPERATIONS = 3  # by which ranks may tell one another their samples
 TIED = (
     "One parameter has two names here (tied weights). Its gradient is one, already summed over both uses.",
     "module.parameters() gives each parameter once; going through layers by hand gives a tied one twice.",
@@ -63,16 +63,18 @@ def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
     buckets = [count for _, count, _ in case["reduced"] if count >= least]
     others, bound = len(case["reduced"]) - len(buckets), most_calls(model, cap)
     big, room = max(buckets, default=0), 8 * (len(parameters) + 1)  # flags and samples may travel in a bucket
-    expected = f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} verbs, and one for the samples"
-    if len(buckets) > bound or others > SMALL_VERBS:
+    expected = (
+        f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} operations, and one for the samples"
+    )
+    if len(buckets) > bound or others > SMALL_OPERATIONS:
         if cap == FULL:
             raise Wrong(
-                "full-bucket", rank, expected, f"{len(case['reduced'])} verbs; with {CAP} bytes it was right",
+                "full-bucket", rank, expected, f"{len(case['reduced'])} operations; with {CAP} bytes it was right",
                 f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
                 "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.",
             )  # fmt: skip
         raise Wrong(
-            "no-buckets", rank, expected, f"{len(case['reduced'])} verbs",
+            "no-buckets", rank, expected, f"{len(case['reduced'])} operations",
             "The values are right, but too many messages travel: each pays latency.",
             "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.",
         )  # fmt: skip

@@ -109,14 +109,14 @@ def _observe(wrap, comm, hooks):
             if not hooks:
                 wrapped.average_gradients(len(x))
         case["gradients"] = gradients_of(net)
-        case["reduced"] = [_reduced(event) for event in events if event.kind == "verb"]
+        case["reduced"] = [_reduced(event) for event in events if event.kind == "operation"]
         cases.append(case)
     cases[0]["moved"] = _moved(*nets["plain"], comm, hooks)
     return cases
 
 
 def _reduced(event) -> tuple[str, int, int]:
-    """Verb, bytes of its array, and bytes that this rank sent for it."""
+    """Operation, bytes of its array, and bytes that this rank sent for it."""
     match = _SHAPE.search(event.what)
     if not match:
         return event.name, 0, event.bytes

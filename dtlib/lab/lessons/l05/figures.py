@@ -77,13 +77,13 @@ def failures(counts: dict) -> None:
     rows = []
     for batch in batches:
         for number, name in enumerate(names):
-            share, low, high = (100 * value for value in intervals.rate(*counts[batch, name]))
+            fraction, low, high = (100 * value for value in intervals.rate(*counts[batch, name]))
             rows.append((batch, name, "{} of {}".format(*counts[batch, name]), f"{low:.0f} to {high:.0f}"))
             place = batches.index(batch) + 0.16 * (number - (len(names) - 1) / 2)
             at = RULES.index(name)
             style = {"color": RANK_COLOURS[at], "marker": _MARKERS[at], "capsize": 4, "markersize": 7}
             axes.errorbar(
-                place, share, [[share - low], [high - share]], linestyle="none",
+                place, fraction, [[fraction - low], [high - fraction]], linestyle="none",
                 label=name if batch == batches[0] else None, **style,
             )  # fmt: skip
     axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])

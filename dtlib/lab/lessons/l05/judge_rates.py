@@ -151,7 +151,7 @@ def _judge_top(rank, case, series) -> None:
     if came > previous:
         raise Wrong(
             "keeps-growing", rank, expected, f"{came:g}, and {previous:g} in step {series[-2][0]}",
-            "After the warm-up the rate is constant.", "share = min(1, step / warmup_steps)",
+            "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)",
         )  # fmt: skip
     raise Wrong(
         "other-rate", rank, expected, f"{came:g}",
@@ -163,8 +163,8 @@ def _judge_top(rank, case, series) -> None:
 def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
     """A straight line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, then constant."""
     for step, came in series:
-        share = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-        wanted = first + (top - first) * share
+        fraction = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+        wanted = first + (top - first) * fraction
         if _same(came, wanted):
             continue
         expected = f"{wanted:g} in step {step} of a warm-up of {warmup_steps}, with {case}"
@@ -183,18 +183,18 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
             name = "no-warmup" if _same(came, top) else "wrong-start"
             raise Wrong(
                 name, rank, expected, f"{came:g}", hint,
-                "Warm-up begins at the rate of the small batch: rate + (top - rate) * share, and share is 0 in step 0.",
+                "Warm-up begins at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.",
             )  # fmt: skip
         if step >= warmup_steps and last > came and not _same(last, top):
             raise Wrong(
                 "keeps-growing", rank, expected, f"{came:g}, and {last:g} in step {series[-1][0]}",
-                "After the warm-up the rate is constant.", "share = min(1, step / warmup_steps)",
+                "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)",
             )  # fmt: skip
         if step >= warmup_steps and not _same(last, top):
             raise Wrong(
                 "never-at-the-top", rank, expected, f"{came:g}, and {last:g} in step {series[-1][0]}",
-                "Which is the largest share that comes out, in any step?",
-                "In step warmup_steps the share is 1: min(1, step / warmup_steps).",
+                "Which is the largest fraction that comes out, in any step?",
+                "In step warmup_steps the fraction is 1: min(1, step / warmup_steps).",
             )  # fmt: skip
         raise Wrong(
             "no-straight-line", rank, expected, f"{came:g}",

@@ -14,7 +14,7 @@ KINDS = {
 }
 
 
-def shares(ranks: int = 4) -> None:
+def shards(ranks: int = 4) -> None:
     """Who keeps what: at each stage, a row a rank; what it keeps is filled, as wide as its bytes a parameter."""
     import matplotlib.pyplot as plt
 
@@ -23,11 +23,11 @@ def shares(ranks: int = 4) -> None:
     figure, panels = plt.subplots(1, len(STAGES), figsize=(10.5, 0.42 * ranks + 1.2), sharey=True)
     rows = []
     for stage, (name, axes) in enumerate(zip(STAGES, panels, strict=True)):
-        shared = dict(zip(widths, (stage >= 3, stage >= 2, stage >= 1), strict=True))
+        sharded = dict(zip(widths, (stage >= 3, stage >= 2, stage >= 1), strict=True))
         for rank in range(ranks):
             left = 0
             for kind, width in widths.items():
-                start, held = (left + rank * width / ranks, width / ranks) if shared[kind] else (left, width)
+                start, held = (left + rank * width / ranks, width / ranks) if sharded[kind] else (left, width)
                 _, colour, hatch = KINDS[kind]
                 style = {"height": 0.7, "align": "center"}
                 axes.barh(rank, held, left=start, color=colour, hatch=hatch, edgecolor="white", lw=0, **style)
@@ -37,9 +37,9 @@ def shares(ranks: int = 4) -> None:
         axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        parts = [f"{width} / {ranks}" if shared[kind] else f"{width}" for kind, width in widths.items()]
-        together = sum(width / ranks if shared[kind] else width for kind, width in widths.items())
-        rows.append((name, *parts, f"{together:g}"))
+        cells = [f"{width} / {ranks}" if sharded[kind] else f"{width}" for kind, width in widths.items()]
+        together = sum(width / ranks if sharded[kind] else width for kind, width in widths.items())
+        rows.append((name, *cells, f"{together:g}"))
     _legend(figure, list(widths))
     plt.show()
     print(f"Bytes a parameter on each of {ranks} ranks:")

@@ -37,11 +37,11 @@ def flat_of(tensors):
 
 
 def length_of(elements: int, ranks: int) -> int:
-    """Elements of a rank's part, padding included."""
+    """Elements of a rank's shard, padding included."""
     return -(-elements // ranks)
 
 
-def own_part(flat, rank: int, ranks: int):
+def own_shard(flat, rank: int, ranks: int):
     length = length_of(len(flat), ranks)
     return flat[rank * length : (rank + 1) * length]
 
@@ -82,7 +82,7 @@ def _train(cls, comm, kind: str) -> dict:
             with recording() as events:
                 mine.step()
             seen["after"].append(flat_of(net.parameters()).tolist())
-            seen["sent"].append(sum(event.bytes for event in events if event.kind == "verb"))
+            seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
         net.zero_grad()
         values = torch.tensor(seen["after"][-1], dtype=torch.float64)
         others = beside(before.new(also=net.parameters()), values)
@@ -138,7 +138,7 @@ def judge_errors(cases) -> None:
         raise Wrong(
             "only-divides", rank, f"no error where sizes do not divide by {len(cases)}", came,
             "It works where the sizes divide. What if they do not?",
-            "Each part has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.",
+            "Each shard has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.",
         )  # fmt: skip
 
 
@@ -169,11 +169,11 @@ def _judge_steps(cases) -> None:
                 "Something was updated, but not what the model uses.",
                 "Let parameter.data be a view of the flat memory, or copy the new values into parameter.data.",
             )  # fmt: skip
-        own = [same(own_part(after[r], r, ranks), own_part(expected[0], r, ranks)) for r in range(ranks)]
+        own = [same(own_shard(after[r], r, ranks), own_shard(expected[0], r, ranks)) for r in range(ranks)]
         if all(own):
             raise Wrong(
-                "not-gathered", rank, what, f"{came}: this rank's part is right, the others are old",
-                "Each rank has updated its part. How do the others learn of it?",
+                "not-gathered", rank, what, f"{came}: this rank's shard is right, the others are old",
+                "Each rank has updated its shard. How do the others learn of it?",
                 "comm.all_gather(flat, own) after the update.",
             )  # fmt: skip
         _judge_gradients(after, rank, kind, what, came)
@@ -205,11 +205,11 @@ def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
             'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.',
         )  # fmt: skip
     alone = [_in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
-    if all(same(own_part(after[r], r, ranks), own_part(alone[r], r, ranks)) for r in range(ranks)):
+    if all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)):
         raise Wrong(
-            "not-averaged", rank, what, f"{came}: each part is updated with one rank's gradient alone",
-            "Whose samples does the gradient of this rank's part come from?",
-            "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's part.",
+            "not-averaged", rank, what, f"{came}: each shard is updated with one rank's gradient alone",
+            "Whose samples does the gradient of this rank's shard come from?",
+            "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's shard.",
         )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _judge_padding(after, expected, start, rank: int, what: str, came: str) -> N
         raise Wrong(
             "tail-forgotten", rank, what, f"the last {tail} of them as before",
             f"{len(expected)} parameters do not divide by {ranks}: who owns the last ones?",
-            "Round the length of a part up, -(-P // N) in Python, and fill the end with zeros.",
+            "Round the length of a shard up, -(-P // N) in Python, and fill the end with zeros.",
         )  # fmt: skip
     raise Wrong(
         "padding", rank, what, f"{came}, and where sizes divide all is well",
@@ -241,7 +241,7 @@ def _judge_sent(cases) -> None:
             raise Wrong(
                 "too-many-bytes", rank, f"{wanted} bytes sent in a step: gradients to their owners, new values back",
                 f"{max(case['sent'])} bytes",
-                "The values are right. But who needs the average of which part, and who has the new value of which?",
+                "The values are right. But who needs the average of which shard, and who has the new value of which?",
                 "comm.reduce_scatter for gradients and comm.all_gather for values: each sends half of an all_reduce.",
             )  # fmt: skip
 
@@ -258,7 +258,7 @@ def _judge_held(cases) -> None:
             raise Wrong(
                 "whole-states", rank, expected, f"{case['states']} bytes of states",
                 "The values are right, as they were before ZeRO. Of how many parameters does Adam keep moments?",
-                "Give torch.optim.AdamW one nn.Parameter: this rank's part of the flat values.",
+                "Give torch.optim.AdamW one nn.Parameter: this rank's shard of the flat values.",
             )  # fmt: skip
         raise Wrong(
             "gradients-kept", rank, expected, f"{case['held']} bytes",

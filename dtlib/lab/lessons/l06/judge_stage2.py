@@ -1,15 +1,15 @@
-"""Lesson 06: gradients of which each rank keeps its part, judged by values, by bytes sent, and by what is held."""
+"""Lesson 06: gradients of which each rank keeps its shard, judged by values, by bytes sent, and by what is held."""
 
 from itertools import pairwise
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lab.checks.kit import Exercise, Wrong
-from dtlib.lab.lessons.l06.judge_adam import length_of, loss_of, make_batch, own_part
+from dtlib.lab.lessons.l06.judge_adam import length_of, loss_of, make_batch, own_shard
 
 SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long
 
-# mend: share_gradients(comm, module)
+# mend: shard_gradients(comm, module)
 
 
 def make_net():
@@ -21,41 +21,41 @@ def make_net():
     return nn.Sequential(first, *(layer for other in others for layer in (nn.Tanh(), other)))
 
 
-def observe_shared(share_gradients, comm):
-    """After each of two backward passes: the parts of the averages, bytes sent, and bytes of all that is new."""
+def observe_sharded(shard_gradients, comm):
+    """After each of two backward passes: the shards of the averages, bytes sent, and bytes of all that is new."""
     from dtlib.comm.watch.recorder import recording
 
     net = make_net()
     passes = []
     with Snapshot() as before:
-        parts = share_gradients(comm, net)
+        shards = shard_gradients(comm, net)
         for step in range(2):
             with recording() as events:
                 loss_of(net, make_batch("uneven", comm.rank, step)).backward()
-            seen = {"parts": [_part_of(parts, parameter) for parameter in net.parameters()]}
+            seen = {"shards": [_shard_of(shards, parameter) for parameter in net.parameters()]}
             seen["whole"] = [name for name, parameter in net.named_parameters() if parameter.grad is not None]
-            seen["sent"] = sum(event.bytes for event in events if event.kind == "verb")
+            seen["sent"] = sum(event.bytes for event in events if event.kind == "operation")
             passes.append(seen)
             net.zero_grad()
         passes[-1]["held"] = nbytes(before.new())
     return passes
 
 
-def _part_of(parts, parameter):
+def _shard_of(shards, parameter):
     """A copy, so that it does not count as held."""
     import torch
 
     try:
-        part = parts[parameter]
+        shard = shards[parameter]
     except (KeyError, TypeError, IndexError):
         return None
-    return part.detach().flatten().tolist() if isinstance(part, torch.Tensor) else None
+    return shard.detach().flatten().tolist() if isinstance(shard, torch.Tensor) else None
 
 
-def judge_shared(observations) -> None:
-    """Each rank has its part of the averages, sent no more than reduce_scatter does, and holds nothing else."""
+def judge_sharded(observations) -> None:
+    """Each rank has its shard of the averages, sent no more than reduce_scatter does, and holds nothing else."""
     for step in range(2):
-        _judge_parts([seen[step] for seen in observations], step)
+        _judge_shards([seen[step] for seen in observations], step)
     ranks = len(observations)
     if ranks == 1:
         return
@@ -64,26 +64,26 @@ def judge_shared(observations) -> None:
         sent, wanted = passes[0]["sent"], (ranks - 1) * lengths * NUMBER
         if sent > wanted + SPARE:
             raise Wrong(
-                "all-reduced", rank, f"{wanted} bytes sent in a backward pass: each part to its owner", f"{sent} bytes",
+                "all-reduced", rank, f"{wanted} bytes sent in a backward pass: shards to their owners", f"{sent} bytes",
                 "The values are right. But which ranks get the average of a gradient, and which of them need it?",
-                "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its part alone, in half the bytes.",
+                "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its shard alone, in half the bytes.",
             )  # fmt: skip
     for rank, passes in enumerate(observations):
         whole, held, wanted = passes[-1]["whole"], passes[-1]["held"], lengths * NUMBER
         if whole:
             raise Wrong(
                 "gradients-kept", rank, "no whole gradients after backward()", f"{len(whole)}, such as {whole[0]}.grad",
-                "Who still needs a whole gradient, once its parts have been sent?", "Set parameter.grad = None.",
+                "Who still needs a whole gradient, once its shards have been sent?", "Set parameter.grad = None.",
             )  # fmt: skip
         if held > wanted + SPARE:
             raise Wrong(
-                "memory-kept", rank, f"{wanted} bytes held after backward(): this rank's parts", f"{held} bytes",
-                "The parts are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
+                "memory-kept", rank, f"{wanted} bytes held after backward(): this rank's shards", f"{held} bytes",
+                "The shards are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
                 "Let own = torch.empty(length, dtype=parameter.dtype) be memory of its own, and keep no other tensors.",
             )  # fmt: skip
 
 
-def _judge_parts(seen, step: int) -> None:
+def _judge_shards(seen, step: int) -> None:
     import torch
 
     ranks, net = len(seen), make_net()
@@ -95,17 +95,17 @@ def _judge_parts(seen, step: int) -> None:
     for i, (name, _) in enumerate(net.named_parameters()):
         average = torch.stack([gradients[i] for gradients in locals_]).mean(0)
         for rank, one in enumerate(seen):
-            expected = own_part(average, rank, ranks)
-            what = f"the average of {name}.grad, part {rank} of {ranks}, in backward pass {step + 1}"
-            if one["parts"][i] is None:
-                raise Wrong("no-part", rank, what, "no tensor", f"Is there a parts[parameter] for {name}?")
-            came = torch.tensor(one["parts"][i], dtype=torch.float64)[: len(expected)]
+            expected = own_shard(average, rank, ranks)
+            what = f"the average of {name}.grad, shard {rank} of {ranks}, in backward pass {step + 1}"
+            if one["shards"][i] is None:
+                raise Wrong("no-shard", rank, what, "no tensor", f"Is there a shards[parameter] for {name}?")
+            came = torch.tensor(one["shards"][i], dtype=torch.float64)[: len(expected)]
             if same(came, expected):
                 continue
-            if any(other == one["parts"][i] for j, other in enumerate(one["parts"]) if j != i):
+            if any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i):
                 raise Wrong(
-                    "shared-memory", rank, what, "the part of another parameter, that is as long",
-                    "Each parameter needs memory of its own for its part: do two of them have the same tensor?",
+                    "shared-memory", rank, what, "the shard of another parameter, that is as long",
+                    "Each parameter needs memory of its own for its shard: do two of them have the same tensor?",
                     "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient anew.",
                 )  # fmt: skip
             if step:
@@ -113,12 +113,12 @@ def _judge_parts(seen, step: int) -> None:
                     "second-pass", rank, what, "something else, after a first pass that was right",
                     "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.",
                 )  # fmt: skip
-            _judge_part(came, average, [gradients[i] for gradients in locals_], rank, what)
+            _judge_shard(came, average, [gradients[i] for gradients in locals_], rank, what)
 
 
-def _judge_part(came, average, locals_, rank: int, what: str) -> None:
+def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
     ranks = len(locals_)
-    expected = own_part(average, rank, ranks)
+    expected = own_shard(average, rank, ranks)
     if same(came, expected * ranks):
         raise Wrong(
             "not-divided", rank, what, f"{ranks} times as much", "That is the sum over ranks.",
@@ -126,21 +126,21 @@ def _judge_part(came, average, locals_, rank: int, what: str) -> None:
         )  # fmt: skip
     if same(came, expected / ranks):
         raise Wrong("divided-twice", rank, what, f"1/{ranks} of it", 'It is divided twice: op="mean" divides already.')
-    if same(came, own_part(locals_[rank], rank, ranks)):
+    if same(came, own_shard(locals_[rank], rank, ranks)):
         raise Wrong(
-            "not-averaged", rank, what, "this rank's own gradient", "Is the part taken from what reduce_scatter gave?",
+            "not-averaged", rank, what, "this rank's own gradient", "Is the shard taken from what reduce_scatter gave?",
             "reduce_scatter leaves flat as it was: the result is in own.",
         )  # fmt: skip
-    parts = [own_part(average, other, ranks)[: len(came)] for other in range(ranks)]
-    if any(len(part) and same(came[: len(part)], part) for part in parts):
+    shards = [own_shard(average, other, ranks)[: len(came)] for other in range(ranks)]
+    if any(len(shard) and same(came[: len(shard)], shard) for shard in shards):
         raise Wrong(
-            "other-part", rank, what, "the part of another rank", "Which part is whose? Part r belongs to rank r.",
+            "other-shard", rank, what, "the shard of another rank", "Which shard is whose? Shard r belongs to rank r.",
             "Elements comm.rank * length to (comm.rank + 1) * length.",
         )  # fmt: skip
     raise Wrong(
-        "other-values", rank, what, "something else", "Does the padding stand at the end of the last part?",
+        "other-values", rank, what, "something else", "Does the padding stand at the end of the last shard?",
         "flat has length * comm.size elements: the gradient, then zeros.",
     )  # fmt: skip
 
 
-EXERCISES = {"zero2-mend": Exercise("share_gradients", observe_shared, judge_shared)}
+EXERCISES = {"zero2-mend": Exercise("shard_gradients", observe_sharded, judge_sharded)}

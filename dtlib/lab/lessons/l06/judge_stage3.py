@@ -49,14 +49,14 @@ def _call(cls, comm, kind: str) -> dict:
             with torch.no_grad(), recording() as events:
                 out = layer(x)
             seen["out"].append(out.tolist() if isinstance(out, torch.Tensor) else f"{out!r:.60}")
-            seen["sent"].append(sum(event.bytes for event in events if event.kind == "verb"))
+            seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
             del x, out
             seen["held"].append(nbytes(before.new()))
     return seen
 
 
 def judge_on_demand(observations) -> None:
-    """The output of the whole layer; no more held than a part, before and after; each call gathers, and only that."""
+    """The output of the whole layer; no more held than a shard, before and after; each call gathers, and only that."""
     for cases in zip(*observations, strict=True):
         judge_errors(cases)
         for rank, case in enumerate(cases):
@@ -86,13 +86,13 @@ def _judge_output(case, rank: int, ranks: int) -> None:
         if came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-2, atol=1e-2):
             raise Wrong(
                 "rounded", rank, f"{what}, in {layer.weight.dtype}", "nearly that: parameters were rounded",
-                "In which type does a rank keep its part, and in which does it travel? The layer tells.",
+                "In which type does a rank keep its shard, and in which does it travel? The layer tells.",
                 "Keep the type of the layer: no .float(), no .half(), and dtype=self.own.dtype where memory is made.",
             )  # fmt: skip
         if call:
             raise Wrong(
                 "second-call", rank, what, "something else, after a first call that was right",
-                "What did the first call change or free that the second one needs?", "This rank's part must stay.",
+                "What did the first call change or free that the second one needs?", "This rank's shard must stay.",
             )  # fmt: skip
         if kind == "uneven":
             raise Wrong(
@@ -104,24 +104,24 @@ def _judge_output(case, rank: int, ranks: int) -> None:
             raise Wrong("no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.")
         raise Wrong(
             "other-values", rank, what, f"something of shape {tuple(came.shape)}",
-            "Are the parts put together in rank order, and cut into weight and bias as they were joined?",
+            "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
             "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).",
         )  # fmt: skip
 
 
 def _judge_memory(case, rank: int, ranks: int) -> None:
     count = _count(case["kind"])
-    part = length_of(count, ranks) * NUMBER
+    shard = length_of(count, ranks) * NUMBER
     at_rest, *after = case["held"]
-    if at_rest > part + SPARE:
+    if at_rest > shard + SPARE:
         raise Wrong(
-            "whole-at-rest", rank, f"{part} bytes held before the first call: this rank's part of {count} parameters",
+            "whole-at-rest", rank, f"{shard} bytes held before the first call: this rank's shard of {count} parameters",
             f"{at_rest} bytes", "Which tensor is still as long as the layer? A view keeps all of its memory.",
-            "Keep a clone() of this rank's part, and of the layer its shapes alone, not the layer.",
+            "Keep a clone() of this rank's shard, and of the layer its shapes alone, not the layer.",
         )  # fmt: skip
-    if max(after) > part + SPARE:
+    if max(after) > shard + SPARE:
         raise Wrong(
-            "not-freed", rank, f"{part} bytes held after a call: this rank's part", f"{max(after)} bytes",
+            "not-freed", rank, f"{shard} bytes held after a call: this rank's shard", f"{max(after)} bytes",
             "What was gathered is not needed after the call. Who keeps it?",
             "Gather into a local variable: its memory goes when __call__ returns.",
         )  # fmt: skip
@@ -130,17 +130,17 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
 def _judge_gathering(case, rank: int, ranks: int) -> None:
     wanted = (ranks - 1) * length_of(_count(case["kind"]), ranks) * NUMBER
     for call, sent in enumerate(case["sent"]):
-        what = f"{wanted} bytes sent in call {call + 1}: each part to the other ranks"
+        what = f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks"
         if sent > wanted + SPARE:
             raise Wrong(
                 "too-many-bytes", rank, what, f"{sent} bytes",
                 "The values are right. But do zeros travel, or sums that are none?",
-                "comm.all_gather(whole, own) sends each part once around; all_reduce twice as much.",
+                "comm.all_gather(whole, own) sends each shard once around; all_reduce twice as much.",
             )  # fmt: skip
         if sent < wanted / 2:
             raise Wrong(
                 "nothing-gathered", rank, what, f"{sent} bytes",
-                "Who has a part alone must ask the others for the rest, in each call. Where does it come from here?",
+                "Who has a shard alone must ask the others for the rest, in each call. Where does it come from here?",
                 "Call comm.all_gather in __call__, on every rank.",
             )  # fmt: skip
 
@@ -202,7 +202,7 @@ def _judge_place(rank: int, stage: int, ranks: int) -> None:
     if _fewest(stage) is None or ranks < _fewest(stage):
         if stage == 0:
             raise Wrong(
-                "nothing-shared", rank, expected, came, "Data parallelism holds everything on every rank.",
+                "nothing-sharded", rank, expected, came, "Data parallelism holds everything on every rank.",
                 "Which stage shares out what? Write down the bytes a parameter.",
             )  # fmt: skip
         if stage < 3 and 16 * PARAMETERS / ranks <= 16 * GIB and ranks <= 2 * best:

@@ -71,14 +71,14 @@ def picture(panels: dict) -> None:
 
 
 def _as_text(simulation) -> str:
-    """The schedule drawn as text, a column for half a forward pass or a whole one, in parts that fit on a page."""
+    """The schedule drawn as text, a column for half a forward pass or a whole one, in pieces that fit on a page."""
     shortest = min(simulation.end[action] - simulation.start[action] for action in simulation.end)
     rows = draw(simulation, 0.5 if shortest < 0.75 else 1.0).splitlines()
     begin = len("rank 0  ")
     width = 1 + rows[0].index(" ", begin) - begin  # of a column, with the space behind it
     step = WIDEST_TEXT // width * width
-    parts = range(begin, max(map(len, rows)), step)
-    return "\n  ...\n".join("\n".join(row[:begin] + row[at : at + step].rstrip() for row in rows) for at in parts)
+    columns = range(begin, max(map(len, rows)), step)
+    return "\n  ...\n".join("\n".join(row[:begin] + row[at : at + step].rstrip() for row in rows) for at in columns)
 
 
 def summary(panels: dict) -> None:

@@ -12,13 +12,13 @@ def judge_values(cases: dict) -> None:
     for rank in reversed(range(size)):
         gradient = cases[rank]["gradient"]
         what = f"on stage {rank} the gradient of the mean over the batch, {cases[rank]['M']} micro-batches"
-        if any(part is None for part in gradient):
+        if any(one is None for one in gradient):
             raise Wrong(
                 "no-gradient", rank, what, "parameters whose grad is None",
                 "Did a backward pass go through this stage? The first tensor to call backward on is its output.",
                 "On the last rank loss.backward(), on the others output.backward(gradient), with what was received.",
             )  # fmt: skip
-        _judge_gradient([value for part in gradient for value in part], truth, rank, what, cases)
+        _judge_gradient([value for one in gradient for value in one], truth, rank, what, cases)
 
 
 def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> None:
@@ -26,15 +26,15 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     import torch
 
     each = torch.stack([gradients[rank] for gradients in truth.gradients], dim=1)
-    came, shares = torch.tensor(gradient, dtype=torch.float64), torch.tensor(truth.shares, dtype=torch.float64)
-    if _same(came, each @ shares, each):
+    came, weights = torch.tensor(gradient, dtype=torch.float64), torch.tensor(truth.weights, dtype=torch.float64)
+    if _same(came, each @ weights, each):
         return
     if not came.isfinite().all():
         _tell_mixed_up(rank, what, cases)
-    parts = torch.linalg.lstsq(each, came.unsqueeze(1), driver="gelsd").solution.flatten()
-    if not _same(each @ parts, came, each):
+    found = torch.linalg.lstsq(each, came.unsqueeze(1), driver="gelsd").solution.flatten()
+    if not _same(each @ found, came, each):
         _tell_mixed_up(rank, what, cases)
-    count, times = len(shares), (parts / shares).tolist()
+    count, times = len(weights), (found / weights).tolist()
     near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]
     zero, ones, two, all_of_them, fraction = near
     if all(zero):
@@ -56,9 +56,9 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         raise Wrong(
             "averaged-twice", rank, what, f"1/{count} of it: divided by the number of micro-batches once too often",
             "Who divides by the number of micro-batches? Count all the places.",
-            "The shares of the micro-batches add up to 1: scale each loss by its share, and nothing else by anything.",
+            "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else.",
         )  # fmt: skip
-    if max(parts) - min(parts) < 1e-6 and max(shares) > min(shares):
+    if max(found) - min(found) < 1e-6 and max(weights) > min(weights):
         raise Wrong(
             "unweighted", rank, what, "each micro-batch counts alike, although the last one is smaller",
             "Should the sample of a small micro-batch count more than another?",
@@ -68,7 +68,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
         raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", "One backward pass for each.")
     said = ", ".join(f"{value:.3g}" for value in times)
     raise Wrong(
-        "scaled", rank, what, f"micro-batches {said} times", "By what is each loss scaled? The shares sum to 1."
+        "scaled", rank, what, f"micro-batches {said} times", "By what is each loss scaled? The weights sum to 1."
     )
 
 

@@ -190,7 +190,7 @@ def _judge_backwards(cases) -> None:
 def _judge_loss(cases) -> None:
     last = max(cases)
     truth = reference(cases[last]["kind"], len(cases))
-    expected = sum(loss * share for loss, share in zip(truth.losses, truth.shares, strict=True))
+    expected = sum(loss * weight for loss, weight in zip(truth.losses, truth.weights, strict=True))
     came = cases[last]["loss"]
     what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
     if came is None:

@@ -52,12 +52,12 @@ def mean_square(output, target):
 
 class Reference(NamedTuple):
     """The model in one piece: ``inputs[stage][m]``; ``gradients[m][stage]`` of the mean over micro-batch m, flat;
-    ``losses[m]``; and ``shares[m]``, of its samples in the batch."""
+    ``losses[m]``; and ``weights[m]``, of its samples in the batch."""
 
     inputs: list
     gradients: list
     losses: list
-    shares: list
+    weights: list
 
 
 def reference(kind: str, ranks: int) -> Reference:
@@ -79,8 +79,8 @@ def reference(kind: str, ranks: int) -> Reference:
 
 
 class Acted(NamedTuple):
-    """An entry among the verbs of a record: a forward pass begins (F), or begins once more, so that it can go backward
-    (R, recomputation); a backward pass begins (B); a loss (L)."""
+    """An entry among the operations of a record: a forward pass begins (F), or begins once more, so that it can go
+    backward (R, recomputation); a backward pass begins (B); a loss (L)."""
 
     kind: str
     microbatch: int | str | None  # "all": the whole batch at once; None: values that no micro-batch has here
@@ -168,7 +168,7 @@ def _as_microbatches(kind, comm, events):
 def _as_a_batch(kind, comm, events):
     import torch
 
-    x, target = (torch.cat(parts) for parts in make_batch(kind, comm.size))
+    x, target = (torch.cat(batches) for batches in make_batch(kind, comm.size))
     return x if comm.rank == 0 else None, target if comm.rank == comm.size - 1 else None
 
 
@@ -218,10 +218,10 @@ def _get_ready(comm, patience: int = 4) -> None:
 
 
 def _entry(event):
-    """(F, R, B or L, micro-batch), or (verb, destination, bytes); None for what does not count."""
+    """(F, R, B or L, micro-batch), or (operation, destination, bytes); None for what does not count."""
     if isinstance(event, Acted):
         return tuple(event)
-    if event.kind != "verb":
+    if event.kind != "operation":
         return None
     dest = re.match(r"send\(to rank (\d+)\)", event.what)
     return event.name, int(dest[1]) if dest else None, event.bytes
@@ -231,9 +231,9 @@ def _let_messages_leave(events, seconds: float = 1.0) -> None:
     """They are counted once they have left, whether the answer has waited for them or not."""
     from dtlib.comm.waiting import advance_all
 
-    verbs = [event for event in events if not isinstance(event, Acted)]
+    operations = [event for event in events if not isinstance(event, Acted)]
     deadline = time.monotonic() + seconds
-    while any(event.end is None for event in verbs) and time.monotonic() < deadline:
+    while any(event.end is None for event in operations) and time.monotonic() < deadline:
         advance_all()
         time.sleep(0.001)
 

@@ -15,8 +15,12 @@ def cuts(ranks: int = 4) -> None:
 
     figure, rows = plt.subplots(2, 1, figsize=(8.5, 5.2))
     drawn = {
-        "by columns": (("whole", "on every rank"), ("columns", "part r of the columns"), ("columns", "part r of Y")),
-        "by rows": (("columns", "part r of the columns"), ("rows", "part r of the rows"), ("sum", "a summand a rank")),
+        "by columns": (("whole", "on every rank"), ("columns", "slice r of the columns"), ("columns", "slice r of Y")),
+        "by rows": (
+            ("columns", "slice r of the columns"),
+            ("rows", "slice r of the rows"),
+            ("sum", "a summand each"),
+        ),
     }
     for axes, (name, matrices) in zip(rows, drawn.items(), strict=True):
         sizes = {"X": (2.2, 1.6), "A": (2.8, 2.2), "Y": (2.8, 1.6)}
@@ -35,12 +39,12 @@ def cuts(ranks: int = 4) -> None:
         ("by columns", "whole", "columns", "columns of Y", "nothing", "all_reduce"),
         ("by rows", "columns", "rows", "a summand of Y", "all_reduce", "nothing"),
     ]
-    headers = ("cut", "X on a rank", "A on a rank", "a rank computes", "for the whole Y, or a part", "gradient of X")
+    headers = ("cut", "X on a rank", "A on a rank", "a rank computes", "for the whole Y, or a slice", "gradient of X")
     _print_table(table, headers)
 
 
 def _matrix(axes, left, width, height, cut, ranks) -> None:
-    """A rectangle around y = 0: whole, in parts of one colour and hatch a rank, or one behind the other."""
+    """A rectangle around y = 0: whole, in slices of one colour and hatch a rank, or one behind the other."""
     outline = {"edgecolor": "white", "lw": 1}
     if cut == "whole":
         axes.add_patch(_box(left, -height / 2, width, height, facecolor="lightgrey", **outline))

@@ -8,7 +8,7 @@ FLAGS = 64  # bytes that may travel beside
 
 
 def judge_row(observations) -> None:
-    """The output of the whole layer and its gradients, from parts, for one all_reduce forward and nothing backward."""
+    """The output of the whole layer and its gradients, from shards, for one all_reduce forward and nothing backward."""
     _judge(observations, "row")
 
 
@@ -23,7 +23,7 @@ def _judge(observations, kind: str) -> None:
         if "type" in seen:
             raise Wrong(
                 "type", rank, "the output: a tensor", seen["type"], "forward returns the output.",
-                "linear(part, self.weight) is this rank's summand of the output.",
+                "linear(x_slice, self.weight) is this rank's summand of the output.",
             )  # fmt: skip
     for step in range(PASSES):
         ways = expected(kind, ranks, step)
@@ -84,7 +84,7 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
         )  # fmt: skip
     raise Wrong(
         "other-values", rank, what, f"others, of shape {tuple(came.shape)}",
-        "Rank r has consecutive features, part r of them. Do both weights use the same ones?",
+        "Rank r has consecutive features, slice r of them. Do both weights use the same ones?",
         "torch keeps a weight as (outputs, inputs): columns of A are its rows.",
     )  # fmt: skip
 
@@ -130,7 +130,9 @@ def _reduces_too(rank: int, what: str, ranks: int) -> Wrong:
 
 def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
     for name, (value, right) in ways["parameters"][rank].items():
-        gradient = _gradient_of(one["parameters"], value, name, rank, [parts[name][0] for parts in ways["parameters"]])
+        gradient = _gradient_of(
+            one["parameters"], value, name, rank, [shards[name][0] for shards in ways["parameters"]]
+        )
         what = f"the gradient of {name}"
         if gradient is None:
             raise Wrong(
@@ -147,12 +149,12 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
                 "Nothing is added up over ranks or divided by them for it.",
                 "The bias is added once, after the sum, on every rank alike.",
             )  # fmt: skip
-        everyones = sum(parts[name][1] for parts in ways["parameters"])
+        everyones = sum(shards[name][1] for shards in ways["parameters"])
         if same(gradient, everyones) or same(gradient, everyones / ranks):
             raise Wrong(
-                "parts-reduced", rank, what, "that of all ranks' parts together",
+                "shards-reduced", rank, what, "that of all ranks' shards together",
                 "Ranks have different features: do their gradients belong together?",
-                "A part's gradient is complete where it is: nothing travels for it.",
+                "A shard's gradient is complete where it is: nothing travels for it.",
             )  # fmt: skip
         raise Wrong("other-gradient", rank, what, "something else", "Which features does this rank have?")
 
@@ -167,18 +169,18 @@ def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
     shapes = ", ".join(f"{tuple(as_tensor(come).shape)}" for come, _ in parameters) or "none"
     expected = f"{name}, a parameter of shape {tuple(value.shape)}: this rank's features"
     if any(same(as_tensor(come), other) for come, _ in parameters for other in of_all_ranks):
-        raise Wrong("other-part", rank, expected, "the part of another rank", "Rank r has part r, in rank order.")
+        raise Wrong("other-shard", rank, expected, "the shard of another rank", "Rank r has shard r, in rank order.")
     raise Wrong(
-        "no-part", rank, expected, f"parameters of shapes {shapes}", "What does this rank keep, and what is trained?",
-        "self.weight = nn.Parameter(part.detach().clone()), where part has this rank's features.",
+        "no-shard", rank, expected, f"parameters of shapes {shapes}", "What does this rank keep, and what is trained?",
+        "self.weight = nn.Parameter(shard.detach().clone()), where shard has this rank's features.",
     )  # fmt: skip
 
 
-def _judge_held(held: int, parts, rank: int) -> None:
-    wanted = sum(value.numel() for value, _ in parts.values()) * NUMBER
+def _judge_held(held: int, shards, rank: int) -> None:
+    wanted = sum(value.numel() for value, _ in shards.values()) * NUMBER
     if held > wanted + SPARE:
         raise Wrong(
-            "whole-held", rank, f"{wanted} bytes of parameters: this rank's parts", f"{held} bytes",
+            "whole-held", rank, f"{wanted} bytes of parameters: this rank's shards", f"{held} bytes",
             "The values are right, and memory is saved in name only. What keeps the whole weight alive?",
             "A slice is a view, and keeps all of its memory: .clone() it. And keep no whole layer.",
         )  # fmt: skip

@@ -186,7 +186,7 @@ def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
     came, own = _tensor(one["accuracy"]), reference["accuracy"]
     expected = own.mean(1, keepdim=True).expand_as(own)
     came = came if (came - expected).abs().max() > 1e-6 else expected  # hits / samples is a float32
-    what = "the share of right answers among all replicas' samples, the same on all replicas"
+    what = "the fraction of right answers among all replicas' samples, the same on all replicas"
     if same(came, expected):
         return
     if same(came, own):
@@ -220,7 +220,7 @@ def _judge_graph(seen, rank: int) -> None:
     for name in ("loss", "accuracy", "after"):
         came, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
         if name == "accuracy" and came.shape == wanted.shape and (came - wanted).abs().max() <= 1e-6:
-            continue  # a share of hits may be a float32
+            continue  # a fraction of hits may be a float32
         if not same(came, wanted):
             raise Wrong(
                 "graph-differs", rank, f"the same {name} in a graph as a process a replica", "something else",

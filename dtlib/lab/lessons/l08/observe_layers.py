@@ -27,8 +27,8 @@ def make_input(kind: str, step: int):
     return [torch.randn(*first, size, dtype=torch.float64, generator=generator) for size in (inside, outside)]
 
 
-def part(tensor, rank: int, ranks: int, dim: int = -1):
-    """This rank's part along a dimension that divides by the ranks."""
+def slice_of(tensor, rank: int, ranks: int, dim: int = -1):
+    """This rank's slice along a dimension that divides by the ranks."""
     return tensor.chunk(ranks, dim)[rank]
 
 
@@ -37,7 +37,7 @@ def part(tensor, rank: int, ranks: int, dim: int = -1):
 
 def observe_row(cls, comm) -> dict:
     """mend: ``RowParallel(linear, comm)``, called with this rank's features."""
-    return _observe(cls, comm, "row", lambda whole: part(whole, comm.rank, comm.size))
+    return _observe(cls, comm, "row", lambda whole: slice_of(whole, comm.rank, comm.size))
 
 
 def observe_mlp(cls, comm) -> dict:
@@ -75,7 +75,7 @@ def _observe(cls, comm, kind: str, mine) -> dict:
         with torch.no_grad():
             one["quiet"] = numbers(model(x.detach()))
         one["parameters"] = [(numbers(p), numbers(p.grad)) for p in model.parameters()]
-        one["sent"] = [sum(e.bytes for e in events if e.kind == "verb") for events in (forward, backward)]
+        one["sent"] = [sum(e.bytes for e in events if e.kind == "operation") for events in (forward, backward)]
         seen["passes"].append(one)
     return seen
 
@@ -110,25 +110,25 @@ def expected(kind: str, ranks: int, step: int) -> dict:
     inside = torch.nn.functional.gelu(first[0](x)) if first else x
     last(inside).backward(gradient, retain_graph=True)
     ways = {"out": last(inside).detach(), "bias": last.bias.detach(), "summand": [], "x": [], "x_summand": []}
-    ways["parameters"] = [_parts_of(linears, rank, ranks) for rank in range(ranks)]
+    ways["parameters"] = [_shards_of(linears, rank, ranks) for rank in range(ranks)]
     for rank in range(ranks):
-        features = [part(tensor, rank, ranks) for tensor in (inside, last.weight)]
+        features = [slice_of(tensor, rank, ranks) for tensor in (inside, last.weight)]
         summand = features[0] @ features[1].T
         (of_this,) = torch.autograd.grad(summand, x, gradient, retain_graph=True)
         ways["summand"].append(summand.detach())
-        ways["x"].append(x.grad if first else part(x.grad, rank, ranks))
+        ways["x"].append(x.grad if first else slice_of(x.grad, rank, ranks))
         ways["x_summand"].append(of_this)
     return ways
 
 
-def _parts_of(linears, rank: int, ranks: int) -> dict:
+def _shards_of(linears, rank: int, ranks: int) -> dict:
     """A rank's parameters by name: their values and gradients; the last layer is cut by rows, one before by columns."""
     *first, last = linears
     dims = {"the second weight" if first else "the weight": (last.weight, 1)}
     for linear in first:
         dims |= {"the first weight": (linear.weight, 0), "the first bias": (linear.bias, 0)}
-    parts = {
-        name: (part(whole.detach(), rank, ranks, dim), part(whole.grad, rank, ranks, dim))
+    shards = {
+        name: (slice_of(whole.detach(), rank, ranks, dim), slice_of(whole.grad, rank, ranks, dim))
         for name, (whole, dim) in dims.items()
     }
-    return parts | {"the second bias" if first else "the bias": (last.bias.detach(), last.bias.grad)}
+    return shards | {"the second bias" if first else "the bias": (last.bias.detach(), last.bias.grad)}

@@ -1,11 +1,11 @@
-"""ZeRO stage 3: every rank keeps an equal part of everything; parameters are whole only while they are used.
+"""ZeRO stage 3: every rank keeps an equal shard of everything; parameters are whole only while they are used.
 
-    at rest     rank 0: part 0    rank 1: part 1 ...      parameters, gradients, optimizer states
+    at rest     rank 0: shard 0    rank 1: shard 1 ...    parameters, gradients, optimizer states
     forward     all_gather, compute, free                 unit by unit
     backward    all_gather, compute, reduce_scatter, free
 
 A *unit* is a module whose parameters are gathered and freed together; at the top of a model there is one for all that
-is in no other. A rank never holds more than its parts and the units that compute now. Parameters travel twice and
+is in no other. A rank never holds more than its shards and the units that compute now. Parameters travel twice and
 gradients once: 3 P (N-1)/N elements a step, where data parallelism sends 2 P (N-1)/N.
 
 S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020, section 5.3;
@@ -19,7 +19,7 @@ from torch import nn
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.precision import clip_by_norm, refuse_parts
+from dtlib.gradients.precision import clip_by_norm, refuse_shards
 from dtlib.parallel.zero.sharded.places import unit_of
 from dtlib.parallel.zero.sharded.plan import plan_of
 from dtlib.parallel.zero.sharded.policy import Policy
@@ -33,8 +33,8 @@ def fully_shard(
 ) -> nn.Module:  # fmt: skip
     """Make ``module`` a unit of stage 3, in place, with those of its parameters that are in no unit yet; returns it.
 
-    Call it on the parts of a model first, then on the model. Between steps the model's parameters are this rank's
-    parts: one-dimensional, maybe empty. Make the optimizer afterwards, of these. All values are rank 0's.
+    Call it on the blocks of a model first, then on the model. Between steps the model's parameters are this rank's
+    shards: one-dimensional, maybe empty. Make the optimizer afterwards, of these. All values are rank 0's.
 
         for layer in model.layers:
             fully_shard(layer, comm)
@@ -115,13 +115,13 @@ class FullySharded:
                 flat.dismiss(memory)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scale all gradients down together so that their joint norm, over the parts of all ranks, is at most
+        """Scale all gradients down together so that their joint norm, over the shards of all ranks, is at most
         ``max_norm``; returns the norm before. ``norm_type`` may be ``inf``.
 
         Raises:
-            DtlibError: for parameters that tensor parallelism has cut, as their other parts are not here.
+            DtlibError: for parameters that tensor parallelism has cut, as their other shards are not here.
         """
-        refuse_parts(self.parameters(), f"clip_grad_norm_({max_norm})")
+        refuse_shards(self.parameters(), f"clip_grad_norm_({max_norm})")
         gradients = [parameter.grad for parameter in self.parameters()]
         return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 

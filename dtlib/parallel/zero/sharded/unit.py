@@ -59,7 +59,7 @@ class Unit:
             flat.show(flat.leaves)
 
     def free(self) -> None:
-        """Back to this rank's parts."""
+        """Back to this rank's shards."""
         while self._gathering:
             self._gathering.pop(0).wait()
         for flat in self.flats:
@@ -102,7 +102,7 @@ class Unit:
 
 
 class Flat:
-    """Parameters of one kind in a unit, one after the other: this rank's part at rest, all of it in between.
+    """Parameters of one kind in a unit, one after the other: this rank's shard at rest, all of it in between.
 
     ``places`` says for each parameter which modules have it, and under which attribute: several where it is tied.
     """
@@ -124,11 +124,11 @@ class Flat:
             self.whole = FlatBuffer(self.shards.shapes, computes_in, first.device, self.shards.padding)
         self.leaves = [nn.Parameter(view, trained) for view in self.whole.views]
         self.pieces = [nn.Parameter(view, trained) for view in self.shards.views(self.shard)]
-        for parameter, leaf, piece, part in zip(places, self.leaves, self.pieces, self.shards.parts, strict=True):
+        for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, self.shards.slices, strict=True):
             for made in (leaf, piece):  # what others have noted at the parameter, such as tensor_parallel
                 made.__dict__.update(parameter.__dict__)
             parameter.sharded_as = places[parameter][0][2]
-            piece.part = part
+            piece.slice = slice_
         reduced_in = (policy and policy.reduce_dtype) or computes_in
         self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
         averages = self.shards.views(self.gradients.average) if trained else []
@@ -149,7 +149,7 @@ class Flat:
         return torch.from_dlpack(self.whole.flat)
 
     def to_send(self) -> torch.Tensor:
-        """This rank's part, in the type in which the whole computes."""
+        """This rank's shard, in the type in which the whole computes."""
         return self.shard.to(self.whole.flat.dtype)
 
     def make_room(self) -> None:
@@ -183,7 +183,7 @@ class Flat:
         self.show(self.pieces)
 
     def check(self) -> None:
-        """Between passes: refuse what has happened to this rank's parts and would be lost without a word."""
+        """Between passes: refuse what has happened to this rank's shards and would be lost without a word."""
         for piece, own, places in zip(self.pieces, self.shards.views(self.shard), self.places, strict=True):
             changed = None
             if piece.requires_grad != (self.gradients is not None):

@@ -1,4 +1,4 @@
-"""A thousand random sequences of verbs, types and sizes, against the same sequence computed by one process."""
+"""A thousand random sequences of operations, types and sizes, against the same sequence computed by one process."""
 
 import random
 
@@ -12,17 +12,17 @@ SEQUENCES = 1000
 LONGEST = 6
 TYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
 REDUCTIONS = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin, "prod": torch.Tensor.prod}
-VERBS = (
+OPERATIONS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "gather", "all_to_all", "barrier",
     "message", "object",
 )  # fmt: skip
 
 
 class Step:
-    """One verb with all its arguments, the same on every rank as all draw from the same generator."""
+    """One operation with all its arguments, the same on every rank as all draw from the same generator."""
 
     def __init__(self, chance: random.Random, size: int):
-        self.verb = chance.choice(VERBS)
+        self.operation = chance.choice(OPERATIONS)
         self.dtype = getattr(torch, chance.choice(TYPES))
         self.op = chance.choice(["max", "min"] if self.dtype == torch.bool else list(REDUCTIONS))
         self.count = chance.choice([0, 1, 2, 3, 7, 64, 1000, 70_000])
@@ -30,16 +30,16 @@ class Step:
         self.other = chance.choice([rank for rank in range(size) if rank != self.root])
         self.asynchronous = chance.random() < 0.4
         self.algorithm = None
-        if self.verb == "all_reduce":
+        if self.operation == "all_reduce":
             self.algorithm = chance.choice([None, "ring", "recursive_doubling", "tree", "naive"])
         self.strided = chance.random() < 0.2
         self.seed = chance.randrange(2**31)
 
-    def values(self, rank: int, parts: int = 1) -> torch.Tensor:
+    def values(self, rank: int, chunks: int = 1) -> torch.Tensor:
         """What ``rank`` brings: small whole numbers, so that every order of adding them gives the same."""
         generator = np.random.default_rng([self.seed, rank])
         highest = 2 if self.op == "prod" else 8
-        return torch.from_numpy(generator.integers(0, highest, self.count * parts)).to(self.dtype)
+        return torch.from_numpy(generator.integers(0, highest, self.count * chunks)).to(self.dtype)
 
     def reduced(self, everyone: list[torch.Tensor]) -> torch.Tensor:
         stacked = torch.stack(everyone)
@@ -61,15 +61,15 @@ def run(comm, step, pending):
     """Do the step on this rank; ``pending`` collects (handle, result, expected)."""
     size, me, root, mine = comm.size, comm.rank, step.root, step.values(comm.rank)
     everyone = [step.values(rank) for rank in range(size)]
-    wholes = [step.values(rank, parts=size) for rank in range(size)]
+    wholes = [step.values(rank, chunks=size) for rank in range(size)]
     extra = {"async_op": step.asynchronous}
 
-    def part(whole, rank):
+    def chunk(whole, rank):
         return whole[rank * step.count : (rank + 1) * step.count]
 
     tensor, room = memory(step, mine), memory(step, torch.zeros(step.count, dtype=step.dtype))
     big = memory(step, torch.zeros(step.count * size, dtype=step.dtype))
-    match step.verb:
+    match step.operation:
         case "all_reduce":
             handle = comm.all_reduce(tensor, step.op, algorithm=step.algorithm, **extra)
             result, expected = tensor, step.reduced(everyone)
@@ -84,16 +84,16 @@ def run(comm, step, pending):
             result, expected = big, torch.cat(everyone)
         case "reduce_scatter":
             handle = comm.reduce_scatter(room, memory(step, wholes[me]), step.op, **extra)
-            result, expected = room, part(step.reduced(wholes), me)
+            result, expected = room, chunk(step.reduced(wholes), me)
         case "scatter":
             handle = comm.scatter(room, memory(step, wholes[me]) if me == root else None, root, **extra)
-            result, expected = room, part(wholes[root], me)
+            result, expected = room, chunk(wholes[root], me)
         case "gather":
             handle = comm.gather(big if me == root else None, tensor, root, **extra)
             result, expected = big, torch.cat(everyone) if me == root else torch.zeros_like(big)
         case "all_to_all":
             handle = comm.all_to_all(big, memory(step, wholes[me]), **extra)
-            result, expected = big, torch.cat([part(whole, me) for whole in wholes])
+            result, expected = big, torch.cat([chunk(whole, me) for whole in wholes])
         case "barrier":
             handle, result, expected = comm.barrier(**extra), tensor, mine
         case "message":
