@@ -90,7 +90,7 @@ def test_from_the_first_cell_to_the_last(notebooks, workshop_folder):
     assert notebook.complete("%%px\nprint(only_th") == ["only_there"]
     assert notebook.complete("%px world.co") == [".comm"] and not notebook.complete("only_th")
     assert "a name of rank 0" in notebook.inspect("%%px\nonly_there")
-    assert notebook.run("%px only_there?").count("a name of rank 0") == 1
+    assert notebook.run("%%px\nonly_there?").count("a name of rank 0") == 1
 
     # Nobody on another machine, or under another name on this one, gets at any of it.
     notebook.run("%px import torch; from dtlib.production.torch import process_group; process_group(world.comm)")
@@ -189,7 +189,7 @@ def test_a_wait_says_for_whom_everybody_waits(notebooks):
     threading.Timer(5, notebook.stop_button).start()
     shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
     # The line appears with the first rank that has waited for long enough, is brought up to date, and stays after Stop.
-    whom = r"ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
+    whom = r"ranks? [01].* for \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
     assert any(re.search("Waiting: " + whom, text) for text in notebook.live), notebook.live
     assert re.search("Until then they waited: " + whom, shown), shown
     assert "(`line 1: world.comm.barrier()`)" in shown

@@ -40,4 +40,4 @@ def html(verdict: Verdict, attempt: int) -> str:
 
 
 def _pre(text: str) -> str:
-    return f'<pre style="margin:0;white-space:pre-wrap">{escape(text)}</pre>'
+    return f'<pre style="margin:0;white-space:pre-wrap;background:none;color:inherit">{escape(text)}</pre>'

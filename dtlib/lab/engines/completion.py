@@ -46,7 +46,7 @@ def _match_on_rank_0(context):
     if answer is None or not context.token.endswith(answer[0]):
         return nothing
     fragment, names = answer
-    found = [SimpleCompletion(name) for name in names]
+    found = [SimpleCompletion(name, type="rank 0") for name in names]
     return {"completions": found, "matched_fragment": fragment, "suppress": True}
 
 

@@ -36,7 +36,7 @@ class LiveView:
         waiting = [rank for rank, report in zip(ranks, reports, strict=True) if report.get("waiting")]
         if waiting:
             sentence = next(filter(None, (report.get("waiting") for report in reports)))
-            self.waited = f"{ranks_in_words(waiting)}, {sentence}."
+            self.waited = f"{ranks_in_words(waiting)} for {sentence}."
         if not self._watched or now - self._began < FIRST_SECONDS or now - self._drawn < EVERY_SECONDS:
             return
         self._drawn = now
