@@ -33,8 +33,12 @@ def nothing_left_over():
 
 @pytest.fixture
 def workshop_folder(tmp_path):
+    return make_workshop(tmp_path)
+
+
+def make_workshop(folder):
     """A workshop of its own, so that a test cannot meet the engines of whoever works in this one."""
     ignore = shutil.ignore_patterns(*LEFT_BEHIND)
-    shutil.copytree(ROOT / "cluster_profiles", tmp_path / "cluster_profiles", ignore=ignore)
-    (tmp_path / "notebooks").mkdir()
-    return tmp_path
+    shutil.copytree(ROOT / "cluster_profiles", folder / "cluster_profiles", ignore=ignore)
+    (folder / "notebooks").mkdir()
+    return folder

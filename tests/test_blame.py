@@ -4,9 +4,11 @@ import time
 import pytest
 
 from dtlib.comm.torch.store import shared_store
-from dtlib.comm.watch.blame import whom
+from dtlib.comm.watch import board
+from dtlib.comm.watch.blame import over, whom
 from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
 from dtlib.comm.watch.call import Call
+from dtlib.comm.watch.in_step import differing
 from tests.ranks import on_ranks
 
 ALL = (0, 1, 2)
@@ -62,6 +64,51 @@ def test_a_board_shows_what_others_published():
     first.publish("finished")
     assert second.seen()[0].state == "finished"
     os.unlink(file)
+
+
+def ended(state, cell, number=1):
+    return Sighting(state, "barrier", "barrier", f"line {number}", "world", number, ALL, cell)
+
+
+@pytest.mark.parametrize("others,failed,finished", [
+    ([collective(2), collective(1, "finished")], [], []),  # rank 2 computes: it may come
+    ([collective(2), ended("raised ValueError: no", "7.1")], [2], []),
+    ([collective(2), ended("has finished its cell", "7.1")], [], [2]),
+    # It has not begun this cell yet: how the last one ended says nothing.
+    ([collective(2), ended("raised ValueError: no", "6.0")], [], []),
+    # Rank 1 gave up as rank 2 does not come: where it had come, that is no matter; else both are over.
+    ([ended("waited in vain", "7.1", 2), ended("raised ValueError: no", "7.1")], [2], []),
+    ([ended("waited in vain", "7.1", 1), ended("raised ValueError: no", "7.1")], [1, 2], []),
+    ([message("recv", 2), ended("raised ValueError: no", "7.1")], [2], []),
+])  # fmt: skip
+def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):
+    seen = dict(enumerate([collective(2), *others]))
+    assert over(0, seen, "7.1") == (failed, finished)
+    assert over(0, seen, "") == ([], []), "outside a notebook nobody knows of cells"
+
+
+def test_the_end_of_a_cell_stands_on_the_board_until_the_next_begins(monkeypatch):
+    file = Board.make_file(1)
+    monkeypatch.setattr(board, "current", Board(file, 0, [0]))
+    monkeypatch.setattr(board, "cell", "7.1")
+    board.end_cell("raised ValueError: " + "x" * 1000)
+    assert (board.current.seen()[0].over, board.cell) == ("7.1", "")
+    board.publish("has called no operation in this cell yet")
+    assert board.current.seen()[0].over == ""
+    os.unlink(file)
+
+
+@pytest.mark.parametrize("of_ranks,out_of_step", [
+    ([{"world": (3, 0, False)}, {"world": (3, 0, False)}], []),
+    ([{"world": (3, 0, False)}, {"world": (2, 0, False)}], ["world"]),
+    ([{"world": (3, 1, False)}, {"world": (3, -1, False)}], []),  # sent, and received
+    ([{"world": (3, 1, False)}, {"world": (3, 0, False)}], ["world"]),
+    ([{"world": (3, 0, True)}, {"world": (3, 0, False)}], ["world"]),
+    ([{"world": (3, 0, True)}, {"world": (2, 0, True)}], []),  # refused everywhere already
+    ([{"world": (1, 0, False), "rows": (1, 0, False)}, {"world": (1, 0, False), "rows": (2, 0, False)}, {}], ["rows"]),
+])  # fmt: skip
+def test_communicators_that_ranks_have_not_used_alike_are_named(of_ranks, out_of_step):
+    assert differing(of_ranks) == out_of_step
 
 
 @pytest.mark.parametrize("letter", ["x", "ü", "🦀", '"', "\0", "\udc80"])

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import dtlib
+from dtlib.cli import main
 from dtlib.world import launch
 from dtlib.world.machine import gpu_names
 
@@ -43,18 +45,40 @@ def assert_one_sentence(ran, *words):
         assert word in ran.stderr
 
 
-@pytest.mark.parametrize("argument", SENTENCES)
-def test_a_mistake_gets_one_sentence_and_status_2(argument):
-    assert_one_sentence(run("pi", argument), SENTENCES[argument])
+@pytest.fixture
+def run_here(capsys):
+    """As ``run``, without a process of its own: its arguments, and variables of the environment."""
+
+    def run(*arguments, **environment):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                status = main(list(arguments))
+            except SystemExit as ended:
+                status = ended.code
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return run
 
 
-def test_without_a_command():
-    assert_one_sentence(run(), "doctor | lab | tour | pi")
+def test_a_mistake_gets_one_sentence_and_status_2(run_here):
+    assert_one_sentence(run("pi", "--points=0"), SENTENCES["--points=0"])
+    for argument, sentence in SENTENCES.items():
+        assert_one_sentence(run_here("pi", argument), sentence)
 
 
-def test_no_mpiexec(tmp_path):
+def test_without_a_command_and_the_version(run_here):
+    ran = run()
+    assert ran.returncode == 0 and not ran.stderr
+    assert all(f"\n    {command} " in ran.stdout for command in ("doctor", "lab", "fresh", "tour", "pi"))
+    assert run_here("--version").stdout == f"dtlib {dtlib.__version__}\n"
+    assert_one_sentence(run_here("fresh", "44"), "no lesson '44'", "00, 02, 03")
+
+
+def test_no_mpiexec(tmp_path, run_here):
     # DTLIB_MPIEXEC names one that is not there; without it the one beside this Python would be found.
-    assert_one_sentence(run("pi", DTLIB_MPIEXEC=str(tmp_path / "mpiexec")), "is not a program", "unset it")
+    assert_one_sentence(run_here("pi", DTLIB_MPIEXEC=str(tmp_path / "mpiexec")), "is not a program", "unset it")
 
 
 def fake_mpiexec(folder: Path, says: str) -> str:
@@ -71,15 +95,15 @@ def fake_mpiexec(folder: Path, says: str) -> str:
     ("HYDRA build details:\n    Version:      4.0.2", "MPICH 4.0.2"),
     ("", "an unknown MPI (it says nothing)"),
 ])  # fmt: skip
-def test_an_mpiexec_of_another_mpi(tmp_path, says, name):
-    ran = run("pi", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, says))
+def test_an_mpiexec_of_another_mpi(tmp_path, run_here, says, name):
+    ran = run_here("pi", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, says))
     assert_one_sentence(ran, f"starts {name}", f"mpi4py is using {launch.library_version()}")
 
 
-def test_gpu_kernel_without_a_gpu():
+def test_gpu_kernel_without_a_gpu(run_here):
     if gpu_names():
         pytest.skip("there is a GPU")
-    assert_one_sentence(run("pi", "--kernel=gpu"), "no NVIDIA GPU")
+    assert_one_sentence(run_here("pi", "--kernel=gpu"), "no NVIDIA GPU")
 
 
 def test_nothing_beside_this_python_or_on_path(monkeypatch, tmp_path):
@@ -89,7 +113,7 @@ def test_nothing_beside_this_python_or_on_path(monkeypatch, tmp_path):
         launch.find_mpiexec()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_pi_as_json_is_the_same_on_any_number_of_ranks(ranks):
     ran = run("pi", "--points=1e7", f"--ranks={ranks}", "--json")
     assert ran.returncode == 0, ran.stderr
@@ -125,6 +149,7 @@ def test_tour_prints_a_table_from_two_engines(workshop_folder):
     )
     assert ran.returncode == 0, ran.stderr
     assert "on 2 MPI engines" in ran.stdout and "7853104" in ran.stdout and "NO" not in ran.stdout
+    assert max(len(line) for line in ran.stdout.splitlines()) <= 100
 
 
 def test_tour_on_a_profile_that_cannot_be_written(tmp_path):
@@ -142,7 +167,7 @@ def test_a_folder_that_has_been_deleted(tmp_path):
     assert_one_sentence(ran, "has been deleted")
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(1.5, marks=pytest.mark.slow), 2.5])
 def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
     tour = subprocess.Popen(
         [sys.executable, "-m", "dtlib", "tour"], cwd=workshop_folder, start_new_session=True,

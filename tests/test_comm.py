@@ -91,7 +91,7 @@ def test_bool_any_and_all(world):
 
 @on_ranks(*SIZES)
 @pytest.mark.parametrize("op", REFERENCE)
-@pytest.mark.parametrize("count", [0, 1, 6])
+@pytest.mark.parametrize("count", [0, 1, 50_000])  # the last one does not fit where MPI keeps what is under way
 def test_reduce_scatter_gives_each_rank_its_chunk_and_keeps_the_input(world, op, count):
     comm = world.comm
     mine = values_of(comm.rank, count * comm.size, torch.float64)

@@ -51,7 +51,7 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None):
     return model
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, slow=(4,))
 @pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -198,7 +198,7 @@ def test_parts_of_horovod_that_are_left_out_say_so():
     from dtlib.parallel.data.batch_norm import SyncBatchNorm  # noqa: F401
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_script_for_horovod_trains(ranks):
     process = start_ranks(["-m", "tests.horovod_script"], ranks, stdout=subprocess.PIPE, text=True)
     try:

@@ -54,7 +54,7 @@ def train(name, make, data, accumulate=1, clip=None, **options):
     return model
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, slow=(4,))
 @pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -6,7 +6,9 @@ import nbformat
 import pytest
 
 from dtlib.lab import build
-from tests.conftest import ROOT
+from tests.conftest import ROOT, make_workshop
+from tests.kernels import Notebook
+from tests.tracks import missing
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
@@ -45,7 +47,8 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
     assert book.cells[0].source.startswith("# 0"), "a notebook begins with its number and title"
     first = code_cells(book)[0].source
     assert ("lab.engines(" in first) == (source.stem not in WITHOUT_ENGINES)
-    assert "This kernel has no dtlib" in first, "the first cell guards against a wrong kernel"
+    assert "\n" not in first and first.startswith("from dtlib import lab"), "the first cell is one line"
+    assert first.endswith("  # no dtlib? Kernel > Change Kernel"), "which names the cure where a kernel has no dtlib"
     lines = [cell.source.count("\n") + 1 for cell in code_cells(book)]
     assert sum(length > LONGEST_CELL for length in lines) <= len(lines) / 10
     widest = max((line for cell in code_cells(book) for line in cell.source.splitlines()), key=len)
@@ -54,12 +57,16 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
     assert all("half-day" in tags for tags in tagged if "two-hours" in tags), "the longer track has all of the shorter"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
-    monkeypatch.setitem(sys.modules, "dtlib", None)  # as if it were not installed
-    first = code_cells(build.notebook(source, "learner"))[0].source
-    with pytest.raises(ImportError, match="choose Kernel > Change Kernel"):
-        exec(first, {})
+@pytest.fixture(scope="module")
+def workshop_with_ranks(tmp_path_factory):
+    """A copy of the workshop whose ranks outlive each notebook, as another one has them: the next takes over."""
+    folder = make_workshop(tmp_path_factory.mktemp("workshop"))
+    shutil.copytree(ROOT / "data", folder / "data")
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks", dirs_exist_ok=True)
+    holder = Notebook(folder / "notebooks", "holder.ipynb")
+    holder.run("from dtlib import lab; lab.engines(4)")
+    yield folder
+    holder.close()
 
 
 @pytest.mark.parametrize(
@@ -69,25 +76,51 @@ def test_a_kernel_without_dtlib_is_told_which_to_choose(source, monkeypatch):
         for source in SOURCES
     ],
 )
-def test_solutions_print_what_is_stored(source, workshop_folder):
+def test_solutions_print_what_is_stored(source, workshop_with_ranks):
     """Strict nbval, in a copy of the workshop: whoever has notebooks open in this one is left alone."""
-    shutil.copytree(ROOT / "data", workshop_folder / "data")
-    shutil.copytree(ROOT / "notebooks", workshop_folder / "notebooks", dirs_exist_ok=True)
-    notebook = workshop_folder / build.target(source, "solved").relative_to(ROOT)
+    folder = workshop_with_ranks
+    notebook = folder / build.target(source, "solved").relative_to(ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=100"]
     ran = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--rootdir", str(workshop_folder), str(notebook)],
-        capture_output=True, text=True, cwd=workshop_folder, timeout=170,
+        [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), str(notebook)],
+        capture_output=True, text=True, cwd=folder, timeout=170,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("track", build.TRACKS)
+def cells_of(book, track):
+    return [cell for cell in code_cells(book) if track in cell.metadata.get("tags", [])]
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_the_cells_of_a_track_run_without_the_others(source, track, workshop_folder, monkeypatch):
-    shutil.copytree(ROOT / "data", workshop_folder / "data")
+def test_the_cells_of_a_track_need_no_others(source):
+    """Every name that they use is defined by them, on the side where they run."""
     book = build.notebook(source, "solved")
-    book.cells = [cell for cell in book.cells if track in cell.metadata.get("tags", [])]
+    whole = [cell.source for cell in code_cells(book)]
+    for track in build.TRACKS:
+        assert not missing([cell.source for cell in cells_of(book, track)], whole), track
+
+
+def test_a_cell_that_a_track_lacks_is_noticed():
+    setup, here, there = "import dtlib\nfrom dtlib import lab", "x = 1", "%%px\ny = 2\ndef f(): return y"
+    answer = "%%px\nexplained = {}"
+    uses = ["lab.values('y')", "print([x for _ in [1]])", "%%px\nf()", "%px y += 1", "lambda: x", "lab.check('hangs')"]
+    assert not missing([setup, here, there, answer, *uses], [there])
+    without_there = ["cell 3: y in the ranks", "cell 5: f in the ranks", "cell 6: y in the ranks"]
+    assert missing([setup, here, answer, *uses], [there]) == without_there
+    without_here = ["cell 4: x in the notebook", "cell 7: x in the notebook"]
+    assert missing([setup, there, answer, *uses], [there]) == without_here
+    assert missing([setup, here, there, *uses], [there]) == ["cell 8: explained in the ranks"]
+    assert missing([setup, "x = x + 1", there, answer, *uses], [there]) == ["cell 1: x in the notebook"]
+    assert not missing([setup, "lab.push(z=1)", "%%px\nfor i in range(3): z"], [])
+    assert missing(["%%px --local\nq = z"], []) == ["cell 0: z in the notebook", "cell 0: z in the ranks"]
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_short_track_run_without_the_others(workshop_folder, monkeypatch):
+    """The one that leaves out most of its notebook, as values and not only names must be there."""
+    shutil.copytree(ROOT / "data", workshop_folder / "data")
+    book = build.notebook(ROOT / "notebooks" / "source" / "03_collectives.py", "solved")
+    book.cells = cells_of(book, "two-hours")
     monkeypatch.chdir(workshop_folder)
     build.execute(book, workshop_folder / "notebooks")

@@ -60,9 +60,13 @@ def memory(step, values):
 def run(comm, step, pending):
     """Do the step on this rank; ``pending`` collects (handle, result, expected)."""
     size, me, root, mine = comm.size, comm.rank, step.root, step.values(comm.rank)
-    everyone = [step.values(rank) for rank in range(size)]
-    wholes = [step.values(rank, chunks=size) for rank in range(size)]
     extra = {"async_op": step.asynchronous}
+
+    def everyone():
+        return [step.values(rank) for rank in range(size)]
+
+    def whole(rank):
+        return step.values(rank, chunks=size)
 
     def chunk(whole, rank):
         return whole[rank * step.count : (rank + 1) * step.count]
@@ -72,28 +76,28 @@ def run(comm, step, pending):
     match step.operation:
         case "all_reduce":
             handle = comm.all_reduce(tensor, step.op, algorithm=step.algorithm, **extra)
-            result, expected = tensor, step.reduced(everyone)
+            result, expected = tensor, step.reduced(everyone())
         case "reduce":
             handle = comm.reduce(tensor, root, step.op, **extra)
-            result, expected = tensor, step.reduced(everyone) if me == root else mine
+            result, expected = tensor, step.reduced(everyone()) if me == root else mine
         case "broadcast":
             handle = comm.broadcast(tensor, root, **extra)
-            result, expected = tensor, everyone[root]
+            result, expected = tensor, step.values(root)
         case "all_gather":
             handle = comm.all_gather(big, tensor, **extra)
-            result, expected = big, torch.cat(everyone)
+            result, expected = big, torch.cat(everyone())
         case "reduce_scatter":
-            handle = comm.reduce_scatter(room, memory(step, wholes[me]), step.op, **extra)
-            result, expected = room, chunk(step.reduced(wholes), me)
+            handle = comm.reduce_scatter(room, memory(step, whole(me)), step.op, **extra)
+            result, expected = room, chunk(step.reduced([whole(rank) for rank in range(size)]), me)
         case "scatter":
-            handle = comm.scatter(room, memory(step, wholes[me]) if me == root else None, root, **extra)
-            result, expected = room, chunk(wholes[root], me)
+            handle = comm.scatter(room, memory(step, whole(me)) if me == root else None, root, **extra)
+            result, expected = room, chunk(whole(root), me)
         case "gather":
             handle = comm.gather(big if me == root else None, tensor, root, **extra)
-            result, expected = big, torch.cat(everyone) if me == root else torch.zeros_like(big)
+            result, expected = big, torch.cat(everyone()) if me == root else torch.zeros_like(big)
         case "all_to_all":
-            handle = comm.all_to_all(big, memory(step, wholes[me]), **extra)
-            result, expected = big, torch.cat([chunk(whole, me) for whole in wholes])
+            handle = comm.all_to_all(big, memory(step, whole(me)), **extra)
+            result, expected = big, torch.cat([chunk(whole(rank), me) for rank in range(size)])
         case "barrier":
             handle, result, expected = comm.barrier(**extra), tensor, mine
         case "message":
@@ -102,7 +106,7 @@ def run(comm, step, pending):
                 handle = comm.send(tensor, step.other, **extra)
             elif me == step.other:
                 handle = comm.recv(room, root, **extra)
-                expected = everyone[root]
+                expected = step.values(root)
         case "object":
             handle, result, expected = None, torch.tensor(comm.all_gather_object(me)), torch.arange(size)
     pending.append((handle if step.asynchronous else None, result, expected, step))
@@ -120,11 +124,12 @@ def finish(pending, chance):
 
 @on_ranks(3, 4, time_limit=150)
 @pytest.mark.parametrize("verify", [False, True])
-def test_random_sequences_agree_with_one_process(world, verify):
+@pytest.mark.parametrize("sequences", [100, pytest.param(SEQUENCES // 2, marks=pytest.mark.slow)])
+def test_random_sequences_agree_with_one_process(world, sequences, verify):
     comm = world.comm.split(0)
     comm.verify = verify
     chance, order = random.Random(20 + world.size + verify), random.Random(world.rank)
-    for _ in range(SEQUENCES // 2):
+    for _ in range(sequences):
         pending = []
         for _ in range(chance.randint(1, LONGEST)):
             run(comm, Step(chance, comm.size), pending)

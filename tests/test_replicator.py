@@ -116,7 +116,7 @@ def in_graph(ranks, name, optimizer):
     return losses.numpy(), [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, slow=(4,))
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_both_ways_and_one_process_with_the_whole_batch_agree(world, name, optimizer, in_graph):

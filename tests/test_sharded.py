@@ -54,7 +54,7 @@ def train(model, optimizer, data, comm, accumulate=1, clip=None, sync_always=Tru
     return model
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, slow=(4,))
 @pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
 @pytest.mark.parametrize("optimizer,accumulate,clip", [("sgd", 1, None), ("adamw", 2, 0.5)])
 @pytest.mark.parametrize("reshard", [True, False])

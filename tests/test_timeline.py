@@ -112,6 +112,25 @@ def test_clocks_of_different_machines_are_compared(world, ahead):
     assert clock_offset(world.comm, clock) == pytest.approx(-ahead * world.rank, abs=0.5)
 
 
+def test_the_shortest_round_trip_is_believed_and_its_middle_is_when_rank_0_looked():
+    """Rank 1's half of it, on a clock that stands still but for messages: rank 0's is 7 s ahead."""
+
+    class Messages:
+        rank, size, now = 1, 2, 100.0
+        lengths = iter([(3.0, 1.0), (0.5, 0.5), *[(1.0, 4.0)] * 18])  # there and back
+
+        def send(self, reading, to):
+            self.there, self.back = next(self.lengths)
+            self.now += self.there
+
+        def recv(self, reading, source):
+            reading[0] = self.now + 7
+            self.now += self.back
+
+    comm = Messages()
+    assert clock_offset(comm, lambda: comm.now) == 7
+
+
 def test_what_never_ended_stays_open():
     traces = [
         Trace(0, 0.0, [Event(0, "operation", "barrier", 5.0)]),

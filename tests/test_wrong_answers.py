@@ -10,11 +10,11 @@ import inspect
 import pytest
 
 from dtlib.lab.checks.answers import fingerprint
-from dtlib.lab.checks.checks import judge_on_this_rank, judge_rounds
+from dtlib.lab.checks.checks import judge_rounds
 from dtlib.lab.checks.registry import EXERCISES
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
-from tests.wrong_answers.cases import CASES
+from tests.wrong_answers.cases import CASES, judged_soon
 
 read = functools.cache(recordings.read)
 RECORDED = [key for key, case in CASES.items() if case.name in read(case.exercise)]
@@ -74,7 +74,7 @@ def test_four_ranks_reject_it(world, key):
 
 def rejected(world, key):
     case = CASES[key]
-    verdict = judge_on_this_rank(case.exercise, case.names(world))
+    verdict = judged_soon(case.exercise, case.names(world))
     assert verdict.mistake == case.mistake, verdict.text()
     assert verdict.hints and all(verdict.hints)
     if key in RECORDED:

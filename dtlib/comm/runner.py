@@ -18,6 +18,7 @@ from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Handle, Queue, Task, idle
 from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.call import Call, callers_line
+from dtlib.comm.watch.in_step import living
 from dtlib.comm.watch.verify import verified
 from dtlib.errors import CommunicationError
 
@@ -45,6 +46,8 @@ class Runner(ObjectOperations):
         self._buffers = {}
         self.collective_count = 0  # collectives that this rank has called so far
         self._splits = 0
+        self._messages = 0  # sent, less those received
+        living.add(self)
 
     def __repr__(self):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -103,6 +106,7 @@ class Runner(ObjectOperations):
         return self._side_link(tag + CALLER_TAGS) if self.verify else None
 
     def _point_to_point(self, call, steps, link, finish, async_op, keep):
+        self._messages += 1 if call.operation == "send" else -1
         return self._start(call, steps, link, finish, keep, async_op, self._queue.post)
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):

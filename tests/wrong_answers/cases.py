@@ -2,7 +2,9 @@
 
 import inspect
 from dataclasses import dataclass
+from unittest.mock import patch
 
+from dtlib.lab.checks import checks
 from dtlib.lab.checks.registry import EXERCISES
 from tests.wrong_answers import (
     buckets_wrong,
@@ -30,6 +32,12 @@ LESSONS = (
     zero2_wrong, zero3_wrong, pipelines_wrong, clock_wrong, one_f_one_b_wrong, tensor_wrong, mlp_wrong,
     replicator_wrong,
 )  # fmt: skip
+
+
+def judged_soon(exercise: str, names: dict, seconds: float = 2.0) -> checks.Verdict:
+    """The verdict of all ranks, where one that waits in vain gives up sooner than in class."""
+    with patch.object(checks, "WAIT_SECONDS", seconds):
+        return checks.judge_on_this_rank(exercise, names)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def callers_line() -> str:
     key = frame.f_code.co_filename, frame.f_lineno
     text = _lines.get(key)
     if text is None:
-        text = _lines[key] = _line(*key)
+        text = _lines[key] = line_of(*key)
     return text
 
 
@@ -69,7 +69,8 @@ def _is_not_the_callers(file: str) -> bool:
     return file.startswith(_PACKAGE) or _TORCH in file or file.endswith("contextlib.py")
 
 
-def _line(file: str, number: int) -> str:
+def line_of(file: str, number: int) -> str:
+    """``train.py:12: comm.barrier()``, or ``line 3: x()`` of a cell."""
     text = linecache.getline(file, number).strip()[:_LONGEST_LINE]
     place = f"line {number}" if "ipykernel_" in file or file.startswith("<") else f"{Path(file).name}:{number}"
     return f"{place}: {text}" if text else place

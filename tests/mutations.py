@@ -1,0 +1,143 @@
+# ruff: noqa: E501
+"""Forty planted mistakes, each of a single line: is every one of them noticed?
+
+    python -m tests.mutations [numbers]        the mistakes of these numbers (from 0), by default all; 3-9 is a range
+    python -m tests.mutations --tests FOLDER   with the tests in another folder, such as those of another commit
+
+    python -m tests.mutations --all-sizes      on worlds of all sizes, and with the tests' own patience
+
+Each is planted in a copy of this tree, where the tests that should notice run until the first of them fails. The exit
+status is the number of mistakes that nobody has noticed.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# File, what stands there once, the mistake, and the tests that should notice: files, or files and -k.
+MUTATIONS = [
+    ("comm/algorithms.py", "if me + bit < link.size:\n            sends", "if me + bit < link.size - 1:\n            sends", "test_comm.py -k broadcast"),
+    ("comm/algorithms.py", "if link.rank < partner else (received, array)", "if link.rank > partner else (array, array)", "test_comm.py -k all_reduce_and_reduce"),
+    ("comm/algorithms.py", "chunks[(link.rank - step) % link.size], chunks[(link.rank - step - 1) % link.size]\n        yield [link.send(outgoing, right), link.recv(incoming", "chunks[(link.rank - step) % link.size], chunks[(link.rank - step + 1) % link.size]\n        yield [link.send(outgoing, right), link.recv(incoming", "test_ring.py test_comm.py"),
+    ("comm/algorithms.py", "for number in range(2)]", "for number in (0, 0)]", "test_comm.py -k reduce_scatter"),
+    ("comm/algorithms.py", "link.recv(rows[have : have + count], source)", "link.recv(rows[have - 1 : have - 1 + count], source)", "test_comm.py -k object test_random_operations.py"),
+    ("comm/algorithms.py", "out_chunks[link.rank][...] = chunks[link.rank]", "out_chunks[link.rank][...] = chunks[0]", "test_comm.py -k all_to_all test_random_operations.py"),
+    ("comm/types.py", "if not self.memory.flags.c_contiguous:\n            self", "if False:\n            self", "test_comm.py test_random_operations.py"),
+    ("comm/types.py", '"prod": torch.mul, "max"', '"prod": torch.add, "max"', "test_comm.py -k all_reduce test_random_operations.py"),
+    ("comm/selection.py", "if count <= limit else", "if count >= limit else", "test_comm.py test_theory.py"),
+    ("comm/link.py", "self.bytes += array.nbytes\n        return self.mpi", "self.bytes += array.size\n        return self.mpi", "test_timeline.py test_data_parallel.py -k payload"),
+    ("gradients/flat.py", "self.length = -(-sum(sizes) // ranks)", "self.length = -(-sum(sizes) // ranks) + 1", "test_accounting.py -k formula"),
+    ("gradients/flat.py", "limit = first_cap if buckets and bucket is buckets[0] else cap", "limit = cap", "test_data_parallel.py"),
+    ("gradients/backward.py", "self._missing[self._index[parameter]].discard(parameter)", "self._missing[self._index[parameter]].clear()", "test_data_parallel.py -k parity"),
+    ("gradients/precision.py", "self._good = 0\n            self._patience -= 1", "self._good = 0", "test_training.py -k scale"),
+    ("gradients/precision.py", "master.grad.div_(scale)", "master.grad.mul_(scale)", "test_training.py test_zero.py -k bfloat16"),
+    ("gradients/shards.py", "self.average.add_(self._travelling)", "self.average.copy_(self._travelling)", "test_zero.py -k parity"),
+    ("gradients/shards.py", "factor = self._guess / total", "factor = self._guess / total / self._comm.size", "test_data_parallel.py -k uneven"),
+    ("parallel/data/full.py", "parameter.grad = view if ranks else None", "parameter.grad = view", "test_data_parallel.py -k parity"),
+    ("parallel/data/full.py", "return max(rank for rank, has_batch", "return min(rank for rank, has_batch", "test_data_parallel.py -k join"),
+    ("parallel/zero/plain.py", "if all(parameter.grad is not None for", "if any(parameter.grad is not None for", "test_plain.py -k zero"),
+    ("parallel/zero/plain.py", "unit.module.zero_grad()\n\n    def give", "pass\n\n    def give", "test_plain.py -k zero"),
+    ("parallel/tensor/functions.py", "return reduce_from_ranks(gradient, ctx.comm), None", "return gradient, None", "test_tensor.py -k mlp"),
+    ("parallel/tensor/cross_entropy.py", "(targets < first + logits.shape[-1])", "(targets <= first + logits.shape[-1])", "test_tensor.py -k entropy"),
+    ("parallel/pipeline/interpreter.py", "[size / sum(sizes) for size in sizes]", "[1 / len(sizes) for size in sizes]", "test_pipeline.py"),
+    ("parallel/pipeline/interpreter.py", "for m in sorted(last.losses)]", "for m in sorted(last.losses)][::-1]", "test_pipeline.py"),
+    ("parallel/replicator/optimizer.py", "parameter.grad = gradient if is_used else None", "parameter.grad = gradient", "test_replicator.py -k agree"),
+    ("schedule/orders.py", "ahead = (v - 1) * p + 2 * (p - rank - 1)", "ahead = (v - 1) * p + (p - rank - 1)", "test_schedule.py"),
+    ("schedule/simulation.py", "if need.stage % ranks != rank else 0.0)", "if need.stage % ranks == rank else 0.0)", "test_schedule.py"),
+    ("schedule/checking.py", "return index <= at[receiver] + lookahead", "return index <= at[receiver] + lookahead + 1", "test_schedule.py"),
+    ("theory/zero.py", "return min(max(size - rank * length, 0), length)", "return min(size - rank * length, length)", "test_theory.py test_accounting.py"),
+    ("theory/collectives.py", "lowest = me & -me or 1 << log2_up(ranks)", "lowest = me & -me or 1 << (ranks.bit_length() - 1)", "test_theory.py"),
+    ("measure/storages.py", "max(stop, merged[-1][1])", "stop", "test_accounting.py -k 'view or memory'"),
+    ("measure/trace.py", "float(reading[0]) - asked - took / 2", "float(reading[0]) - asked + took / 2", "test_timeline.py -k 'clocks or round_trip'"),
+    ("checkpoint/folder.py", "flat[low - start : high - start] =", "flat[low - first : high - first] =", "test_checkpoint.py -k 'another_stage'"),
+    ("checkpoint/loading.py", "if len(files) == comm.size:", "if len(files) >= comm.size:", "test_checkpoint.py -k random"),
+    ("training/rates.py", "return max(0.0, left / max(1.0,", "return max(0.0, left / max(2.0,", "test_training.py"),
+    ("training/engine.py", "(self._scale.scale / self.config.gradient_accumulation_steps)", "self._scale.scale", "test_training.py -k one_process"),
+    ("horovod/execution.py", "rounding_mode=\"trunc\"", "rounding_mode=\"floor\"", "test_horovod.py -k allreduce"),
+    ("world/mesh.py", "for axis, size in reversed(shape.items()):", "for axis, size in shape.items():", "test_mesh.py test_hybrids.py"),
+    ("pi/__init__.py", "min(a + block, stop)", "a + block", "test_pi.py"),
+    ("lab/checks/checks.py", "key=lambda problem: problem.mistake == \"waited\"", "key=lambda problem: problem.mistake != \"waited\"", "test_check.py -k missing test_wrong_answers.py -k own_reason"),
+]  # fmt: skip
+
+
+def planted(tree: Path, number: int) -> str | None:
+    """Run the tests with one mistake; returns the first test that fails, None where all pass."""
+    name, right, wrong, tests = MUTATIONS[number]
+    path = tree / "dtlib" / name
+    text = path.read_text()
+    if text.count(right) != 1:
+        raise SystemExit(f"{number}: {name} has {text.count(right)} times {right!r}: mend tests/mutations.py.")
+    path.write_text(text.replace(right, wrong))
+    try:
+        for selection in runs(tests):
+            command = [sys.executable, "-m", "pytest", "-xq", "-m", "not slow", "-p", "no:cacheprovider", *selection]
+            ran = subprocess.run(
+                command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True
+            )
+            if ran.returncode == 1:
+                return next(line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+            if ran.returncode != 0:
+                raise SystemExit(
+                    f"{number}: {' '.join(selection)} ran no test:\n{ran.stdout[-2000:]}{ran.stderr[-500:]}"
+                )
+        return None
+    finally:
+        path.write_text(text)
+
+
+def hasten(ranks: Path) -> None:
+    """Have tests run on three ranks where they run on several numbers of ranks, and a hang end after a short while."""
+    text = ranks.read_text()
+    for before, after in (
+        ("TIME_LIMIT = 60\n", "TIME_LIMIT = 10\n"),
+        ("    cases = [\n", "    sizes = [3] if 3 in sizes and 3 not in slow else sizes\n    cases = [\n"),
+    ):
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    ranks.write_text(text)
+
+
+def runs(tests: str) -> list[list[str]]:
+    """``a.py -k word b.py`` as the arguments of one run of pytest a file."""
+    selections = []
+    for word in tests.replace("'", "").replace(" -k ", "\n-k\n").replace(" test_", "\ntest_").split("\n"):
+        if word.startswith("test_"):
+            selections.append([f"tests/{word}"])
+        else:
+            selections[-1].append(word)
+    return selections
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("numbers", nargs="*")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests")
+    parser.add_argument("--all-sizes", action="store_true")
+    options = parser.parse_args()
+    wanted = [n for text in options.numbers for n in range(int(text.split("-")[0]), int(text.split("-")[-1]) + 1)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "tests", "__pycache__", ".*_cache"))
+        shutil.copytree(options.tests, tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        if not options.all_sizes:
+            hasten(tree / "tests" / "ranks.py")
+        for number in wanted or range(len(MUTATIONS)):
+            began = time.monotonic()
+            failed = planted(tree, number)
+            missed += failed is None
+            name, _, wrong, _ = MUTATIONS[number]
+            noticed = f"noticed: {failed:.110}" if failed else f"NOT NOTICED: {wrong!r}"
+            print(f"{number:2d} {name:34s} {time.monotonic() - began:5.1f} s  {noticed}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
