@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtlib.comm import selection
 from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
 from tests.ranks import on_ranks
 
