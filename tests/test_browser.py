@@ -89,10 +89,15 @@ def run_active_cell(page, number: int) -> None:
             assert errors.count() == 0, errors.first.inner_text()
 
 
-def open_notebook(page, address: str, file) -> int:
-    """Open the page on this notebook, click into its first cell, and say how many it has."""
+def open_lesson_00(page, address: str) -> int:
+    """From the start page to the first lesson; how many cells it has."""
     page.goto(address)
-    page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)  # from the start page
+    page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)
+    return enter(page, ROOT / FIRST_NOTEBOOK)
+
+
+def enter(page, file) -> int:
+    """Click into the first cell of the notebook that opens, and say how many it has."""
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
     assert page.locator(".jp-Dialog").count() == 0, "nothing stands in front of the first lesson"
@@ -133,7 +138,7 @@ class Cell:
 
 
 @pytest.mark.slow
-def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, workshop_folder):
+def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, tmp_path):
     sources = [
         "%%px\n1",
         "from dtlib import lab; lab.engines(3)",
@@ -144,9 +149,10 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, workshop_folder):
     ]
     book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
     book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    file = workshop_folder / "notebooks" / "live.ipynb"
+    file = tmp_path / "course" / "live.ipynb"
     nbformat.write(book, file)
-    open_notebook(page, address.replace(FIRST_NOTEBOOK, "notebooks/live.ipynb"), file)
+    page.goto(re.sub(r"/lab/tree/[^?]*", "/lab/tree/live.ipynb", address))
+    enter(page, file)
     assert "Run lab.engines(4) first" in Cell(page, 0).wait()
     assert "process id" in Cell(page, 1).wait()
     Cell(page, 2).wait()
@@ -190,7 +196,7 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, workshop_folder):
 @pytest.mark.slow
 def test_lesson_00_under_run_all(page, address):
     """Nobody answers, and nobody presses Stop: it comes to its end, and the planted hang ends by itself."""
-    open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
+    open_lesson_00(page, address)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     last = page.locator(".jp-Notebook .jp-CodeCell").last.element_handle()
@@ -203,7 +209,7 @@ def test_lesson_00_under_run_all(page, address):
 
 @pytest.mark.slow
 def test_lesson_00_cell_by_cell(page, address):
-    count = open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
+    count = open_lesson_00(page, address)
     for number in range(count):
         run_active_cell(page, number)
         picture(page, f"{number:02d}")
