@@ -45,15 +45,19 @@ def page():
 
 
 @pytest.fixture
-def address(tmp_path):
+def course_folder(tmp_path):
+    (tmp_path / "course").mkdir()
+    return tmp_path / "course"
+
+
+@pytest.fixture
+def address(course_folder, tmp_path):
     """Where JupyterLab answers, in a folder that was empty: it lays out the course there."""
-    folder = tmp_path / "course"
-    folder.mkdir()
     log = tmp_path / "lab.log"
     with open(log, "w") as output:
         # Open tabs are remembered from one day to the next: not those of whoever runs this test.
         command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={tmp_path}"]
-        server = subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output)
+        server = subprocess.Popen([sys.executable, "-m", *command], cwd=course_folder, stdout=output, stderr=output)
     deadline = time.monotonic() + 60
     while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+", log.read_text())):
         assert server.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -90,9 +94,9 @@ def run_active_cell(page, number: int) -> None:
 
 
 def open_notebook(page, address: str, file) -> int:
-    """Open the page on this notebook, click into its first cell, and say how many it has."""
+    """Open lesson 00, which is this file, from the start page; click into its first cell, and say how many it has."""
     page.goto(address)
-    page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)  # from the start page
+    page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
     assert page.locator(".jp-Dialog").count() == 0, "nothing stands in front of the first lesson"
@@ -133,7 +137,7 @@ class Cell:
 
 
 @pytest.mark.slow
-def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, workshop_folder):
+def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder):
     sources = [
         "%%px\n1",
         "from dtlib import lab; lab.engines(3)",
@@ -144,9 +148,9 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, workshop_folder):
     ]
     book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
     book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    file = workshop_folder / "notebooks" / "live.ipynb"
+    file = course_folder / FIRST_NOTEBOOK
     nbformat.write(book, file)
-    open_notebook(page, address.replace(FIRST_NOTEBOOK, "notebooks/live.ipynb"), file)
+    open_notebook(page, address, file)
     assert "Run lab.engines(4) first" in Cell(page, 0).wait()
     assert "process id" in Cell(page, 1).wait()
     Cell(page, 2).wait()
