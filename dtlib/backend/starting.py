@@ -41,10 +41,7 @@ def make_group(options) -> Group:
     members = list(options.global_ranks_in_group)  # none for the default group: all
     with torchs_errors():
         _refuse_other_worlds(options, members or range(world.size), world)
-        if members:
-            comm = _of_members(members, seconds)
-        else:
-            comm = worlds.fresh_communicator(seconds, "init_process_group")
+        comm = _of_members(members, seconds) if members else worlds.fresh_communicator(seconds, "init_process_group")
     comm.verify = comm.verify or dist.get_debug_level() == dist.DebugLevel.DETAIL
     group = Group(options.store, comm, members, _groups.remove)
     _groups.append(group)

@@ -32,6 +32,6 @@ def _is_in_mid_step(module) -> bool:
 
 def _refuse(module, _inputs):
     raise DtlibError(
-        f"This {type(module).__name__} was stopped in the middle of a step, and some of its gradients are lost: wrap the "
-        "model anew, model = DistributedDataParallel(model.module), on all ranks."
+        f"This {type(module).__name__} was stopped in the middle of a step, and some of its gradients are lost: wrap "
+        "the model anew, model = DistributedDataParallel(model.module), on all ranks."
     )
