@@ -6,6 +6,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import dtlib.backend  # noqa: F401
 from benchmarks.peers import torch_group
 from tests.ranks import on_ranks
 
@@ -168,9 +169,8 @@ def test_messages_subgroups_and_the_end(world):
     group, rank, size = both(world)["dtlib"], world.rank, world.size
     right, left = (rank + 1) % size, (rank - 1) % size
     x, y = torch.full((3,), float(rank)), torch.empty(3)
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, right, group), dist.P2POp(dist.irecv, y, left, group)]
-    ):
+    both_ways = [dist.P2POp(dist.isend, x, right, group), dist.P2POp(dist.irecv, y, left, group)]
+    for work in dist.batch_isend_irecv(both_ways):
         work.wait()
     assert y.tolist() == [left] * 3
     if rank == 0:
@@ -201,7 +201,7 @@ def test_messages_subgroups_and_the_end(world):
     world.comm.split(0)  # ranks meet, and free what all have let go
     world.comm.split(0)
     assert lifetime.alive() <= before + 1
-    with pytest.raises(dist.DistBackendError, match="2 tensors|3 tensors"):
+    with pytest.raises(dist.DistBackendError, match="one for each rank"):
         dist.all_gather([torch.empty(3)], torch.empty(3), group=group)
 
 
@@ -255,7 +255,7 @@ def test_ddp(world):
 
     def with_buffers(group):
         model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)), process_group=group)
-        return trained(model) + [model.module[0].running_var]
+        return [*trained(model), model.module[0].running_var]
 
     equal(world, with_buffers)
 
@@ -284,7 +284,7 @@ def test_fsdp2_and_zero(world):
     equal(world, zero)
 
 
-@on_ranks(4)
+@on_ranks(4, slow=(4,))
 def test_meshes(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -294,9 +294,8 @@ def test_meshes(world):
     names = {id(group): name for name, group in both(world).items()}
 
     def mesh_of(group, *axes):
-        return init_device_mesh(
-            "cpu", (2, 2), mesh_dim_names=axes, backend_override=dict.fromkeys(axes, names[id(group)])
-        )
+        backends = dict.fromkeys(axes, names[id(group)])
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=axes, backend_override=backends)
 
     def hybrid(group):
         model, mesh = network(), mesh_of(group, "replicate", "shard")

@@ -26,8 +26,9 @@ def torchs_errors():
     except dist.DistBackendError:
         raise
     except DtlibError as error:
-        kind = GroupTimeout if isinstance(error, WaitTimeout) else GroupError
-        raise kind(str(error)) from None
+        if isinstance(error, WaitTimeout):
+            raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
+        raise GroupError(str(error)) from None
 
 
 class GroupWork(dist._Work):
