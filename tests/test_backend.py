@@ -1,13 +1,24 @@
 """torch's own classes on our backend: their values are those that they have on gloo."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import dtlib.backend  # noqa: F401
+import dtlib.backend
 from benchmarks.peers import torch_group
+from dtlib.world.launch import start_ranks
 from tests.ranks import on_ranks
 
 ReduceOp = dist.ReduceOp
@@ -375,3 +386,124 @@ def test_pipelining_and_checkpoints(world, tmp_path):
         return found
 
     equal(world, saved)
+
+
+# When something goes wrong
+
+
+@on_ranks(2)
+def test_a_step_that_is_stopped(world):
+    """One rank leaves early; the other is told so, is stopped, and both go on after a reset."""
+    from dtlib.comm import waiting
+
+    both(world)
+    group = dist.new_group(backend="dtlib", timeout=timedelta(seconds=30))
+    told, waiting.notice, waiting.NOTICE_SECONDS = [], lambda said: told.append(said), 0.5
+    try:
+        for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+            model = DistributedDataParallel(network(), process_group=group, **options)
+            x = torch.ones(4, 6)
+            if world.rank == 0:
+                threading.Timer(1.0, signal.raise_signal, (signal.SIGINT,)).start()
+                began = time.monotonic()
+                with pytest.raises(KeyboardInterrupt):
+                    model(x).square().mean().backward()
+                assert time.monotonic() - began < 10
+                assert "all_reduce" in told[0] and "rank 1 has not come" in told[0], told
+                assert "test_backend.py" in told[0] and "DistributedDataParallel(network()" in told[0], told
+                with pytest.raises(dist.DistBackendError, match="reset"):
+                    dist.barrier(group)
+            dtlib.reset()
+            with pytest.raises(dtlib.DtlibError, match="wrap the model anew"):
+                model(x)
+            del told[:]
+            model = DistributedDataParallel(model.module, process_group=group, **options)
+            trained(model)
+            assert len({tuple(p.flatten().tolist()) for p in gathered(world, next(model.parameters()))}) == 1
+    finally:
+        waiting.notice, waiting.NOTICE_SECONDS = None, 3.0
+    with pytest.raises(dist.DistBackendError, match=r"timeout is over.*Waited 0.2 s in barrier|interrupted|failed"):
+        if world.rank == 0:
+            group.set_timeout(timedelta(seconds=0.2))
+            dist.barrier(group)
+        else:
+            group.comm._queue.abandon("was interrupted")
+            dist.barrier(group)
+    dtlib.reset()
+    group.comm.verify = True
+    with pytest.raises(dist.DistBackendError, match="do not call the same"):
+        dist.all_reduce(torch.ones(2 + world.rank), group=group)
+    dtlib.reset()
+    group.comm.verify = False
+    with dtlib.trace() as trace:
+        model(x).square().mean().backward()
+    assert trace.sent() == (0, 0) or trace.sent()[1] > 0
+    dist.destroy_process_group(group)
+
+
+def gathered(world, tensor):
+    return world.comm.all_gather(torch.empty(world.size, *tensor.shape), tensor.detach())
+
+
+SCRIPT = """
+import sys
+import dtlib.backend
+import torch
+from torch import distributed as dist
+dist.init_process_group("dtlib")
+rank, size = dist.get_rank(), dist.get_world_size()
+assert size == 2 and dist.get_backend() == "dtlib"
+mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+x = torch.ones(3) * rank
+dist.all_reduce(x, group=mesh.get_group("a"))
+assert x.tolist() == [1, 1, 1]
+dist.destroy_process_group()
+dist.init_process_group("dtlib")
+dtlib.backend.emulate_network(0.05, 1e9)
+import time
+began = time.monotonic()
+dist.barrier()
+assert time.monotonic() - began > 0.05
+dist.all_reduce(x)
+assert x.tolist() == [2, 2, 2]
+if rank == 1:
+    raise ValueError("the learner's own mistake")
+dist.barrier()
+"""
+
+
+def test_a_script_without_settings_and_its_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    process = start_ranks([str(script)], 2, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    _, said = process.communicate(timeout=90)
+    assert process.returncode != 0
+    assert "ValueError: the learner's own mistake" in said, said
+    assert "assert" not in said
+
+
+def test_torch_finds_the_backend_by_itself(monkeypatch):
+    points = tomllib.loads(Path(dtlib.__file__).parents[1].joinpath("pyproject.toml").read_text())["project"][
+        "entry-points"
+    ]
+    assert points["torch.backends"] == {"dtlib": "dtlib.backend:register"}
+    dtlib.backend.register()
+    assert "dtlib" in dist.Backend.backend_list
+    # It runs while torch is imported: whatever happens, torch must come up.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    dtlib.backend.register()
+    monkeypatch.undo()
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    from dtlib.backend import starting
+
+    monkeypatch.setattr(starting, "is_rank", lambda: False)
+    with pytest.raises(dtlib.DtlibError, match="torchrun started these processes without it"):
+        starting.meet()

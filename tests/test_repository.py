@@ -31,7 +31,7 @@ FLOORS = (
     ("world",),
     ("gradients",),
     ("measure",),
-    ("pi", "parallel", "horovod"),
+    ("pi", "parallel", "horovod", "backend"),
     ("checkpoint", "pipe"),
     ("production",),
     ("training", "workloads"),

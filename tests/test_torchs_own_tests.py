@@ -1,7 +1,8 @@
 """torch's own tests of process groups, which its wheel carries, on our backend: those that gloo passes on the CPU.
 
 Each test has a process group of its own, on ranks that live on as long as tests pass; after a failure, or a hang, they
-are started anew. Which tests gloo passes is found out in the same way:
+are started anew. Which tests gloo passes, and on how many ranks, stands in ``torchs_own_tests.txt`` (of tests of groups
+that want more than 3 ranks those on 8), and is found out in the same way:
 
     python -m tests.test_torchs_own_tests gloo 3 [names]
 """
@@ -18,9 +19,24 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import SkipTest
 
+import pytest
+
 SECONDS = 60  # for one test
 GRACE_SECONDS = 5  # for the other ranks, once one has failed
 CHOOSE_BY_NAME = ("test_accumulate_gradients",)
+NOT_OURS = {"monitored_barrier": "torch keeps it for gloo: 'monitored_barrier is only implemented for GLOO backend.'"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", (3, 8))
+def test_what_gloo_passes(ranks):
+    lines = Path(__file__).with_name("torchs_own_tests.txt").read_text().splitlines()
+    names = [name for number, name in map(str.split, lines) if int(number) == ranks]
+    ours = [name for name in names if not any(part in name for part in NOT_OURS)]
+    assert len(ours) >= 0.95 * len(names) > 40
+    found = outcomes("dtlib", ranks, ours)
+    assert {name: said for name, said in found.items() if said != "passed"} == {}
 
 
 def outcomes(backend: str, ranks: int, names) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import distributed as dist
 from dtlib import world as worlds
 from dtlib.backend.group import Group
 from dtlib.backend.operations import TAG_OF_NEW_GROUPS
+from dtlib.backend.stopped import mark_stopped_modules
 from dtlib.backend.work import torchs_errors
 from dtlib.comm import Communicator, lifetime
 from dtlib.comm.link import Wire
@@ -60,10 +61,7 @@ def renew() -> None:
             new = worlds.fresh_communicator(old.time_limit, "dtlib.reset()")
         new.verify, new.wire = old.verify, old.wire
         group.comm = new
-    if _groups:
-        from dtlib.backend.stopped import mark_stopped_modules
-
-        mark_stopped_modules()
+        mark_stopped_modules(group)
 
 
 def emulate_network(latency: float, bandwidth: float, group=None) -> None:

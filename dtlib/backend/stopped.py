@@ -4,22 +4,19 @@ import gc
 
 from torch.nn.parallel import DistributedDataParallel
 
-from dtlib.backend.group import Group
 from dtlib.errors import DtlibError
 
 
-def mark_stopped_modules() -> None:
-    """Let every ``DistributedDataParallel`` on our groups that waits for the end of a step refuse to go on.
+def mark_stopped_modules(group) -> None:
+    """Let each ``DistributedDataParallel`` of a group refuse to go on, if one of them was stopped on any rank.
 
-    Its C++ has counted gradients of which some never came, and nothing can make it forget them.
+    Its C++ has counted gradients of which some never came, and nothing can make it forget them. Where a rank has not
+    begun that step its own module could go on, but it would be out of step with those that are made anew elsewhere.
     """
-    for module in _modules(DistributedDataParallel):
-        if isinstance(module.process_group, Group) and _is_in_mid_step(module):
+    modules = [one for one in gc.get_objects() if type(one) is DistributedDataParallel and one.process_group is group]
+    if any(group.comm.all_gather_object(any(map(_is_in_mid_step, modules)))):
+        for module in modules:
             module.register_forward_pre_hook(_refuse)
-
-
-def _modules(kind) -> list:
-    return [found for found in gc.get_objects() if isinstance(found, kind)]
 
 
 def _is_in_mid_step(module) -> bool:
@@ -32,6 +29,6 @@ def _is_in_mid_step(module) -> bool:
 
 def _refuse(module, _inputs):
     raise DtlibError(
-        f"This {type(module).__name__} was stopped in the middle of a step, and some of its gradients are lost: wrap "
-        "the model anew, model = DistributedDataParallel(model.module), on all ranks."
+        "A step of this DistributedDataParallel was stopped in the middle, and gradients of it are lost: wrap the "
+        "model anew on all ranks, model = DistributedDataParallel(model.module)."
     )
