@@ -44,7 +44,8 @@ def make_group(options) -> Group:
         _refuse_other_worlds(options, members or range(world.size), world)
         comm = _of_members(members, seconds) if members else worlds.fresh_communicator(seconds, "init_process_group")
     comm.verify = comm.verify or dist.get_debug_level() == dist.DebugLevel.DETAIL
-    group = Group(options.store, comm, members, _groups.remove)
+    comm.wire = network
+    group = Group(options.store, comm, members, _forget)
     _groups.append(group)
     if renew not in worlds.after_reset:
         worlds.after_reset.append(renew)
@@ -79,6 +80,12 @@ def emulate_network(latency: float, bandwidth: float, group=None) -> None:
     if not isinstance(group, Group):
         raise CommunicationError('emulate_network is for groups of the backend "dtlib": make one first.')
     network = group.comm.wire = Wire(latency, bandwidth)
+
+
+def _forget(group) -> None:
+    global network
+    _groups.remove(group)
+    network = network if _groups else None
 
 
 def _world():
@@ -122,7 +129,6 @@ def _of_members(members: list[int], seconds: float) -> Communicator:
     drawn = made.meet("new_group", lifetime.draw(made.world_rank))[0]
     lifetime.look_after(mpi, drawn, made._members)
     made.name = f"group.{drawn[0]}.{drawn[1]}"
-    made.wire = network
     return made
 
 

@@ -1,6 +1,6 @@
 """What is under way in a group, as torch knows it: a ``Work`` and its future."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import distributed as dist
@@ -69,12 +69,12 @@ class GroupWork(dist._Work):
         if self._error is None and not all(handle.done() for handle in self._handles):
             return False
         if self._error is None:
-            with torchs_errors():
-                self.wait()  # it is over, well or badly
+            with suppress(Exception):  # exception() has it
+                self.wait()
         return True
 
     def is_success(self) -> bool:
-        return self._error is None and self.is_completed()
+        return self.is_completed() and self._error is None
 
     def exception(self):
         return self._error
