@@ -36,8 +36,10 @@ class Operations(dist.ProcessGroup):
 
         ``finish()`` brings home what travelled as a copy.
         """
-        waiting.advance_all()  # what is under way goes on whenever a program comes by
-        limit = opts.timeout.total_seconds() if opts is not None and opts.timeout.total_seconds() > 0 else None
+        if not waiting.idle():
+            waiting.advance_all()  # what is under way goes on whenever a program comes by
+        limit = opts.timeout.total_seconds() if opts is not None else None
+        limit = limit if limit is not None and limit > 0 else None
         with torchs_errors():
             if opts is None or opts.asyncOp or limit is not None:
                 handles = [start(async_op=True) for start in starts]

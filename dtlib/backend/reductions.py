@@ -26,12 +26,12 @@ def named(op, tensor) -> str:
 
 def bitwise(op):
     """The function of a reduction of bits, or None."""
-    return next((function for known, function in BITWISE if op == known), None)
+    return None if op == ReduceOp.SUM else next((function for known, function in BITWISE if op == known), None)
 
 
 def factor(op):
     """What every rank multiplies by before it adds, or None."""
-    return op.factor if op == ReduceOp.PREMUL_SUM else None
+    return None if op == ReduceOp.SUM or op != ReduceOp.PREMUL_SUM else op.factor
 
 
 def dense(tensor):

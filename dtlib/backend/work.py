@@ -1,6 +1,6 @@
 """What is under way in a group, as torch knows it: a ``Work`` and its future."""
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch import distributed as dist
@@ -18,17 +18,17 @@ class GroupTimeout(WaitTimeout, GroupError):
     """A wait that took longer than the group's timeout, or the operation's own."""
 
 
-@contextmanager
-def torchs_errors():
-    """Errors of the communicator as errors of torch's kind."""
-    try:
-        yield
-    except dist.DistBackendError:
-        raise
-    except DtlibError as error:
-        if isinstance(error, WaitTimeout):
-            raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
-        raise GroupError(str(error)) from None
+class torchs_errors:
+    """``with torchs_errors():`` errors of the communicator are raised as torch's kind."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, DtlibError) and not isinstance(error, dist.DistBackendError):
+            if isinstance(error, WaitTimeout):
+                raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
+            raise GroupError(str(error)) from None
 
 
 class GroupWork(dist._Work):
