@@ -56,9 +56,8 @@ class Silent(Group):
 def rows(world, repeats: int):
     groups = {"gloo": torch_group(world), "ours": dist.new_group(backend=dtlib.backend.NAME)}
     groups["nothing"] = _silent(groups["ours"])
-    for question in (_small, _ddp, _sharded, _zero, _tensor, _pipeline):
+    for question in (_small, _ddp, _sharded, _zero, _tensor, _pipeline, _hidden):
         yield from question(world, groups, repeats)
-    yield from _hidden(world, groups["ours"], repeats)
 
 
 def _silent(group):
@@ -168,28 +167,37 @@ def _pipeline(world, groups, repeats):
         yield from _compared(world, groups, f"pipelining {kind.__name__} width {width}", steps, repeats)
 
 
-def _hidden(world, group, repeats):
+def _hidden(world, groups, repeats):
     """How much of DDP's communication is left to wait for on an EMULATED accelerator, whose core is idle meanwhile."""
-    model = DistributedDataParallel(Accelerated(), process_group=group, bucket_cap_mb=5)
-    alone = Accelerated()
+    models = {}
+    for peer in ("ours", "nothing"):
+        ddp = partial(
+            DistributedDataParallel, process_group=groups[peer], bucket_cap_mb=5, gradient_as_bucket_view=True
+        )
+        models[peer] = ddp(Accelerated())
     x = torch.zeros(1, requires_grad=True)
 
-    def backward(model):
-        model(x).sum().backward()
+    def backward(peer):
+        models[peer](x).sum().backward()
 
     def in_the_background():
         with progress_thread():
-            backward(model)
+            backward("ours")
 
-    buffers = [torch.zeros(1_500_000) for _ in alone.weights]
+    buffers = [torch.zeros_like(weight) for weight in models["ours"].module.weights]
 
     def communication():
         for buffer in buffers:
-            dist.all_reduce(buffer, group=group)
+            dist.all_reduce(buffer, group=groups["ours"])
 
-    functions = {"thread": in_the_background, "inline": partial(backward, model), "alone": partial(backward, alone)}
-    seconds = in_turns(world.comm, {**functions, "communication": communication}, repeats)
+    functions = {
+        "thread": in_the_background,
+        "inline": partial(backward, "ours"),
+        "nothing": groups["nothing"].in_silence(partial(backward, "nothing")),
+        "communication": communication,
+    }
+    seconds = in_turns(world.comm, functions, repeats)
     for name in ("thread", "inline"):
-        waited = seconds[name] - seconds["alone"]
+        waited = seconds[name] - seconds["nothing"]
         case = f"DDP's communication left to wait for, {name}, emulated accelerator"
         yield row(case, "all of it", waited, seconds["communication"])
