@@ -1,4 +1,4 @@
-# make lab | test | test-all | tour | notebooks | lint | clean
+# make lab | test | test-all | tour | notebooks | book | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   ARGS="..."           arguments for dtlib lab
@@ -9,7 +9,7 @@ BIN := .venv/bin
 TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: lab test test-slow test-all tour notebooks lint clean
+.PHONY: lab test test-slow test-all tour notebooks book lint clean
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
@@ -27,6 +27,10 @@ tour: .venv/ready
 
 notebooks: .venv/ready
 	$(BIN)/python -m dtlib.lab.build
+
+book: .venv/ready
+	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -e '.[book]'
+	$(BIN)/python -m docs.book
 
 lint: .venv/ready
 	$(BIN)/ruff check .

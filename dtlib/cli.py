@@ -1,10 +1,11 @@
-"""The command line: dtlib doctor | lab | tour | pi."""
+"""The command line: dtlib doctor | lab | fresh | tour | pi."""
 
 import argparse
 import json
 import sys
 import time
 
+import dtlib
 from dtlib.errors import DtlibError
 from dtlib.lab.engines.workshop import current_folder
 from dtlib.world.launch import is_rank, run_ranks
@@ -21,12 +22,16 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments=None) -> int:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | tour | pi")
+    parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi")
     commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
 
-    lab = commands.add_parser("lab", help="open JupyterLab on the workshop")
+    lab = commands.add_parser("lab", help="lay out the course in this folder, in a clone in work/, and open JupyterLab")
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
     lab.add_argument("jupyter", nargs="*", help="after --: arguments for JupyterLab, such as --port=8890")
+
+    fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
+    fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
 
     tour = commands.add_parser("tour", help="run the core of every lesson on MPI engines and print a table")
     tour.add_argument("--ranks", type=_ranks, default=2, help="engines to start (default: 2)")
@@ -41,6 +46,9 @@ def main(arguments=None) -> int:
     pi.add_argument("--seed", type=_whole_number, default=0, help="another seed gives other points (default: 0)")
     pi.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         current_folder()  # mpiexec and JupyterLab need one
         return _COMMANDS[options.command](options)
@@ -61,6 +69,13 @@ def _lab(options) -> int:
     from dtlib.lab.server import serve
 
     return serve(not options.no_browser, options.jupyter)
+
+
+def _fresh(options) -> int:
+    from dtlib.lab import course
+
+    print(*course.fresh(options.lesson), sep="\n")
+    return 0
 
 
 def _tour(options) -> int:
@@ -179,4 +194,4 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-_COMMANDS = {"doctor": _doctor, "lab": _lab, "tour": _tour, "pi": _pi}
+_COMMANDS = {"doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi}

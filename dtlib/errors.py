@@ -19,5 +19,9 @@ class CommunicationError(DtlibError):
     """An operation of the communicator was called with something that it cannot carry."""
 
 
+class PeerFailed(DtlibError):
+    """A rank waited for one that raised an error in this cell of the notebook, and so does not come."""
+
+
 class WaitTimeout(DtlibError):
     """A rank waited longer than the communicator's ``time_limit``."""

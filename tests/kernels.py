@@ -20,11 +20,24 @@ class Notebook:
         self._client.wait_for_ready(timeout=60)
 
     def run(self, code: str, timeout: float = 60) -> str:
-        """Run a cell and return all that it shows as plain text, errors included."""
-        shown = []
+        """Run a cell and return all that it shows in the end as plain text, errors included.
+
+        ``self.live`` lists what displays showed meanwhile, ``self.number`` is the cell's number.
+        """
+        shown, self.live = [], []
+        cleared = False
 
         def keep(message):
+            nonlocal cleared
             content = message["content"]
+            if message["msg_type"] == "clear_output":
+                cleared = True
+                return
+            if cleared and message["msg_type"] in ("stream", "display_data", "execute_result", "error"):
+                shown.clear()
+                cleared = False
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                self.live.append(_COLOUR.sub("", content["data"].get("text/plain", "")))
             if message["msg_type"] == "stream":
                 shown.append(content["text"])
             elif message["msg_type"] in ("display_data", "execute_result"):
@@ -32,8 +45,17 @@ class Notebook:
             elif message["msg_type"] == "error":
                 shown.append("\n".join(content["traceback"]) + "\n")
 
-        self._client.execute_interactive(code, output_hook=keep, timeout=timeout)
+        reply = self._client.execute_interactive(code, output_hook=keep, timeout=timeout)
+        self.number = reply["content"]["execution_count"]
         return _COLOUR.sub("", "".join(shown))
+
+    def complete(self, code: str) -> list[str]:
+        """What Tab offers at the end of this code."""
+        return self._client.complete(code, reply=True, timeout=30)["content"]["matches"]
+
+    def inspect(self, code: str) -> str:
+        """What Shift+Tab shows at the end of this code."""
+        return self._client.inspect(code, reply=True, timeout=30)["content"]["data"].get("text/plain", "")
 
     @property
     def pid(self) -> int:

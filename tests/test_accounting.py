@@ -10,8 +10,10 @@ from torch import nn
 
 import dtlib
 from dtlib.comm import solo
+from dtlib.measure.held import held
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
 from tests.ranks import on_ranks
 
@@ -137,7 +139,7 @@ def test_torch_holds_as_much_where_it_shares_out_alike(world, stage):
 def test_data_parallel_has_a_tail_of_flags_and_a_communicator_has_scratch_memory(world):
     m = count_two_steps(prepare(0, weights()))
     flags = 4 * 2 * len(SIZES)  # in each bucket one of its parameter, one about batch_size
-    scratch = sum(array.base.nbytes for array in world.comm._buffers.values())
+    scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
     assert m.communication == flags + scratch
     assert scratch > 0
 
@@ -145,8 +147,34 @@ def test_data_parallel_has_a_tail_of_flags_and_a_communicator_has_scratch_memory
 @on_ranks(2)
 def test_staging_memory_of_stage_2(world):
     m = count_two_steps(prepare(2, weights()))
-    scratch = sum(array.base.nbytes for array in world.comm._buffers.values())
+    scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
     assert m.communication - scratch == 2 * 4 * 1002  # two buckets as long as the largest, padded to two ranks
+
+
+@on_ranks(2)
+def test_strategies_say_what_they_hold_on_this_rank(world):
+    whole = sum(SIZES)
+    for stage in range(4):
+        engine = prepare(stage, weights(), scheme="mixed_adam")
+        count_two_steps(engine)
+        own = zero_bytes(flat_sizes(stage), 2, stage, "mixed_adam", world.rank)["master_weights"] // 4
+        found = engine.held()
+        elements = {kind: sum(t.numel() for t in found[kind]) for kind in ("parameters", "gradients", "masters")}
+        assert elements == {
+            "parameters": (0, whole, whole, own)[stage],  # at stage 0 they lie in no flat memory
+            "gradients": (whole, whole, own, own)[stage],
+            "masters": own,
+        }
+        assert bool(found["communication"]) == (stage != 1) and world.comm in found["communicators"]
+        assert {id(array) for array in world.comm.held()["scratch"]} <= {id(array) for array in found["scratch"]}
+        assert [len(held(engine)[kind]) for kind in found] == [len(tensors) for tensors in found.values()]
+    model = fully_shard(weights((1001,)), world.comm, reshard_after_forward=False)
+    with dtlib.memory(model, torch.optim.Adam(model.parameters())) as m:
+        loss = model(torch.ones(1)).sum()  # parameters are whole until the backward pass
+    scratch = sum(array.nbytes for comm in held(model)["communicators"] for array in comm.held()["scratch"])
+    assert (m.parameters, m.padding) == ((4 * 501, 0), (4 * 500, 2 * 4))[world.rank]
+    assert (m.master_weights, m.communication - scratch) == (0, 4 * 1002)
+    loss.backward()
 
 
 @on_ranks(2)
@@ -280,7 +308,7 @@ def test_nothing_is_left_behind():
     with pytest.raises(ZeroDivisionError), dtlib.memory(model, optimizer):
         raise ZeroDivisionError
     refused = dtlib.memory(model, optimizer)
-    refused._held = lambda: {}["parameters"]
+    refused._counted = lambda: {}["parameters"]
     with pytest.raises(KeyError), refused:
         pass
     assert type((torch.ones(1, requires_grad=True) ** 2).grad_fn._saved_self) is torch.Tensor

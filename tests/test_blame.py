@@ -4,9 +4,11 @@ import time
 import pytest
 
 from dtlib.comm.torch.store import shared_store
-from dtlib.comm.watch.blame import whom
+from dtlib.comm.watch import board
+from dtlib.comm.watch.blame import over, whom
 from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
 from dtlib.comm.watch.call import Call
+from dtlib.comm.watch.in_step import differing
 from tests.ranks import on_ranks
 
 ALL = (0, 1, 2)
@@ -53,7 +55,7 @@ def test_a_board_shows_what_others_published():
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
     assert second.seen() == {}
-    call = Call("barrier", "", None, 0, (0, 1), "world", 3)
+    call = Call("barrier", None, 0, (0, 1), "world", 3)
     call.where = "line 1: " + "x" * 1000
     first.publish("waits", call)
     sighting = second.seen()[0]
@@ -64,13 +66,58 @@ def test_a_board_shows_what_others_published():
     os.unlink(file)
 
 
+def ended(state, cell, number=1):
+    return Sighting(state, "barrier", "barrier", f"line {number}", "world", number, ALL, cell)
+
+
+@pytest.mark.parametrize("others,failed,finished", [
+    ([collective(2), collective(1, "finished")], [], []),  # rank 2 computes: it may come
+    ([collective(2), ended("raised ValueError: no", "7.1")], [2], []),
+    ([collective(2), ended("has finished its cell", "7.1")], [], [2]),
+    # It has not begun this cell yet: how the last one ended says nothing.
+    ([collective(2), ended("raised ValueError: no", "6.0")], [], []),
+    # Rank 1 gave up as rank 2 does not come: where it had come, that is no matter; else both are over.
+    ([ended("waited in vain", "7.1", 2), ended("raised ValueError: no", "7.1")], [2], []),
+    ([ended("waited in vain", "7.1", 1), ended("raised ValueError: no", "7.1")], [1, 2], []),
+    ([message("recv", 2), ended("raised ValueError: no", "7.1")], [2], []),
+])  # fmt: skip
+def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):
+    seen = dict(enumerate([collective(2), *others]))
+    assert over(0, seen, "7.1") == (failed, finished)
+    assert over(0, seen, "") == ([], []), "outside a notebook nobody knows of cells"
+
+
+def test_the_end_of_a_cell_stands_on_the_board_until_the_next_begins(monkeypatch):
+    file = Board.make_file(1)
+    monkeypatch.setattr(board, "current", Board(file, 0, [0]))
+    monkeypatch.setattr(board, "cell", "7.1")
+    board.end_cell("raised ValueError: " + "x" * 1000)
+    assert (board.current.seen()[0].over, board.cell) == ("7.1", "")
+    board.publish("has called no operation in this cell yet")
+    assert board.current.seen()[0].over == ""
+    os.unlink(file)
+
+
+@pytest.mark.parametrize("of_ranks,out_of_step", [
+    ([{"world": (3, 0, False)}, {"world": (3, 0, False)}], []),
+    ([{"world": (3, 0, False)}, {"world": (2, 0, False)}], ["world"]),
+    ([{"world": (3, 1, False)}, {"world": (3, -1, False)}], []),  # sent, and received
+    ([{"world": (3, 1, False)}, {"world": (3, 0, False)}], ["world"]),
+    ([{"world": (3, 0, True)}, {"world": (3, 0, False)}], ["world"]),
+    ([{"world": (3, 0, True)}, {"world": (2, 0, True)}], []),  # refused everywhere already
+    ([{"world": (1, 0, False), "rows": (1, 0, False)}, {"world": (1, 0, False), "rows": (2, 0, False)}, {}], ["rows"]),
+])  # fmt: skip
+def test_communicators_that_ranks_have_not_used_alike_are_named(of_ranks, out_of_step):
+    assert differing(of_ranks) == out_of_step
+
+
 @pytest.mark.parametrize("letter", ["x", "ü", "🦀", '"', "\0", "\udc80"])
 @pytest.mark.parametrize("ranks", [2, 300])
 def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))
     for length in (60, 1000):
-        call = Call(letter * length, "", None, 0, range(ranks), letter * length, 3)
+        call = Call(letter * length, None, 0, range(ranks), letter * length, 3)
         call.where = "line 1: " + letter * length
         first.publish(f"raised ValueError: {letter * length}", call)
         sighting = second.seen()[0]
@@ -89,7 +136,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     files = world.comm.all_gather_object(Board.make_file(2) if world.rank % 2 == 0 else None)
     store = shared_store(world.comm)
     mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
-    mine.publish("waits", Call("barrier", "", None, world.rank, range(4), "world", 1 + world.rank))
+    mine.publish("waits", Call("barrier", None, world.rank, range(4), "world", 1 + world.rank))
     deadline = time.monotonic() + 20
     while len(mine.seen()) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)

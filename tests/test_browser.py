@@ -1,4 +1,4 @@
-"""Lesson 00 in a real browser: JupyterLab as `make lab` starts it, cell by cell, read off the page."""
+"""The lab in a real browser: JupyterLab as `make lab` starts it, read off the page."""
 
 import os
 import re
@@ -10,7 +10,6 @@ import time
 import nbformat
 import pytest
 
-from dtlib.lab.server import FIRST_NOTEBOOK
 from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.conftest import ROOT
 
@@ -23,6 +22,7 @@ ANSWERS = {
     "sum_for_eight = None": "sum_for_eight = 28",
     "# your line here": "world.comm.all_reduce(total)",
 }
+FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
 HANGS = "# press Stop"  # the cell in which ranks wait until somebody stops them
 SCREENSHOTS = os.environ.get("DTLIB_SCREENSHOTS")  # a folder that gets a picture after every cell
 
@@ -45,14 +45,19 @@ def page():
 
 
 @pytest.fixture
-def address(workshop_folder):
-    """Where JupyterLab answers, on a workshop of its own."""
-    shutil.copytree(ROOT / "notebooks", workshop_folder / "notebooks", dirs_exist_ok=True)
-    log = workshop_folder / "lab.log"
+def course_folder(tmp_path):
+    (tmp_path / "course").mkdir()
+    return tmp_path / "course"
+
+
+@pytest.fixture
+def address(course_folder, tmp_path):
+    """Where JupyterLab answers, in a folder that was empty: it lays out the course there."""
+    log = tmp_path / "lab.log"
     with open(log, "w") as output:
         # Open tabs are remembered from one day to the next: not those of whoever runs this test.
-        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={workshop_folder}"]
-        server = subprocess.Popen([sys.executable, "-m", *command], cwd=workshop_folder, stdout=output, stderr=output)
+        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={tmp_path}"]
+        server = subprocess.Popen([sys.executable, "-m", *command], cwd=course_folder, stdout=output, stderr=output)
     deadline = time.monotonic() + 60
     while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+", log.read_text())):
         assert server.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -88,20 +93,124 @@ def run_active_cell(page, number: int) -> None:
             assert errors.count() == 0, errors.first.inner_text()
 
 
-@pytest.mark.slow
-def test_lesson_00_cell_by_cell(page, address):
+def open_notebook(page, address: str, file) -> int:
+    """Open lesson 00, which is this file, from the start page; click into its first cell, and say how many it has."""
     page.goto(address)
+    page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
     assert page.locator(".jp-Dialog").count() == 0, "nothing stands in front of the first lesson"
     # Cells are attached one after the other: wait for the last.
-    count = len(nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4).cells)
+    count = len(nbformat.read(file, as_version=4).cells)
     page.wait_for_selector(f":nth-match(.jp-Notebook .jp-Cell, {count})", state="attached", timeout=60_000)
     page.locator(".jp-Notebook .jp-Cell").first.click()
+    return count
+
+
+def picture(page, name: str) -> None:
+    if SCREENSHOTS:
+        page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
+
+
+class Cell:
+    """A cell of the open notebook that is run, and read off while it runs."""
+
+    def __init__(self, page, number: int):
+        self.page = page
+        self.cell = page.locator(".jp-Notebook .jp-Cell").nth(number)
+        page.keyboard.press("Shift+Enter")
+
+    def text(self) -> str:
+        return "\n".join(self.cell.locator(".jp-OutputArea-output").all_text_contents())
+
+    def wait_for(self, words: str) -> str:
+        """What the cell shows as soon as it shows these words."""
+        condition = "([cell, words]) => cell.innerText.includes(words)"
+        self.page.wait_for_function(condition, arg=[self.cell.element_handle(), words], timeout=60_000)
+        return self.text()
+
+    def wait(self) -> str:
+        """What it shows in the end."""
+        prompt = self.cell.locator(".jp-InputPrompt").element_handle()
+        self.page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=60_000)
+        return self.text()
+
+
+@pytest.mark.slow
+def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder):
+    sources = [
+        "%%px\n1",
+        "from dtlib import lab; lab.engines(3)",
+        "%%px\nimport dtlib, time, torch\nworld, lives_on_ranks = dtlib.init(), 1",
+        "%%px\nfor step in range(7):\n    print('step', step)\n    time.sleep(1)",
+        "%%px\nif world.rank == 1: 1 / 0\nworld.comm.barrier()",
+        "%%px\nprint(lives_on",
+    ]
+    book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
+    book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    file = course_folder / FIRST_NOTEBOOK
+    nbformat.write(book, file)
+    open_notebook(page, address, file)
+    assert "Run lab.engines(4) first" in Cell(page, 0).wait()
+    assert "process id" in Cell(page, 1).wait()
+    Cell(page, 2).wait()
+
+    # What ranks print appears meanwhile; in the end it stands in rank order, and that alone is saved.
+    steps = Cell(page, 3)
+    began = time.monotonic()
+    shown = steps.wait_for("rank 0 | step 0")
+    print(f"the first line came after {time.monotonic() - began:.2f} s")
+    assert "step 2" not in shown
+    steps.wait_for("6 s: ranks 0 to 2 in `line 3: time.sleep(1)`")
+    picture(page, "live")
+    in_rank_order = "".join(f"rank {rank} | step {step}\n" for rank in range(3) for step in range(7))
+    assert steps.wait() == in_rank_order
+    picture(page, "live-over")
+
+    failing = Cell(page, 4)
+    began = time.monotonic()
+    shown = failing.wait()
+    print(f"the waits ended after {time.monotonic() - began:.2f} s")
+    assert "ZeroDivisionError: division by zero" in shown and "PeerFailed: barrier" in shown
+    picture(page, "failed")
+
+    # A name that lives on rank 0 is completed.
+    editor = page.locator(".jp-Notebook .jp-Cell").nth(5).locator(".cm-content")
+    editor.click()
+    page.keyboard.press("Control+End")
+    page.keyboard.press("Tab")
+    page.wait_for_selector(".jp-Completer >> text=lives_on_ranks", timeout=10_000)
+    picture(page, "completed")
+    page.keyboard.press("Enter")
+    page.wait_for_function("e => e.innerText.includes('lives_on_ranks')", arg=editor.element_handle(), timeout=10_000)
+
+    page.keyboard.press("Control+S")
+    deadline = time.monotonic() + 10
+    while not (saved := nbformat.read(file, as_version=4).cells[3].outputs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [output.output_type for output in saved] == ["stream"]
+
+
+@pytest.mark.slow
+def test_lesson_00_under_run_all(page, address):
+    """Nobody answers, and nobody presses Stop: it comes to its end, and the planted hang ends by itself."""
+    open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    last = page.locator(".jp-Notebook .jp-CodeCell").last.element_handle()
+    page.wait_for_function("c => /\\[\\d+\\]/.test(c.innerText)", arg=last, timeout=90_000)
+    picture(page, "run-all")
+    text = "\n".join(page.locator(".jp-Notebook .jp-OutputArea-output").all_text_contents())
+    assert "rank 2 has finished its cell" in text
+    assert re.search(r"rank 0 \| pi = 3\.14\d+, give or take 0\.0005", text)
+
+
+@pytest.mark.slow
+def test_lesson_00_cell_by_cell(page, address):
+    count = open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
     for number in range(count):
         run_active_cell(page, number)
-        if SCREENSHOTS:
-            page.screenshot(path=f"{SCREENSHOTS}/{number:02d}.png")
+        picture(page, f"{number:02d}")
 
     # Not the inner text: that leaves out what has scrolled away.
     text = "\n".join(page.locator(".jp-Notebook .jp-OutputArea-output").all_text_contents())

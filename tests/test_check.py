@@ -8,6 +8,7 @@ from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.kit import Verdict
 from dtlib.lab.checks.predictions import predict
 from dtlib.lab.checks.registry import EXERCISES, HOMES
+from dtlib.lab.checks.rendering import html
 from dtlib.lab.lessons.l03.judge_hangs import HANGS
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
@@ -552,6 +553,25 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
 def test_later_attempts_get_plainer_hints():
     verdict = Verdict("pi-streams", "def f():", 3, 1, "gap", "all", "some", ("think", "do this"))
     assert [verdict.text(attempt).splitlines()[-1].split()[1] for attempt in (0, 1, 2)] == ["think", "do", "do"]
+
+
+def test_a_verdict_says_in_words_and_with_a_sign_how_it_went():
+    wrong = Verdict("first-sum", "line 1: total = a<b", 3, 2, "other", "6", "5 & 1", ("vague", "plain"))
+    block = html(wrong, 1)
+    for words in (
+        "&#8635;</span> Not yet:</b> first-sum, on rank 2.",
+        ">6<",
+        ">5 &amp; 1<",
+        ">plain<",
+        "total = a&lt;b",
+    ):
+        assert words in block
+    assert "vague" in html(wrong, 0) and "vague" not in block
+    said = ["Judged on 3 ranks: line 1: total = a<b", "Not yet: first-sum, on rank 2.", "  expected: 6"]
+    assert wrong.text(9).split("\n") == [*said, "  came:     5 & 1", "  hint:     plain"]
+    right = Verdict("schedule-puzzle", "line 1", 0, score="Makespan 33.", picture="F0 <B0>")
+    assert "&#10003;</span> Passed:</b> schedule-puzzle. Makespan 33." in html(right, 0)
+    assert "F0 &lt;B0&gt;" in html(right, 0) and "expected" not in html(right, 0)
 
 
 def test_another_answer_begins_with_the_first_hint(capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import dtlib
 from dtlib.cli import main
 from dtlib.world import launch
 from dtlib.world.machine import gpu_names
@@ -67,8 +68,12 @@ def test_a_mistake_gets_one_sentence_and_status_2(run_here):
         assert_one_sentence(run_here("pi", argument), sentence)
 
 
-def test_without_a_command(run_here):
-    assert_one_sentence(run_here(), "doctor | lab | tour | pi")
+def test_without_a_command_and_the_version(run_here):
+    ran = run()
+    assert ran.returncode == 0 and not ran.stderr
+    assert all(f"\n    {command} " in ran.stdout for command in ("doctor", "lab", "fresh", "tour", "pi"))
+    assert run_here("--version").stdout == f"dtlib {dtlib.__version__}\n"
+    assert_one_sentence(run_here("fresh", "44"), "no lesson '44'", "00, 02, 03")
 
 
 def test_no_mpiexec(tmp_path, run_here):
@@ -144,6 +149,7 @@ def test_tour_prints_a_table_from_two_engines(workshop_folder):
     )
     assert ran.returncode == 0, ran.stderr
     assert "on 2 MPI engines" in ran.stdout and "7853104" in ran.stdout and "NO" not in ran.stdout
+    assert max(len(line) for line in ran.stdout.splitlines()) <= 100
 
 
 def test_tour_on_a_profile_that_cannot_be_written(tmp_path):

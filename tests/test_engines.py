@@ -4,12 +4,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from dtlib.lab.engines import workshop
+from dtlib.lab.engines import starting, workshop
 from dtlib.lab.engines.keeper import POLL_SECONDS
+from dtlib.lab.server import SETTINGS
 from dtlib.world import loopback
 from dtlib.world.processes import Process, listening
 from tests.conftest import make_workshop
@@ -24,7 +26,9 @@ def opened_in(folder):
     opened = []
 
     def open_notebook(name="lesson.ipynb"):
-        opened.append(Notebook(folder / "notebooks", name))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JUPYTER_PATH", str(SETTINGS / "jupyter"))  # the kernel that `dtlib lab` gives them
+            opened.append(Notebook(folder / "notebooks", name))
         return opened[-1]
 
     yield open_notebook
@@ -76,6 +80,9 @@ def engine_pids(folder) -> list[int]:
 
 def test_from_the_first_cell_to_the_last(shared, shared_folder):
     notebook, workshop_folder = shared, shared_folder
+    assert notebook.run("%%px\n1").startswith("DtlibError: Run lab.engines(4) first")
+    notebook.run(ENGINES.format(3))
+    assert notebook.live[0].startswith("Starting 3 ranks ... 0 s") and "process id" in notebook.live[-1]
     table = notebook.run(ENGINES.format(3))
     assert "process id" in table and "torch ready" in table
     assert [line.split()[0] for line in table.splitlines()[2:5]] == ["0", "1", "2"]
@@ -88,6 +95,24 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert notebook.run("%px x") == "rank 0 | 0\nrank 1 | 10\nrank 2 | 20\n"
     assert notebook.run("%%px --targets 1\nx") == "rank 1 | 10\n"
     assert notebook.run("lab.values('x')") == "[0, 10, 20]\n"
+
+    # What ranks print appears while they run, and is grouped once they are done.
+    notebook.run("%px import time")
+    shown = notebook.run("%%px\nfor step in range(3):\n    print('step', step)\n    time.sleep(0.5)")
+    assert shown == "".join(f"rank {rank} | step {step}\n" for rank in range(3) for step in range(3))
+    assert "rank 0 | step 0" in notebook.live[0] and "step 2" not in notebook.live[0], notebook.live
+    shown = notebook.run("%%px\nfor _ in range(50): print('x'); time.sleep(0.02)\nprint('long\\n' * 100_000)")
+    assert "99,051 lines are left out" in shown
+    assert all(text.count("rank 1 |") <= 20 for text in notebook.live), notebook.live
+    assert "lines before these ..." in "".join(notebook.live)
+    assert "Ranks cannot await at the top level" in notebook.run("%%px\nimport asyncio\nawait asyncio.sleep(0)")
+
+    # Rank 0 answers Tab, Shift+Tab and the question mark; a line that stays in the notebook, the notebook.
+    notebook.run("%px only_there = 'a name of rank 0'")
+    assert notebook.complete("%%px\nprint(only_th") == ["only_there"]
+    assert notebook.complete("%px world.co") == [".comm"] and not notebook.complete("only_th")
+    assert "a name of rank 0" in notebook.inspect("%%px\nonly_there")
+    assert notebook.run("%%px\nonly_there?").count("a name of rank 0") == 1
 
     # Nobody on another machine, or under another name on this one, gets at any of it.
     notebook.run("%px import torch; from dtlib.production.torch import process_group; process_group(world.comm)")
@@ -119,7 +144,6 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
         "here\nrank 0 | 5\n"
     )
     assert notebook.run("%%px --local\nprint(1 / 0)").endswith("so it was not run on the ranks.\n")
-    assert "9,001 lines are left out" in notebook.run("%px print('long\\n' * 10_000)")
 
     # A NameError on either side names its cure.
     assert "`x` is defined on the ranks but not in the notebook: start the cell with %%px" in notebook.run("x")
@@ -130,6 +154,7 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     # An error is shown once, with the ranks that raised it, beside what the others printed.
     shown = notebook.run("%%px\nif world.rank: raise ValueError(f'no')\nprint('fine')")
     assert shown.count("ValueError: no") == 1 and "On ranks 1 to 2:" in shown and "rank 0 | fine" in shown
+    assert f"Cell In[{notebook.number}], line 1" in shown and "out of step" not in shown
     refused = notebook.run("%px import torch; world.comm.all_reduce(torch.ones(1), op='median')")
     assert "all_reduce has no op 'median'" in refused and "Traceback" not in refused
 
@@ -150,7 +175,8 @@ def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(shared):
     for cell in ("%px import time; time.sleep(60)", "%%px\nif world.rank: world.comm.barrier()"):
         threading.Timer(1, notebook.stop_button).start()
         began = time.monotonic()
-        assert "Interrupted on rank" in notebook.run(cell)
+        shown = notebook.run(cell)
+        assert "Interrupted on rank" in shown and ("out of step" in shown) == ("barrier" in cell)
         assert time.monotonic() - began < 10
     assert notebook.run("%px dtlib.reset(); print(world.comm.all_gather_object(world.rank))").count("[0, 1, 2]") == 3
 
@@ -184,19 +210,30 @@ def test_a_wait_says_for_whom_everybody_waits(shared):
     notebook.run("%px import dtlib, torch; dtlib.reset(); world = dtlib.init()")
     threading.Timer(4, notebook.stop_button).start()
     shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
-    # The line appears with the first rank that has waited for long enough, and is then brought up to date.
-    whom = r"Waiting: ranks? [01].*, \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
-    assert re.search(whom, shown), shown
+    # The line appears with the first rank that has waited for long enough, is brought up to date, and stays after Stop.
+    whom = r"ranks? [01].* for \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
+    assert any(re.search("Waiting: " + whom, text) for text in notebook.live), notebook.live
+    assert re.search("Until then they waited: " + whom, shown), shown
     assert "(`line 1: world.comm.barrier()`)" in shown
     everybody_adds = "%px dtlib.reset(); print(world.comm.all_reduce(torch.tensor(1)).item())"
     assert notebook.run(everybody_adds).count("| 3") == 3
 
-    shown = notebook.run("%%px\nworld.comm.time_limit = 1\nif world.rank == 2: 1 / 0\nworld.comm.barrier()")
+    # A rank that raised an error does not come: the others are told at once, and nobody goes on out of step.
+    shown = notebook.run("%%px\nif world.rank == 2: 1 / 0\nworld.comm.barrier()")
     assert (
-        "On ranks 0 to 1:\nWaitTimeout: Waited 1 s in barrier (`line 3: world.comm.barrier()`): rank 2 raised" in shown
+        "On ranks 0 to 1:\nPeerFailed: barrier (`line 2: world.comm.barrier()`) cannot end: rank 2 raised "
+        "ZeroDivisionError: division by zero" in shown
     )
-    assert "ZeroDivisionError: division by zero" in shown
+    assert "The ranks are out of step: run %px dtlib.reset()" in shown
+    shown = notebook.run("%px world.comm.barrier()")
+    assert shown.count("so ranks are out of step: call dtlib.reset() on all ranks.") == 2 and "On rank 2:" in shown
     assert notebook.run(everybody_adds).count("| 3") == 3
+    notebook.run("%%px\nif world.rank == 0: world.comm.send(torch.ones(1), 1)\nif world.rank == 1: 1 / 0")
+    assert "out of step" in notebook.run("%px world.comm.barrier()"), "what was sent must not meet the next receive"
+    assert notebook.run(everybody_adds).count("| 3") == 3
+    # Where all raised at the same point, all go on from there.
+    assert "out of step" not in notebook.run("%px world.comm.barrier(); 1 / 0")
+    assert notebook.run(everybody_adds.replace("dtlib.reset(); ", "")).count("| 3") == 3
 
     # In a notebook ranks compare what they call.
     shown = notebook.run("%px world.comm.all_reduce(torch.ones(3), 'max' if world.rank == 1 else 'sum')")
@@ -275,6 +312,17 @@ def test_a_profile_that_is_none(tmp_path):
     with pytest.raises(DtlibError, match="is no ipyparallel profile"):
         lab.engines(2, profile=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_a_machine_carries_are_warned_of(monkeypatch):
+    monkeypatch.setattr(starting, "usable_cores", lambda: 2)
+    monkeypatch.setattr(starting.psutil, "virtual_memory", lambda: SimpleNamespace(available=6e9))
+    assert starting.warning(4) is None
+    assert "64 ranks on 2 cores will be slow: 32 share a core" in starting.warning(64)
+    assert "they take about 28.2 GB of memory, of which 6.0 GB are free" in starting.warning(64)
+    assert "16 ranks" in starting.warning(16)
+    monkeypatch.setattr(starting.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e9))
+    assert "of which 1.0 GB are free" in starting.warning(4)
 
 
 @pytest.mark.parametrize("n", [0, -1, 1000, "four", 2.5, True])

@@ -75,7 +75,7 @@ def test_progress_reaches_the_total_and_does_not_change_the_count(world):
     first = progress.comm.all_reduce(np.ones(4), async_op=True)
     second = world.comm.all_reduce(np.full(4, 10.0), async_op=True)
     assert second.wait().tolist() == [10 * world.size] * 4 and first.wait().tolist() == [world.size] * 4
-    assert progress.comm._count == world.comm._count
+    assert progress.comm.collective_count == world.comm.collective_count
 
 
 @on_ranks(1, 2, 3)

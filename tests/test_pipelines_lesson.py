@@ -24,7 +24,7 @@ def no_windows(monkeypatch):
 
 
 def phase(rank, name, start, end):
-    return Event(rank, "phase", name, start, end)
+    return Event(rank, "phase", name, start, end, action=None if name == "warm-up" else parse(name))
 
 
 def wait(rank, start, end):

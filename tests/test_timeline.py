@@ -1,12 +1,15 @@
 import json
+import tempfile
 import time
 
 import pytest
 import torch
 
 import dtlib
+from dtlib.comm.watch import recorder
 from dtlib.comm.watch.recorder import Event
 from dtlib.measure.trace import Timeline, Trace, clock_offset
+from dtlib.schedule import Action
 from tests.ranks import on_ranks
 
 
@@ -24,6 +27,8 @@ def test_a_trace_counts_the_messages_and_payload_bytes_of_the_ring(world):
     assert len(trace.events) == 2
     reduced = trace.events[0]
     assert reduced.what == "all_reduce(sum, ring) of (120,) float32"
+    assert (reduced.op, reduced.algorithm, reduced.shape, reduced.dtype) == ("sum", "ring", (120,), "float32")
+    assert (reduced.peer, reduced.tag, reduced.action) == (None, None, None)
     assert 'world.comm.all_reduce(tensor, algorithm="ring")' in reduced.where and "test_timeline.py" in reduced.where
     assert reduced.start <= reduced.end and reduced.lane == "main"
 
@@ -45,8 +50,6 @@ def test_an_asynchronous_operation_and_the_wait_for_it_have_lanes_of_their_own(w
 
 @on_ranks(2, 3)
 def test_a_timeline_has_all_ranks_and_opens_in_perfetto(world):
-    import tempfile
-
     with dtlib.trace() as trace:
         world.comm.all_reduce(torch.ones(8))
     timeline = trace.gather()
@@ -55,12 +58,48 @@ def test_a_timeline_has_all_ranks_and_opens_in_perfetto(world):
     assert min(event.start for event in timeline.events) == 0
     # They took part in the same exchange, so on one clock they overlap.
     assert max(event.start for event in timeline.events) <= min(event.end for event in timeline.events)
+    rows = saved(timeline)
+    assert {row["pid"] for row in rows} == set(range(world.size))
+    assert all(row["dur"] > 0 and row["name"] == "all_reduce" for row in rows)
+
+
+def saved(timeline):
+    """The events in the file for Perfetto and Chrome."""
     with tempfile.NamedTemporaryFile("r") as file:
         timeline.save(file.name)
-        rows = json.load(file)["traceEvents"]
-    operations = [row for row in rows if row["ph"] == "X"]
-    assert {row["pid"] for row in operations} == set(range(world.size))
-    assert all(row["dur"] > 0 and row["name"] == "all_reduce" for row in operations)
+        return [row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
+
+
+@on_ranks(2, 3)
+def test_events_have_their_facts_as_fields_and_so_has_the_file(world):
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    half = world.comm.split(0, key=-world.rank)  # which counts its ranks the other way round
+    last = half.size - 1
+    with recorder.recording() as events:
+        with recorder.phase(Action(world.rank, "F", 3), world.rank):
+            sending = world.comm.send(torch.ones(2, 3), right, tag=5, async_op=True)
+        world.comm.recv(torch.ones(2, 3), left, tag=5)
+        sending.wait()
+        half.reduce(torch.ones(4, dtype=torch.float64), root=last, op="max")
+        world.comm.barrier()
+    nothing = (None, "", None, None)
+    assert [(e.kind, e.name, e.peer, e.op, e.shape, e.tag) for e in events] == [
+        ("phase", f"{world.rank}F3", *nothing),
+        ("operation", "send", right, "", (2, 3), 5),
+        ("operation", "recv", left, "", (2, 3), 5),
+        ("wait", "send", right, "", (2, 3), 5),
+        ("operation", "reduce", last, "max", (4,), None),
+        ("operation", "barrier", *nothing),
+    ]
+    assert [event.action for event in events] == [Action(world.rank, "F", 3)] + 5 * [None]
+    assert [event.what for event in events] == [
+        f"{world.rank}F3", f"send(to rank {right}) of (2, 3) float32", f"recv(from rank {left}) of (2, 3) float32",
+        f"send(to rank {right}) of (2, 3) float32", f"reduce(max to rank {last}) of (4,) float64", "barrier",
+    ]  # fmt: skip
+    phase, send, *_, barrier = (row["args"] for row in saved(Timeline([Trace(world.rank, 0.0, events)])))
+    assert phase["action"] == {"stage": world.rank, "kind": "F", "microbatch": 3}
+    assert (send["peer"], send["shape"], send["dtype"], send["tag"]) == (right, [2, 3], "float32", 5)
+    assert barrier["what"] == "barrier" and not {"peer", "shape", "op", "action"} & barrier.keys()
 
 
 @on_ranks(2, 3)

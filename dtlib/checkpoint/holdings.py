@@ -9,6 +9,9 @@
 
 A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3), so
 that nothing here imports one.
+
+``held()`` (measure/held.py) is another question: it tells memory by what it is for, and a checkpoint has to know which
+elements of which parameter they are, and under what the optimizer knows them.
 """
 
 from dataclasses import dataclass

@@ -39,7 +39,7 @@ class Communicator(Runner):
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
         content = payload(tensor, "send", writes=False)
-        call = self._call("send", f"to rank {dest}", tensor, (self._members[dest],))
+        call = self._call("send", tensor, (self._members[dest],), peer=dest, tag=tag)
         link = self._link(tag)
         steps = send_message(link, content.flat, dest, call, self._notes(tag))
         return self._point_to_point(call, steps, link, lambda: tensor, async_op, content)
@@ -48,7 +48,7 @@ class Communicator(Runner):
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = payload(tensor, "recv", writes=True)
-        call = self._call("recv", f"from rank {source}", tensor, (self._members[source],))
+        call = self._call("recv", tensor, (self._members[source],), peer=source, tag=tag)
         link = self._incoming(tag)
         steps = receive_message(link, content.flat, source, call, self._notes(tag))
         return self._point_to_point(call, steps, link, content.store, async_op, content)
@@ -61,8 +61,8 @@ class Communicator(Runner):
             return nccl.broadcast(tensor, root, async_op)
         self._check_rank(root, "broadcast", "root")
         content = payload(tensor, "broadcast", writes=self.rank != root)
-        flat, detail = content.flat, f"from rank {root}"
-        return self._collective("broadcast", detail, tensor, (flat, root), content.store, async_op, algorithm, flat)
+        flat = content.flat
+        return self._collective("broadcast", tensor, (flat, root), content.store, async_op, algorithm, flat, peer=root)
 
     def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
@@ -77,8 +77,8 @@ class Communicator(Runner):
         def finish():
             return self._finish_mean(content, op) if self.rank == root else tensor
 
-        detail = f"{op} to rank {root}"
-        return self._collective("reduce", detail, tensor, (flat, root, combine), finish, async_op, algorithm, flat)
+        arguments = flat, root, combine
+        return self._collective("reduce", tensor, arguments, finish, async_op, algorithm, flat, op=op, peer=root)
 
     def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
         """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
@@ -87,8 +87,8 @@ class Communicator(Runner):
         self._check_rank(root, "scatter", "root")
         mine = payload(out, "scatter", writes=True)
         chunks = self._chunks(out, tensor, "scatter") if self.rank == root else None
-        detail = f"from rank {root}"
-        return self._collective("scatter", detail, out, (mine.flat, chunks, root), mine.store, async_op, flat=mine.flat)
+        arguments = mine.flat, chunks, root
+        return self._collective("scatter", out, arguments, mine.store, async_op, flat=mine.flat, peer=root)
 
     def gather(self, out, tensor, root: int = 0, async_op: bool = False):
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
@@ -101,7 +101,7 @@ class Communicator(Runner):
             whole, chunks = self._whole(out, tensor, "gather")
         finish = whole.store if whole else lambda: out
         arguments = chunks, mine.flat, root
-        return self._collective("gather", f"to rank {root}", tensor, arguments, finish, async_op, flat=mine.flat)
+        return self._collective("gather", tensor, arguments, finish, async_op, flat=mine.flat, peer=root)
 
     # All to all
 
@@ -116,7 +116,7 @@ class Communicator(Runner):
         content = payload(tensor, "all_reduce", writes=True)
         arguments = content.flat, types.combiner(tensor, op, "all_reduce")
         finish = partial(self._finish_mean, content, op)
-        return self._collective("all_reduce", op, tensor, arguments, finish, async_op, algorithm, content.flat)
+        return self._collective("all_reduce", tensor, arguments, finish, async_op, algorithm, content.flat, op=op)
 
     def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
         """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``.
@@ -134,7 +134,7 @@ class Communicator(Runner):
             chunks = [chunk.copy() for chunk in chunks]  # the result must not overwrite what is still to be sent
         finish = partial(self._finish_mean, mine, op)
         arguments = mine.flat, chunks, combine
-        return self._collective("reduce_scatter", op, tensor, arguments, finish, async_op, algorithm, mine.flat)
+        return self._collective("reduce_scatter", tensor, arguments, finish, async_op, algorithm, mine.flat, op=op)
 
     def all_gather(self, out, tensor, async_op: bool = False, algorithm: str | None = None):
         """Put every rank's ``tensor`` one after the other, in rank order, into ``out`` on every rank.
@@ -147,7 +147,7 @@ class Communicator(Runner):
         whole, chunks = self._whole(out, tensor, "all_gather")
         if not same_memory(chunks[self.rank], mine.flat):
             chunks[self.rank][...] = mine.flat
-        return self._collective("all_gather", "", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
+        return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
 
     def all_to_all(self, out, tensor, async_op: bool = False):
         """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Both have ``size`` equal chunks."""
@@ -163,11 +163,11 @@ class Communicator(Runner):
             )
         flat = content.flat.copy() if np.shares_memory(whole.flat, content.flat) else content.flat
         arguments = chunks_of(whole.flat, self.size), chunks_of(flat, self.size)
-        return self._collective("all_to_all", "", tensor, arguments, whole.store, async_op, flat=whole.flat)
+        return self._collective("all_to_all", tensor, arguments, whole.store, async_op, flat=whole.flat)
 
     def barrier(self, async_op: bool = False):
         """Wait until every rank has come here."""
-        return self._collective("barrier", "", None, (), lambda: None, async_op)
+        return self._collective("barrier", None, (), lambda: None, async_op)
 
     # Other communicators
 

@@ -18,6 +18,7 @@ from dtlib.comm.selection import choose
 from dtlib.comm.waiting import Handle, Queue, Task, idle
 from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.call import Call, callers_line
+from dtlib.comm.watch.in_step import living
 from dtlib.comm.watch.verify import verified
 from dtlib.errors import CommunicationError
 
@@ -43,8 +44,10 @@ class Runner(ObjectOperations):
         self._nccl = None  # not decided yet; False where CUDA tensors go through host memory
         self._queue = Queue()
         self._buffers = {}
-        self._count = 0  # of collectives so far
+        self.collective_count = 0  # collectives that this rank has called so far
         self._splits = 0
+        self._messages = 0  # sent, less those received
+        living.add(self)
 
     def __repr__(self):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -53,6 +56,10 @@ class Runner(ObjectOperations):
     def world_rank(self) -> int:
         """This rank as the world counts it."""
         return self._members[self.rank]
+
+    def held(self) -> dict[str, list]:
+        """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
+        return {"scratch": [array.base for array in self._buffers.values()]}
 
     def wait_for(self, request, buffers, description: str):
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out."""
@@ -65,7 +72,7 @@ class Runner(ObjectOperations):
         said = [None] * self.size
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
-        call = self._call(operation, "", None, self._members, self._count)
+        call = self._call(operation, None, self._members, self.collective_count)
         self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
         things, garbage = zip(*map(pickle.loads, said), strict=True)
         lifetime.free(dict(zip(self._members, garbage, strict=True)))
@@ -73,11 +80,11 @@ class Runner(ObjectOperations):
 
     def _next_tag(self) -> int:
         """A tag of its own for each collective, so that two that are under way cannot mix."""
-        self._count += 1
-        return FIRST_COLLECTIVE_TAG + self._count % COLLECTIVE_TAGS
+        self.collective_count += 1
+        return FIRST_COLLECTIVE_TAG + self.collective_count % COLLECTIVE_TAGS
 
-    def _call(self, operation, detail="", tensor=None, peers=(), number=0) -> Call:
-        return Call(operation, detail, tensor, self.world_rank, peers, self.name, number)
+    def _call(self, operation, tensor=None, peers=(), number=0, **facts) -> Call:
+        return Call(operation, tensor, self.world_rank, peers, self.name, number, **facts)
 
     def _link(self, tag: int) -> Link:
         """The messages of one operation."""
@@ -99,21 +106,21 @@ class Runner(ObjectOperations):
         return self._side_link(tag + CALLER_TAGS) if self.verify else None
 
     def _point_to_point(self, call, steps, link, finish, async_op, keep):
+        self._messages += 1 if call.operation == "send" else -1
         return self._start(call, steps, link, finish, keep, async_op, self._queue.post)
 
-    def _collective(self, operation, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
+    def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
         """Start a collective: the chosen algorithm with ``(link, *arguments)``, after all others of this communicator.
 
-        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the operation returns.
+        ``flat`` is the memory that counts for the choice; ``finish()`` gives what the operation returns; ``facts`` are
+        ``op`` and ``peer`` of the call.
         """
         if algorithm == "mpi" and async_op:
             raise CommunicationError(f"{operation}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
-        if algorithm:
-            detail = f"{detail}, {algorithm}".removeprefix(", ")
         link = self._link(self._next_tag())
-        call = self._call(operation, detail, tensor, self._members, self._count)
-        return self._start(call, steps(link, *arguments), link, finish, (flat, keep), async_op, self._queue.append)
+        call = self._call(operation, tensor, self._members, self.collective_count, algorithm=algorithm or "", **facts)
+        return self._start(call, steps(link, *arguments), link, finish, flat, async_op, self._queue.append)
 
     def _on_gpus(self, tensor, algorithm=None):
         """Who carries out a collective on this CUDA tensor: NCCL, or None where it goes through host memory."""

@@ -61,12 +61,12 @@ class SoloCommunicator(Communicator):
     def wait_for(self, request, buffers, description: str):
         raise CommunicationError(f"{description} waits for MPI, and solo does without: use dtlib.init().comm.")
 
-    def _collective(self, operation, detail, tensor, arguments, finish, async_op, algorithm=None, flat=None, keep=None):
+    def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
         if algorithm == "mpi":
             raise CommunicationError(
                 f"{operation}(algorithm='mpi') needs MPI, and solo does without: leave algorithm= out."
             )
-        return super()._collective(operation, detail, tensor, arguments, finish, async_op, algorithm, flat, keep)
+        return super()._collective(operation, tensor, arguments, finish, async_op, algorithm, flat, **facts)
 
     def _link(self, tag):
         return SoloLink(self.rank, self.size, self._buffers)

@@ -14,14 +14,15 @@ import time
 from collections import deque
 from contextlib import contextmanager, suppress
 
-from dtlib.comm.watch import blame, board, recorder
-from dtlib.errors import RESET, CommunicationError, DtlibError, WaitTimeout
+from dtlib.comm.watch import board, in_vain, recorder
+from dtlib.errors import RESET, CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
 NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
 LONGEST_NAP = 0.05  # and never more than this
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
+LOOK_SECONDS = 0.25  # from one look at what became of the others to the next
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
 notice = None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
@@ -233,7 +234,7 @@ class Handle:
 
     def _wait(self) -> None:
         task, limit = self._task, self._time_limit
-        started = last_came = told = time.monotonic()
+        started = last_came = told = looked = time.monotonic()
         rounds = task.rounds
         try:
             while True:
@@ -242,7 +243,7 @@ class Handle:
                     return
                 now = time.monotonic()
                 if limit is not None and now - started > limit:
-                    raise WaitTimeout(_in_vain(task.call, limit))
+                    raise WaitTimeout(in_vain.sentence(task.call, limit))
                 if task.rounds != rounds:
                     rounds, last_came = task.rounds, now
                 waited = now - last_came
@@ -251,12 +252,15 @@ class Handle:
                 if waited < YIELD_SECONDS:
                     os.sched_yield()
                     continue
+                if now - max(looked, last_came) > LOOK_SECONDS and task.call.watched:
+                    looked = now
+                    in_vain.look(task.call, now - started)
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
-                    notice(f"{now - started:.0f} s in {task.call}: {_whom()}")
+                    notice(f"{now - started:.0f} s in {task.call}: {in_vain.whom()}")
                 time.sleep(min(LONGEST_NAP, NAPS * waited**2))
         except BaseException as error:
-            self._give_up("waited in vain" if isinstance(error, WaitTimeout) else "was interrupted")
+            self._give_up("waited in vain" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
             raise
         finally:
             if told > started:
@@ -273,14 +277,3 @@ class Handle:
                 self._task.fail(CommunicationError(f"{self._task.call} was interrupted. {RESET}"))
             _posted.pop(self._task, None)
             self._queue.abandon(f"was interrupted in {self._task.call}")
-
-
-def _in_vain(call, limit: float) -> str:
-    place = f" (`{call.where}`)" if call.where else ""
-    return f"Waited {limit:g} s in {call}{place}: {_whom()}. {RESET}"
-
-
-def _whom() -> str:
-    if board.current is None:
-        return "another rank has not called it, or raised an error"
-    return blame.whom(board.current.rank, board.current.seen())

@@ -7,7 +7,8 @@ outputs; the other has the solutions, is executed, and keeps its outputs for nbv
     source/02_pi_exercises.py  -> exercises/02_pi_exercises.ipynb    solutions/02_pi_exercises.ipynb
 
 Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
-``two-hours`` and ``half-day`` name the tracks that a cell belongs to (without one: the two-day course).
+after the error of one with ``raises-exception`` Run All goes on; ``two-hours`` and ``half-day`` name the tracks that a
+cell belongs to (without one: the two-day course).
 """
 
 import re
@@ -21,7 +22,7 @@ import nbformat
 from dtlib.lab.engines import workshop
 
 TRACKS = ("two-hours", "half-day")
-TAGS = {"solution", "stub", "nbval-ignore-output", *TRACKS}
+TAGS = {"solution", "stub", "nbval-ignore-output", "raises-exception", *TRACKS}
 LEFT_OUT = {"learner": "solution", "solved": "stub"}
 
 

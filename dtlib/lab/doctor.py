@@ -22,6 +22,7 @@ from dtlib.world.launch import (
 from dtlib.world.machine import gpu_names, usable_cores
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
 
+INSTALL_AGAIN = "run `make lab` in a clone, or install dtlib again with pip"
 _COUNT_WORLD = "from dtlib.world import init; print(init().size, flush=True)"
 _WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
@@ -111,12 +112,12 @@ def _torch() -> str:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise DtlibError("torch is not installed: run `make lab`.") from None
+        raise DtlibError(f"torch is not installed: {INSTALL_AGAIN}.") from None
     # In a process of its own: a broken torch can end the process that imports it.
     ran = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
     if ran.returncode:
         last = (ran.stderr.strip() or f"exit status {ran.returncode}").splitlines()[-1]
-        raise DtlibError(f"torch {version} cannot be imported ({last}): remove .venv and run `make lab`.")
+        raise DtlibError(f"torch {version} cannot be imported ({last}): make that environment anew.")
     return version
 
 
@@ -134,19 +135,25 @@ def _jupyterlab() -> str:
     try:
         return importlib.metadata.version("jupyterlab")
     except importlib.metadata.PackageNotFoundError:
-        raise DtlibError("JupyterLab is not installed: run `make lab`.") from None
+        raise DtlibError(f"JupyterLab is not installed: {INSTALL_AGAIN}.") from None
 
 
 def _workshop() -> str:
-    from dtlib.lab.engines import workshop
+    from dtlib.lab import course
 
-    return str(workshop.folder())
+    folder = course.working_folder()
+    laid_out = (folder / course.START_PAGE).is_file()
+    return str(folder) if laid_out else f"none yet; `dtlib lab` lays one out in {folder}, if nothing else is there"
 
 
 def _engines() -> str:
+    from dtlib.lab import course
     from dtlib.lab.engines import workshop
 
-    record = workshop.Record(workshop.folder() / workshop.PROFILE)
+    profile = course.working_folder() / workshop.PROFILE
+    if not profile.is_dir():
+        return "none running"
+    record = workshop.Record(profile)
     if not record.keeper():
         return "none running; they can be started"
     notebooks = ", ".join(sorted({note["notebook"] for note in record.attached()}))

@@ -224,8 +224,7 @@ def _every_event(record):
 
 def _in_short(event) -> str:
     """The operation without shape and type: a table has to fit on a page."""
-    what = event.what.partition(" of ")[0] or event.name
-    return f"waits for {what}" if event.kind == "wait" else what
+    return f"waits for {event.in_short}" if event.kind == "wait" else event.in_short
 
 
 def _sums_of_events(record):

@@ -4,19 +4,19 @@ import os
 import sys
 from pathlib import Path
 
-from dtlib.lab.engines import workshop
+from dtlib.lab import course
 
-FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
+SETTINGS = Path(__file__).with_name("settings")
 
 
-def command(browser: bool, extra: list[str]) -> list[str]:
-    """The command line of JupyterLab on this workshop, with this Python's kernels."""
+def command(folder: Path, browser: bool, extra: list[str]) -> list[str]:
+    """The command line of JupyterLab on the workshop in ``folder``, with this Python's kernels."""
     line = [
         sys.executable, "-m", "jupyterlab",
-        f"--ServerApp.root_dir={workshop.folder()}",
-        f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}",
+        f"--ServerApp.root_dir={folder}",
+        f"--LabApp.default_url=/lab/tree/{course.START_PAGE.as_posix()}",
         # No question about news and updates in front of the first lesson.
-        f"--LabApp.app_settings_dir={Path(__file__).with_name('settings')}",
+        f"--LabApp.app_settings_dir={SETTINGS}",
     ]  # fmt: skip
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         line.append("--allow-root")
@@ -26,8 +26,15 @@ def command(browser: bool, extra: list[str]) -> list[str]:
 
 
 def serve(browser: bool, extra: list[str]) -> int:
-    """Become JupyterLab; does not return."""
-    line = command(browser, extra)
+    """Lay out the course where it is missing or old, and become JupyterLab; does not return."""
+    folder, said = course.open_folder()
+    if said:
+        print(said, flush=True)
+    line = command(folder, browser, extra)
+    # Kernels with %%px from the start: here python3 is found before the environment's own of that name.
+    os.environ["JUPYTER_PATH"] = os.pathsep.join(
+        filter(None, [str(SETTINGS / "jupyter"), os.environ.get("JUPYTER_PATH")])
+    )
     # So that `dtlib` is known in JupyterLab's terminals.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.execv(line[0], line)

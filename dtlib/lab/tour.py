@@ -6,16 +6,18 @@ import time
 from pathlib import Path
 
 from dtlib import pi
+from dtlib.lab import course
 from dtlib.lab.engines import engine_processes, engine_set, workshop
 from dtlib.theory import collectives as theory
 
 POINTS = 10**7
+WIDTHS = [22, 28, 24, 8, 7]  # of the table's columns: below 100 with the room between them
 
 
 def tour(ranks: int, profile=None) -> int:
     """Run every stop on ``ranks`` engines and print a table of results; returns 0 if all are as expected, else 1.
 
-    Without a ``profile`` it works on a copy of the workshop's: the engines of open notebooks are left alone.
+    Without a ``profile`` it works on a copy of the course's: the engines of open notebooks are left alone.
     """
     from tabulate import tabulate
 
@@ -23,15 +25,16 @@ def tour(ranks: int, profile=None) -> int:
         if profile is None:
             profile = Path(folder) / workshop.PROFILE.name
             left_behind = shutil.ignore_patterns(*workshop.LEFT_BEHIND)
-            shutil.copytree(workshop.folder() / workshop.PROFILE, profile, ignore=left_behind)
+            shutil.copytree(course.SOURCE / workshop.PROFILE, profile, ignore=left_behind)
         try:
             engines = engine_set.engines(ranks, profile=profile)
             rows = [_row(engines, *stop) for stop in _stops(Path(folder), ranks)]
         finally:
             engine_processes.end(workshop.Record(Path(profile)))
     print()
-    print(tabulate(rows, ("lesson", f"on {ranks} MPI engines", "result", "expected", "as expected", "seconds")))
-    return 0 if all(row[4] == "yes" for row in rows) else 1
+    head = ("lesson", f"on {ranks} MPI engines", "result", "as expected", "seconds")
+    print(tabulate(rows, head, maxcolwidths=WIDTHS, maxheadercolwidths=WIDTHS))
+    return 0 if all(row[3] == "yes" for row in rows) else 1
 
 
 def _stops(folder: Path, ranks: int):
@@ -63,8 +66,8 @@ def _row(engines, lesson, what, function, arguments, expected):
     results = engines.view.apply_sync(function, *arguments)
     seconds = time.perf_counter() - began
     right = "yes" if set(results) == {expected} else "NO"
-    shown = results[0] if len(set(results)) == 1 else results
-    return lesson, what, f"{shown}", f"{expected}", right, f"{seconds:.2f}"
+    shown = f"{results[0] if len(set(results)) == 1 else results}"
+    return lesson, what, shown if right == "yes" else f"{shown}; expected: {expected}", right, f"{seconds:.2f}"
 
 
 def sum_of_ranks() -> int:

@@ -11,9 +11,7 @@ tensor claims is padding:
     flat memory   [ w1 w1 w1 w1 b1 | b1 w2 w2 w2 .. ]
     claimed        parameters, or gradients      padding
 
-Who keeps flat memory says so in a method ``held()``: tensors under the keys "parameters", "gradients" and
-"communication", of which parameters and gradients are views. Gradients that are as long as the parameters are laid out
-like them; shorter ones hold this rank's shards.
+Who keeps memory of its own says so in a method ``held()`` (held.py).
 """
 
 from contextlib import ExitStack
@@ -21,8 +19,8 @@ from contextlib import ExitStack
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.flat import FlatBuffer
 from dtlib.measure.activations import Activations, Allocations
+from dtlib.measure.held import held
 from dtlib.measure.storages import Storages, storage_key
 from dtlib.theory.zero import SCHEMES, zero_bytes
 
@@ -76,9 +74,10 @@ class Memory:
     def __enter__(self) -> "Memory":
         if torch.autograd._profiler_enabled():
             raise DtlibError("dtlib.memory() asks torch's profiler, and one runs already: end that one first.")
-        self.simulated = any(getattr(comm, "simulated", False) for comm in self._communicators())
-        self.ranks = max((comm.size for comm in self._communicators()), default=1)
-        self.rank = next((comm.rank for comm in self._communicators() if comm.size == self.ranks), 0)
+        comms = self._held()["communicators"]
+        self.simulated = any(getattr(comm, "simulated", False) for comm in comms)
+        self.ranks = max((comm.size for comm in comms), default=1)
+        self.rank = next((comm.rank for comm in comms if comm.size == self.ranks), 0)
         with ExitStack() as hooks:  # which go again if something here is refused
             hooks.enter_context(self._kept)
             hooks.callback(self._model.register_forward_pre_hook(self._look_at_storages, prepend=True).remove)
@@ -124,54 +123,30 @@ class Memory:
 
     def _counted(self) -> dict[str, int]:
         storages = Storages()
-        held = self._held()
-        trained, updated = self._parameters(), self._updated()
-        lines = {"communication": storages.claim([*held["communication"], *self._tails()])}
-        lines["parameters"] = storages.claim(trained + [p for p in updated if _inside(p, held["parameters"])])
+        held, trained = self._held(), self._parameters()
+        updated = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
+        updated += held["masters"]
+        lines = {"communication": storages.claim(held["communication"])}
+        lines["parameters"] = storages.claim([*trained, *held["parameters"]])
         lines["buffers"] = storages.claim(self._model.buffers())
-        lines["master_weights"] = storages.claim(p for p in updated if not _inside(p, held["parameters"]))
+        lines["master_weights"] = storages.claim(updated)
         states = [(key, state) for states in self._states() for key, state in states.items()]
         counters = [state for key, state in states if key == "step" or state.dim() == 0]
         lines["step_counters"] = storages.claim(counters)
         lines["optimizer_states"] = storages.claim(state for _, state in states)
         lines["padding"] = storages.rest([*trained, *updated, *held["parameters"], *(s for _, s in states)])
-        flat = storages.claim(held["gradients"])
-        named = self._named_bytes(held) if held["gradients"] else 0
-        others = [p.grad for p in [*trained, *updated] if p.grad is not None]
-        others += [view for buffer in self._flat_buffers() for view in buffer.views]
-        lines["gradients"] = named + storages.claim(others)
-        lines["gradient_padding"] = flat - named + storages.rest(others)
-        scratch = {id(array.base): array.base for comm in self._communicators() for array in _scratch(comm)}
+        gradients = [p.grad for p in [*trained, *updated] if p.grad is not None] + held["gradients"]
+        lines["gradients"] = storages.claim(gradients)
+        lines["gradient_padding"] = storages.rest(gradients)
         self._in_torch = sum(lines.values())
-        lines["communication"] += sum(base.nbytes for base in scratch.values())
+        lines["communication"] += sum(array.nbytes for array in held["scratch"])
         return lines
 
-    def _named_bytes(self, held) -> int:
-        """Bytes of flat gradients that belong to a parameter."""
-        if _bytes(held["gradients"]) == _bytes(held["parameters"]) or not hasattr(self._optimizer, "shard_of"):
-            named = (p for p in [*self._parameters(), *self._updated()] if p.requires_grad)
-            return Storages().claim(p for p in named if _inside(p, held["parameters"]))
-        known = ((self._optimizer.shard_of(p), p.itemsize) for p in self._parameters())
-        return sum((known[0].stop - known[0].start) * itemsize for known, itemsize in known if known is not None)
-
-    def _held(self) -> dict[str, list[torch.Tensor]]:
-        held = {"parameters": [], "gradients": [], "communication": []}
-        for thing in (self._optimizer, self._model):
-            if hasattr(thing, "held"):
-                for key, tensors in thing.held().items():
-                    held[key] += tensors
-        return held
+    def _held(self) -> dict[str, list]:
+        return held(*(thing for thing in (self._engine, self._model, self._optimizer) if thing is not None))
 
     def _parameters(self) -> list[torch.Tensor]:
         return list(self._model.parameters())
-
-    def _updated(self) -> list[torch.Tensor]:
-        """What optimizers update: parameters, shards of them, or masters."""
-        found = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
-        for thing in (self._engine, self._optimizer):
-            for name in ("masters", "_masters"):
-                found += getattr(getattr(thing, name, None), "masters", [])
-        return found
 
     def _optimizers(self):
         local = getattr(self._optimizer, "optim", None)  # the one that has the states, inside of one that shares out
@@ -182,40 +157,20 @@ class Memory:
             for state in optimizer.state.values():
                 yield {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
-    def _things(self):
-        """What the model consists of, and what was put around it: all that may have a communicator or flat memory."""
-        forward = getattr(getattr(self._engine, "_strategy", None), "forward", None)
-        around = [self._engine, forward, self._optimizer]
-        units = [module.__dict__.get("_unit") for module in self._model.modules()]
-        plans = [getattr(unit, "plan", None) for unit in units]
-        return [thing for thing in [*around, *self._model.modules(), *units, *plans] if thing is not None]
-
-    def _communicators(self) -> list:
-        found = [getattr(thing, name, None) for thing in self._things() for name in ("comm", "_comm")]
-        return list({id(comm): comm for comm in found if hasattr(comm, "rank")}.values())
-
-    def _flat_buffers(self) -> list[FlatBuffer]:
-        """Those from which the gradients of data parallelism travel, with a tail of flags."""
-        buckets = (bucket for thing in self._things() for bucket in getattr(thing, "buckets", ()))
-        return [bucket.buffer for bucket in buckets if isinstance(getattr(bucket, "buffer", None), FlatBuffer)]
-
-    def _tails(self) -> list[torch.Tensor]:
-        return [buffer.tail for buffer in self._flat_buffers()]
-
     def _look_at_storages(self, *_) -> None:
-        held = [tensor for tensors in self._held().values() for tensor in tensors]
-        tensors = [*self._parameters(), *self._model.buffers(), *held]
-        self._kept.others = {storage_key(tensor) for tensor in tensors}
+        held = self._held()
+        kept = [tensor for kind in ("parameters", "gradients", "communication") for tensor in held[kind]]
+        self._kept.others = {storage_key(tensor) for tensor in [*self._parameters(), *self._model.buffers(), *kept]}
 
     # The report
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Elements of the whole model: trained ones in each flat memory or all together, and frozen ones."""
-        flats = self._held()["parameters"]
+        flats = {storage_key(tensor) for tensor in self._held()["parameters"]}
         trained, frozen = {}, {}
         for parameter in self._parameters():
-            place = next((i for i, flat in enumerate(flats) if storage_key(flat) == storage_key(parameter)), None)
+            place = storage_key(parameter) if storage_key(parameter) in flats else None
             slice_ = getattr(parameter, "slice", None)
             size = torch.Size(slice_.shape).numel() if slice_ is not None else parameter.numel()
             kind = trained if parameter.requires_grad else frozen
@@ -228,7 +183,8 @@ class Memory:
         Stage and ranks are by default those that the model and its optimizer have.
         """
         if stage is None:
-            stage = 3 if hasattr(self._model, "held") else getattr(self._optimizer, "stage", 0)
+            sharded = any(hasattr(tensor, "slice") for tensor in self._held()["parameters"])
+            stage = 3 if sharded else getattr(self._optimizer, "stage", 0)
         ranks = ranks or self.ranks
         trained, frozen = self.sizes
         self._formula = zero_bytes(trained, ranks, stage, scheme, min(self.rank, ranks - 1), frozen)
@@ -253,15 +209,3 @@ class Memory:
 
     def __str__(self):
         return self.table()
-
-
-def _inside(tensor, flats) -> bool:
-    return any(storage_key(tensor) == storage_key(flat) for flat in flats)
-
-
-def _bytes(tensors) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _scratch(comm) -> list:
-    return [array for array in getattr(comm, "_buffers", {}).values() if array.base is not None]

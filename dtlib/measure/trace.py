@@ -13,7 +13,7 @@ From the record come the messages and bytes that exercises check, the timelines 
 import json
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def trace():
 
 def phase(name: str):
     """A piece of computing, for the timeline: ``with dtlib.phase("forward"): ...``"""
-    return recorder.phase(name, init().rank)
+    return recorder.phase(str(name), init().rank)
 
 
 def clock_offset(comm, clock=time.monotonic) -> float:
@@ -121,7 +121,15 @@ class Timeline:
             end = self.end if event.end is None else event.end
             rows.append({
                 "ph": "X", "name": event.name, "cat": event.kind, "pid": event.rank, "tid": lanes[event.lane],
-                "ts": event.start * 1e6, "dur": (end - event.start) * 1e6, "args": asdict(event),
+                "ts": event.start * 1e6, "dur": (end - event.start) * 1e6, "args": _arguments(event),
             })  # fmt: skip
         with open(file, "w") as opened:
             json.dump({"traceEvents": rows}, opened)
+
+
+def _arguments(event: Event) -> dict:
+    """The facts of an event that are known, and the sentence that they make."""
+    facts = {name: fact for name, fact in vars(event).items() if fact not in (None, "")}
+    if event.action is not None:
+        facts["action"] = event.action._asdict()
+    return {"what": event.what, **facts}

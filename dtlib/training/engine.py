@@ -11,6 +11,7 @@ import torch
 from dtlib import checkpoint
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
+from dtlib.measure.held import held
 
 COUNTS = ("global_steps", "skipped_steps")
 LATEST = "latest"
@@ -209,6 +210,10 @@ class Engine:
             )
         masters = None if hasattr(self.optimizer, "shard_of") else self._masters
         return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
+
+    def held(self) -> dict[str, list]:
+        """Memory that strategy and optimizer keep on this rank, by what it is for (measure/held.py)."""
+        return {**held(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
 
     def zero_grad(self) -> None:
         for parameter in [*self.module.parameters(), *self._masters.masters]:

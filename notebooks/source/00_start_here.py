@@ -16,12 +16,7 @@
 # messages. It takes a few seconds.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(4)
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # A row is a rank. All have process ids of their own: they share no memory. The last column says when torch (PyTorch,
@@ -145,9 +140,9 @@ lab.check("first-sum")
 #
 # `barrier` only waits until every rank is there. To the second one rank 2 will not come. **Predict**: which ranks hang? Run
 # the cell, wait until a line below it says whom everybody waits for (three seconds), then press **Stop**, the square
-# above.
+# above. (If you do not, it ends by itself after ten seconds.)
 
-# %% tags=["two-hours", "half-day", "stub"]
+# %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
 world.comm.barrier()  # all four come
 if world.rank != 2:

@@ -10,12 +10,7 @@
 # **You need** [00 Start here](00_start_here.ipynb).
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(4)
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["two-hours", "half-day"]
 import inspect

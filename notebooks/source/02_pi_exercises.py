@@ -7,12 +7,7 @@
 # **You need** the lecture [02 MPI and pi](../lectures/02_pi.ipynb). Answers: [solutions](../solutions/02_pi_exercises.ipynb).
 
 # %% tags=["half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(3)
+from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown] tags=["half-day"]
 # Three ranks this time: a number that is no power of two and divides few things evenly shows more mistakes.

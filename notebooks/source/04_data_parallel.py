@@ -14,12 +14,7 @@
 # **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(4)
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["two-hours", "half-day"]
 import difflib

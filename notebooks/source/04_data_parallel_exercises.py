@@ -8,12 +8,7 @@
 # [solutions](../solutions/04_data_parallel_exercises.ipynb).
 
 # %% tags=["half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(3)
+from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["half-day"]
 # %%px

@@ -13,12 +13,7 @@
 # **You need** lesson 04, or to know that data parallelism averages the gradients of all ranks.
 
 # %% tags=["half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(4)
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["half-day"]
 import csv

@@ -15,12 +15,7 @@
 # parallelism](04_data_parallel.ipynb).
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(4)
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["two-hours", "half-day"]
 import csv
@@ -221,8 +216,8 @@ def plain_losses(kind):
     zero = kind(comm, model, AdamW, units, **ADAM)
     with dtlib.trace() as trace:
         losses = train(model, zero.step)
-    calls = [e.what for e in trace.events if e.kind == "operation" and e.name == "all_gather"]
-    gathers = [what for what in calls if "float64" in what]
+    calls = [e for e in trace.events if e.kind == "operation" and e.name == "all_gather"]
+    gathers = [e for e in calls if e.dtype == "float64"]
     held = sum(unit.flat.untyped_storage().nbytes() for unit in zero.units)
     return losses, len(gathers) // 10, held
 

@@ -9,11 +9,9 @@
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
 
 # %% tags=["half-day", "two-hours"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
+from dtlib import lab  # no dtlib? Kernel > Change Kernel
+
+# %% tags=["half-day", "two-hours"]
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 # %% [markdown] tags=["half-day", "two-hours"]

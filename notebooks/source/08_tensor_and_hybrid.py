@@ -14,12 +14,7 @@
 # half of the mesh [06 ZeRO](06_zero.ipynb) and [07 Pipelines](07_pipelines.ipynb).
 
 # %% tags=["half-day", "nbval-ignore-output"]
-try:
-    from dtlib import lab
-except ImportError:
-    cure = "choose Kernel > Change Kernel > Python 3 in the JupyterLab that `make lab` opens"
-    raise ImportError(f"This kernel has no dtlib: {cure}.") from None
-lab.engines(4)
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["half-day"]
 from tabulate import tabulate
@@ -194,7 +189,7 @@ mlp = seeded(comm)
 with dtlib.trace() as trace:
     found = gradients(mlp)
 assert all(equal(found[name], expected[name]) for name in expected)
-calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and "float64" in e.what]
+calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and e.dtype == "float64"]
 
 # %% tags=["half-day"]
 calls = lab.values("calls")[0]
@@ -618,7 +613,7 @@ def two_pipelines(stage):
             losses.append(engine.train_batch(zip(x, y, strict=True)).item())
     sent = Counter()
     for event in trace.events:
-        sent[event.name] += event.bytes if "float64" in event.what else 0  # without headers
+        sent[event.name] += event.bytes if event.dtype == "float64" else 0  # without headers
     return losses, sent
 
 # %%

@@ -78,7 +78,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
         content = self._carried(tensor, "send", writes=False)
-        call = self._call("send", f"to rank {dest}", tensor, (dest,))
+        call = self._call("send", tensor, (dest,), peer=dest, tag=tag)
         begin = partial(self.group.send, [content.octets], dest, tag)
         return self._start(call, content, begin, lambda: tensor, async_op, content.nbytes)
 
@@ -86,7 +86,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = self._carried(tensor, "recv", writes=True)
-        call = self._call("recv", f"from rank {source}", tensor, (source,))
+        call = self._call("recv", tensor, (source,), peer=source, tag=tag)
         begin = partial(self.group.recv, [content.octets], source, tag)
         return self._start(call, content, begin, content.store, async_op)
 
@@ -99,7 +99,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         begin = partial(self.group.broadcast, [content.octets], _options(c10d.BroadcastOptions, rootRank=root))
         # Round the ring from the root, the last one does not pass it on.
         sent = content.nbytes if (self.rank + 1) % self.size != root else 0
-        call = self._call("broadcast", f"from rank {root}", tensor)
+        call = self._call("broadcast", tensor, peer=root)
         return self._start(call, content, begin, content.store, async_op, sent)
 
     def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm=None):
@@ -117,7 +117,7 @@ class ProcessGroupCommunicator(ObjectOperations):
             wire.bring_home(self.size)
             return content.store()
 
-        call = self._call("reduce", f"{op} to rank {root}", tensor)
+        call = self._call("reduce", tensor, op=op, peer=root)
         sent = 0 if self.rank == root else content.nbytes
         return self._start(call, content, partial(self.group.reduce, [moving], options), finish, async_op, sent)
 
@@ -133,7 +133,7 @@ class ProcessGroupCommunicator(ObjectOperations):
             chunks = [list(octets.chunk(self.size)) if mine.nbytes else [mine.octets] * self.size]
         begin = partial(self.group.scatter, [mine.octets], chunks, _options(c10d.ScatterOptions, rootRank=root))
         sent = (self.size - 1) * mine.nbytes if self.rank == root else 0
-        call = self._call("scatter", f"from rank {root}", out)
+        call = self._call("scatter", out, peer=root)
         return self._start(call, mine, begin, mine.store, async_op, sent)
 
     def gather(self, out, tensor, root: int = 0, async_op: bool = False):
@@ -148,7 +148,7 @@ class ProcessGroupCommunicator(ObjectOperations):
             finish = whole.store
         begin = partial(self.group.gather, chunks, [mine.octets], _options(c10d.GatherOptions, rootRank=root))
         sent = 0 if self.rank == root else mine.nbytes
-        call = self._call("gather", f"to rank {root}", tensor)
+        call = self._call("gather", tensor, peer=root)
         return self._start(call, mine, begin, finish, async_op, sent)
 
     # All to all
@@ -164,7 +164,7 @@ class ProcessGroupCommunicator(ObjectOperations):
             return content.store()
 
         sent = 2 * content.nbytes * (self.size - 1) // self.size
-        call = self._call("all_reduce", op, tensor)
+        call = self._call("all_reduce", tensor, op=op)
         return self._start(call, content, begin, finish, async_op, sent)
 
     def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
@@ -187,7 +187,7 @@ class ProcessGroupCommunicator(ObjectOperations):
             wire.bring_home(self.size)
             return mine.store()
 
-        call = self._call("reduce_scatter", op, tensor)
+        call = self._call("reduce_scatter", tensor, op=op)
         return self._start(call, mine, begin, finish, async_op, (self.size - 1) * mine.nbytes)
 
     def all_gather(self, out, tensor, async_op: bool = False, algorithm=None):
@@ -196,7 +196,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         whole = self._carried(out, "all_gather", writes=True)
         self._check_whole(out, whole.flat.numel(), tensor, mine.flat.numel(), "all_gather")
         begin = partial(self.group._allgather_base, whole.octets, mine.octets, c10d.AllgatherOptions())
-        call = self._call("all_gather", "", tensor)
+        call = self._call("all_gather", tensor)
         return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
 
     def all_to_all(self, out, tensor, async_op: bool = False):
@@ -212,7 +212,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         octets = disjoint(content.octets, whole.octets)
         begin = partial(self.group.alltoall_base, whole.octets, octets, [], [], c10d.AllToAllOptions())
         sent = content.nbytes * (self.size - 1) // self.size
-        return self._start(self._call("all_to_all", "", tensor), content, begin, whole.store, async_op, sent)
+        return self._start(self._call("all_to_all", tensor), content, begin, whole.store, async_op, sent)
 
     def barrier(self, async_op: bool = False):
         """Wait until every rank has come here."""
@@ -267,9 +267,9 @@ class ProcessGroupCommunicator(ObjectOperations):
             )
         return Carried(tensor, operation, writes, self.backends)
 
-    def _call(self, operation, detail="", tensor=None, peers=None) -> Call:
+    def _call(self, operation, tensor=None, peers=None, **facts) -> Call:
         members = self._members if peers is None else [self._members[peer] for peer in peers]
-        return Call(operation, detail, tensor, self.world_rank, members, self.name)
+        return Call(operation, tensor, self.world_rank, members, self.name, **facts)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):
         """Begin the work on a carried tensor; ``sent`` are the payload bytes that count for this rank."""

@@ -11,6 +11,25 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
     It follows the waiting: rank 0 waits for 1, and 1 itself waits for 2, which does not wait: everybody waits for 2.
     Where the chain closes, ranks wait for one another.
     """
+    waiting, culprits = _followed(me, seen)
+    if culprits:
+        return "; ".join(f"rank {rank} {_last_seen(seen.get(rank))}" for rank in sorted(culprits))
+    if len(waiting) == 1:
+        return "all ranks have come, and the messages are under way"
+    return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
+
+
+def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list[int]]:
+    """Of the ranks that rank ``me`` waits for, itself or through others, those that this ``cell`` of the notebook ended
+    on with an error, and those that have finished it. Neither come any more."""
+    waiting, culprits = _followed(me, seen)
+    ended = [rank for rank in {*waiting, *culprits} - {me} if rank in seen and cell and seen[rank].over == cell]
+    failed = [rank for rank in ended if _waits(seen[rank]) or seen[rank].state.startswith("raised")]
+    return sorted(failed), sorted(set(ended) - set(failed))
+
+
+def _followed(me: int, seen: dict[int, Sighting]) -> tuple[list[int], list[int]]:
+    """The ranks that wait, from ``me`` on, and those at the ends of the chains, which do not."""
     waiting, culprits, to_look_at = [], [], [me]
     while to_look_at:
         rank = to_look_at.pop(0)
@@ -21,11 +40,7 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
             to_look_at += missing(rank, seen)
         else:
             culprits.append(rank)
-    if culprits:
-        return "; ".join(f"rank {rank} {_last_seen(seen.get(rank))}" for rank in sorted(culprits))
-    if len(waiting) == 1:
-        return "all ranks have come, and the messages are under way"
-    return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
+    return waiting, culprits
 
 
 def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:

@@ -20,12 +20,14 @@ LONGEST = 80  # characters of a call or a communicator's name, on every rank ali
 CARRY_SECONDS = 0.5
 
 current = None  # the board of this process, once the world has put one up
+cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so
 
 
 @dataclass
 class Sighting:
     """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, or a sentence's
-    end such as ``raised ValueError: ...``; the rest is that of the operation (call.py)."""
+    end such as ``raised ValueError: ...``; ``over`` is the notebook's cell that it has come to the end of, well or
+    not; the rest is that of the operation (call.py)."""
 
     state: str
     operation: str = ""
@@ -34,6 +36,7 @@ class Sighting:
     group: str = ""
     number: int = 0
     peers: tuple = ()
+    over: str = ""
 
 
 def folder_in_memory() -> str | None:
@@ -65,7 +68,15 @@ class Board:
         if call is not None:
             what, group = str(call)[:LONGEST], call.group[-LONGEST:]
             self._last = Sighting(state, call.operation, what, call.where, group, call.number, tuple(call.peers))
-        self._last.state = state
+        self._last.state, self._last.over = state, ""
+        self._write()
+
+    def end_cell(self, state: str) -> None:
+        """Say how the cell ended on this rank, which calls nothing more in it."""
+        self._last.state, self._last.over = state, cell
+        self._write()
+
+    def _write(self) -> None:
         self._memory[SLOT * self._mine : SLOT * (self._mine + 1)] = _fitted(self._last).ljust(SLOT)
 
     def clear(self, state: str) -> None:
@@ -120,7 +131,7 @@ def _fitted(sighting: Sighting) -> bytes:
         if len(text) <= SLOT:
             return text
         content[name] = content[name][:length]
-    return json.dumps(asdict(Sighting(content["state"], number=sighting.number))).encode()
+    return json.dumps(asdict(Sighting(content["state"], number=sighting.number, over=sighting.over))).encode()
 
 
 def _read(text) -> Sighting:
@@ -132,3 +143,11 @@ def publish(state: str, call=None) -> None:
     """Say on the board, if there is one, what this rank does."""
     if current is not None:
         current.publish(state, call)
+
+
+def end_cell(state: str) -> None:
+    """Say on the board, if there is one, how the notebook's cell ended on this rank."""
+    global cell
+    if current is not None:
+        current.end_cell(state)
+    cell = ""

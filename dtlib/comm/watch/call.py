@@ -16,22 +16,35 @@ _lines = {}  # the text of each line that has called an operation
 class Call:
     """``str(call)`` is ``all_reduce(sum) of (4,) float32``, the same on all ranks if they agree.
 
-    ``rank`` is the caller's, and ``peers`` are the ranks without which the operation cannot end, as the world counts
-    them; ``number`` counts the collectives of a communicator (``group`` is its name); ``where`` is the caller's line,
-    if somebody wants to know it.
+    ``op``, ``peer``, ``algorithm`` and ``tag`` are as in an event (recorder.py). ``rank`` is the caller's, and
+    ``peers`` are the ranks without which the operation cannot end, as the world counts them; ``number`` counts the
+    collectives of a communicator (``group`` is its name); ``where`` is the caller's line, if somebody wants to know it.
     """
 
-    __slots__ = ("detail", "group", "number", "operation", "peers", "rank", "tensor", "watched", "where")
+    __slots__ = (
+        "algorithm", "group", "number", "op", "operation", "peer", "peers", "rank", "tag", "tensor", "watched", "where",
+    )  # fmt: skip
 
-    def __init__(self, operation: str, detail: str, tensor, rank: int, peers=(), group: str = "", number: int = 0):
-        self.operation, self.detail, self.tensor = operation, detail, tensor
+    def __init__(
+        self, operation: str, tensor, rank: int, peers=(), group: str = "", number: int = 0,
+        *, op: str = "", peer: int | None = None, algorithm: str = "", tag: int | None = None,
+    ):  # fmt: skip
+        self.operation, self.tensor = operation, tensor
+        self.op, self.peer, self.algorithm, self.tag = op, peer, algorithm, tag
         self.rank, self.peers, self.group, self.number = rank, peers, group, number
         self.where = ""
         self.watched = False  # whether it shows on the board
 
     def __str__(self):
-        operation = f"{self.operation}({self.detail})" if self.detail else self.operation
-        return operation if self.tensor is None else f"{operation} of {shape_and_type(self.tensor)}"
+        short = in_short(self.operation, self.op, self.peer, self.algorithm)
+        return short if self.tensor is None else f"{short} of {shape_and_type(self.tensor)}"
+
+
+def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
+    """A use of an operation for people, without the tensor: ``all_reduce(sum, ring)``, ``reduce(sum to rank 0)``."""
+    whom = "" if peer is None else f"{'to' if operation in ('send', 'reduce', 'gather') else 'from'} rank {peer}"
+    arguments = ", ".join(filter(None, (f"{op} {whom}".strip(), algorithm)))
+    return f"{operation}({arguments})" if arguments else operation
 
 
 def shape_and_type(tensor) -> str:
@@ -47,7 +60,7 @@ def callers_line() -> str:
     key = frame.f_code.co_filename, frame.f_lineno
     text = _lines.get(key)
     if text is None:
-        text = _lines[key] = _line(*key)
+        text = _lines[key] = line_of(*key)
     return text
 
 
@@ -56,7 +69,8 @@ def _is_not_the_callers(file: str) -> bool:
     return file.startswith(_PACKAGE) or _TORCH in file or file.endswith("contextlib.py")
 
 
-def _line(file: str, number: int) -> str:
+def line_of(file: str, number: int) -> str:
+    """``train.py:12: comm.barrier()``, or ``line 3: x()`` of a cell."""
     text = linecache.getline(file, number).strip()[:_LONGEST_LINE]
     place = f"line {number}" if "ipykernel_" in file or file.startswith("<") else f"{Path(file).name}:{number}"
     return f"{place}: {text}" if text else place

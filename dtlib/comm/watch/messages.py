@@ -36,6 +36,6 @@ def receive_message(link, array, source, call, notes):
     if link.length() != array.nbytes:
         came = "more" if link.length() is None else f"{link.length()} bytes"
         raise CommunicationError(
-            f"{call.operation}({call.detail}): {came} came, and this tensor has {array.nbytes} bytes; send and recv "
-            f"need the same shape and dtype. {RESET}"
+            f"{call}: {came} came, and this tensor has {array.nbytes} bytes; send and recv need the same shape and "
+            f"dtype. {RESET}"
         )

@@ -4,6 +4,9 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dtlib.comm.types import type_name
+from dtlib.comm.watch.call import in_short
+
 _recordings = []  # the lists that are being filled
 
 
@@ -12,7 +15,8 @@ class Event:
     """An operation or a phase on one rank. Times are seconds of this machine's monotonic clock.
 
     ``messages`` and ``bytes`` (payload) are what this rank sent for it. ``lane`` is ``main`` for what the program
-    itself does, ``background`` for an operation that was started with ``async_op=True``.
+    itself does, ``background`` for an operation that was started with ``async_op=True``. ``rank`` is this rank as the
+    world counts it, ``peer`` the other one as the communicator does. ``what`` is made of these fields, for people.
     """
 
     rank: int
@@ -20,13 +24,29 @@ class Event:
     name: str
     start: float
     end: float | None = None  # None: it never ended
-    what: str = ""
-    where: str = ""
+    where: str = ""  # the caller's line
+    op: str = ""  # what it combines with: sum, mean, ...
+    peer: int | None = None  # the other end of a message, or the root
+    shape: tuple[int, ...] | None = None  # of the tensor, where there is one
+    dtype: str = ""
+    algorithm: str = ""  # the one that was asked for; "" where the choice was left to selection.py
+    tag: int | None = None  # of a message
+    action: tuple | None = None  # of a pipeline: stage, kind, microbatch (schedule/actions.py)
     messages: int = 0
     bytes: int = 0
     lane: str = "main"
     emulated: bool = False  # on a network that was slowed down on purpose
     simulated: bool = False  # the other ranks did not exist (solo.py)
+
+    @property
+    def in_short(self) -> str:
+        """``send(to rank 1)``: without shape and type."""
+        return in_short(self.name, self.op, self.peer, self.algorithm)
+
+    @property
+    def what(self) -> str:
+        """``send(to rank 1) of (4,) float32``"""
+        return self.in_short if self.shape is None else f"{self.in_short} of {self.shape} {self.dtype}"
 
 
 @contextmanager
@@ -53,17 +73,23 @@ def record(event: Event) -> Event:
 
 def event_of(call, kind: str = "operation", lane: str = "main") -> Event:
     """Begin an event for an operation."""
-    event = Event(call.rank, kind, call.operation, time.monotonic(), None, str(call), call.where, lane=lane)
+    event = Event(
+        call.rank, kind, call.operation, time.monotonic(), where=call.where, op=call.op, peer=call.peer,
+        algorithm=call.algorithm, tag=call.tag, lane=lane,
+    )  # fmt: skip
+    if call.tensor is not None:
+        event.shape, event.dtype = tuple(call.tensor.shape), type_name(call.tensor)
     return record(event)
 
 
 @contextmanager
-def phase(name, rank: int = 0):
-    """A piece of computing, for the timeline: ``with phase("forward"): ...``"""
+def phase(what, rank: int = 0):
+    """A piece of computing, for the timeline: ``with phase("forward"): ...``, or an ``Action`` of a pipeline."""
     if not _recordings:
         yield
         return
-    event = record(Event(rank, "phase", str(name), time.monotonic()))
+    action = None if isinstance(what, str) else what
+    event = record(Event(rank, "phase", str(what), time.monotonic(), action=action))
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
+from dtlib.lab.checks import rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
 from dtlib.lab.checks.kit import Exercise, Problem, Verdict, Wrong
 from dtlib.lab.checks.registry import EXERCISES
@@ -24,7 +25,7 @@ _tries = {}  # exercise -> (fingerprint of the answer, how often it was judged)
 
 
 def check(name: str) -> None:
-    """Judge exercise ``name``, on all ranks if it needs them, and print the verdict.
+    """Judge exercise ``name``, on all ranks if it needs them, and show the verdict.
 
     Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: mend it and check again; who
     checks the same answer again gets the next hint.
@@ -51,7 +52,7 @@ def _tell(verdict: Verdict) -> None:
     code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
     if code != verdict.code:
         tries = 0
-    print(verdict.text(tries))
+    rendering.show(verdict, tries)
     _tries[verdict.exercise] = verdict.code, tries + 1
 
 

@@ -55,19 +55,24 @@ class Verdict:
 
     def text(self, attempt: int = 0) -> str:
         """What the learner reads; later attempts get plainer hints."""
-        where = f"Judged on {self.ranks} ranks" if self.ranks else "Judged"
-        judged = f"{where}: {self.judged}" + (f"\n\n{self.picture}\n" if self.picture else "")
-        if self.passed and 0 < self.ranks < 3:
-            few = " So few ranks hide mistakes: check it with lab.engines(3) too."
-            return f"{judged}\nPassed: {self.exercise}.{few}{self._score()}"
+        lines = [self.what_was_judged() + (f"\n\n{self.picture}\n" if self.picture else ""), self.outcome()]
+        return "\n".join(lines + [f"  {name + ':':9} {value}" for name, value in self.details(attempt)])
+
+    def what_was_judged(self) -> str:
+        return f"Judged on {self.ranks} ranks: {self.judged}" if self.ranks else f"Judged: {self.judged}"
+
+    def outcome(self) -> str:
         if self.passed:
-            return f"{judged}\nPassed: {self.exercise}.{self._score()}"
-        place = "" if self.rank is None else f", on rank {self.rank}"
-        lines = [judged, f"Not yet: {self.exercise}{place}."]
-        lines += [f"  expected: {self.expected}", f"  came:     {self.came}"]
-        if self.hints:
-            lines.append(f"  hint:     {self.hints[min(attempt, len(self.hints) - 1)]}")
-        return "\n".join(lines)
+            few = " So few ranks hide mistakes: check it with lab.engines(3) too." if 0 < self.ranks < 3 else ""
+            return f"Passed: {self.exercise}.{few}{self._score()}"
+        return f"Not yet: {self.exercise}{'' if self.rank is None else f', on rank {self.rank}'}."
+
+    def details(self, attempt: int = 0) -> list[tuple[str, str]]:
+        """What was expected, what came, and the hint that is due."""
+        if self.passed:
+            return []
+        hints = [("hint", self.hints[min(attempt, len(self.hints) - 1)])] if self.hints else []
+        return [("expected", self.expected), ("came", self.came), *hints]
 
     def _score(self) -> str:
         return f" {self.score}" if self.score else ""

@@ -16,8 +16,8 @@ from dtlib.world.processes import Process, end_processes, with_descendants
 START_SECONDS = 60
 
 
-def start_keeper(record, ranks: int) -> None:
-    """Have a keeper start the engines and wait until it has told where they are."""
+def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
+    """Have a keeper start the engines and wait until it has told where they are; meanwhile ``say`` how far it is."""
     if "$" in str(record.profile):
         raise DtlibError(
             f"Engines cannot run in {record.profile}: ipyparallel reads $ as a variable, so rename that folder."
@@ -51,6 +51,7 @@ def start_keeper(record, ranks: int) -> None:
         if not record.keeper() or time.monotonic() > deadline:
             why = f"{log / 'keeper.log'} says why" if (log / "keeper.log").stat().st_size else f"look into {log}"
             raise DtlibError(f"The engines did not start: {why}, or run the cell again.")
+        say("their controller starts")
         time.sleep(0.02)
 
 

@@ -10,18 +10,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import on_ranks, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
+from dtlib.lab.engines.starting import StartingLine, suitable_number, warning
 from dtlib.world.launch import in_engine
-from dtlib.world.machine import gpu_names, usable_cores
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
-BYTES_A_RANK = 700e6  # an engine with torch imported and room for a lesson's arrays
 MOST_RANKS = 64
 
 _current = None
@@ -129,14 +126,19 @@ def _start(record, ranks: int | None) -> EngineSet:
             print(f"They were also in use by {', '.join(others)}.")
     end(record)
     record.attach(_notebook_name())
+    ranks = ranks or suitable_number()
+    if sentence := warning(ranks):
+        print(sentence)
+    line = StartingLine(ranks)
     try:
-        start_keeper(record, ranks or _suitable_number())
-        found = _connect(record)
+        start_keeper(record, ranks, line.say)
+        found = _connect(record, line.say)
         if found is None:
             raise DtlibError(f"The ranks started but do not answer: see the logs in {record.profile / 'log'}.")
     except BaseException:  # Stop, too
         end(record)
         raise
+    found.table.handle = line.handle
     return found
 
 
@@ -153,6 +155,7 @@ def _replace(ended: EngineSet) -> str:
     from dtlib.lab.engines import magics
 
     magics.install(_current)
+    _current.table.show()
     return f"{why}: {_current.size} new ones have been started, so run the cells that define what you need again."
 
 
@@ -176,20 +179,14 @@ def _checked_number(n):
     return n
 
 
-def _suitable_number() -> int:
-    """A rank a GPU; without GPUs a rank a core, at least two and at most four; fewer where memory is short."""
-    wanted = len(gpu_names()) or min(4, max(2, usable_cores()))
-    return max(1, min(wanted, int(psutil.virtual_memory().available / BYTES_A_RANK)))
-
-
 def _notebook_name() -> str:
     """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
     name = os.environ.get("JPY_SESSION_NAME", "")
     return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
 
 
-def _connect(record) -> EngineSet | None:
-    """A client of the engines that run, with clean ranks; None where they do not answer."""
+def _connect(record, say=lambda how_far: None) -> EngineSet | None:
+    """A client of the engines that run, with clean ranks; None where they do not answer. ``say`` is told of the way."""
     import ipyparallel as ipp
 
     note = record.read("set.json")
@@ -211,7 +208,9 @@ def _connect(record) -> EngineSet | None:
             with suppress(TimeoutError):
                 client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS)
         else:
+            say(f"{len(client.ids)} of {note['ranks']} are there")
             time.sleep(0.02)
+    say("they join one world")
     found = EngineSet(record, client)
     rows = _join_world(found, record, note)
     if rows is None:

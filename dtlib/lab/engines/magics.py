@@ -1,25 +1,33 @@
 """``%%px``: run a cell on all ranks, and show what each of them said, in rank order.
 
-The cell runs through ipyparallel's own magic. What is ours is how it looks: every output line names its rank, a
-cell without output says where it ran, equal errors are shown once, and a NameError names its cure.
+The cell runs through ipyparallel's own magic. What is ours is how it looks: while it runs, a live view (live.py); at
+its end every output line names its rank, a cell without output says where it ran, equal errors are shown once, and a
+NameError names its cure. Where an error has left ranks out of step, what they communicate with is refused on all.
 """
 
 import functools
+import itertools
 import re
 import sys
 import time
+from contextlib import suppress
 
 from ipyparallel.client.magics import ParallelMagics
-from IPython.display import display, publish_display_data
-from tqdm.auto import tqdm
+from IPython.display import publish_display_data
 
 from dtlib.errors import DtlibError
 from dtlib.lab.colours import rank_prefix
+from dtlib.lab.engines import completion
 from dtlib.lab.engines.engine_processes import interrupt
+from dtlib.lab.engines.live import LiveView, ranks_in_words
 
 INTERRUPT_SECONDS = 5
 KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
 MOST_LINES = 1000  # of one rank in one cell
+ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
+AFTERMATH = ("PeerFailed", "WaitTimeout")  # errors of ranks that another one's error has reached
+
+_serial = itertools.count()
 
 
 def install(engines) -> None:
@@ -29,15 +37,17 @@ def install(engines) -> None:
     shell = get_ipython()
     if shell is not None:
         shell.register_magics(RankMagics(shell, engines))
+        completion.install(shell, engines)
         shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
 
 
 class RanksFailed(DtlibError):
     """A cell raised an error on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
 
-    def __init__(self, errors: dict, cures: list[str]):
+    def __init__(self, errors: dict, cures: list[str], waited: str = ""):
         self.errors = errors
         self.cures = cures
+        self.waited = waited  # whom everybody waited for
         super().__init__("; ".join(f"{who}: {error.ename}: {error.evalue}" for who, error in self._groups()))
 
     def _groups(self):
@@ -45,14 +55,16 @@ class RanksFailed(DtlibError):
         groups = {}
         for rank, error in self.errors.items():
             groups.setdefault((error.ename, error.evalue), []).append(rank)
-        for ranks in groups.values():
-            yield _ranks(ranks), self.errors[ranks[0]]
+        for ranks in sorted(groups.values(), key=lambda ranks: self.errors[ranks[0]].ename in AFTERMATH):
+            yield ranks_in_words(ranks), self.errors[ranks[0]]
 
     def _render_traceback_(self):
         lines = []
         for who, error in self._groups():
             if error.ename == "KeyboardInterrupt":
-                lines.append(f"Interrupted on {who}. If they waited for one another, run %px dtlib.reset() to go on.")
+                lines.append(f"Interrupted on {who}.")
+                if self.waited:
+                    lines.append(f"Until then they waited: {self.waited}")
             else:
                 lines += [f"On {who}:", error.traceback or f"{error.ename}: {error.evalue}"]
         return lines + self.cures
@@ -64,30 +76,39 @@ class RankMagics(ParallelMagics):
     def __init__(self, shell, engines):
         super().__init__(shell, engines.view)
         self.engines = engines
+        self._alone = False  # whether the notebook's cell shows nothing else
 
     @functools.wraps(ParallelMagics.cell_px)  # its parser of arguments too
     def cell_px(self, line="", cell=None):
         words = line.split()
+        self._refuse_await(cell)
         if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
             words.remove("--local")
             if not self.shell.run_cell(cell).success:  # which has shown the error
                 raise DtlibError("The cell failed here in the notebook, so it was not run on the ranks.")
+        self._alone = "--local" not in line.split()
         try:
             return super().cell_px(" ".join(words), cell)
         except IndexError:
-            known = _ranks(list(range(self.engines.size)))
+            known = ranks_in_words(list(range(self.engines.size)))
             raise DtlibError(f"%%px {line}: there is no such rank; there are {known}.") from None
+        finally:
+            self._alone = False
 
     def parallel_execute(self, cell, block=None, save_name=None, **options):
         self.engines.check_held()
+        self._refuse_await(cell)
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
-        result = self.last_result = self.view.execute(cell, silent=False, block=False)
+        # Ranks count the cell as the notebook does, and know which one it is (on_ranks.py).
+        label = f"{self.shell.displayhook.prompt_count}.{next(_serial)}"
+        result = self.last_result = self.view.execute(cell, silent=False, block=False, label=label)
         if save_name:
             self.shell.user_ns[save_name] = result
+        view = LiveView(self._alone)
         try:
-            _wait(result, self.engines)
+            _wait(result, self.engines, view)
         except KeyboardInterrupt:
             interrupt(self.engines.pids())
             result.wait(INTERRUPT_SECONDS)
@@ -98,12 +119,25 @@ class RankMagics(ParallelMagics):
         result.wait_for_output(1)
         targets = _targets(result)
         said_something = _show(result, targets)
-        self._raise_errors(result, targets)
+        outcomes = self._outcomes(result, targets, view.waited)
+        for page in _pages(outcomes[0]):  # of the first rank: a question mark is asked of all of them
+            publish_display_data(page)
+            said_something = True
         if not said_something:
-            print(f"(ran on {_ranks(targets)})")
+            print(f"(ran on {ranks_in_words(targets)})")
         return None
 
-    def _raise_errors(self, result, ranks) -> None:
+    def _refuse_await(self, cell: str) -> None:
+        """An engine that awaits at the top level of a cell never answers."""
+        with suppress(SyntaxError):  # which ranks will report
+            if self.shell.should_run_async(cell, transformed_cell=self.shell.transform_cell(cell)):
+                raise DtlibError(
+                    "Ranks cannot await at the top level of a cell: write `async def main(): ...` around it and call "
+                    "`concurrent.futures.ThreadPoolExecutor().submit(asyncio.run, main()).result()`, or drop %%px to "
+                    "await in the notebook."
+                )
+
+    def _outcomes(self, result, ranks, waited: str) -> list:
         from ipyparallel.error import RemoteError
 
         outcomes = _as_list(result.get(return_exceptions=True))
@@ -112,52 +146,44 @@ class RankMagics(ParallelMagics):
             time.sleep(KEEPER_SECONDS)
             self.engines.check_held()  # says what has become of them
         if errors:
-            raise RanksFailed(errors, _cures(errors.values(), self.shell)) from None
+            first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
+            cures = _cures(errors.values(), self.shell) + self._refuse_where_out_of_step(ranks_in_words(first))
+            raise RanksFailed(errors, cures, waited) from None
+        return outcomes
+
+    def _refuse_where_out_of_step(self, who: str) -> list[str]:
+        """After an error, have all ranks refuse the communicators that they have not used alike; says how to go on."""
+        from ipyparallel.error import CompositeError, TimeoutError
+
+        from dtlib.comm.watch import in_step
+
+        everybody = self.engines.client[:]
+        try:
+            names = in_step.differing(everybody.apply_async(in_step.counts).get(ANSWER_SECONDS))
+            why = f"was in use when a cell ended with an error on {who}"
+            everybody.apply_async(in_step.refuse, names, why).get(ANSWER_SECONDS)
+        except (CompositeError, TimeoutError):  # ranks that are busy, or gone
+            return []
+        return ["The ranks are out of step: run %px dtlib.reset() before they communicate again."] if names else []
 
 
-def _wait(result, engines) -> None:
-    """Wait for a cell; where ranks report progress, draw one bar for all of them; where they wait, say for whom."""
-    bar, line = None, _WaitingLine()
+def _wait(result, engines, view: LiveView) -> None:
+    """Wait for a cell, and show meanwhile what ranks say."""
+    ranks = _targets(result)
     try:
         while not result.done():
             result.wait(0.1)
             engines.check_held()  # ranks that have ended will not answer
-            reports = {rank: data or {} for rank, data in zip(_targets(result), _as_list(result.data), strict=True)}
-            for data in reports.values():
-                if "progress" in data:
-                    done, total, unit = data["progress"]
-                    bar = bar or tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
-                    bar.update(done - bar.n)
-            line.show({rank: data["waiting"] for rank, data in reports.items() if data.get("waiting")})
+            running = [str(message) in engines.client.outstanding for message in result.msg_ids]
+            texts = [out + err for out, err in zip(_as_list(result.stdout), _as_list(result.stderr), strict=True)]
+            view.show(ranks, running, texts, [data or {} for data in _as_list(result.data)])
     finally:
-        line.show({})
-        if bar is not None:
-            bar.close()
-
-
-class _WaitingLine:
-    """One line below the cell that says whom everybody waits for; it goes away when the waiting is over."""
-
-    def __init__(self):
-        self._display = None
-        self._shown = ""
-
-    def show(self, waiting: dict[int, str]) -> None:
-        text = ""
-        if waiting:
-            text = f"Waiting: {_ranks(sorted(waiting))}, {next(iter(waiting.values()))}. Stop ends the wait."
-        if text == self._shown:
-            return
-        self._shown = text
-        content = {"text/plain": text}
-        if self._display is None:
-            self._display = display(content, raw=True, display_id=True)
-        else:
-            self._display.update(content, raw=True)
+        view.close()
 
 
 def _targets(result) -> list[int]:
-    return result.engine_id if isinstance(result.engine_id, list) else [result.engine_id]
+    """The ranks that a cell was sent to; ``engine_id`` would know those that have answered."""
+    return list(result._targets)
 
 
 def _show(result, ranks) -> bool:
@@ -198,6 +224,11 @@ def _text_of(value) -> str:
 def _as_list(value):
     """One entry a rank, also where ipyparallel unpacks the list of a single rank."""
     return value if isinstance(value, list) else [value]
+
+
+def _pages(outcome) -> list[dict]:
+    """What ``name?`` would show in the pager, as MIME types."""
+    return [page["data"] for page in outcome._content.get("payload", ()) if page.get("source") == "page"]
 
 
 def _cures(errors, shell) -> list[str]:
@@ -245,12 +276,3 @@ def _knows(name: str) -> bool:
     from IPython import get_ipython
 
     return name in get_ipython().user_ns
-
-
-def _ranks(ranks: list[int]) -> str:
-    """``rank 2``, ``ranks 0 to 3`` or ``ranks 0, 2``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))

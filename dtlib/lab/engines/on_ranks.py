@@ -2,9 +2,16 @@
 
 import os
 import socket
+import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+
+from dtlib.errors import PeerFailed, WaitTimeout
+
+MOST_NAMES = 500
+TELL_SECONDS = 1.0
 
 
 def join(ready_folder: str, notebook_folder: str) -> dict:
@@ -17,7 +24,7 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     first_time = not hasattr(join, "importing_torch")
     world = init() if first_time else reset()
     if first_time:
-        _tell_whom_everybody_waits_for()
+        _follow_cells()
         join.device = _take_gpu(world.local_rank)
         join.importing_torch = threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True)
         join.importing_torch.start()
@@ -31,22 +38,79 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     }
 
 
-def _tell_whom_everybody_waits_for() -> None:
-    """Have this rank tell the notebook when it waits for long, and the board what became of its cells."""
+def complete(line: str, position: int) -> tuple[str, list[str]]:
+    """The fragment before this position of a line, and the names that it may become on this rank."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    shell.Completer.use_jedi = False  # which would take seconds to load
+    fragment, names = shell.complete("", line, position)
+    return fragment, list(names)[:MOST_NAMES]
+
+
+def inspect(name: str, detail_level: int) -> dict:
+    """What ``name?`` says on this rank, as MIME types; nothing where there is no such name."""
+    from IPython import get_ipython
+
+    try:
+        return get_ipython().object_inspect_mime(name, detail_level=detail_level)
+    except KeyError:
+        return {}
+
+
+def _follow_cells() -> None:
+    """Tell the notebook in which line this rank is and when it waits, and the board what became of its cells."""
     from ipyparallel.engine.datapub import publish_data
     from IPython import get_ipython
 
     from dtlib.comm import waiting
     from dtlib.comm.watch import board
 
-    def say_how_it_ended(result):
-        error = result.error_before_exec or result.error_in_exec
-        board.publish(f"raised {type(error).__name__}: {error}"[:120] if error else "has finished its cell")
+    shell, running = get_ipython(), threading.Event()
+    execute = shell.kernel.do_execute
 
+    async def do_execute(*args, **kwargs):
+        """The cell counts as it does in the notebook, which sends number and cell along as the label."""
+        board.cell = shell.kernel.get_parent().get("metadata", {}).get("label") or ""
+        if (number := board.cell.partition(".")[0]).isdigit():
+            shell.execution_count = int(number)
+        return await execute(*args, **kwargs)
+
+    def begin(_):
+        board.publish("has called no operation in this cell yet")
+        running.set()
+
+    def end(result):
+        running.clear()
+        error = result.error_before_exec or result.error_in_exec
+        if error is None:
+            board.end_cell("has finished its cell")
+        elif isinstance(error, PeerFailed | WaitTimeout):
+            board.end_cell("waited in vain")  # so that others, too, are told of the rank that did not come
+        else:
+            board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
+
+    shell.kernel.do_execute = do_execute
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", end)
     waiting.notice = lambda sentence: publish_data({"waiting": sentence})
-    events = get_ipython().events
-    events.register("pre_run_cell", lambda _: board.publish("has called no operation in this cell yet"))
-    events.register("post_run_cell", say_how_it_ended)
+    threading.Thread(target=_tell_where, args=(running, publish_data), daemon=True).start()
+
+
+def _tell_where(running, publish) -> None:
+    """Every second of a cell that takes some, tell the notebook which of its lines this rank is in."""
+    from dtlib.comm.watch.call import line_of
+
+    main = threading.main_thread().ident
+    while running.wait():
+        time.sleep(TELL_SECONDS)
+        frame, line = sys._current_frames().get(main), None
+        while running.is_set() and frame is not None:
+            if "ipykernel_" in frame.f_code.co_filename:  # the outermost of these is the cell itself
+                line = line_of(frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
+        if line is not None:
+            publish({"line": line})
 
 
 def _take_gpu(local_rank: int) -> str:

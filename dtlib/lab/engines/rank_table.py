@@ -13,7 +13,7 @@ class RankTable:
     def __init__(self, rows: list[dict], state: Path):
         self.rows = rows
         self._state = state
-        self._handle = None
+        self.handle = None  # of a display, whose place the table takes
 
     def ready(self) -> list[bool]:
         return [(self._state / f"torch-{row['pid']}").exists() for row in self.rows]
@@ -21,15 +21,19 @@ class RankTable:
     def show(self) -> None:
         from IPython.display import display
 
-        self._handle = display(self, display_id=True)
-        if self._handle is not None and not all(self.ready()):
-            threading.Thread(target=self._redraw_when_ready, daemon=True).start()
+        if self.handle is None:
+            self.handle = display(self, display_id=True)
+        else:
+            self.handle.update(self)
+        handle, self.handle = self.handle, None
+        if handle is not None and not all(self.ready()):
+            threading.Thread(target=self._redraw_when_ready, args=(handle,), daemon=True).start()
 
-    def _redraw_when_ready(self) -> None:
+    def _redraw_when_ready(self, handle) -> None:
         deadline = time.monotonic() + IMPORT_SECONDS
         while not all(self.ready()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        self._handle.update(self)
+        handle.update(self)
 
     def _cells(self):
         sharing = len(self.rows)

@@ -32,8 +32,8 @@ def folder() -> Path:
         if (candidate / PROFILE / "ipcluster_config.py").is_file():
             return candidate
     raise DtlibError(
-        f"No workshop at or above {here}: start from a clone of the repository, the folder that holds "
-        f"{PROFILE.parts[0]}/ and notebooks/."
+        f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
+        "clone of the repository."
     )
 
 

@@ -174,6 +174,14 @@ class DataParallel(nn.Module):
             for parameter, view, ranks in zip(bucket.parameters, bucket.buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """Memory that is kept beside the module's, by what it is for (measure/held.py)."""
+        buffers = [bucket.buffer for bucket in self.buckets]
+        return {
+            "gradients": [view for buffer in buffers for view in buffer.views],
+            "communication": [buffer.tail for buffer in buffers],
+        }
+
     # Buffers, and ranks without batches
 
     def _broadcast_buffers(self) -> None:

@@ -26,7 +26,7 @@ class _Schedule:
 
     Args:
         stage: this rank's PipelineStage; a list of them where a rank has several.
-        n_microbatches: into how many parts a batch is cut; they may differ by a sample.
+        n_microbatches: into how many micro-batches a batch is cut; they may differ by a sample.
         loss_fn: a function of output and target that gives a mean over samples; only the last stage calls it.
         recompute: keep the inputs of micro-batches only, and compute activations anew for the backward pass.
 
@@ -61,7 +61,7 @@ class _Schedule:
                     f"{type(self).__name__}: stage {stage} does {kind} of micro-batches {turns}; messages come in the "
                     "order of micro-batches, so each stage does all its F in this order, and all its B, I and W."
                 )
-        # Messages of other parts of a program must not meet these.
+        # Messages of the rest of a program must not meet these.
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
         self._plan = _planned(self.actions)
         self.peak_in_flight = 0  # micro-batches whose activations this rank kept at a time, in the last step
@@ -163,7 +163,7 @@ class _Schedule:
         if self.loss_fn is None:
             raise DtlibError(f"{type(self).__name__} got a target and has no loss_fn: pass one when it is made.")
         targets = self._cut(target, "The target")
-        sizes = [next(len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)) for part in targets]
+        sizes = [next(len(leaf) for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)) for one in targets]
         return targets, [size / sum(sizes) for size in sizes]
 
     def _cut(self, value, what: str) -> list:
@@ -189,8 +189,8 @@ class _Schedule:
                 "or a larger batch."
             )
         count = self.n_microbatches
-        parts = [leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
-        return [tree_unflatten([part[m] for part in parts], spec) for m in range(count)]
+        cut = [leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+        return [tree_unflatten([leaf[m] for leaf in cut], spec) for m in range(count)]
 
 
 class ScheduleGPipe(_Schedule):
@@ -255,7 +255,7 @@ def _joined(outputs: list):
     return tree_unflatten([_joined_leaf(list(same)) for same in zip(*leaves, strict=True)], specs[0])
 
 
-def _joined_leaf(parts: list):
-    if not isinstance(parts[0], torch.Tensor):
-        return parts
-    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+def _joined_leaf(outputs: list):
+    if not isinstance(outputs[0], torch.Tensor):
+        return outputs
+    return torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs)

@@ -14,6 +14,7 @@ import torch
 
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
+from dtlib.schedule import Action
 
 SCHEDULES = "gpipe", "1f1b"
 DTYPES = torch.float32, torch.float64
@@ -68,7 +69,7 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     targets = targets.chunk(microbatches) if is_last else None
     kept, sending, losses = {}, [], []  # kept: of each micro-batch input and output, until its backward pass
     for kind, m in order(schedule, comm.rank, comm.size, microbatches):
-        with recorder.phase(f"{comm.rank}{kind}{m}", comm.world_rank):
+        with recorder.phase(Action(comm.rank, kind, m), comm.world_rank):
             if kind == "F":
                 x = next(activations)
                 y = stage(x)

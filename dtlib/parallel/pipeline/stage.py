@@ -1,4 +1,4 @@
-"""A part of a model on a rank, and what one micro-batch does there."""
+"""A stage of a model on a rank, and what one micro-batch does there."""
 
 from contextlib import ExitStack, nullcontext
 
@@ -18,8 +18,8 @@ class PipelineStage:
     """Stage ``stage_index`` of a model of ``num_stages``; stage s is on rank s modulo the ranks of ``comm``.
 
     Args:
-        submodule: this stage's part of the model. It takes what the stage before gives: a tensor or several.
-        stage_index, num_stages: which part of how many.
+        submodule: this stage's layers. It takes what the stage before gives: a tensor or several.
+        stage_index, num_stages: which stage of how many.
         comm: a dtlib communicator or an mpi4py communicator.
         device: where it computes; by default where its parameters are.
 
@@ -212,9 +212,9 @@ def _entry(received):
     return torch.ops.aten._unsafe_view(received, received.shape)
 
 
-def _own(part):
-    """A micro-batch's part of an input, counted by itself where layers change it in place."""
-    return part.clone() if part.requires_grad else part.data
+def _own(tensor):
+    """A micro-batch's rows of an input, counted by itself where layers change it in place."""
+    return tensor.clone() if tensor.requires_grad else tensor.data
 
 
 def _recomputed(module, received, keywords):

@@ -254,11 +254,12 @@ class ZeroOptimizer(optim.Optimizer):
         return self._shard_of.get(parameter)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """Memory that this optimizer keeps beside parameters and states, by what it is for (accounting.py)."""
-        gradients = [b.gradients.flat if self.stage == 1 else b.gradients.average for b in self._buckets]
+        """Memory that this optimizer keeps beside its states, by what it is for (measure/held.py)."""
+        gradients = (b.gradients.views if self.stage == 1 else b.averages() for b in self._buckets)
         return {
-            "parameters": [bucket.values.flat for bucket in self._buckets],
-            "gradients": gradients,
+            "parameters": [view for bucket in self._buckets for view in bucket.values.views],
+            "gradients": [view for views in gradients for view in views],
+            "masters": self.masters.masters,
             "communication": self._reducer.staging() if self._reducer else [],
         }
 

@@ -8,7 +8,7 @@ def observe_total(total, comm):
     the world's communicator (None where nobody counts them): a sum that nobody has computed may be right, too."""
     from dtlib.world import init
 
-    return _value_of(total), getattr(init().comm, "_count", None)
+    return _value_of(total), getattr(init().comm, "collective_count", None)
 
 
 def _value_of(total):

@@ -1,13 +1,11 @@
 """Averaged gradients, observed: what a net begins with, which gradients it has in the end, and what was reduced."""
 
-import re
+import math
 
 EVEN = 4  # samples a rank, where all have as many
 WIDTH = 6
 CAP = 400  # bytes of a bucket: whoever closes one when it is over has 672 in it
 FULL = 336  # bytes of a weight and a bias of the plain net: a bucket may be exactly full
-_SHAPE = re.compile(r"of \(([\d, ]*)\) (\w+)$")
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 
 
 def plain(seed: int):
@@ -117,13 +115,10 @@ def _observe(wrap, comm, hooks):
 
 def _reduced(event) -> tuple[str, int, int]:
     """Operation, bytes of its array, and bytes that this rank sent for it."""
-    match = _SHAPE.search(event.what)
-    if not match:
-        return event.name, 0, event.bytes
-    count = 1
-    for length in match[1].split(","):
-        count *= int(length) if length.strip() else 1
-    return event.name, count * _BYTES.get(match[2], 8), event.bytes
+    import torch
+
+    size = 0 if event.shape is None else math.prod(event.shape) * getattr(torch, event.dtype).itemsize
+    return event.name, size, event.bytes
 
 
 def _moved(net, wrapped, comm, hooks) -> bool:

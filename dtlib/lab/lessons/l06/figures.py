@@ -97,9 +97,11 @@ def _legend(figure, kinds, mark: str | None = None) -> None:
 
 def watch(model) -> list:
     """A list that fills while a model of ``fully_shard`` computes: ("gathered" or "freed", name of the unit)."""
+    from dtlib.parallel.zero.sharded.places import unit_of
+
     events = []
     for name, module in model.named_modules():
-        for flat in getattr(module.__dict__.get("_unit"), "flats", ()):
+        for flat in getattr(unit_of(module), "flats", ()):
             _watch(flat, name, events)
     return events
 

@@ -1,10 +1,8 @@
 """The figures of lesson 07, each with its text: schedules that were simulated, and schedules that ran."""
 
-import re
-
 from dtlib.lab.colours import rank_colour
 from dtlib.lab.pictures import _print_table
-from dtlib.schedule import Simulation, draw, parse
+from dtlib.schedule import Action, Simulation, draw
 
 # What an action is drawn with, and what it is called in the legend; kinds differ by hatch as well as by shade.
 KINDS = {
@@ -26,10 +24,10 @@ def measured(timeline, unit: float = 1.0) -> Simulation:
         waits        |----|  |---|               for the header, for the tensor
         computes                 |--------|
     """
-    phases = [event for event in timeline.events if event.kind == "phase" and re.fullmatch(r"\d+[FBIW]\d+", event.name)]
+    phases = [event for event in timeline.events if event.action is not None]
     schedule, start, end = [[] for _ in {event.rank for event in phases}], {}, {}
     for phase in phases:
-        action = parse(phase.name)
+        action = Action(*phase.action)
         waited = [
             event.end for event in timeline.events
             if event.kind == "wait" and event.rank == phase.rank and phase.start <= event.start < phase.end

@@ -1,6 +1,5 @@
 """One step of a pipeline, watched: which micro-batch passes a stage when, what is sent, and what autograd keeps."""
 
-import re
 import time
 import weakref
 from typing import NamedTuple
@@ -223,8 +222,7 @@ def _entry(event):
         return tuple(event)
     if event.kind != "operation":
         return None
-    dest = re.match(r"send\(to rank (\d+)\)", event.what)
-    return event.name, int(dest[1]) if dest else None, event.bytes
+    return event.name, event.peer if event.name == "send" else None, event.bytes
 
 
 def _let_messages_leave(events, seconds: float = 1.0) -> None:

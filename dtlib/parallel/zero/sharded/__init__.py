@@ -126,13 +126,14 @@ class FullySharded:
         return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """Memory that is kept for this model, by what it is for (accounting.py)."""
-        plan = plan_of(self)
-        flats = [flat for unit in plan.units for flat in unit.flats]
+        """Memory of this unit, and the staging memory that it shares, by what it is for (measure/held.py)."""
+        unit, flats = self._unit, self._unit.flats
+        staging = unit.plan.reducer.staging() if unit.plan and unit.plan.reducer else []
         return {
-            "parameters": [flat.shard for flat in flats],
-            "gradients": [flat.gradients.average for flat in flats if flat.gradients],
-            "communication": [flat.whole.flat for flat in flats] + (plan.reducer.staging() if plan.reducer else []),
+            "parameters": [piece for flat in flats for piece in flat.pieces],
+            "gradients": [average for flat in flats for average in flat.averages],
+            "communication": [flat.whole.flat for flat in flats] + staging,
+            "communicators": [unit.comm] + ([unit.plan.comm] if unit.plan else []),
         }
 
 

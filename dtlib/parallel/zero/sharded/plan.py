@@ -27,7 +27,7 @@ class Plan:
         self._background = ExitStack()  # the progress thread while a pass is under way
         comm = root._unit.comm
         # Gradients travel on a communicator of their own: ranks may differ in what they gather meanwhile.
-        self._comm = comm if getattr(comm, "simulated", False) else comm.split(0)
+        self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
 
     def enter(self, unit: Unit) -> None:
         """The forward pass comes to a unit."""
@@ -69,7 +69,7 @@ class Plan:
             }
             self.reducer = Reducer(
                 shards,
-                self._comm,
+                self.comm,
                 self._batch_size,
                 "inline",
                 names,

@@ -1,0 +1,86 @@
+"""The course to read without installing it: ``make book`` makes a static site of the executed notebooks.
+
+Its pages need no server and no network: open build/book/index.html. Lectures are the solved ones, with their outputs;
+exercises stand as learners get them, and their solutions beside them, so that the notebooks' links lead where they do
+in JupyterLab.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {
+    "project": "dtlib",
+    "author": "The dtlib authors",
+    # The lessons write their formulas in plain letters. MathJax would put a script from a network on every page.
+    "extensions": ["myst_nb", "sphinx.ext.imgmath"],
+    "html_math_renderer": "imgmath",
+    "root_doc": "start",
+    "html_theme": "alabaster",
+    "html_theme_options": {
+        "page_width": "1300px",
+        "body_max_width": "1020px",
+        "description": "Distributed deep learning on ranks of your own",
+    },
+    "html_sidebars": {"**": ["about.html", "navigation.html", "searchbox.html"]},
+    "html_show_sphinx": False,
+    "html_copy_source": False,
+    "html_show_search_summary": False,  # a page that was opened without a server may not read others
+    "nb_execution_mode": "off",
+    "nb_ipywidgets_js": {},  # widgets live in JupyterLab alone; their scripts would come from a network
+    "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header"],
+}
+# What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
+FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""
+                     r"""<link\b(?![^>]*rel=["'](?:canonical|author|license))[^>]*\bhref=["']((?:https?:)?//[^"']+)|"""
+                     r"""(?:@import|url\()\s*["']?((?:https?:)?//[^"')]+)""")  # fmt: skip
+
+
+def lay_out(source: Path) -> None:
+    """The notebooks as a book has them: folders and names are those of the workshop."""
+    notebooks = ROOT / "notebooks"
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(notebooks / "exercises", source / "exercises", ignore=shutil.ignore_patterns(".*"))
+    for kind in ("lectures", "solutions"):
+        (source / kind).mkdir()
+    for path in sorted((notebooks / "solutions").glob("*.ipynb")):
+        shutil.copy(path, source / ("solutions" if path.stem.endswith("_exercises") else "lectures"))
+    contents = ""
+    for kind in ("lectures", "exercises", "solutions"):
+        pages = "\n".join(f"{kind}/{path.stem}" for path in sorted((source / kind).glob("*.ipynb")))
+        contents += f"\n```{{toctree}}\n:hidden:\n:caption: {kind.capitalize()}\n\n{pages}\n```\n"
+    (source / "start.md").write_text((notebooks / "start.md").read_text() + contents)
+
+
+def build(out: Path) -> None:
+    """Write the site to ``out``."""
+    source = out.parent / "book-source"
+    lay_out(source)
+    shutil.rmtree(out, ignore_errors=True)
+    Sphinx(source, None, out, out.parent / "book-doctrees", "html", confoverrides=SETTINGS, freshenv=True).build()
+    (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html">\n')
+
+
+def fetched(out: Path) -> list[str]:
+    """What pages of the site would fetch from a network, each with the page's name."""
+    return [
+        f"{path.relative_to(out)}: {next(filter(None, match))}"
+        for path in sorted(out.rglob("*")) if path.suffix in (".html", ".css")
+        for match in FETCHED.findall(path.read_text(encoding="utf-8"))
+    ]  # fmt: skip
+
+
+def main() -> None:
+    out = ROOT / "build" / "book"
+    build(out)
+    if found := fetched(out):
+        sys.exit("The book is not to need a network, but these are fetched from one:\n" + "\n".join(found))
+    print(f"\nThe book is in {out.relative_to(ROOT)}: open index.html in a browser.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The pictures of README, taken from the running lab in a browser: ``python -m docs.pictures [lesson_00 | lesson_07]``.
+
+Lays out the course in a folder of its own, starts JupyterLab there, and runs those cells of a lesson that are needed.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from playwright.sync_api import sync_playwright
+
+from dtlib.lab import course
+from dtlib.world.processes import Process, end_processes, with_descendants
+
+HERE = Path(__file__).parent
+FLAGS = [
+    *("--no-sandbox", "--no-first-run", "--disable-gpu", "--disable-quic", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
+ADDRESS = re.compile(r"(http://(?:localhost|127\.0\.0\.1):\d+)/\S*\?token=(\w+)")
+LONGEST = 90_000  # milliseconds, for whatever a page waits for
+# Of each picture: its notebook, what the cells that it needs have in them, and a button to press once they have run.
+PICTURES = {
+    "lesson_00": ("00_start_here", ("lab.engines(", "dtlib.init()", "points_numpy", "pictures.darts"), None),
+    "lesson_07": ("07_pipelines", ("lab.engines(", "import explorer", "explorer.explore()"), "run it on the engines"),
+}
+
+
+def with_few_cells(path: Path, needed: tuple[str, ...]) -> None:
+    """Leave in a notebook its title and the cells that a picture needs, each with the heading it stands under."""
+    book = nbformat.read(path, as_version=4)
+    kept, heading = [book.cells[0]], None
+    for cell in book.cells[1:]:
+        if cell.cell_type == "markdown":
+            heading = cell if cell.source.startswith("#") else heading
+        elif any(words in cell.source for words in needed):
+            kept += [heading] * (heading is not None) + [cell]
+            heading = None
+    book.cells = kept
+    nbformat.write(book, path)
+
+
+def take(page, address: str, token: str, name: str, folder: Path) -> None:
+    notebook, needed, button = PICTURES[name]
+    path = f"notebooks/lectures/{notebook}.ipynb"
+    with_few_cells(folder / path, needed)
+    page.goto(f"{address}/lab/tree/{path}?reset&token={token}")
+    page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=LONGEST)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LONGEST)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()
+    last = page.locator(".jp-Notebook .jp-CodeCell").last
+    prompt = last.locator(".jp-InputPrompt").element_handle()
+    page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=LONGEST)
+    if button:
+        pictures = last.locator(".jp-OutputArea-output img, .jp-OutputArea-output svg")
+        before = pictures.first.get_attribute("src") if pictures.count() else ""
+        page.get_by_role("button", name=button).click()
+        page.wait_for_function(
+            "([cell, before]) => cell.innerText.includes('measured') || "
+            "[...cell.querySelectorAll('img')].some(img => img.src !== before)",
+            arg=[last.element_handle(), before], timeout=LONGEST,
+        )  # fmt: skip
+    page.wait_for_timeout(2000)  # what comes last is drawn
+    if button:  # and wide figures: room for them in place of the list of files
+        page.keyboard.press("Control+B")
+    last.evaluate("cell => cell.scrollIntoView({block: cell.offsetHeight > innerHeight - 150 ? 'start' : 'center'})")
+    page.wait_for_timeout(500)
+    page.screenshot(path=HERE / f"{name}.png")
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.locator(".lm-Menu-item[data-command='kernelmenu:shutdown']").click()
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(PICTURES)
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        folder = Path(name) / "course"
+        course.lay_out(folder)
+        log = Path(name) / "lab.log"
+        command = [sys.executable, "-m", "dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={name}"]
+        with open(log, "w") as output:
+            server = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        try:
+            while not (found := re.search(ADDRESS, log.read_text())):
+                if server.poll() is not None:
+                    sys.exit(log.read_text())
+                time.sleep(0.1)
+            chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+            browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+            page = browser.new_page(viewport={"width": 1100, "height": 900})
+            for name in names:
+                take(page, *found.groups(), name, folder)
+                print(HERE / f"{name}.png")
+            browser.close()
+        finally:
+            end_processes(with_descendants(Process.of(server.pid)))
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Waits that cannot end: seen on the board while a rank waits, and said in one sentence."""
+
+from dtlib.comm.watch import blame, board
+from dtlib.errors import RESET, PeerFailed, WaitTimeout
+
+FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough to read whom everybody waits for
+
+
+def look(call, waited: float) -> None:
+    """Raise if a rank that this one waits for has come to the end of its cell in the notebook: it will not come.
+
+    ``PeerFailed`` where an error ended it; ``WaitTimeout`` where it finished well, and only after ten seconds.
+    """
+    if board.current is None or not board.cell:
+        return
+    failed, finished = blame.over(board.current.rank, board.current.seen(), board.cell)
+    if failed:
+        raise PeerFailed(f"{call}{_place(call)} cannot end: {whom()}. {RESET}")
+    if finished and waited > FINISHED_SECONDS:
+        raise WaitTimeout(sentence(call, FINISHED_SECONDS))
+
+
+def sentence(call, limit: float) -> str:
+    """What a rank says that has waited for so many seconds."""
+    return f"Waited {limit:g} s in {call}{_place(call)}: {whom()}. {RESET}"
+
+
+def whom() -> str:
+    """Whom this rank waits for in the end."""
+    if board.current is None:
+        return "another rank has not called it, or raised an error"
+    return blame.whom(board.current.rank, board.current.seen())
+
+
+def _place(call) -> str:
+    return f" (`{call.where}`)" if call.where else ""

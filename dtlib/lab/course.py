@@ -1,0 +1,153 @@
+"""The course as files: its source, which is part of the package, and the folder in which a learner works on copies.
+
+``dtlib/course`` links to the folders of a clone; in a wheel it holds them. Either way nobody works there:
+
+    a clone                              work/ in it, which git ignores
+    elsewhere, with a wheel or without   the folder that was empty when `dtlib lab` was called in it
+
+A small record says what was laid out, so that a new version of the course replaces what the learner has not touched.
+"""
+
+import json
+import shutil
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.lab.engines import workshop
+
+SOURCE = Path(str(files("dtlib"))) / "course"
+START_PAGE = Path("notebooks") / "start.md"
+RECORD = ".dtlib.json"
+FILES = (
+    "cluster_profiles/*/*.py", "data/*", "notebooks/LICENSE", "notebooks/*.md", "notebooks/*.R",
+    "notebooks/lectures/*.ipynb", "notebooks/exercises/*.ipynb", "notebooks/solutions/*.ipynb",
+)  # fmt: skip
+
+
+def working_folder() -> Path:
+    """Where a learner who is here works: there may be nothing in it yet."""
+    here = workshop.current_folder()
+    for candidate in (here, *here.parents):
+        if (candidate / workshop.PROFILE / "ipcluster_config.py").is_file():
+            return candidate / "work" if (candidate / "notebooks" / "source").is_dir() else candidate
+    return here
+
+
+def open_folder() -> tuple[Path, str]:
+    """The folder in which a learner who is here works, with the course in it, and a sentence about what is new there.
+
+    Raises:
+        DtlibError: where there are other things, or where nothing can be written.
+    """
+    folder = working_folder()
+    if folder == workshop.current_folder() and not (folder / workshop.PROFILE).exists() and not _is_empty(folder):
+        raise DtlibError(
+            f"{folder} has other things in it, so the course is not laid out here: change to an empty folder (mkdir "
+            "course && cd course) or to a clone of the repository."
+        )
+    return folder, lay_out(folder)
+
+
+def lay_out(folder: Path) -> str:
+    """Copy to ``folder`` what is missing there and what is old and untouched; returns a sentence about it, or ''."""
+    record, copied, newer = _read_record(folder), 0, []
+    for name, source in sources().items():
+        copy, digest, before = folder / name, _digest(source), record.get(name)
+        there = _digest(copy) if copy.is_file() else None
+        if there not in (None, digest, before):  # the learner's work
+            newer += [name] * (before != digest)
+            continue
+        if there != digest:
+            _copy(source, copy)
+            copied += 1
+        record[name] = digest
+    if record != _read_record(folder):
+        _write_record(folder, record)
+    said = [f"The course is in {folder}: {copied} files are new."] * bool(copied)
+    if newer:
+        said.append(f"You have changed these, so they stay, though the course has newer ones: {', '.join(newer)}.")
+        said.append("`dtlib fresh` and the number of a lesson, such as 04, gives a new copy beside yours.")
+    return " ".join(said)
+
+
+def fresh(lesson: str) -> list[str]:
+    """Give each notebook of a lesson anew, and keep the one that was there under another name; a sentence for each.
+
+    Args:
+        lesson: its number, such as 04, or the name of one notebook, such as 04_data_parallel_exercises.
+    """
+    books = {name: path for name, path in sources().items() if path.suffix == ".ipynb"}
+    wanted = Path(lesson).name.removesuffix(".ipynb")
+    names = [name for name in books if Path(name).stem in (wanted, lesson) or _number(name) == wanted.zfill(2)]
+    if not names:
+        known = ", ".join(sorted({_number(name) for name in books}))
+        raise DtlibError(f"There is no lesson {lesson!r}: name one of {known}, or a notebook of it.")
+    folder, _ = open_folder()
+    record, said = _read_record(folder), []
+    for name in names:
+        copy, digest = folder / name, _digest(books[name])
+        if _digest(copy) == digest:
+            said.append(f"{name} is as the course has it.")
+            continue
+        kept = _free_name(copy)
+        copy.replace(kept)
+        _copy(books[name], copy)
+        record[name] = digest
+        said.append(f"{name} is new; yours is {kept.name} beside it.")
+    _write_record(folder, record)
+    return said
+
+
+def sources() -> dict[str, Path]:
+    """The files of the course by their names in a folder where it is laid out."""
+    found = {path.relative_to(SOURCE).as_posix(): path for pattern in FILES for path in sorted(SOURCE.glob(pattern))}
+    if not found:
+        raise DtlibError(f"{SOURCE} has no course in it: install dtlib again, from a wheel or from a whole clone.")
+    return found
+
+
+def _number(name: str) -> str:
+    return Path(name).stem.partition("_")[0]
+
+
+def _is_empty(folder: Path) -> bool:
+    """But for what belongs to the installation: hidden files, virtual environments, wheels."""
+    return all(
+        path.name.startswith(".") or path.suffix == ".whl" or (path / "pyvenv.cfg").exists()
+        for path in folder.iterdir()
+    )
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_stem(f"{path.stem}_yours{'' if n == 1 else n}") for n in range(1, 10_000))
+    return next(name for name in names if not name.exists())
+
+
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def _copy(source: Path, target: Path) -> None:
+    part = target.with_name(f".{target.name}.part")  # whoever stops this in the middle has the old file or the new one
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, part)  # without its mode: a package may be closed to writing
+        part.replace(target)
+    except OSError as problem:
+        raise DtlibError(
+            f"The course cannot be laid out: {target} cannot be written ({problem.strerror}). Make room there and make "
+            "it writable, or choose another folder."
+        ) from None
+
+
+def _read_record(folder: Path) -> dict[str, str]:
+    try:
+        return json.loads((folder / RECORD).read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}  # then every file that differs counts as the learner's
+
+
+def _write_record(folder: Path, record: dict[str, str]) -> None:
+    (folder / RECORD).write_text(json.dumps(record, indent=1))

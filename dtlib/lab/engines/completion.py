@@ -1,0 +1,72 @@
+"""Tab and ``?`` in a cell that runs on ranks: rank 0 answers, as the names live there."""
+
+from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.utils.tokenutil import token_at_cursor
+
+from dtlib.lab.engines import on_ranks
+
+ANSWER_SECONDS = 0.3  # longer than that nobody waits for a list of names: rank 0 is busy
+
+_engines = None
+_asked = None  # the last question
+
+
+def install(shell, engines) -> None:
+    """Have these engines answer for ``%%px`` cells in this shell."""
+    global _engines
+    first_time, _engines = _engines is None, engines
+    if not first_time:
+        return
+    shell.Completer.custom_matchers.append(_match_on_rank_0)
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:  # IPython in a terminal has no Shift+Tab
+        return
+    inspect_here = kernel.do_inspect
+
+    def do_inspect(code, cursor_pos, detail_level=0, omit_sections=()):
+        number = code.count("\n", 0, cursor_pos)
+        if _for_ranks(code, number) is not None:
+            found = _ask(on_ranks.inspect, token_at_cursor(code, cursor_pos), detail_level)
+            if found is not None:
+                return {"status": "ok", "data": found, "metadata": {}, "found": bool(found)}
+        return inspect_here(code, cursor_pos, detail_level, omit_sections)
+
+    kernel.do_inspect = do_inspect
+
+
+@context_matcher(priority=1000)
+def _match_on_rank_0(context):
+    """A matcher of IPython's (``IPCompleter.custom_matchers``)."""
+    nothing = {"completions": []}
+    start = _for_ranks(context.full_text, context.cursor_line)
+    if start is None or context.cursor_position < start:
+        return nothing
+    line = context.full_text.split("\n")[context.cursor_line]
+    answer = _ask(on_ranks.complete, line[start:], context.cursor_position - start)
+    if answer is None or not context.token.endswith(answer[0]):
+        return nothing
+    fragment, names = answer
+    found = [SimpleCompletion(name, type="rank 0") for name in names]
+    return {"completions": found, "matched_fragment": fragment, "suppress": True}
+
+
+def _for_ranks(cell: str, number: int) -> int | None:
+    """Where in a line of a cell the code for ranks begins: None where the line stays in the notebook."""
+    lines = cell.split("\n")
+    if number and lines[0].startswith("%%px"):
+        return 0
+    line = lines[number]
+    return line.index("%px ") + 4 if line.lstrip().startswith("%px ") else None
+
+
+def _ask(question, *arguments):
+    """Rank 0's answer, or None if it has none in time. It is asked nothing while it owes an answer."""
+    global _asked
+    try:
+        if _asked is not None and not _asked.done():
+            return None
+        _asked = _engines.client[0].apply_async(question, *arguments)
+        _asked.wait(ANSWER_SECONDS)
+        return _asked.get(0) if _asked.done() else None
+    except Exception:  # no list of names is worth an error
+        return None

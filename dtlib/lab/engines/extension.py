@@ -1,0 +1,26 @@
+"""What every kernel of the workshop's JupyterLab loads when it starts: a ``%%px`` that says what it needs.
+
+The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that folder on JUPYTER_PATH.
+"""
+
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from dtlib.errors import DtlibError
+
+
+@magics_class
+class MagicsBeforeEngines(Magics):
+    """``%px`` and ``%%px`` as long as there are no ranks; ``lab.engines()`` puts its own in their place."""
+
+    @line_cell_magic
+    def px(self, line="", cell=None):
+        raise DtlibError(
+            "Run lab.engines(4) first: no ranks belong to this notebook yet, or its kernel was started anew. The first "
+            "cell of each lesson is `from dtlib import lab; lab.engines(4)`."
+        )
+
+
+def load_ipython_extension(shell) -> None:
+    """IPython calls this when it loads an extension."""
+    if "px" not in shell.magics_manager.magics["cell"]:
+        shell.register_magics(MagicsBeforeEngines)

@@ -1,0 +1,106 @@
+"""What a ``%%px`` cell shows while it runs: how far ranks are, whom they wait for, the latest lines of each.
+
+It is for whoever watches, and goes away with the end of the cell: what is stored is the output in rank order. Where
+nobody could answer a question either (nbval, a notebook that is executed by a program), nothing live is shown.
+"""
+
+import time
+
+from IPython import get_ipython
+from IPython.display import clear_output, display
+
+from dtlib.lab.colours import rank_prefix
+
+FIRST_SECONDS = 0.5  # shorter cells show their output at the end only
+EVERY_SECONDS = 0.2
+PROGRESS_SECONDS = 5.0  # until a line says what each rank is doing
+MOST_LINES = 20  # of a rank
+MOST_LINES_OF_ALL = 120  # where there are many ranks
+LONGEST_LINE = 200
+
+
+class LiveView:
+    """``alone``: the cell shows nothing else, so that all of its output may be cleared; else the view is emptied."""
+
+    def __init__(self, alone: bool):
+        self.waited = ""  # the last sentence about a wait
+        self._alone = alone
+        self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
+        self._began = self._drawn = time.monotonic()
+        self._display = None
+        self._text = ""
+
+    def show(self, ranks: list[int], running: list[bool], texts: list[str], reports: list[dict]) -> None:
+        """Draw anew, if there is something new: for each rank whether it still runs, its output, what it reports."""
+        now = time.monotonic()
+        waiting = [rank for rank, report in zip(ranks, reports, strict=True) if report.get("waiting")]
+        if waiting:
+            sentence = next(filter(None, (report.get("waiting") for report in reports)))
+            self.waited = f"{ranks_in_words(waiting)} for {sentence}."
+        if not self._watched or now - self._began < FIRST_SECONDS or now - self._drawn < EVERY_SECONDS:
+            return
+        self._drawn = now
+        most = min(MOST_LINES, max(2, MOST_LINES_OF_ALL // len(ranks)))
+        lines = []
+        if now - self._began > PROGRESS_SECONDS or any(report.get("progress") for report in reports):
+            lines.append(f"{now - self._began:.0f} s: {_progress(ranks, running, reports)}")
+        if waiting:
+            lines.append(f"Waiting: {self.waited} Stop ends the wait.")
+        for rank, text in zip(ranks, texts, strict=True):
+            lines += _latest(rank, text, most)
+        self._draw("\n".join(lines))
+
+    def _draw(self, text: str) -> None:
+        if text == self._text:
+            return
+        self._text = text
+        content = {"text/plain": text}
+        if self._display is None:
+            self._display = display(content, raw=True, display_id=True)
+        else:
+            self._display.update(content, raw=True)
+
+    def close(self) -> None:
+        """Make room for what stays."""
+        if self._display is None:
+            return
+        if self._alone:
+            clear_output(wait=True)
+        else:
+            self._display.update({}, raw=True)
+        self._display = None
+
+
+def _latest(rank: int, text: str, most: int):
+    lines = text.removesuffix("\n").rsplit("\n", most - 1) if text else []
+    if lines and (before := lines[0].count("\n")):
+        lines[0] = f"... {before + 1:,} lines before these ..."
+    return [f"{rank_prefix(rank)} {line[:LONGEST_LINE]}" for line in lines]
+
+
+def _progress(ranks, running, reports) -> str:
+    """``ranks 0, 2 in line 3: train(); rank 1 has finished``."""
+    groups = {}
+    for rank, runs, report in zip(ranks, running, reports, strict=True):
+        if not runs:
+            doing = "finished"
+        elif report.get("waiting"):
+            doing = "waiting"
+        else:
+            doing = f"in `{report['line']}`" if report.get("line") else "running"
+        groups.setdefault(doing, []).append(rank)
+    said = [f"{ranks_in_words(who)} {doing}" for doing, who in groups.items()]
+    for report in reports:
+        if report.get("progress"):
+            done, total, unit = report["progress"]
+            said.append(f"{done:,} of {total:,} {unit} ({done / total:.0%})")
+    return "; ".join(said)
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """``rank 2``, ``ranks 0 to 3`` or ``ranks 0, 2``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

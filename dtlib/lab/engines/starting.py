@@ -1,0 +1,57 @@
+"""What a notebook shows while ranks start: what they will cost, and how far they are."""
+
+import time
+
+import psutil
+from IPython import get_ipython
+from IPython.display import display
+
+from dtlib.world.machine import gpu_names, usable_cores
+
+BYTES_A_RANK = 0.7e9  # an engine with torch imported, and room for a lesson's arrays
+BYTES_OF_TORCH = 0.44e9  # of these, what it takes before it holds anything
+CROWDED = 4  # ranks a core: that many get through a lesson, more wait for one another
+EVERY_SECONDS = 0.5
+
+
+class StartingLine:
+    """``Starting 4 ranks ...``, brought up to date in its place; at the end the table of ranks stands there."""
+
+    def __init__(self, ranks: int):
+        self.handle = None
+        self._ranks = ranks
+        self._began = time.monotonic()
+        self._drawn = 0.0
+        self.say("mpiexec starts them")
+
+    def say(self, how_far: str) -> None:
+        """Show how far they are; called as often as one likes."""
+        now = time.monotonic()
+        if get_ipython() is None or now - self._drawn < EVERY_SECONDS:
+            return
+        self._drawn = now
+        ranks = f"{self._ranks} rank{'s' * (self._ranks > 1)}"
+        content = {"text/plain": f"Starting {ranks} ... {now - self._began:.0f} s: {how_far}"}
+        if self.handle is None:
+            self.handle = display(content, raw=True, display_id=True)
+        else:
+            self.handle.update(content, raw=True)
+
+
+def suitable_number() -> int:
+    """A rank a GPU; without GPUs a rank a core, at least two and at most four; fewer where memory is short."""
+    wanted = len(gpu_names()) or min(4, max(2, usable_cores()))
+    return max(1, min(wanted, int(psutil.virtual_memory().available / BYTES_A_RANK)))
+
+
+def warning(ranks: int) -> str | None:
+    """A sentence about cores and memory, where this many ranks are too much for this machine."""
+    cores, free = usable_cores(), psutil.virtual_memory().available
+    if ranks <= CROWDED * cores and ranks * BYTES_OF_TORCH < free:
+        return None
+    needed, suits = ranks * BYTES_OF_TORCH / 1e9, suitable_number()
+    return (
+        f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {ranks / cores:.0f} share a core, and with "
+        f"torch they take about {needed:.1f} GB of memory, of which {free / 1e9:.1f} GB are free. Stop ends the start; "
+        f"lab.engines({suits}) suits this machine."
+    )

@@ -1,0 +1,132 @@
+"""From a wheel, without the clone: built, installed into an environment of its own, and used in an empty folder.
+
+And the book, which is made from the same notebooks.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dtlib.lab.course import sources
+from dtlib.world.processes import Process, end_processes, with_descendants
+from tests.conftest import ROOT
+
+CHECK = """
+import dtlib
+from dtlib import lab
+print(dtlib.__file__)
+ranks = lab.engines(2)
+ranks.view.execute("import dtlib, torch; world = dtlib.init(); total = torch.tensor(world.rank)", block=True)
+lab.check("first-sum")
+ranks.view.execute("world.comm.all_reduce(total)", block=True)
+lab.check("first-sum")
+"""
+
+
+def needs(module):
+    if importlib.util.find_spec(module) is None:
+        problem = f"{module} is not installed: pip install -e '.[book]'"
+        pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
+
+
+def built_wheel(folder: Path) -> Path:
+    """The wheel of a copy of this clone in which engines have run."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "work", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, folder / "clone", symlinks=True, ignore=left_out)
+    key = folder / "clone" / "cluster_profiles" / "profile_local_mpi" / "security" / "ipcontroller-engine.json"
+    key.parent.mkdir(exist_ok=True)
+    key.write_text("secret")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "clone")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def environment_with(wheel: Path, folder: Path) -> dict:
+    """Variables of an environment that has the wheel, and otherwise what this one has; not its dtlib."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # whose own .pth files are not read from there
+    install = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-index", "--no-deps"]
+    # What is found in the others' folder would count as installed: force.
+    subprocess.run([*install, "--force-reinstall", "--ignore-installed", "-q", wheel], check=True, timeout=120)
+    for name in ("share", "etc"):  # JupyterLab's pages and the settings of its extensions
+        if (Path(sys.prefix) / name).exists() and not (folder / name).exists():
+            (folder / name).symlink_to(Path(sys.prefix) / name)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    path = [str(folder / "bin"), str(Path(sys.prefix) / "bin"), environment["PATH"]]
+    return environment | {"PATH": os.pathsep.join(path)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
+    needs("build")
+    wheel = built_wheel(tmp_path)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert not [name for name in names if "security" in name or "/source/" in name]
+    beside = [path for path in (ROOT / "dtlib").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    wanted = [path.relative_to(ROOT).as_posix() for path in beside] + [f"dtlib/course/{name}" for name in sources()]
+    assert set(wanted) <= names, f"pyproject.toml leaves these behind: {set(wanted) - names}"
+    environment, empty = environment_with(wheel, tmp_path / "env"), tmp_path / "empty"
+    empty.mkdir()
+
+    def run(*command):
+        ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=150)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    log = tmp_path / "lab.log"
+    with open(log, "w") as output:
+        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={tmp_path}"]
+        server = subprocess.Popen(command, cwd=empty, env=environment, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"(http://(?:localhost|127\.0\.0\.1):\d+)(/\S*)\?token=(\w+)", log.read_text())):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        address, page, token = found.groups()
+        assert page == "/lab/tree/notebooks/start.md"
+        for path in (page, "/files/notebooks/start.md", "/files/notebooks/lectures/00_start_here.ipynb"):
+            with urllib.request.urlopen(f"{address}{path}?token={token}", timeout=30) as answer:
+                assert answer.status == 200 and answer.read()
+    finally:
+        end_processes(with_descendants(Process.of(server.pid)))
+        server.wait()
+    said = run("python", "-c", CHECK)
+    assert str(tmp_path / "env") in said.splitlines()[0], "this is another dtlib"
+    assert said.count("Passed: first-sum") == 1, said
+    assert (empty / "cluster_profiles" / "profile_local_mpi" / "log").is_dir(), "ranks are those of this folder"
+    tour = run("dtlib", "tour")
+    assert " yes " in tour and "NO" not in tour
+
+
+@pytest.mark.slow
+def test_the_book_needs_no_network_and_its_links_lead_somewhere(tmp_path):
+    needs("myst_nb")
+    from docs import book
+
+    book.build(tmp_path / "book")
+    assert book.fetched(tmp_path / "book") == []
+    pages = sorted((tmp_path / "book").rglob("*.html"))
+    text = {page: page.read_text(encoding="utf-8") for page in pages}
+    assert "<img" in text[tmp_path / "book" / "lectures" / "02_pi.html"]
+    broken = [
+        f"{page.name}: {link}"
+        for page in pages for link in re.findall(r'(?:href|src)="([^"#?:]+)', text[page])
+        if not (page.parent / link).exists()
+    ]  # fmt: skip
+    assert not broken
+    (tmp_path / "book" / "new.html").write_text('<script async src="https://cdn.example.org/x.js"></script>')
+    assert book.fetched(tmp_path / "book") == ["new.html: https://cdn.example.org/x.js"]
