@@ -67,7 +67,9 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
             arg=[last.element_handle(), before], timeout=LONGEST,
         )  # fmt: skip
     page.wait_for_timeout(2000)  # what comes last is drawn
-    last.evaluate("cell => cell.scrollIntoView({block: 'center'})")
+    if button:  # and wide figures: room for them in place of the list of files
+        page.keyboard.press("Control+B")
+    last.evaluate("cell => cell.scrollIntoView({block: cell.offsetHeight > innerHeight - 150 ? 'start' : 'center'})")
     page.wait_for_timeout(500)
     page.screenshot(path=HERE / f"{name}.png")
     page.get_by_role("menuitem", name="Kernel", exact=True).click()

@@ -45,15 +45,19 @@ def page():
 
 
 @pytest.fixture
-def address(tmp_path):
+def course_folder(tmp_path):
+    (tmp_path / "course").mkdir()
+    return tmp_path / "course"
+
+
+@pytest.fixture
+def address(course_folder, tmp_path):
     """Where JupyterLab answers, in a folder that was empty: it lays out the course there."""
-    folder = tmp_path / "course"
-    folder.mkdir()
     log = tmp_path / "lab.log"
     with open(log, "w") as output:
         # Open tabs are remembered from one day to the next: not those of whoever runs this test.
         command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={tmp_path}"]
-        server = subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output)
+        server = subprocess.Popen([sys.executable, "-m", *command], cwd=course_folder, stdout=output, stderr=output)
     deadline = time.monotonic() + 60
     while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+", log.read_text())):
         assert server.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -89,15 +93,10 @@ def run_active_cell(page, number: int) -> None:
             assert errors.count() == 0, errors.first.inner_text()
 
 
-def open_lesson_00(page, address: str) -> int:
-    """From the start page to the first lesson; how many cells it has."""
+def open_notebook(page, address: str, file) -> int:
+    """Open lesson 00, which is this file, from the start page; click into its first cell, and say how many it has."""
     page.goto(address)
     page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)
-    return enter(page, ROOT / FIRST_NOTEBOOK)
-
-
-def enter(page, file) -> int:
-    """Click into the first cell of the notebook that opens, and say how many it has."""
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
     assert page.locator(".jp-Dialog").count() == 0, "nothing stands in front of the first lesson"
@@ -138,7 +137,7 @@ class Cell:
 
 
 @pytest.mark.slow
-def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, tmp_path):
+def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder):
     sources = [
         "%%px\n1",
         "from dtlib import lab; lab.engines(3)",
@@ -149,10 +148,9 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, tmp_path):
     ]
     book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
     book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    file = tmp_path / "course" / "live.ipynb"
+    file = course_folder / FIRST_NOTEBOOK
     nbformat.write(book, file)
-    page.goto(re.sub(r"/lab/tree/[^?]*", "/lab/tree/live.ipynb", address))
-    enter(page, file)
+    open_notebook(page, address, file)
     assert "Run lab.engines(4) first" in Cell(page, 0).wait()
     assert "process id" in Cell(page, 1).wait()
     Cell(page, 2).wait()
@@ -196,7 +194,7 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, tmp_path):
 @pytest.mark.slow
 def test_lesson_00_under_run_all(page, address):
     """Nobody answers, and nobody presses Stop: it comes to its end, and the planted hang ends by itself."""
-    open_lesson_00(page, address)
+    open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     last = page.locator(".jp-Notebook .jp-CodeCell").last.element_handle()
@@ -209,7 +207,7 @@ def test_lesson_00_under_run_all(page, address):
 
 @pytest.mark.slow
 def test_lesson_00_cell_by_cell(page, address):
-    count = open_lesson_00(page, address)
+    count = open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
     for number in range(count):
         run_active_cell(page, number)
         picture(page, f"{number:02d}")
