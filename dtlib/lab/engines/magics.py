@@ -153,18 +153,30 @@ class RankMagics(ParallelMagics):
 
     def _refuse_where_out_of_step(self, who: str) -> list[str]:
         """After an error, have all ranks refuse the communicators that they have not used alike; says how to go on."""
-        from ipyparallel.error import CompositeError, TimeoutError
-
         from dtlib.comm.watch import in_step
 
-        everybody = self.engines.client[:]
-        try:
-            names = in_step.differing(everybody.apply_async(in_step.counts).get(ANSWER_SECONDS))
-            why = f"was in use when a cell ended with an error on {who}"
-            everybody.apply_async(in_step.refuse, names, why).get(ANSWER_SECONDS)
-        except (CompositeError, TimeoutError):  # ranks that are busy, or gone
+        counts = self._ask_everybody(in_step.counts)
+        if counts is None:
+            return ["Some ranks do not say whether they are in step: run %px dtlib.reset() before they go on."]
+        names = in_step.differing(counts)
+        if not names:
             return []
-        return ["The ranks are out of step: run %px dtlib.reset() before they communicate again."] if names else []
+        self._ask_everybody(in_step.refuse, names, f"was in use when a cell ended with an error on {who}")
+        return ["The ranks are out of step: run %px dtlib.reset() before they communicate again."]
+
+    def _ask_everybody(self, question, *arguments) -> list | None:
+        """What all ranks answer; None where they do not. A kernel whose cell has just failed refuses for a moment."""
+        from ipyparallel.error import CompositeError, RemoteError, TimeoutError
+
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return _as_list(self.engines.client[:].apply_async(question, *arguments).get(left))
+            except TimeoutError:  # ranks that are busy, or gone
+                break
+            except (CompositeError, RemoteError):
+                time.sleep(0.05)
+        return None
 
 
 def _wait(result, engines, view: LiveView) -> None:
