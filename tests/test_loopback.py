@@ -291,7 +291,9 @@ def test_jupyterlab_and_its_kernels(workshop_folder, monkeypatch):
     monkeypatch.chdir(workshop_folder)
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(workshop_folder / name))
-    lab = subprocess.Popen(server.command(workshop_folder, False, []), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lab = subprocess.Popen(
+        server.command(workshop_folder, False, []), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         runtime = workshop_folder / "JUPYTER_RUNTIME_DIR"
         deadline = time.monotonic() + 60

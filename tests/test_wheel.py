@@ -76,7 +76,9 @@ def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
     wheel = built_wheel(tmp_path)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert not [name for name in names if "security" in name or "/source/" in name]
-    beside = [path for path in (ROOT / "dtlib").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    beside = [
+        path for path in (ROOT / "dtlib").rglob("*.*") if path.suffix != ".py" and path.parent.name != "__pycache__"
+    ]
     wanted = [path.relative_to(ROOT).as_posix() for path in beside] + [f"dtlib/course/{name}" for name in sources()]
     assert set(wanted) <= names, f"pyproject.toml leaves these behind: {set(wanted) - names}"
     environment, empty = environment_with(wheel, tmp_path / "env"), tmp_path / "empty"
