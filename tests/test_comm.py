@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtlib.comm import selection
 from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
 from tests.ranks import on_ranks
 
@@ -87,6 +88,14 @@ def test_bool_any_and_all(world):
     mine = torch.tensor([world.rank == 0, True, False])
     assert world.comm.all_reduce(mine.clone(), "max").tolist() == [True, True, False]
     assert world.comm.all_reduce(mine.clone(), "min").tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("ranks,most", [(2, 2**18), (3, 2**19), (4, 2**19), (5, 2**18)])
+def test_few_bytes_are_doubled_and_many_go_round_the_ring(ranks, most):
+    known = selection.KNOWN["all_reduce"]
+    assert selection.choose("all_reduce", most, ranks) is known["recursive_doubling"]
+    assert selection.choose("all_reduce", most + 1, ranks) is known["ring"]
+    assert selection.choose("all_reduce", most + 1, ranks, "tree") is known["tree"]
 
 
 @on_ranks(*SIZES)

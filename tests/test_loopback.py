@@ -291,9 +291,8 @@ def test_jupyterlab_and_its_kernels(workshop_folder, monkeypatch):
     monkeypatch.chdir(workshop_folder)
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(workshop_folder / name))
-    lab = subprocess.Popen(
-        server.command(workshop_folder, False, []), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = server.command(workshop_folder, False, [])
+    lab = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         runtime = workshop_folder / "JUPYTER_RUNTIME_DIR"
         deadline = time.monotonic() + 60

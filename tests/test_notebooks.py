@@ -13,8 +13,6 @@ from tests.tracks import missing
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
 WITHOUT_ENGINES = ("07_schedule_puzzle_exercises",)
-# The fast tier runs the first lesson and what needs no engines; the others are slow, and run with them in CI.
-QUICK = ("00_start_here", *WITHOUT_ENGINES)
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 
@@ -58,27 +56,26 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
 
 
 @pytest.fixture(scope="module")
-def workshop_with_ranks(tmp_path_factory):
-    """A copy of the workshop whose ranks outlive each notebook, as another one has them: the next takes over."""
+def workshop(tmp_path_factory):
+    """A copy, with its notebooks: whoever has notebooks open in the workshop itself is left alone."""
     folder = make_workshop(tmp_path_factory.mktemp("workshop"))
     shutil.copytree(ROOT / "data", folder / "data")
     shutil.copytree(ROOT / "notebooks", folder / "notebooks", dirs_exist_ok=True)
-    holder = Notebook(folder / "notebooks", "holder.ipynb")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workshop_with_ranks(workshop):
+    """Its ranks outlive each notebook, as another one has them too: the next takes them over."""
+    holder = Notebook(workshop / "notebooks", "holder.ipynb")
     holder.run("from dtlib import lab; lab.engines(4)")
-    yield folder
+    yield workshop
     holder.close()
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(source, marks=() if source.stem in QUICK else pytest.mark.slow, id=source.stem)
-        for source in SOURCES
-    ],
-)
-def test_solutions_print_what_is_stored(source, workshop_with_ranks):
-    """Strict nbval, in a copy of the workshop: whoever has notebooks open in this one is left alone."""
-    folder = workshop_with_ranks
+def solution_prints_what_is_stored(stem, folder):
+    """Strict nbval."""
+    source = next(source for source in SOURCES if source.stem == stem)
     notebook = folder / build.target(source, "solved").relative_to(ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=100"]
     ran = subprocess.run(
@@ -86,6 +83,17 @@ def test_solutions_print_what_is_stored(source, workshop_with_ranks):
         capture_output=True, text=True, cwd=folder, timeout=170,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
+
+
+@pytest.mark.parametrize("stem", WITHOUT_ENGINES)
+def test_solutions_without_ranks_print_what_is_stored(workshop, stem):
+    solution_prints_what_is_stored(stem, workshop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", [source.stem for source in SOURCES if source.stem not in WITHOUT_ENGINES])
+def test_solutions_print_what_is_stored(workshop_with_ranks, stem):
+    solution_prints_what_is_stored(stem, workshop_with_ranks)
 
 
 def cells_of(book, track):

@@ -58,7 +58,7 @@ def trace():
 
 def phase(name: str):
     """A piece of computing, for the timeline: ``with dtlib.phase("forward"): ...``"""
-    return recorder.phase(name, init().rank)
+    return recorder.phase(str(name), init().rank)
 
 
 def clock_offset(comm, clock=time.monotonic) -> float:

@@ -11,7 +11,7 @@ living = WeakSet()  # the communicators of this rank
 
 def counts() -> dict[str, tuple[int, int, bool]]:
     """By name of communicator: collectives so far, messages sent less those received, and whether it is broken."""
-    return {comm.name: (comm._count, comm._messages, bool(comm._queue.broken)) for comm in _real()}
+    return {comm.name: (comm.collective_count, comm._messages, bool(comm._queue.broken)) for comm in _real()}
 
 
 def differing(of_ranks: list[dict]) -> list[str]:
