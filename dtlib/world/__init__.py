@@ -19,6 +19,7 @@ from dtlib.world.mesh import Mesh
 _world = None
 _begun = None  # a communicator that is being made, with its request
 _made = 0  # communicators of all ranks
+after_reset = []  # functions that all ranks call together once they have clean communicators
 
 
 @dataclass
@@ -85,6 +86,8 @@ def reset() -> World:
         world.comm = torchrun.fresh_communicator(world.comm)
     if board.current is not None:
         board.current.clear("has called no operation since dtlib.reset()")
+    for renew in after_reset:
+        renew()
     return world
 
 

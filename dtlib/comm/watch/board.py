@@ -125,7 +125,7 @@ class ClusterBoard(Board):
 
 def _fitted(sighting: Sighting) -> bytes:
     """As JSON that fits into a slot: what is least needed is cut first. Without its peers, a rank waits for all."""
-    content = asdict(sighting)
+    content = vars(sighting).copy()  # asdict() takes ten times as long
     for name, length in (("where", 40), ("state", 80), ("peers", 0), ("where", 0), ("what", 20), ("state", 20)):
         text = json.dumps(content, ensure_ascii=False).encode(errors="replace")
         if len(text) <= SLOT:

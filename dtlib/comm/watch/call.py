@@ -66,7 +66,7 @@ def callers_line() -> str:
 
 def _is_not_the_callers(file: str) -> bool:
     """dtlib's own files, and what calls it in between: torch's hooks and modules, and context managers."""
-    return file.startswith(_PACKAGE) or _TORCH in file or file.endswith("contextlib.py")
+    return file.startswith(_PACKAGE) or _TORCH in file or file.endswith(("contextlib.py", "typing_extensions.py"))
 
 
 def line_of(file: str, number: int) -> str:

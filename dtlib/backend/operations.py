@@ -1,0 +1,178 @@
+"""What the methods of a group (group.py) share: from torch's arguments to operations of the communicator."""
+
+from functools import partial
+
+import torch
+from torch import distributed as dist
+
+from dtlib.backend.reductions import bitwise, dense, factor, moved, named
+from dtlib.backend.work import GroupError, GroupWork, joined, torchs_errors
+from dtlib.comm import waiting
+from dtlib.comm.link import CALLER_TAGS
+
+# Tags of messages that are the group's own; those below are the caller's.
+TAG_OF_EXCHANGES = CALLER_TAGS - 1
+TAG_OF_NEW_GROUPS = CALLER_TAGS - 2
+
+
+class Operations(dist.ProcessGroup):
+    """Of a group that has a communicator ``comm``, or None at its end."""
+
+    comm = None
+    _together = None  # works that are collected between _start_coalescing and _end_coalescing
+
+    def _alive(self):
+        if self.comm is None:
+            raise GroupError("This process group was destroyed: make a new one with init_process_group or new_group.")
+        return self.comm
+
+    def _own(self, tag):
+        if not 0 <= tag < TAG_OF_NEW_GROUPS:
+            raise GroupError(f"tag={tag}: the backend dtlib has tags from 0 to {TAG_OF_NEW_GROUPS - 1}.")
+        return tag
+
+    def _begin(self, opts, starts, result, finish=None) -> GroupWork:
+        """Start operations of the communicator, and wait for them where torch says that its caller does.
+
+        ``finish()`` brings home what travelled as a copy.
+        """
+        if not waiting.idle():
+            waiting.advance_all()  # what is under way goes on whenever a program comes by
+        limit = opts.timeout.total_seconds() if opts is not None else None
+        limit = limit if limit is not None and limit > 0 else None
+        with torchs_errors():
+            if opts is None or opts.asyncOp or limit is not None:
+                handles = [start(async_op=True) for start in starts]
+                return self._collected(GroupWork(handles, result, finish, limit))
+            for start in starts:
+                start()
+            if finish is not None:
+                finish()
+        return GroupWork((), result)
+
+    def _each(self, opts, starts) -> GroupWork:
+        """One work of several, each of which ``starts`` begins."""
+        works = [start() for start in starts]
+        return works[0] if len(works) == 1 else joined(works)
+
+    def _collected(self, work):
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _all_reduce(self, tensor, opts):
+        if tensor.is_sparse:
+            return self._all_reduce_sparse(tensor, opts)
+        if function := bitwise(opts.reduceOp):
+            return self._fold(function, tensor, tensor, opts)
+        mine = dense(tensor)
+        if (by := factor(opts.reduceOp)) is not None:
+            mine.mul_(by)
+        with torchs_errors():
+            name = named(opts.reduceOp, mine)
+        return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
+
+    def _all_reduce_sparse(self, tensor, opts):
+        """Only a sum, of what each rank has, entry by entry; it waits for the others."""
+        if opts.reduceOp != dist.ReduceOp.SUM:
+            raise GroupError(
+                f"all_reduce adds sparse tensors, and does not take {opts.reduceOp}: pass tensor.to_dense()."
+            )
+        mine = tensor.detach().coalesce()
+        with torchs_errors():
+            everyone = self._alive().all_gather_object((mine.indices().cpu(), mine.values().cpu()))
+        indices, values = zip(*everyone, strict=True)
+        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), mine.shape).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total)  # a detached one would have entries of its own
+        return GroupWork((), [tensor])
+
+    def _fold(self, function, out, tensor, opts):
+        """Reduce what the communicator has no operation for: gather all, and combine them here in rank order."""
+        whole = torch.empty((self.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+        def finish():
+            total = whole[0]
+            for one in whole[1:]:
+                total = function(total, one)
+            out.detach().copy_(total)
+
+        return self._begin(opts, [partial(self._alive().all_gather, whole, tensor.detach())], [out], finish)
+
+    def _reduce(self, tensor, root, opts):
+        if function := bitwise(opts.reduceOp):
+            out = tensor if self.rank() == root else tensor.detach().clone()
+            return self._fold(function, out, tensor, opts)
+        mine = dense(tensor)
+        if (by := factor(opts.reduceOp)) is not None:
+            mine.mul_(by)
+        with torchs_errors():
+            name = named(opts.reduceOp, mine)
+        return self._begin(opts, [partial(self._alive().reduce, mine, root, name)], [tensor])
+
+    def _reduce_scatter(self, output, input, opts):
+        if function := bitwise(opts.reduceOp):
+            return self._fold_and_cut(function, output, input, opts)
+        mine, by = dense(input), factor(opts.reduceOp)
+        if by is not None:
+            mine = mine * by
+        with torchs_errors():
+            name = named(opts.reduceOp, mine)
+        return self._begin(opts, [partial(self._alive().reduce_scatter, dense(output), mine, name)], [output])
+
+    def _fold_and_cut(self, function, output, input, opts):
+        whole = torch.empty_like(input)
+        self._fold(function, whole, input, opts).wait()
+        output.detach().copy_(whole.reshape(self.size(), *output.shape)[self.rank()])
+        return GroupWork((), [output])
+
+    def _reduce_scatter_list(self, output, inputs, opts):
+        if all(tensor.shape == output.shape for tensor in inputs):
+            return self._reduce_scatter(output, torch.stack([tensor.detach() for tensor in inputs]), opts)
+        # Of different sizes: each to the rank that wants it.
+        parts = [tensor.detach().clone() for tensor in inputs]
+        works = [self._reduce(part, root, opts) for root, part in enumerate(parts)]
+        return joined(works, [output], partial(output.detach().copy_, parts[self.rank()]))
+
+    def _all_gather(self, outputs, input, opts):
+        if all(output.shape == input.shape for output in outputs):
+            whole, finish = self._room(outputs, input)
+            return self._begin(opts, [partial(self._alive().all_gather, whole, moved(input))], [outputs], finish)
+        # Of different sizes: each from the rank that has it.
+        outputs[self.rank()].detach().copy_(input)
+        starts = [partial(self._alive().broadcast, moved(output), root) for root, output in enumerate(outputs)]
+        return self._begin(opts, starts, [outputs])
+
+    def _exchange(self, outputs, inputs, result, opts):
+        """Piece r goes to rank r, whatever its size: in step s from the rank s places back to the one s places on."""
+        me, size, comm = self.rank(), self.size(), self._alive()
+        outputs[me].detach().copy_(inputs[me])
+        starts = []
+        for step in range(1, size):
+            source, dest = (me - step) % size, (me + step) % size
+            starts.append(partial(comm.recv, moved(outputs[source]), source, TAG_OF_EXCHANGES))
+            starts.append(partial(comm.send, moved(inputs[dest]), dest, TAG_OF_EXCHANGES))
+        work = self._begin(None, starts, result)  # none of them may wait for another
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    def _room(self, outputs, like):
+        """Memory for every rank's tensor, and how it gets from there into ``outputs``."""
+        self._check_list(outputs, like)
+        like = moved(like)
+        whole = torch.empty((self.size(), *like.shape), dtype=like.dtype, device=like.device)
+
+        def finish():
+            for output, come in zip(outputs, whole, strict=True):
+                moved(output).copy_(come)
+
+        return whole, finish
+
+    def _check_list(self, tensors, like):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(shapes) != self.size() or any(tensor.numel() != like.numel() for tensor in tensors):
+            raise GroupError(
+                f"{self.size()} tensors of the shape {tuple(like.shape)} are wanted, one for each rank, and the list "
+                f"has {shapes}."
+            )

@@ -1,0 +1,47 @@
+"""What torch asks for, in the communicator's terms: tensors it can carry, and ``ReduceOp`` as names of operations."""
+
+import torch
+from torch.distributed import ReduceOp
+
+from dtlib.comm import types
+from dtlib.errors import CommunicationError
+
+NAMES = ((ReduceOp.SUM, "sum"), (ReduceOp.AVG, "mean"), (ReduceOp.MAX, "max"), (ReduceOp.MIN, "min"))
+NAMES += ((ReduceOp.PRODUCT, "prod"), (ReduceOp.PREMUL_SUM, "sum"))
+BITWISE = (
+    (ReduceOp.BAND, torch.bitwise_and),
+    (ReduceOp.BOR, torch.bitwise_or),
+    (ReduceOp.BXOR, torch.bitwise_xor),
+)
+OF_BOOLEANS = {"sum": "max", "prod": "min"}  # as NCCL does: any, all
+
+
+def named(op, tensor) -> str:
+    """The communicator's name of a reduction; ``op`` compares with ``==`` and does not hash."""
+    name = next((name for known, name in NAMES if op == known), None)
+    if name is None:
+        raise CommunicationError(f"The backend dtlib does not know {op}: choose one that gloo has.")
+    return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name
+
+
+def bitwise(op):
+    """The function of a reduction of bits, or None."""
+    return None if op == ReduceOp.SUM else next((function for known, function in BITWISE if op == known), None)
+
+
+def factor(op):
+    """What every rank multiplies by before it adds, or None."""
+    return None if op == ReduceOp.SUM or op != ReduceOp.PREMUL_SUM else op.factor
+
+
+def dense(tensor):
+    """A tensor to be reduced: complex ones are pairs, and what is written to is no part of a graph."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def moved(tensor):
+    """A tensor that only travels: types of one byte that the communicator does not know are bytes to it."""
+    tensor = dense(tensor)
+    known = types.type_name(tensor) in types.ALLOWED or tensor.element_size() > 1
+    return tensor if known else tensor.view(torch.uint8)

@@ -1,0 +1,148 @@
+"""How groups begin, are renewed by ``dtlib.reset()``, and end.
+
+init_process_group       all ranks      MPI's Idup of the world
+new_group, DeviceMesh    its members    MPI's Create_group: only they are asked
+"""
+
+from torch import distributed as dist
+
+from dtlib import world as worlds
+from dtlib.backend.group import Group
+from dtlib.backend.operations import TAG_OF_NEW_GROUPS
+from dtlib.backend.stopped import mark_stopped_modules
+from dtlib.backend.work import torchs_errors
+from dtlib.comm import Communicator, lifetime
+from dtlib.comm.link import Wire
+from dtlib.errors import CommunicationError, DtlibError
+from dtlib.world import torchrun
+from dtlib.world.launch import is_rank
+
+network = None  # the emulated one, if any: what groups that are made later begin with
+_store = None  # where torch leaves notes; one a process, as the file behind it stays open
+_meetings = 0
+_groups = []  # that live, in the order in which they were made, which is the same on all their members
+
+
+def meet():
+    """A store that all ranks share, this rank, and how many there are: what torch wants to know first."""
+    global _store, _meetings
+    world = _world()
+    if _store is None:
+        from dtlib.comm.torch.store import shared_store
+
+        _store = shared_store(world.comm)
+    _meetings += 1
+    return dist.PrefixStore(f"meeting {_meetings}", _store), world.rank, world.size
+
+
+def make_group(options) -> Group:
+    """What torch calls for a new group: ``options`` has its size, its ranks, this one's rank, and the timeout."""
+    world = _world()
+    seconds = _time_limit(options.timeout, world)
+    members = list(options.global_ranks_in_group)  # none for the default group: all
+    with torchs_errors():
+        _refuse_other_worlds(options, members or range(world.size), world)
+        comm = _of_members(members, seconds) if members else worlds.fresh_communicator(seconds, "init_process_group")
+    comm.verify = comm.verify or dist.get_debug_level() == dist.DebugLevel.DETAIL
+    comm.wire = network
+    group = Group(options.store, comm, members, _forget)
+    _groups.append(group)
+    if renew not in worlds.after_reset:
+        worlds.after_reset.append(renew)
+    return group
+
+
+def renew() -> None:
+    """After ``dtlib.reset()`` on all ranks: clean communicators in the groups that live."""
+    for group in _groups:
+        old = group.comm
+        if group.members:
+            new = _of_members(group.members, old.time_limit)
+        else:
+            new = worlds.fresh_communicator(old.time_limit, "dtlib.reset()")
+        new.verify, new.wire = old.verify, old.wire
+        group.comm = new
+        mark_stopped_modules(group)
+
+
+def emulate_network(latency: float, bandwidth: float, group=None) -> None:
+    """Make the messages of a group (the default one) slower: ``latency`` seconds each, ``bandwidth`` bytes a second.
+
+    EMULATED: for lessons, never for claims. Groups that are made later have the same network. All ranks call it.
+    """
+    if not (latency >= 0 and bandwidth > 0):
+        raise CommunicationError(
+            f"emulate_network(latency={latency!r}, bandwidth={bandwidth!r}): seconds from 0 on, and bytes a second "
+            "above 0."
+        )
+    global network
+    group = group or dist.group.WORLD
+    if not isinstance(group, Group):
+        raise CommunicationError('emulate_network is for groups of the backend "dtlib": make one first.')
+    network = group.comm.wire = Wire(latency, bandwidth)
+
+
+def _forget(group) -> None:
+    global network
+    _groups.remove(group)
+    network = network if _groups else None
+
+
+def _world():
+    if torchrun.started_this() and not is_rank():
+        raise DtlibError(
+            'init_process_group("dtlib") talks over MPI, and torchrun started these processes without it: start them '
+            'with mpiexec -n N python ..., or take the backend "gloo".'
+        )
+    return worlds.init()
+
+
+def _refuse_other_worlds(options, members, world) -> None:
+    """torch counts ranks as MPI does, or messages would go astray."""
+    rank = members[options.group_rank] if options.group_rank < len(members) else options.group_rank
+    if (rank, options.group_size) != (world.rank, len(members)) or max(members) >= world.size:
+        raise CommunicationError(
+            f"A group of rank {rank} and {options.group_size} ranks: MPI started this process as rank {world.rank} of "
+            f"{world.size}, and torch is to count as MPI does. Leave rank and world_size out of init_process_group."
+        )
+
+
+def _time_limit(timeout, world) -> float:
+    """Seconds that a wait may take: what the caller asked for; else torch's default, or a notebook's if it has one."""
+    if timeout == dist.distributed_c10d.default_pg_timeout and world.comm.time_limit is not None:
+        return world.comm.time_limit
+    return timeout.total_seconds()
+
+
+def _of_members(members: list[int], seconds: float) -> Communicator:
+    """A communicator of these ranks of the world, of whom each calls this."""
+    parent = worlds.init().comm
+    _gather(parent, members)
+    everyone = parent.mpi.Get_group()
+    chosen = everyone.Incl(members)
+    try:
+        mpi = parent.mpi.Create_group(chosen)
+    finally:
+        chosen.Free()
+        everyone.Free()
+    made = Communicator(mpi, seconds, parent.verify)
+    drawn = made.meet("new_group", lifetime.draw(made.world_rank))[0]
+    lifetime.look_after(mpi, drawn, made._members)
+    made.name = f"group.{drawn[0]}.{drawn[1]}"
+    return made
+
+
+def _gather(parent, members: list[int]) -> None:
+    """Wait until all members are here: MPI's own call, which comes next, can neither be interrupted nor timed out."""
+    import numpy as np
+
+    first, *others = members
+    note = np.zeros(1, dtype=np.uint8)
+    if parent.rank != first:
+        parent.send(note, first, TAG_OF_NEW_GROUPS)
+        parent.recv(note, first, TAG_OF_NEW_GROUPS)
+        return
+    for other in others:
+        parent.recv(note, other, TAG_OF_NEW_GROUPS)
+    for other in others:
+        parent.send(note, other, TAG_OF_NEW_GROUPS)

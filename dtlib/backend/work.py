@@ -1,0 +1,167 @@
+"""What is under way in a group, as torch knows it: a ``Work`` and its future."""
+
+from contextlib import suppress
+
+import torch
+from torch import distributed as dist
+from torch.autograd import Variable
+
+from dtlib.comm import waiting
+from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
+
+
+class GroupError(CommunicationError, dist.DistBackendError):
+    """A sentence of dtlib's, as an error that torch's users know."""
+
+
+class GroupTimeout(WaitTimeout, GroupError):
+    """A wait that took longer than the group's timeout, or the operation's own."""
+
+
+class torchs_errors:
+    """``with torchs_errors():`` errors of the communicator are raised as torch's kind."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, DtlibError) and not isinstance(error, dist.DistBackendError):
+            if isinstance(error, WaitTimeout):
+                raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
+            raise GroupError(str(error)) from None
+
+
+class GroupWork(dist._Work):
+    """Operations of a communicator that belong together.
+
+    ``handles`` are under way; ``result`` are the tensors that they write to, and ``finish()`` brings home what
+    travelled as a copy. ``limit`` is a time limit in seconds other than the group's.
+    """
+
+    def __init__(self, handles, result, finish=None, limit: float | None = None):
+        super().__init__()
+        self._handles = handles
+        self._result = result
+        self._finish = finish
+        self._future = None
+        self._error = None
+        if limit is not None:
+            self._allow(limit)
+
+    def wait(self, timeout=None) -> bool:
+        """Wait for the end. Raises ``GroupTimeout`` after ``timeout`` (a timedelta), or the group's own."""
+        if timeout is not None and timeout.total_seconds() > 0:
+            self._allow(timeout.total_seconds())
+        try:
+            with torchs_errors():
+                for handle in self._handles:
+                    handle.wait()
+        except Exception as error:
+            self._error = error
+            raise
+        self._end()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._error is None and not all(handle.done() for handle in self._handles):
+            return False
+        if self._error is None:
+            with suppress(Exception):  # exception() has it
+                self.wait()
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self):
+        return self._error
+
+    def result(self) -> list:
+        self.wait()
+        return self._result
+
+    def get_future(self):
+        """A future of the tensors. C++ may wait for it without asking this object again, so it has to end by itself.
+
+        In a backward pass (DDP's hooks ask there) it ends in a callback of autograd's, which comes before DDP's own:
+        until then the pass computes. Elsewhere nobody would come by, and it ends at once.
+        """
+        if self._future is None:
+            devices = sorted({tensor.device for tensor in _tensors(self._result) if tensor.is_cuda}, key=str)
+            self._future = torch.futures.Future(devices=devices)
+            if torch._C._current_autograd_node() is None:
+                self._complete_future()
+            else:
+                Variable._execution_engine.queue_callback(self._complete_future)
+        return self._future
+
+    def _complete_future(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            self._future.set_exception(error)
+            raise
+        self._future.set_result(self._result)
+
+    def _end(self) -> None:
+        finish, self._finish, self._handles = self._finish, None, ()
+        if finish is not None:
+            finish()
+
+    def _allow(self, seconds: float) -> None:
+        for handle in self._handles:
+            handle._time_limit = seconds
+
+
+class _Inside:
+    """A work as what another one waits for."""
+
+    def __init__(self, work):
+        self.wait, self.done = work.wait, work.is_completed
+
+
+def joined(works, result=None, finish=None) -> GroupWork:
+    """Several works as one."""
+    result = [tensor for work in works for tensor in work._result] if result is None else result
+    return GroupWork([_Inside(work) for work in works], result, finish)
+
+
+class ReceivedFromAny(GroupWork):
+    """A receive whose sender is found when somebody waits for it, or asks: ``_source_rank`` names it then.
+
+    ``find()`` is the rank from which a message has come, or None; ``receive(rank)`` takes it in.
+    """
+
+    def __init__(self, find, wait_until_found, receive, result):
+        super().__init__((), result)
+        self._find, self._wait_until_found, self._receive = find, wait_until_found, receive
+        self._source = None
+
+    def wait(self, timeout=None) -> bool:
+        if self._source is None:
+            with torchs_errors():
+                self._take(self._wait_until_found(timeout))
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        waiting.advance_all()
+        if self._source is None and (source := self._find()) is not None:
+            self._take(source)
+        return self._source is not None and super().is_completed()
+
+    def _take(self, source: int) -> None:
+        self._source = source
+        self._handles = (self._receive(source),)
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+
+def _tensors(result):
+    for one in result:
+        yield from [one] if isinstance(one, torch.Tensor) else _tensors(one)
