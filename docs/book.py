@@ -22,8 +22,8 @@ SETTINGS = {
     "root_doc": "start",
     "html_theme": "alabaster",
     "html_theme_options": {
-        "page_width": "1300px",
-        "body_max_width": "1020px",
+        "page_width": "1200px",
+        "body_max_width": "960px",
         "description": "Distributed deep learning on ranks of your own",
     },
     "html_sidebars": {"**": ["about.html", "navigation.html", "searchbox.html"]},

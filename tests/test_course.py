@@ -32,7 +32,7 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
     # The learner works on 04 and loses 02; then the course gets new versions of 03 and 04.
     (folder / LECTURE).write_text("mine")
     (folder / "notebooks/lectures/02_pi.ipynb").unlink()
-    assert "1 files are new" in course.open_folder()[1] and (folder / LECTURE).read_text() == "mine"
+    assert "1 file is new" in course.open_folder()[1] and (folder / LECTURE).read_text() == "mine"
     for name in (LECTURE, "notebooks/lectures/03_collectives.ipynb"):
         (source / name).unlink()
         (source / name).write_text("new")

@@ -53,6 +53,11 @@ def built_wheel(folder: Path) -> Path:
     return wheel
 
 
+def link(path: Path, target: Path) -> None:
+    if target.exists() and not path.exists():
+        path.symlink_to(target)
+
+
 def environment_with(wheel: Path, folder: Path) -> dict:
     """Variables of an environment that has the wheel, and otherwise what this one has; not its dtlib."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -62,8 +67,9 @@ def environment_with(wheel: Path, folder: Path) -> dict:
     # What is found in the others' folder would count as installed: force.
     subprocess.run([*install, "--force-reinstall", "--ignore-installed", "-q", wheel], check=True, timeout=120)
     for name in ("share", "etc"):  # JupyterLab's pages and the settings of its extensions
-        if (Path(sys.prefix) / name).exists() and not (folder / name).exists():
-            (folder / name).symlink_to(Path(sys.prefix) / name)
+        link(folder / name, Path(sys.prefix) / name)
+    for path in (Path(sys.prefix) / "lib").iterdir():  # Open MPI
+        link(folder / "lib" / path.name, path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     path = [str(folder / "bin"), str(Path(sys.prefix) / "bin"), environment["PATH"]]
     return environment | {"PATH": os.pathsep.join(path)}
@@ -76,7 +82,9 @@ def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
     wheel = built_wheel(tmp_path)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert not [name for name in names if "security" in name or "/source/" in name]
-    beside = [path for path in (ROOT / "dtlib").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    beside = [
+        path for path in (ROOT / "dtlib").rglob("*.*") if path.suffix != ".py" and path.parent.name != "__pycache__"
+    ]
     wanted = [path.relative_to(ROOT).as_posix() for path in beside] + [f"dtlib/course/{name}" for name in sources()]
     assert set(wanted) <= names, f"pyproject.toml leaves these behind: {set(wanted) - names}"
     environment, empty = environment_with(wheel, tmp_path / "env"), tmp_path / "empty"

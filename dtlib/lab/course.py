@@ -65,7 +65,7 @@ def lay_out(folder: Path) -> str:
         record[name] = digest
     if record != _read_record(folder):
         _write_record(folder, record)
-    said = [f"The course is in {folder}: {copied} files are new."] * bool(copied)
+    said = [f"The course is in {folder}: {copied} file{'s are' if copied > 1 else ' is'} new."] * bool(copied)
     if newer:
         said.append(f"You have changed these, so they stay, though the course has newer ones: {', '.join(newer)}.")
         said.append("`dtlib fresh` and the number of a lesson, such as 04, gives a new copy beside yours.")
