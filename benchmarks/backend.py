@@ -4,8 +4,10 @@ The second is the bound: what a step takes when communication costs no time (its
 Where dtlib has a class of its own for the same thing, that is a third column.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -23,6 +25,7 @@ from benchmarks.peers import torch_group
 from dtlib.backend.group import Group
 from dtlib.backend.work import GroupWork
 from dtlib.comm import progress_thread
+from dtlib.comm.watch import recorder
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
@@ -168,8 +171,11 @@ def _pipeline(world, groups, repeats):
 
 
 def _hidden(world, groups, repeats):
-    """How much of DDP's communication is left to wait for on an EMULATED accelerator, whose core is idle meanwhile."""
-    models = {}
+    """How much of DDP's communication is left to wait for on an EMULATED accelerator, whose core is idle meanwhile.
+
+    Waits are those that the recorder sees; the time over silence has what buckets and messages take from one another.
+    """
+    models, waits = {}, {"thread": [], "inline": []}
     for peer in ("ours", "nothing"):
         ddp = partial(
             DistributedDataParallel, process_group=groups[peer], bucket_cap_mb=5, gradient_as_bucket_view=True
@@ -180,9 +186,10 @@ def _hidden(world, groups, repeats):
     def backward(peer):
         models[peer](x).sum().backward()
 
-    def in_the_background():
-        with progress_thread():
+    def recorded(progress, context):
+        with recorder.recording() as events, context():
             backward("ours")
+        waits[progress].append(sum(event.end - event.start for event in events if event.kind == "wait"))
 
     buffers = [torch.zeros_like(weight) for weight in models["ours"].module.weights]
 
@@ -191,13 +198,14 @@ def _hidden(world, groups, repeats):
             dist.all_reduce(buffer, group=groups["ours"])
 
     functions = {
-        "thread": in_the_background,
-        "inline": partial(backward, "ours"),
+        "thread": partial(recorded, "thread", progress_thread),
+        "inline": partial(recorded, "inline", nullcontext),
         "nothing": groups["nothing"].in_silence(partial(backward, "nothing")),
         "communication": communication,
     }
     seconds = in_turns(world.comm, functions, repeats)
     for name in ("thread", "inline"):
-        waited = seconds[name] - seconds["nothing"]
-        case = f"DDP's communication left to wait for, {name}, emulated accelerator"
-        yield row(case, "all of it", waited, seconds["communication"])
+        more = seconds[name] - seconds["nothing"]
+        for said, took in (("left to wait for", np.array(waits[name][-repeats:])), ("over silence", more)):
+            case = f"DDP on an emulated accelerator, {name}, {said}"
+            yield row(case, "all of its communication", took, seconds["communication"])

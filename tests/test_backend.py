@@ -80,7 +80,7 @@ class WithUnused(nn.Module):
 # Every function of torch.distributed
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, slow=(1,))
 def test_collectives_and_reductions(world):
     group, rank, size = both(world)["dtlib"], world.rank, world.size
     everyone = range(size)
@@ -458,7 +458,8 @@ def test_a_step_that_is_stopped(world):
     group.comm.verify = False
     with dtlib.trace() as trace:
         model(x).square().mean().backward()
-    assert trace.sent() == (0, 0) or trace.sent()[1] > 0
+    # torch's buckets, which two ranks exchange, and a flag for each parameter: was it used?
+    assert trace.sent()[1] == 4 * sum(p.numel() + 1 for p in model.parameters())
     dist.destroy_process_group(group)
 
 
