@@ -1,7 +1,7 @@
 """Predictions: a guess, compared with what comes, in one cell.
 
-The answers stand with the lessons (``dtlib/lab/lessons/l*/predictions.py``). What can be computed is compared at once. What
-is measured is noted, and compared below the cell that brings the figure:
+The answers stand with the lessons (``dtlib/lab/lessons/l*/predictions.py``). What can be computed is compared at once.
+What is measured is noted, and compared below the cell that brings the figure:
 
     lab.predict("gathers-left", 3)            Noted: 3. ...
     %%px                                      the learner's run; it assigns `gathers`, and this module sees that it did
