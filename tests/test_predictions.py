@@ -168,8 +168,10 @@ def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
         for hint in hints_of(known[name]):
             assert hint not in text, f"{name}: the notebook says its hint: {hint}"
     names = {name for each in asked for name in runs_first(known[each])}
+    lists = {ast.unparse(node) for guess in solved.values() for node in ast.walk(guess) if isinstance(node, ast.List)}
     for cell in cells:
         for node in ast.walk(ast.parse(without_magic(cell))):
+            assert not (isinstance(node, ast.List) and ast.unparse(node) in lists), f"the answer stands in {cell}"
             if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
                 sides = [node.test.left, *node.test.comparators]
                 measured = any(isinstance(side, ast.Name) and side.id in names for side in sides)

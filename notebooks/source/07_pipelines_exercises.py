@@ -55,8 +55,9 @@ lab.predict("activations-of-three-stages", {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1
 # %% tags=["half-day"]
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
-for name, order in (("GPipe", gpipe(3, 6)), ("1F1B", one_f_one_b(3, 6))):
-    print(f"{name}\n{draw(simulate(order))}")
+simulated = {"GPipe": simulate(gpipe(3, 6)), "1F1B": simulate(one_f_one_b(3, 6))}
+for name, step in simulated.items():
+    print(f"{name}\n{draw(step)}")
 
 # %% [markdown] tags=["half-day"]
 # Then a run of the library's schedules on the engines. The stages are EMULATED: they sleep, so that the ranks do not share cores.
@@ -101,8 +102,8 @@ runs = [("GPipe", *measured(ScheduleGPipe)), ("1F1B", *measured(Schedule1F1B))]
 
 # %% tags=["half-day", "nbval-ignore-output"]
 for name, bubble, peaks in lab.values("runs")[0]:
-    print(f"{name}: bubble {bubble:.1%}, simulated {simulated.bubble:.1%}; in flight {peaks}")
-    assert 0 < bubble < 1 and peaks == {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1]}[name]
+    print(f"{name}: bubble {bubble:.1%}, simulated {simulated[name].bubble:.1%}; in flight {peaks}")
+    assert 0 < bubble < 1 and peaks == simulated[name].peak_activations
 
 # %% [markdown] tags=["half-day", "two-hours"]
 # ## Mend: gradients that are too small
