@@ -6,7 +6,6 @@ import pytest
 from dtlib import pi
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.kit import Verdict
-from dtlib.lab.checks.predictions import predict
 from dtlib.lab.checks.registry import EXERCISES, HOMES
 from dtlib.lab.checks.rendering import html
 from dtlib.lab.lessons.l03.judge_hangs import HANGS
@@ -626,12 +625,3 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
         names["answer"]()
     except TypeError as problem:
         assert "parameters agree" in told(problem, names["answer"])[1][0]
-
-
-@pytest.mark.parametrize("guess,came,words", [
-    (None, 6, "Predict first"), (6, 6, "right"), (10, 6, "came out as 6. Ranks start at 0."),
-    (9.5, 10.0, "right"), ("10", 10.0, "without quotes"), ("yes", "yes", "right"),
-])  # fmt: skip
-def test_predictions(capsys, guess, came, words):
-    predict(guess, came, tolerance=0.1, hint="Ranks start at 0.")
-    assert words in capsys.readouterr().out

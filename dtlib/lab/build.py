@@ -22,6 +22,7 @@ import nbformat
 from dtlib.lab.engines import workshop
 
 TRACKS = ("two-hours", "half-day")
+PREDICTIONS_CAME = "from dtlib.lab.checks import predictions\npredictions.all_right()"
 TAGS = {"solution", "stub", "nbval-ignore-output", "raises-exception", *TRACKS}
 LEFT_OUT = {"learner": "solution", "solved": "stub"}
 
@@ -52,11 +53,19 @@ def notebook(source: Path, version: str):
     return book
 
 
-def execute(book, folder: Path) -> None:
-    """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only."""
+def execute(book, folder: Path, refuse: bool = False) -> None:
+    """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only.
+
+    Raises:
+        CellExecutionError: for a cell that fails; with ``refuse`` also where a prediction did not come as predicted.
+    """
     from nbclient import NotebookClient
 
+    if refuse:  # a last cell that is not kept
+        book.cells.append(nbformat.v4.new_code_cell(PREDICTIONS_CAME))
     NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    if refuse:
+        book.cells.pop()
     book.metadata.pop("widgets", None)
     for cell in book.cells:
         cell.metadata.pop("execution", None)
@@ -92,7 +101,7 @@ def main() -> None:
             book, path = notebook(source, version), target(source, version)
             path.parent.mkdir(exist_ok=True)
             if version == "solved":
-                execute(book, path.parent)
+                execute(book, path.parent, refuse=True)
             nbformat.write(book, path)
             print(path.relative_to(workshop.folder()))
 

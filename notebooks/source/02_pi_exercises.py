@@ -24,26 +24,16 @@ world = dtlib.init()
 # ## Predict
 #
 # With 10,000 points the standard error of the estimate is about 0.016. By how much is the estimate typically off with
-# 100 times more points? And how many points would it take to be off by 0.004? Replace both `None`; 10 % off counts as
+# 100 times more points? And how many points would it take to be off by 0.004? Replace each `None`; 10 % off counts as
 # right.
 
 # %% tags=["half-day", "stub"]
-my_error = None  # with 1,000,000 points
-my_points = None  # for an error of 0.004
+lab.predict("error-of-a-million", None)
+lab.predict("points-for-0.004", None)
 
 # %% tags=["half-day", "solution"]
-my_error = 0.0016  # with 1,000,000 points
-my_points = 160_000  # for an error of 0.004
-
-# %% tags=["half-day"]
-from dtlib import pi
-
-few = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
-many = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
-print(f"standard error with {few.points:,} points: {few.standard_error:.4f}")
-hint = "The number of points stands under a square root."
-lab.predict(my_error, many.standard_error, tolerance=0.1, hint=hint)
-lab.predict(my_points, few.points * (few.standard_error / 0.004) ** 2, tolerance=0.1, hint=hint)
+lab.predict("error-of-a-million", 0.0016)
+lab.predict("points-for-0.004", 160_000)
 
 # %% [markdown] tags=["half-day"]
 # ## Mend: all ranks draw the same points
@@ -80,6 +70,8 @@ lab.check("pi-streams")
 
 # %% tags=["half-day"]
 import math
+
+from dtlib import pi
 
 n = 10**5
 same = [pi.Estimate(n, pi.count_compiled(0, n, seed)).pi - math.pi for seed in range(200)]

@@ -105,13 +105,10 @@ table_of(lab.values("shown"))
 # **Your turn.** Two ranks hold (1, 2) and (3, 4). What has rank 1 after a `reduce_scatter`? Replace `None` by a number.
 
 # %% tags=["half-day", "stub"]
-on_rank_1 = None
+lab.predict("chunk-of-rank-1", None)
 
 # %% tags=["half-day", "solution"]
-on_rank_1 = 6
-
-# %% tags=["half-day"]
-lab.predict(on_rank_1, came=2 + 4, hint="Rank 1 gets chunk 1: the second number of each rank.")
+lab.predict("chunk-of-rank-1", 6)
 
 # %% [markdown] tags=["half-day"]
 # ## Everybody to rank 0, and back
@@ -136,23 +133,20 @@ print(inspect.getsource(algorithms.tree_reduce))
 # messages come one after the other (*rounds*)?
 
 # %% tags=["half-day", "stub"]
-naive_messages = None
-tree_messages = None
-naive_rounds = None
-tree_rounds = None
+lab.predict("naive-and-tree", {
+    "messages, naive": None,
+    "messages, tree": None,
+    "rounds, naive": None,
+    "rounds, tree": None,
+})
 
 # %% tags=["half-day", "solution"]
-naive_messages = 14
-tree_messages = 14
-naive_rounds = 14
-tree_rounds = 6
-
-# %% tags=["half-day"]
-hint = "Seven ranks send up, seven get an answer."
-lab.predict(naive_messages, theory.messages("all_reduce", "naive", 8), hint=hint)
-lab.predict(tree_messages, theory.messages("all_reduce", "tree", 8), hint=hint)
-lab.predict(naive_rounds, theory.rounds("all_reduce", "naive", 8), hint="One at a time.")
-lab.predict(tree_rounds, theory.rounds("all_reduce", "tree", 8), hint="Up log2 8, down log2 8.")
+lab.predict("naive-and-tree", {
+    "messages, naive": 14,
+    "messages, tree": 14,
+    "rounds, naive": 14,
+    "rounds, tree": 6,
+})
 
 # %% [markdown] tags=["half-day"]
 # The same number of messages, but the tree sends several at a time. `dtlib.theory` has these formulas, and tests
@@ -205,14 +199,10 @@ ring.explore(4)
 # think.
 
 # %% tags=["two-hours", "half-day", "stub"]
-steps_until_complete = None
+lab.predict("steps-until-complete", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-steps_until_complete = 3
-
-# %% tags=["two-hours", "half-day"]
-first = next(s.number for s in ring.steps(4) if any(len(chunk) == 4 for chunk in s.held[0]))
-lab.predict(steps_until_complete, came=first, hint="Look for `all` in the picture.")
+lab.predict("steps-until-complete", 3)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # All steps at once, and as text:
@@ -236,18 +226,10 @@ print(inspect.getsource(algorithms.ring_all_reduce))
 # on a thousand ranks? 1 % off counts as right.
 
 # %% tags=["two-hours", "half-day", "stub"]
-on_four = None
-on_a_thousand = None
+lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
 
 # %% tags=["two-hours", "half-day", "solution"]
-on_four = 180
-on_a_thousand = 240
-
-# %% tags=["two-hours", "half-day"]
-hint = "2 (N-1) steps, in each of them an N-th of the array."
-for guess, ranks in ((on_four, 4), (on_a_thousand, 1000)):
-    came = theory.elements_sent_by_the_busiest("all_reduce", "ring", ranks, 120_000_000) / 1e6
-    lab.predict(guess, came, tolerance=0.01, hint=hint)
+lab.predict("megabytes-of-a-ring", {4: 180, 1000: 240})
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Twice the array, however many ranks there are: that is why the ring scales. Nobody can do with less: all that a rank has
@@ -279,15 +261,10 @@ print(inspect.getsource(algorithms.recursive_doubling_all_reduce))
 # **Predict.** How many rounds has recursive doubling on 4, on 6 and on 1024 ranks?
 
 # %% tags=["half-day", "stub"]
-rounds_on = {4: None, 6: None, 1024: None}
+lab.predict("rounds-of-doubling", {4: None, 6: None, 1024: None})
 
 # %% tags=["half-day", "solution"]
-rounds_on = {4: 2, 6: 4, 1024: 10}
-
-# %% tags=["half-day"]
-for ranks, guess in rounds_on.items():
-    came = theory.rounds("all_reduce", "recursive_doubling", ranks)
-    lab.predict(guess, came, hint="log2, and 2 more where N is no power of two.")
+lab.predict("rounds-of-doubling", {4: 2, 6: 4, 1024: 10})
 
 # %% [markdown] tags=["half-day"]
 # ## What it costs
@@ -397,22 +374,10 @@ print(f"Tree, doubling and ring are within {tolerance:.0%} of the model.")
 # n in bytes for 5 ms and 100 MB/s; 10 % off counts as right.
 
 # %% tags=["half-day", "stub"]
-crossing = None
+lab.predict("crossing", None)
 
 # %% tags=["half-day", "solution"]
-crossing = 4_000_000
-
-# %% tags=["half-day"]
-def ring_is_faster(n):
-    doubling, ring_ = (
-        theory.cost("all_reduce", name, 4, n, latency=5e-3, bandwidth=100e6)
-        for name in ("recursive_doubling", "ring")
-    )
-    return ring_ < doubling
-
-
-came = next(n for n in range(10_000, 10**8, 10_000) if ring_is_faster(n))
-lab.predict(crossing, came, tolerance=0.1, hint="2 α + 2 n β = 6 α + 1.5 n β: n = 8 α / β.")
+lab.predict("crossing", 4_000_000)
 
 # %% [markdown] tags=["half-day"]
 # ## What the library picks
@@ -471,15 +436,15 @@ print(f"EMULATED: {1e3 * one_after_the_other:.0f} ms")
 # **Predict.** How many of the three all-reduces can be hidden behind computing?
 
 # %% tags=["half-day", "stub"]
-hidden = None
+lab.predict("hidden-all-reduces", None)
 
 # %% tags=["half-day", "solution"]
-hidden = 2
+lab.predict("hidden-all-reduces", 2)
 
 # %% tags=["half-day"]
 # %%px
 comm.barrier()
-with dtlib.trace() as trace, progress_thread():
+with dtlib.trace() as overlap, progress_thread():
     handles = []
     for gradient in gradients:
         with dtlib.phase("compute"):
@@ -489,9 +454,8 @@ with dtlib.trace() as trace, progress_thread():
         handle.wait()
 
 # %% tags=["half-day", "nbval-ignore-output"]
-lab.pictures.timeline("trace")
-lab.predict(hidden, came=2, hint="Behind the last one there is nothing left to compute.")
-events = lab.values("trace")[0].events
+lab.pictures.timeline("overlap")
+events = lab.values("overlap")[0].events
 overlapped = max(event.end for event in events) - min(event.start for event in events)
 print(f"EMULATED: {1e3 * one_after_the_other:.0f} ms before, {1e3 * overlapped:.0f} ms now")
 assert overlapped < one_after_the_other

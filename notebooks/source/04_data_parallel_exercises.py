@@ -33,14 +33,15 @@ world = dtlib.init()
 # Replace each `None`.
 
 # %% tags=["half-day", "stub"]
-my_parameters = None
-my_bytes_with_ring = None
-my_bytes_of_server = None
+lab.predict("parameters-of-the-net", None)
+lab.predict("bytes-with-a-ring", None)
+lab.predict("bytes-of-two-workers", None)
 
 # %% tags=["half-day", "solution"]
-my_parameters = 64 * 128 + 128 + 128 * 10 + 10
-my_bytes_with_ring = 2 * 2 * 4 * my_parameters // 3
-my_bytes_of_server = 2 * 4 * my_parameters
+P = 64 * 128 + 128 + 128 * 10 + 10
+lab.predict("parameters-of-the-net", P)
+lab.predict("bytes-with-a-ring", 2 * 2 * 4 * P // 3)
+lab.predict("bytes-of-two-workers", 2 * 4 * P)
 
 # %% tags=["half-day"]
 # %%px
@@ -56,13 +57,7 @@ with dtlib.trace() as server:
         elif world.rank == worker:
             world.comm.recv(flat, 0)
             world.comm.send(flat, 0)
-came = len(flat), ring.sent()[1], server.sent()[1]
-
-# %% tags=["half-day"]
-parameters, with_ring, of_server = lab.values("came")[0]
-lab.predict(my_parameters, parameters, hint="Inputs x outputs, and a bias for each output.")
-lab.predict(my_bytes_with_ring, with_ring, tolerance=1e-3, hint="2 (N-1)/N of the gradient.")
-lab.predict(my_bytes_of_server, of_server, hint="The weights, to each of two workers.")
+counted = len(flat), ring.sent()[1], server.sent()[1]
 
 # %% [markdown] tags=["half-day"]
 # ## Mend: a hook that reduces the wrong thing

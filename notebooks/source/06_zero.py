@@ -68,16 +68,15 @@ print(tabulate(rows, ("", "", "bytes a parameter")))
 # 64 ranks?
 
 # %% tags=["two-hours", "half-day", "stub"]
-gigabytes = None
+lab.predict("gigabytes-a-rank", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-gigabytes = 120
+lab.predict("gigabytes-a-rank", 120)
 
 # %% tags=["two-hours", "half-day"]
 for ranks in (1, 64, 1024):
     held = sum(zero_bytes(7_500_000_000, ranks, stage=0).values())
     print(f"{ranks:>5} ranks: {held / GB:.0f} GB, {held / GIB:.1f} GiB a rank")
-lab.predict(gigabytes, held / GB, hint="16 bytes a parameter, and all of them on every rank.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # More ranks do not help: each holds the same. Activations (what the forward pass keeps for the backward pass) come on
@@ -139,10 +138,10 @@ def train(model, *after_backward, steps=10):
 # Think of how a ring all-reduce works.
 
 # %% tags=["two-hours", "half-day", "stub"]
-times_as_much = None
+lab.predict("bytes-of-stage-1", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-times_as_much = 1
+lab.predict("bytes-of-stage-1", 1)
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -172,10 +171,6 @@ assert (losses["stage 1"] - losses["data parallelism"]).abs().max() < 1e-12
 if world.rank == 0:
     print("Losses of data parallelism and stage 1 are equal, to 1e-12.")
     print(f"Numbers that Adam keeps: {states_of(adam):,} and {states_of(zero.optimizer):,}.")
-
-# %% tags=["two-hours", "half-day"]
-ratio = lab.values("sent_by_stage_1")[0] / lab.values("sent_by_data_parallelism")[0]
-lab.predict(times_as_much, round(ratio, 2), hint="A ring is a reduce_scatter, then an all_gather.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # That is the surprise of ZeRO: a ring all-reduce *is* a reduce_scatter and an all_gather. Stage 1 puts the
@@ -239,10 +234,10 @@ print(tabulate(rows, ("", "data parallelism", *of_stage), disable_numparse=True,
 # losses stay the same. Three units are gathered twice a step in `Stage3`, and how many `all_gather`s are left here?
 
 # %% tags=["half-day", "stub"]
-gathers_left = None
+lab.predict("gathers-left", None)
 
 # %% tags=["half-day", "solution"]
-gathers_left = 3
+lab.predict("gathers-left", 3)
 
 # %% tags=["half-day"]
 # %%px
@@ -257,7 +252,6 @@ if world.rank == 0:
     print(f"Stage3: {of_stage['Stage3'][1]} all_gathers a step; here: {gathers}. The same losses.")
 
 # %% tags=["half-day"]
-lab.predict(gathers_left, lab.values("gathers")[0], hint="Whole in the backward pass already.")
 lab.read_end(plain)
 
 # %% [markdown] tags=["half-day"]
@@ -293,10 +287,10 @@ def at_stage(stage):
 # **Predict.** On four ranks, how many bytes a parameter does a rank hold at stage 2?
 
 # %% tags=["two-hours", "half-day", "stub"]
-bytes_at_stage_2 = None
+lab.predict("bytes-at-stage-2", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-bytes_at_stage_2 = 5.5
+lab.predict("bytes-at-stage-2", 5.5)
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -315,16 +309,9 @@ def counted(stage, comm):
 
 
 reports = {stage: counted(stage, comm) for stage in range(4)}
-held = {stage: report.lines for stage, report in reports.items()}
+lines_of = {stage: report.lines for stage, report in reports.items()}
 if world.rank == 0:
     print(reports[2].beside(stage=2, scheme="mixed_adam"))
-
-# %% tags=["two-hours", "half-day"]
-held = lab.values("held")[0]
-parameters = held[0]["parameters"] // 2  # 16 bits each
-states = ("parameters", "gradients", "master_weights", "optimizer_states")
-came = sum(held[2][line] for line in states) / parameters
-lab.predict(bytes_at_stage_2, came, tolerance=1e-3, hint="2 + (2 + 12) / 4.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Every line that the formula knows is met exactly: rank 0's quarter is rounded up to a whole element. *Padding* makes
@@ -333,6 +320,8 @@ lab.predict(bytes_at_stage_2, came, tolerance=1e-3, hint="2 + (2 + 12) / 4.")
 # that was allocated at a time. Now all stages, counted beside the formula:
 
 # %% tags=["two-hours", "half-day"]
+held = lab.values("lines_of")[0]
+parameters = held[0]["parameters"] // 2  # 16 bits each
 sizes = {stage: parameters for stage in range(3)} | {3: [8320, 16512, 1290]}  # stage 3: by unit
 groups = {
     name: {"counted": held[stage], "formula": zero_bytes(sizes[stage], 4, stage)}
@@ -389,10 +378,10 @@ figures.bars(groups, "GB", dict(zip(figures.STAGES, figure_1, strict=True)), tit
 # **Predict.** How many units does stage 3 send?
 
 # %% tags=["half-day", "stub"]
-units_of_stage_3 = None
+lab.predict("units-of-stage-3", None)
 
 # %% tags=["half-day", "solution"]
-units_of_stage_3 = 3
+lab.predict("units-of-stage-3", 3)
 
 # %% tags=["half-day"]
 # %%px
@@ -425,10 +414,9 @@ def row(stage, micro_steps=1):
 
 paper = {line["scheme"]: line["volume_in_units_of_P"] for line in published("zero_comm_volume.csv")}
 names = ("DP all-reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-rows = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name in enumerate(names)]
+units_sent = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name in enumerate(names)]
 headers = ("", "bytes sent", "formula", "units", "published")
-print(tabulate(rows, headers, intfmt=",", floatfmt=".3f"))
-lab.predict(units_of_stage_3, round(float(rows[3][3]), 2), hint="Gather, gather, reduce.")
+print(tabulate(units_sent, headers, intfmt=",", floatfmt=".3f"))
 
 # %% [markdown] tags=["half-day"]
 # Stages 1 and 2 send what data parallelism sends, stage 3 half as much again: parameters travel twice. To the byte
@@ -441,17 +429,15 @@ lab.predict(units_of_stage_3, round(float(rows[3][3]), 2), hint="Gather, gather,
 # How many units does stage 2 send?
 
 # %% tags=["half-day", "stub"]
-units_of_four_micro_batches = None
+lab.predict("units-of-four-micro-batches", None)
 
 # %% tags=["half-day", "solution"]
-units_of_four_micro_batches = 5
+lab.predict("units-of-four-micro-batches", 5)
 
 # %% tags=["half-day"]
-rows = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STAGES)]
+units_of_four = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STAGES)]
 headers = ("4 micro-batches", "bytes sent", "formula", "units")
-print(tabulate(rows, headers, intfmt=",", floatfmt=".3f"))
-hint = "Four reduce_scatters, one all_gather."
-lab.predict(units_of_four_micro_batches, round(float(rows[2][3]), 2), hint=hint)
+print(tabulate(units_of_four, headers, intfmt=",", floatfmt=".3f"))
 
 # %% [markdown] tags=["half-day"]
 # So with many micro-batches stage 1 may be faster than stage 2. (`no_sync()` of `fully_shard` saves bytes, and costs
@@ -462,10 +448,10 @@ lab.predict(units_of_four_micro_batches, round(float(rows[2][3]), 2), hint=hint)
 # **Predict** before you run: the net has three units, `0`, `2` and `4`. In which order are they gathered in a step?
 
 # %% tags=["half-day", "stub"]
-gathered_in_order = None  # such as "0 0 2 2 4 4"
+lab.predict("gathered-in-order", None)  # such as "0 0 2 2 4 4"
 
 # %% tags=["half-day", "solution"]
-gathered_in_order = "0 2 4 4 2 0"
+lab.predict("gathered-in-order", "0 2 4 4 2 0")
 
 # %% tags=["half-day"]
 # %%px
@@ -483,8 +469,7 @@ with dtlib.trace() as trace:
 events = lab.values("events")[0]
 figures.units(events, {"0": 8320, "2": 16512, "4": 1290})
 order = " ".join(name for what, name in events if what == "gathered")
-lab.predict(gathered_in_order, order, hint="Forward, then in reverse.")
-assert order == "0 2 4 4 2 0"
+print("gathered:", order)
 
 # %% [markdown] tags=["half-day"]
 # Never more than one unit is whole: that, and not the model's size, is what stage 3 needs beside its shards. The last
@@ -561,10 +546,10 @@ def bought(bf16=False, micro_steps=1, recompute=False):
 # *model states*?
 
 # %% tags=["stub"]
-factor_on_states = None
+lab.predict("factor-on-states", None)
 
 # %% tags=["solution"]
-factor_on_states = 1
+lab.predict("factor-on-states", 1)
 
 # %%
 # %%px
@@ -584,8 +569,6 @@ for name in ("float32", "mixed precision", "and 4 micro-batches", "and recomputa
     rows.append((name, activations, first[0] / activations, states, flops / first[2]))
 headers = ("rank 0", "activations (bytes)", "times less", "states (bytes)", "arithmetic")
 print(tabulate(rows, headers, intfmt=",", floatfmt=("", "", ".1f", "", ".2f")))
-hint = "2 + 2 + 4 + 8 is 16 as well."
-lab.predict(factor_on_states, cases["mixed precision"][1] / first[1], hint=hint)
 
 # %% [markdown]
 # **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
@@ -688,10 +671,10 @@ print(tabulate(rows, headers, floatfmt=".10f"))
 # **Predict.** 7.5 billion parameters in mixed precision on 64 accelerators of 24 GiB: which stage?
 
 # %% tags=["two-hours", "half-day", "stub"]
-smallest = None
+lab.predict("stage-that-fits", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-smallest = 2
+lab.predict("stage-that-fits", 2)
 
 # %% tags=["two-hours", "half-day"]
 def smallest_stage(parameters, ranks, budget, scheme="mixed_adam"):
@@ -708,7 +691,6 @@ rows = [
 ]
 headers = ("", "GiB on 64 ranks", "fits 24 GiB from so many ranks")
 print(tabulate(rows, headers, colalign=("left", "right", "right")))
-lab.predict(smallest, smallest_stage(P, 64, 24 * GIB), hint="Look at the table in GiB.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Leave room for activations, for messages, and for what the allocator cannot use. Now for real, with our own net in

@@ -220,10 +220,10 @@ eight = emulated_step(comm, plain.step, microbatches=8)  # for later
 # **Predict.** What percentage of the time does each of the two ranks compute?
 
 # %% tags=["two-hours", "half-day", "stub"]
-percentage = None
+lab.predict("percentage-of-two", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-percentage = 50
+lab.predict("percentage-of-two", 50)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 def seen(name, ranks=4, microbatches=8):
@@ -234,7 +234,6 @@ def seen(name, ranks=4, microbatches=8):
 
 two = seen("one_piece", ranks=2, microbatches=1)
 figures.picture({"two ranks, one piece (EMULATED)": two})
-lab.predict(percentage, 100 * (1 - two.bubble), tolerance=0.15, hint="When does the other begin?")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Two devices, and at every moment one of them waits.** The model fits now, and not a second is won. With four ranks
@@ -266,10 +265,10 @@ print(draw(schedule))  # a backward pass takes twice as long as a forward pass
 # **Predict.** 4 ranks and 8 micro-batches. What percentage of the makespan is lost?
 
 # %% tags=["two-hours", "half-day", "stub"]
-lost = None
+lab.predict("percentage-lost", None)
 
 # %% tags=["two-hours", "half-day", "solution"]
-lost = 27.3
+lab.predict("percentage-lost", 27.3)
 
 # %% tags=["two-hours", "half-day"]
 rows = []
@@ -280,7 +279,6 @@ for m in (1, 2, 4, 8, 16, 32):
     assert abs(found.bubble - 3 / (m + 3)) < 1e-12 and abs(found.idle_over_ideal - 3 / m) < 1e-12
 headers = ("micro-batches", "idle / makespan", "idle / ideal", "activations that rank 0 holds")
 print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
-lab.predict(lost, 100 * 3 / (8 + 3), tolerance=0.01, hint="(p-1) / (m+p-1), with p = 4, m = 8.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # More micro-batches, less bubble. Why not a thousand? Smaller ones keep an accelerator less busy, and with GPipe a rank
@@ -302,10 +300,10 @@ assert seen("eight").makespan > simulate(gpipe(4, 8)).makespan  # no sleep is to
 # stay the same. **Predict:** what percentage of the time does a rank compute?
 
 # %% tags=["half-day", "stub"]
-percentage_now = None
+lab.predict("percentage-with-nobody-ahead", None)
 
 # %% tags=["half-day", "solution"]
-percentage_now = 25
+lab.predict("percentage-with-nobody-ahead", 25)
 
 # %% tags=["half-day"]
 # %%px
@@ -320,10 +318,8 @@ as_it_is = emulated_step(comm, plain.step, 8, "1f1b")
 changed_line = emulated_step(comm, changed["step"], 8, "1f1b")
 
 # %% tags=["half-day", "nbval-ignore-output"]
-both = {"1F1B": seen("as_it_is"), "nobody ahead": seen("changed_line")}
-figures.picture({f"{name} (EMULATED)": found for name, found in both.items()})
-busy = 100 * (1 - both["nobody ahead"].bubble)
-lab.predict(percentage_now, busy, tolerance=0.15, hint="How many micro-batches are under way?")
+ran = {"1F1B": seen("as_it_is"), "nobody ahead": seen("changed_line")}
+figures.picture({f"{name} (EMULATED)": found for name, found in ran.items()})
 
 # %% [markdown] tags=["half-day"]
 # ## Will it hang?
@@ -339,21 +335,19 @@ orders = {
 }
 
 # %% tags=["half-day", "stub"]
-hangs = None
+lab.predict("which-hangs", None)
 
 # %% tags=["half-day", "solution"]
-hangs = "B"
+lab.predict("which-hangs", "B")
 
 # %% tags=["half-day"]
-came = None
 for name, ranks in orders.items():
     try:
         schedules.validate([[parse(action) for action in rank.split()] for rank in ranks])
         print(f"{name} can run.")
     except ScheduleError as problem:
-        came = name
+        hangs = name
         print(f"{name}: {problem}")
-lab.predict(hangs, came, hint="What does rank 0 need for 0B0, and when does rank 1 come to it?")
 
 # %% [markdown] tags=["half-day"]
 # How a *send* behaves matters as well. If it waits for its receiver, a correct order can hang: rank 0 sends
@@ -487,18 +481,14 @@ for way in ("uniform", "parameters", "time"):
 # **Predict** for 4 ranks and 8 micro-batches: how many does rank 0 hold with 1F1B? And rank 3?
 
 # %% tags=["half-day", "stub"]
-held_by_rank_0 = None
-held_by_rank_3 = None
+lab.predict("held-with-1f1b", {"rank 0": None, "rank 3": None})
 
 # %% tags=["half-day", "solution"]
-held_by_rank_0 = 4
-held_by_rank_3 = 1
+lab.predict("held-with-1f1b", {"rank 0": 4, "rank 3": 1})
 
 # %% tags=["half-day", "nbval-ignore-output"]
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
-lab.predict(held_by_rank_0, both["1F1B"].peak_activations[0], hint="p - rank.")
-lab.predict(held_by_rank_3, both["1F1B"].peak_activations[3], hint="p - rank.")
 figures.in_flight(both)
 
 # %% [markdown] tags=["half-day"]
@@ -574,12 +564,10 @@ figures.picture(four)
 # has the smallest bubble, and which holds the most activations on rank 0? (An interleaved stage's are half as large.)
 
 # %% tags=["half-day", "stub"]
-smallest_bubble = None  # a name
-most_held = None
+lab.predict("of-four-schedules", {"smallest bubble": None, "most held": None})
 
 # %% tags=["half-day", "solution"]
-smallest_bubble = "ZB-H1"
-most_held = "GPipe"
+lab.predict("of-four-schedules", {"smallest bubble": "ZB-H1", "most held": "GPipe"})
 
 # %% tags=["half-day"]
 rows, weights = [], {}
@@ -592,8 +580,6 @@ for name, found in four.items():
     assert found.peak_activations[0] == formulas.peak_activations(*sizes)
 headers = ("", "bubble, simulated", "by formula", "held by rank 0, in stages of 1F1B")
 print(tabulate(rows, headers, colalign=("left", "right", "right", "right")))
-lab.predict(smallest_bubble, min(four, key=lambda name: four[name].bubble), hint="See the table.")
-lab.predict(most_held, max(weights, key=weights.get), hint="See the table.")
 
 # %% [markdown] tags=["half-day"]
 # Beside it, the published table of schedules. ZB2P and ZBV are further zero-bubble schedules, which this library does
@@ -655,10 +641,10 @@ assert min(series, key=lambda name: series[name][2]) == "GPipe"
 # after the other, a message takes 2 forward passes. Is the measured makespan of GPipe above the simulated one?
 
 # %% tags=["half-day", "stub"]
-above = None  # True or False
+lab.predict("above-the-simulated", None)  # True or False
 
 # %% tags=["half-day", "solution"]
-above = True
+lab.predict("above-the-simulated", True)
 
 # %% tags=["half-day", "nbval-ignore-output"]
 rows = []
@@ -671,7 +657,6 @@ print("EMULATED network and stages; in forward passes")
 headers = ("message", "formula", "simulated", "measured, one after the other")
 print(tabulate(rows, headers, floatfmt=("g", ".1f", ".1f", ".1f")))
 last = rows[-1]
-lab.predict(above, last[3] > 1.1 * last[2], hint="8 messages of 2 leave rank 0 within 16.")
 
 # %% [markdown] tags=["half-day"]
 # A message that takes longer than the work between two messages makes the network the slowest stage.

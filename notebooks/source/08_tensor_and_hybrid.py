@@ -54,10 +54,10 @@ comm = world.comm
 # **Predict.** After which of the two does Y need an `all_reduce`: `"columns"` or `"rows"`?
 
 # %% tags=["half-day", "stub"]
-needs_all_reduce = None
+lab.predict("needs-all-reduce", None)
 
 # %% tags=["half-day", "solution"]
-needs_all_reduce = "rows"
+lab.predict("needs-all-reduce", "rows")
 
 # %% tags=["half-day"]
 # %%px
@@ -77,13 +77,8 @@ def equal(a, b):
 
 by_columns = X @ mine(A, 1)
 by_rows = mine(X, 1) @ mine(A, 0)
-without = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
+complete = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
 assert equal(comm.all_reduce(by_rows.clone()), Y)
-
-# %% tags=["half-day"]
-complete = lab.values("without")[0]
-came = next(name for name, right in complete.items() if not right)
-lab.predict(needs_all_reduce, came, hint="Which of the products is only one summand of Y?")
 
 # %% [markdown] tags=["half-day"]
 # By columns a rank has some outputs, complete. By rows it has a summand of all of them, and the `all_reduce` adds up.
@@ -92,10 +87,10 @@ lab.predict(needs_all_reduce, came, hint="Which of the products is only one summ
 # layer before wants the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an `all_reduce`?
 
 # %% tags=["half-day", "stub"]
-needs_it_backward = None
+lab.predict("needs-it-backward", None)
 
 # %% tags=["half-day", "solution"]
-needs_it_backward = "columns"
+lab.predict("needs-it-backward", "columns")
 
 # %% tags=["half-day"]
 # %%px
@@ -103,14 +98,11 @@ G = torch.randn(6, 12, dtype=torch.float64)  # equal on all ranks, as the seed w
 dX, dA = G @ A.T, X.T @ G
 of_columns = mine(G, 1) @ mine(A, 1).T  # this rank has its columns of G alone
 of_rows = G @ mine(A, 0).T  # here it has all of G
-without = {"columns": equal(of_columns, dX), "rows": equal(of_rows, mine(dX, 1))}
+complete_backward = {"columns": equal(of_columns, dX), "rows": equal(of_rows, mine(dX, 1))}
 assert equal(comm.all_reduce(of_columns.clone()), dX)
 assert equal(X.T @ mine(G, 1), mine(dA, 1)) and equal(mine(X, 1).T @ G, mine(dA, 0))
 
 # %% tags=["half-day"]
-complete = lab.values("without")[0]
-came = next(name for name, right in complete.items() if not right)
-lab.predict(needs_it_backward, came, hint="X went to all ranks: from all comes its gradient.")
 figures.cuts(ranks=4)
 
 # %% [markdown] tags=["half-day"]
@@ -156,10 +148,10 @@ lab.read(plain.ParallelMLP)
 # **Predict.** How many `all_reduce`s does a rank call in a forward and a backward pass, together?
 
 # %% tags=["half-day", "stub"]
-all_reduces = None
+lab.predict("all-reduces-of-a-pair", None)
 
 # %% tags=["half-day", "solution"]
-all_reduces = 2
+lab.predict("all-reduces-of-a-pair", 2)
 
 # %% tags=["half-day"]
 # %%px
@@ -189,10 +181,10 @@ mlp = seeded(comm)
 with dtlib.trace() as trace:
     found = gradients(mlp)
 assert all(equal(found[name], expected[name]) for name in expected)
-calls = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and e.dtype == "float64"]
+called = [(e.name, e.bytes) for e in trace.events if e.kind == "operation" and e.dtype == "float64"]
 
 # %% tags=["half-day"]
-calls = lab.values("calls")[0]
+calls = lab.values("called")[0]
 formula = 8 * elements_sent("all_reduce", "ring", ranks=4, rank=0, count=1024 * 128)
 assert formula == 2 * (1024 * 128 * 8) * 3 // 4  # 2 B (N-1) / N
 rows = [
@@ -201,7 +193,6 @@ rows = [
 ]
 print(tabulate(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"), intfmt=","))
 assert all(count == formula for _, count in calls)
-lab.predict(all_reduces, len(calls), hint="g in the forward pass, f in the backward pass.")
 
 # %% [markdown] tags=["half-day"]
 # Output and all gradients are those of one process, to 1e-12. B is the number of bytes of X. What travels depends on
@@ -211,10 +202,10 @@ lab.predict(all_reduces, len(calls), hint="g in the forward pass, f in the backw
 # gradient of `"A"`, of `"B"` or of `"X"`?
 
 # %% tags=["half-day", "stub"]
-comes_out_wrong = None
+lab.predict("wrong-without-f", None)
 
 # %% tags=["half-day", "solution"]
-comes_out_wrong = "X"
+lab.predict("wrong-without-f", "X")
 
 # %% tags=["half-day"]
 # %%px
@@ -228,12 +219,8 @@ torch.manual_seed(0)  # the same values
 mlp.linear1 = WithoutF(128, 512, comm).double()
 found = gradients(mlp)
 wrong = [name for name in expected if not equal(found[name], expected[name])]
-assert wrong == ["X"]
-
-# %% tags=["half-day"]
-wrong = lab.values("wrong")[0]
-print("wrong:", *wrong)
-lab.predict(comes_out_wrong, " and ".join(wrong), hint="Who adds up what came of X?")
+if world.rank == 0:
+    print("wrong:", *wrong)
 
 # %% [markdown] tags=["half-day"]
 # Nothing fails, and this layer trains: only the layers before it learn from a summand. What the plain core leaves out:
@@ -343,10 +330,10 @@ if world.rank == 0:
 # **Predict.** What fraction of the model's parameters does rank 0 of 4 hold, in percent? (Ten percent off will do.)
 
 # %% tags=["stub"]
-percent_held = None
+lab.predict("percent-held", None)
 
 # %% tags=["solution"]
-percent_held = 26
+lab.predict("percent-held", 26)
 
 # %%
 # %%px
@@ -363,7 +350,6 @@ held, whole = lab.values("held")[0], lab.values("whole")[0]
 rows = [(name, whole[name], n, f"{100 * n / whole[name]:.1f} %") for name, n in held.items()]
 print(tabulate(rows, ("parameters", "one process", "rank 0 of 4", "fraction"), intfmt=","))
 percent = 100 * held["together"] / whole["together"]
-lab.predict(percent_held, percent, tolerance=0.1, hint="A quarter, and what nobody cuts.")
 
 # %% [markdown]
 # The norm, and the biases that are added after g, are whole on all ranks, and nothing is sent for them: each rank
@@ -374,27 +360,24 @@ lab.predict(percent_held, percent, tolerance=0.1, hint="A quarter, and what nobo
 # each token* does a rank give to `all_reduce`?
 
 # %% tags=["stub"]
-numbers_a_token = None
+lab.predict("numbers-a-token", None)
 
 # %% tags=["solution"]
-numbers_a_token = 3
+lab.predict("numbers-a-token", 3)
 
 # %%
 # %%px
 logits = cut.output(torch.zeros(16, TOKENS, WIDTH, dtype=torch.float64))  # of this rank's words
 with dtlib.trace() as trace:
     tensor.vocab_parallel_cross_entropy(logits, targets, comm, "mean")
-calls = [(event.what, event.bytes) for event in trace.events]
+called_for_loss = [(event.what, event.bytes) for event in trace.events]
 
 # %%
-tokens, numbers = 16 * 12, 0
-for what, count in lab.values("calls")[0]:
-    numbers += count // 8 // 2  # by recursive doubling on 4 ranks: all of it goes twice
+given, tokens = 0, 16 * 12
+for what, count in lab.values("called_for_loss")[0]:
+    given += count // 8 // 2  # by recursive doubling on 4 ranks: all of it goes twice
     print(f"{what}: {count:,} bytes sent")
-print(f"{numbers} numbers for {tokens} tokens, among them one a rank, to know who has which words")
-hint = "The largest logit; the sum of exponentials; the logit of the target."
-lab.predict(numbers_a_token, (numbers - 4) // tokens, hint=hint)
-assert numbers == 3 * tokens + 4
+print(f"{given} numbers for {tokens} tokens, among them one a rank, to know who has which words")
 
 # %% [markdown]
 # Putting the logits together would send all 50 of them; real vocabularies have fifty thousand words and more.
@@ -432,10 +415,10 @@ figures.mesh(data=2, tensor=2)
 # **Predict.** With whom does rank 3 average its gradients? Write a list of ranks, rank 3 among them.
 
 # %% tags=["half-day", "stub"]
-averages_with = None
+lab.predict("averages-with-3", None)
 
 # %% tags=["half-day", "solution"]
-averages_with = [1, 3]
+lab.predict("averages-with-3", [1, 3])
 
 # %% tags=["half-day"]
 # %%px
@@ -443,10 +426,8 @@ mesh = world.mesh(data=2, tensor=2)
 groups = {axis: mesh[axis].all_gather_object(world.rank) for axis in mesh.shape}
 
 # %% tags=["half-day"]
-groups = lab.values("groups")
-rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(groups)]
+rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(lab.values("groups"))]
 print(tabulate(rows, ("rank", "group along data", "group along tensor")))
-lab.predict(averages_with, groups[3]["data"], hint="Whoever has the same shard of the model.")
 
 # %% [markdown] tags=["half-day"]
 # A perceptron on the digits, cut along `tensor`, inside the plain class of lesson 04 along `data`. Neither knows of the
@@ -518,10 +499,10 @@ assert all(row[1] == row[2] for row in rows)
 # **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`?
 
 # %% tags=["half-day", "stub"]
-busiest_axis = None
+lab.predict("busiest-axis", None)
 
 # %% tags=["half-day", "solution"]
-busiest_axis = "tensor"
+lab.predict("busiest-axis", "tensor")
 
 # %% tags=["half-day"]
 layers, width, tokens, micro_batches, d, p, t = 96, 12_288, 2_048, 32, 8, 8, 8
@@ -536,8 +517,6 @@ in_a_step = {
     "tensor": 4 * 2 * (t - 1) / t * activations * layers / p * micro_batches,
 }
 figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
-hint = "Four all_reduces a layer and micro-batch; one a step; two messages a micro-batch."
-lab.predict(busiest_axis, max(in_a_step, key=in_a_step.get), hint=hint)
 
 # %% [markdown] tags=["half-day"]
 # Bytes are not all: what waits for them matters as well. The `all_reduce`s of `tensor` stand in the way of every layer; gradients along
@@ -552,18 +531,13 @@ lab.predict(busiest_axis, max(in_a_step, key=in_a_step.get), hint=hint)
 # which does it hand activations (`pipe`), and with which does it average (`data`)?
 
 # %% tags=["half-day", "stub"]
-partners_of_5 = {"data": None, "pipe": None, "tensor": None}
+lab.predict("partners-of-5", {"data": None, "pipe": None, "tensor": None})
 
 # %% tags=["half-day", "solution"]
-partners_of_5 = {"data": 1, "pipe": 7, "tensor": 4}
+lab.predict("partners-of-5", {"data": 1, "pipe": 7, "tensor": 4})
 
 # %% tags=["half-day"]
 figures.mesh(data=2, pipe=2, tensor=2)
-for axis, guess in partners_of_5.items():
-    groups = figures.groups_of(axis, {"data": 2, "pipe": 2, "tensor": 2})
-    group = next(group for group in groups if 5 in group)
-    print(f"{axis}:", end=" ")
-    lab.predict(guess, sum(group) - 5, hint="rank = 4 data + 2 pipe + tensor.")
 
 # %% [markdown]
 # All three at once on eight real ranks are in the library's tests (`tests/test_hybrids.py`), against one process.
@@ -578,10 +552,10 @@ for axis, guess in partners_of_5.items():
 # stage 2 send for `reduce_scatter`?
 
 # %% tags=["stub"]
-times_stage_1 = None
+lab.predict("times-stage-1", None)
 
 # %% tags=["solution"]
-times_stage_1 = 4
+lab.predict("times-stage-1", 4)
 
 # %%
 # %%px
@@ -641,8 +615,6 @@ headers = ("ZeRO", "last loss", *operations)
 print("Bytes that rank 0 sent in five steps:")
 print(tabulate(rows, headers, intfmt=",", floatfmt=".8f"))
 reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items()}
-hint = "Stage 2 keeps no whole gradients to add up: it reduces after every micro-batch."
-lab.predict(times_stage_1, reduced[2] / reduced[1], hint=hint)
 
 # %% [markdown]
 # Losses are those of one process, at all stages. `send` is the pipeline: activations and their gradients. With a
@@ -761,10 +733,10 @@ if world.rank == 0:
 # **Predict.** How many `all_reduce`s has the rewired graph of the four replicas, for one step?
 
 # %% tags=["half-day", "stub"]
-in_the_graph = None
+lab.predict("all-reduces-in-the-graph", None)
 
 # %% tags=["half-day", "solution"]
-in_the_graph = 2
+lab.predict("all-reduces-in-the-graph", 2)
 
 # %% tags=["half-day"]
 replicator = Replicator(replicas=4)
@@ -785,8 +757,6 @@ print(tabulate(rows, headers, disable_numparse=True))
 # %% tags=["half-day"]
 figures.rewired(replicator.graph())
 exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
-found = sum(text.startswith("all_reduce") for text in exchanges)
-lab.predict(in_the_graph, found, hint="One a mark, however many replicas.")
 
 # %% [markdown] tags=["half-day"]
 # Replicas go from exchange to exchange in step. When `apply_gradients` changes the shared variables, every replica has
@@ -795,10 +765,10 @@ lab.predict(in_the_graph, found, hint="One a mark, however many replicas.")
 # **Your turn.** What does `map_reduce` give if each of four replicas adds up every fourth of the numbers 0 to 11?
 
 # %% tags=["half-day", "stub"]
-sum_over_replicas = None
+lab.predict("sum-over-replicas", None)
 
 # %% tags=["half-day", "solution"]
-sum_over_replicas = 66
+lab.predict("sum-over-replicas", 66)
 
 # %% tags=["half-day"]
 items = torch.arange(12.0)
@@ -810,7 +780,6 @@ def total(_):
 
 sums = replicator.run(total, lambda replica_id: [torch.zeros(1)])
 print(f"of replicas 0 to 3: {sums[0].tolist()}")
-lab.predict(sum_over_replicas, int(sums[0, 0]), hint="Together they have all of them.")
 
 # %% [markdown] tags=["half-day"]
 # ## What a graph cannot hold

@@ -31,21 +31,17 @@ world = dtlib.init()
 # collective does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
 
 # %% tags=["half-day", "stub"]
-my_collectives = {
-    "column, forward": (None, None),  # collective, bytes
-    "column, backward": (None, None),
-    "row, forward": (None, None),
-    "row, backward": (None, None),
-}
+lab.predict("column-forward", {"collective": None, "bytes": None})
+lab.predict("column-backward", {"collective": None, "bytes": None})
+lab.predict("row-forward", {"collective": None, "bytes": None})
+lab.predict("row-backward", {"collective": None, "bytes": None})
 
 # %% tags=["half-day", "solution"]
 B = 1536 * 64 * 8
-my_collectives = {
-    "column, forward": ("nothing", 0),  # collective, bytes
-    "column, backward": ("all_reduce", 2 * B * 2 // 3),
-    "row, forward": ("all_reduce", 2 * B * 2 // 3),
-    "row, backward": ("nothing", 0),
-}
+lab.predict("column-forward", {"collective": "nothing", "bytes": 0})
+lab.predict("column-backward", {"collective": "all_reduce", "bytes": 2 * B * 2 // 3})
+lab.predict("row-forward", {"collective": "all_reduce", "bytes": 2 * B * 2 // 3})
+lab.predict("row-backward", {"collective": "nothing", "bytes": 0})
 
 # %% tags=["half-day"]
 # %%px
@@ -66,15 +62,6 @@ y, row_forward = sent(lambda: row(inside))
 _, row_backward = sent(lambda: y.sum().backward())
 _, column_backward = sent(lambda: hidden.backward(inside.grad))
 
-# %% tags=["half-day"]
-hints = {"all_reduce": "2 B (N-1)/N, B being the bytes of x.", "nothing": "It is complete already."}
-for name, (collective, count) in my_collectives.items():
-    came_name, came_count = lab.values(name.replace(", ", "_"))[0]
-    print(f"{name}")
-    for what, guess, came in (("collective", collective, came_name), ("bytes", count, came_count)):
-        print(f"  {what}:", end=" ")
-        lab.predict(guess, came, hint=hints[came_name])
-
 # %% [markdown] tags=["half-day"]
 # ## Predict: the groups of a mesh
 #
@@ -82,21 +69,14 @@ for name, (collective, count) in my_collectives.items():
 # belongs to, itself among them, from the lowest to the highest.
 
 # %% tags=["half-day", "stub"]
-groups_of_7 = {"data": None, "pipe": None, "tensor": None}
+lab.predict("groups-of-7", {"data": None, "pipe": None, "tensor": None})
 
 # %% tags=["half-day", "solution"]
-groups_of_7 = {"data": [1, 7], "pipe": [7, 10], "tensor": [6, 7, 8]}
+lab.predict("groups-of-7", {"data": [1, 7], "pipe": [7, 10], "tensor": [6, 7, 8]})
 
 # %% tags=["half-day"]
 from dtlib.lab.lessons.l08 import figures
 
-for axis, guess in groups_of_7.items():
-    groups = figures.groups_of(axis, {"data": 2, "pipe": 2, "tensor": 3})
-    came = next(group for group in groups if 7 in group)
-    print(f"{axis}:", end=" ")
-    lab.predict(guess, came, hint="rank = 6 data + 3 pipe + tensor, and rank 7 is 6 + 0 + 1.")
-
-# %% tags=["half-day"]
 figures.mesh(data=2, pipe=2, tensor=3)
 
 # %% [markdown] tags=["half-day"]

@@ -1,7 +1,26 @@
-"""What an exercise is made of, and what its judge says: shared by all lessons."""
+"""What predictions and exercises are made of, and what a judge says: shared by all lessons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Number
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a learner guesses, and where the answer comes from.
+
+    ``came`` computes the answer, a dict where several are asked for. With parameters it is measured: they are names of
+    the notebook, and the answer is there when a cell has run that assigns the first of them. Where that was a ``%%px``
+    cell, each is the list of what the name is on the ranks. A number is right within the fraction ``tolerance`` of the
+    answer, or ``within`` so much of it. ``kind`` is the type of a guess, or it is one of ``choices``. ``hint`` is shown
+    beside a wrong guess; a dict has one for each answer."""
+
+    came: Callable
+    hint: str | dict = ""
+    tolerance: float = 0.0
+    within: float = 0.0
+    kind: type = Number
+    choices: tuple = ()
 
 
 class Wrong(Exception):

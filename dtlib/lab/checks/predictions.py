@@ -1,23 +1,184 @@
-"""Predictions: a guess before the run, compared with what came."""
+"""Predictions: a guess, compared with what comes, in one cell.
 
+The answers stand with the lessons (``dtlib/lab/lessons/l*/predictions.py``). What can be computed is compared at once.
+What is measured is noted, and compared below the cell that brings the figure:
+
+    lab.predict("gathers-left", 3)            Noted: 3. ...
+    %%px                                      the learner's run; it assigns `gathers`, and this module sees that it did
+    ... gathers = plain_losses(...)           You predicted 3, and it came out as 3: right.
+"""
+
+import symtable
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from inspect import signature
 from numbers import Number
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.lab.checks.kit import Prediction
+from dtlib.world.launch import in_engine
+
+_noted = {}  # name -> guess that waits for its run
+_outcomes = {}  # name -> what became of it, for those who build the notebooks
+_asked_in = [None]  # the number of the cell that was last asked to predict first
 
 
-def predict(guess, came, tolerance: float = 0.0, hint: str = "") -> None:
-    """Compare a prediction with what came.
+def predict(name: str, guess) -> None:
+    """Compare a guess with what comes: at once, or below the cell whose run brings it.
 
     Args:
-        guess: the prediction, a number or any value; None if it has not been made.
-        came: what the run gave.
-        tolerance: how far off a numeric guess may be to count as right, as a fraction of ``came``.
-        hint: what to think about if it was wrong.
+        name: which prediction, as the notebook has it.
+        guess: a number, a text or a list; a dict of them where several are asked for; None as long as there is none.
+            Without a guess nothing is revealed, neither at once nor after the run.
+
+    Raises:
+        DtlibError: for a name that no lesson has, or in a ``%%px`` cell.
     """
-    shown = f"{came:.4g}" if isinstance(came, float) else f"{came}"
-    if guess is None:
-        print("Predict first: replace None by your guess, run that cell, then this one.")
-    elif isinstance(came, Number) and not isinstance(guess, Number):
-        print(f"Predict a number, without quotes: you wrote {guess!r}.")
-    elif guess == came or (tolerance and abs(guess - came) <= tolerance * abs(came)):
-        print(f"You predicted {guess}, and it came out as {shown}: right.")
+    if in_engine():
+        raise DtlibError("lab.predict belongs in a cell without %%px: the guess is yours, and not each rank's.")
+    if name not in predictions():
+        near = get_close_matches(str(name), predictions(), n=1, cutoff=0)[0]
+        raise DtlibError(f"There is no prediction {name!r}: did you mean {near!r}?")
+    prediction = predictions()[name]
+    _noted.pop(name, None)
+    _outcomes[name] = "no guess"
+    if any(value is None for value in _values(guess)):
+        _ask()
+    if all(value is None for value in _values(guess)):
+        return
+    if problem := next(filter(None, (_problem(value, prediction) for value in _values(guess))), None):
+        print(problem)
+        _outcomes[name] = "no answer of its kind"
+    elif runs_first(prediction):
+        _noted[name] = guess
+        _outcomes[name] = "not compared with any run"
+        print(f"Noted: {guess}. It is compared when the next run brings the figure.")
+        if shell := _shell():
+            shell.events.register("post_run_cell", _after_cell)  # which IPython does once only
     else:
-        print(f"You predicted {guess}, and it came out as {shown}. {hint}".rstrip())
+        _compare(name, guess, prediction.came())
+
+
+@cache
+def predictions() -> dict[str, Prediction]:
+    """Those of all lessons, by their names."""
+    found = {}
+    for file in sorted((Path(__file__).parents[1] / "lessons").glob("l*/predictions.py")):
+        of_lesson = import_module(f"dtlib.lab.lessons.{file.parent.name}.predictions").PREDICTIONS
+        assert not found.keys() & of_lesson, f"two lessons have {sorted(found.keys() & of_lesson)}"
+        found |= of_lesson
+    return found
+
+
+def runs_first(prediction: Prediction) -> list[str]:
+    """The names that a run must bring; the cell that assigns the first of them does. None where it is computed."""
+    return list(signature(prediction.came).parameters)
+
+
+def assigns(source: str, name: str) -> bool:
+    """Whether a cell, without its magic, assigns ``name`` outside of functions."""
+    try:
+        names = symtable.symtable(source, "cell", "exec")
+        return name in names.get_identifiers() and names.lookup(name).is_assigned()
+    except SyntaxError:
+        return False
+
+
+def all_right() -> None:
+    """Raise DtlibError unless every prediction that this notebook has asked for came as predicted."""
+    if missed := [f"{name}: {outcome}" for name, outcome in _outcomes.items() if outcome != "right"]:
+        raise DtlibError(f"Not as predicted: {'; '.join(missed)}.")
+
+
+def _shell():
+    from IPython import get_ipython
+
+    return get_ipython()
+
+
+def _values(guess) -> list:
+    return list(guess.values()) if isinstance(guess, dict) else [guess]
+
+
+def _ask() -> None:
+    """Once a cell, however many predictions stand in it."""
+    shell = _shell()
+    if shell is None or _asked_in[0] != shell.execution_count:
+        print("Predict first: replace None by your guess, and run this cell again.")
+    _asked_in[0] = shell and shell.execution_count
+
+
+def _problem(guess, prediction: Prediction) -> str | None:
+    """What is wrong with the kind of a guess, whatever its value."""
+    if guess is None:
+        return None
+    if prediction.choices:
+        wanted = None if guess in prediction.choices else " or ".join(map(repr, prediction.choices))
+    elif prediction.kind is Number:
+        wanted = None if isinstance(guess, Number) and not isinstance(guess, bool) else "a number, without quotes"
+    else:
+        wanted = None if isinstance(guess, prediction.kind) else _KINDS[prediction.kind]
+    return wanted and f"Predict {wanted}: you wrote {guess!r}."
+
+
+_KINDS = {str: "a text, in quotes", list: "a list, such as [0, 1]"}
+
+
+def _after_cell(result) -> None:
+    """Compare the guesses for which this cell has brought the figure; the ranks' names where it ran there."""
+    source = getattr(result.info, "raw_cell", None) or ""
+    if not result.success or not _noted:
+        return
+    on_ranks = source.lstrip().startswith("%%px")
+    code = _shell().transform_cell(source.lstrip().partition("\n")[2] if on_ranks else source)
+    for name, guess in list(_noted.items()):
+        needed = runs_first(predictions()[name])
+        if not assigns(code, needed[0]):
+            continue
+        try:
+            came = predictions()[name].came(*(_value_of(each, on_ranks) for each in needed))
+        except Exception as problem:  # of a cell that the learner has changed; the guess stays noted
+            print(f"Your prediction of {name!r} waits: what ran gave no figure ({type(problem).__name__}: {problem}).")
+            continue
+        del _noted[name]
+        _compare(name, guess, came)
+
+
+def _value_of(name: str, on_ranks: bool):
+    """What a name is in the notebook, or the list of what it is on the ranks."""
+    from dtlib.lab.engines.names import values
+
+    return values(name) if on_ranks else _shell().user_ns[name]
+
+
+def _compare(name: str, guess, came) -> None:
+    prediction = predictions()[name]
+    if isinstance(came, dict) and (not isinstance(guess, dict) or guess.keys() != came.keys()):
+        print(f"Predict a value for each of {', '.join(map(repr, came))}: you wrote {guess!r}.")
+        _outcomes[name] = "no answer of its kind"
+        return
+    answers = came if isinstance(came, dict) else {"": came}
+    guesses = guess if isinstance(came, dict) else {"": guess}
+    outcomes = []
+    for key, one in guesses.items():
+        if one is None:
+            outcomes.append(False)
+            continue
+        outcomes.append(_is_right(one, answers[key], prediction))
+        hint = prediction.hint.get(key, "") if isinstance(prediction.hint, dict) else prediction.hint
+        begin = f"{key}: you" if key != "" else "You"
+        said = f"{begin} predicted {one}, and it came out as {_shown(answers[key])}"
+        print(f"{said}: right." if outcomes[-1] else f"{said}. {hint}".rstrip())
+    _outcomes[name] = "right" if all(outcomes) else f"{guess} was predicted, {came} came"
+
+
+def _shown(came) -> str:
+    return f"{came:.4g}" if isinstance(came, float) else f"{came}"
+
+
+def _is_right(guess, came, prediction: Prediction) -> bool:
+    if not isinstance(came, Number) or not isinstance(guess, Number):
+        return guess == came
+    return guess == came or abs(guess - came) <= max(prediction.within, prediction.tolerance * abs(came))

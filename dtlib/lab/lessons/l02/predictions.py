@@ -1,0 +1,33 @@
+"""Lesson 02: what is predicted in it, and where the answers come from."""
+
+from dtlib import pi
+from dtlib.lab.checks.kit import Prediction
+
+
+def _standard_error(points: int) -> float:
+    return pi.Estimate(points, pi.count_numpy(0, points)).standard_error
+
+
+_SQUARE_ROOT = "The number of points stands under a square root."
+
+PREDICTIONS = {
+    "times-smaller": Prediction(
+        came=lambda more, estimate: estimate.standard_error / more.standard_error,
+        tolerance=0.02,
+        hint="Look at n under the square root.",
+    ),
+    "points-apart": Prediction(
+        came=lambda counts: max(counts) - min(counts),
+        hint="Integers are not rounded.",
+    ),
+    "speed-up-of-four": Prediction(
+        came=lambda seconds: seconds[1] / seconds[4],
+        tolerance=0.25,
+        hint="How many cores are there to run on?",
+    ),
+    # The exercises
+    "error-of-a-million": Prediction(came=lambda: _standard_error(10**6), tolerance=0.1, hint=_SQUARE_ROOT),
+    "points-for-0.004": Prediction(
+        came=lambda: 10**4 * (_standard_error(10**4) / 0.004) ** 2, tolerance=0.1, hint=_SQUARE_ROOT
+    ),
+}

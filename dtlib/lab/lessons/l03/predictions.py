@@ -1,0 +1,72 @@
+"""Lesson 03: what is predicted in it, and where the answers come from."""
+
+from dtlib.lab.checks.kit import Prediction
+from dtlib.theory import collectives as theory
+
+
+def _step_of_a_complete_chunk() -> int:
+    from dtlib.lab import ring
+
+    return next(step.number for step in ring.steps(4) if any(len(chunk) == 4 for chunk in step.held[0]))
+
+
+def _megabytes_of_ring(ranks: int) -> float:
+    return theory.elements_sent_by_the_busiest("all_reduce", "ring", ranks, 120_000_000) / 1e6
+
+
+def _crossing() -> int:
+    """Bytes from which the ring costs less than doubling, on four ranks."""
+
+    def seconds(algorithm, count):
+        return theory.cost("all_reduce", algorithm, 4, count, latency=5e-3, bandwidth=100e6)
+
+    sizes = range(10_000, 10**8, 10_000)
+    return next(n for n in sizes if seconds("ring", n) < seconds("recursive_doubling", n))
+
+
+def _hidden(trace) -> int:
+    """How many all_reduces were under way while something was still computed."""
+    computed = max(event.end for event in trace.events if event.kind == "phase")
+    return sum(event.start < computed for event in trace.events if event.name == "all_reduce")
+
+
+_RING = "2 (N-1) steps, in each of them an N-th of the array."
+
+PREDICTIONS = {
+    "chunk-of-rank-1": Prediction(came=lambda: 2 + 4, hint="Rank 1 gets chunk 1: the second number of each rank."),
+    "naive-and-tree": Prediction(
+        came=lambda: {
+            "messages, naive": theory.messages("all_reduce", "naive", 8),
+            "messages, tree": theory.messages("all_reduce", "tree", 8),
+            "rounds, naive": theory.rounds("all_reduce", "naive", 8),
+            "rounds, tree": theory.rounds("all_reduce", "tree", 8),
+        },
+        hint={
+            "messages, naive": "Seven ranks send up, seven get an answer.",
+            "messages, tree": "Seven ranks send up, seven get an answer.",
+            "rounds, naive": "One at a time.",
+            "rounds, tree": "Up log2 8, down log2 8.",
+        },
+    ),
+    "steps-until-complete": Prediction(came=_step_of_a_complete_chunk, hint="Look for `all` in the picture."),
+    "megabytes-of-a-ring": Prediction(
+        came=lambda: {ranks: _megabytes_of_ring(ranks) for ranks in (4, 1000)}, tolerance=0.01, hint=_RING
+    ),
+    "rounds-of-doubling": Prediction(
+        came=lambda: {ranks: theory.rounds("all_reduce", "recursive_doubling", ranks) for ranks in (4, 6, 1024)},
+        hint="log2, and 2 more where N is no power of two.",
+    ),
+    "crossing": Prediction(came=_crossing, tolerance=0.1, hint="2 α + 2 n β = 6 α + 1.5 n β: n = 8 α / β."),
+    "hidden-all-reduces": Prediction(
+        came=lambda overlap: _hidden(overlap[0]), hint="Behind the last one there is nothing left to compute."
+    ),
+    # The exercises
+    "tree-broadcast": Prediction(
+        came=lambda: {
+            "messages": theory.messages("broadcast", "tree", 8),
+            "rounds": theory.rounds("broadcast", "tree", 8),
+        },
+        hint="Every rank but the root receives it once; the number of ranks that have it doubles.",
+    ),
+    "bytes-of-a-ring": Prediction(came=lambda sent_bytes: sent_bytes[0], hint=_RING),
+}

@@ -1,0 +1,35 @@
+"""Lesson 05: what is predicted in it, and where the answers come from."""
+
+from dtlib.lab.checks.kit import Prediction
+from dtlib.training.rates import linear_rule, square_root_rule
+
+_RULES = ("no scaling", "square root", "linear")
+
+
+def _by_rule(rate: float, batch: int, base_batch: int) -> dict[str, float]:
+    return {"linear": linear_rule(rate, batch, base_batch), "square root": square_root_rule(rate, batch, base_batch)}
+
+
+def _lowest(errors: dict) -> dict[int, str]:
+    """Of a run's test errors, keyed by batch and rule, the rule with the lowest mean; equal numbers of seeds."""
+    return {batch: min(_RULES, key=lambda rule: sum(errors[batch, rule])) for batch in (256, 512)}
+
+
+PREDICTIONS = {
+    "steps-of-an-epoch": Prediction(
+        came=lambda: {ranks: 1280 / (16 * ranks) for ranks in (1, 32)},
+        hint="Images over batch; the batch is 16 a rank.",
+    ),
+    "rates-at-256": Prediction(came=lambda: _by_rule(0.02, 256, 16), tolerance=1e-9, hint="k is 256 / 16."),
+    "lowest-error": Prediction(came=_lowest, choices=_RULES, hint="Look at the figure again."),
+    "failed-at-512": Prediction(
+        came=lambda counts: counts[512, "linear"][0], within=5, hint="Count the dots above 20 %."
+    ),
+    # The exercises
+    "rates-on-128-ranks": Prediction(
+        came=lambda: _by_rule(0.1, 128 * 32, 8 * 32),
+        tolerance=1e-9,
+        hint="k is the new batch over the old one, each over all ranks.",
+    ),
+    "warm-up-steps": Prediction(came=lambda: 5 * 1_228_800 // (128 * 32), hint="A step takes the batch of all ranks."),
+}

@@ -1,0 +1,58 @@
+"""Lesson 06: what is predicted in it, and where the answers come from."""
+
+from dtlib.lab.checks.kit import Prediction
+from dtlib.theory.zero import GB, GIB, zero_bytes
+
+_KINDS = ("parameters", "gradients", "optimizer")
+_LARGE = 7_500_000_000  # parameters
+
+
+def _states(ranks: int, stage: int) -> int:
+    return sum(zero_bytes(_LARGE, ranks, stage).values())
+
+
+def _bytes_a_parameter(held: dict, stage: int) -> float:
+    """Of the counted lines of each stage."""
+    parameters = held[0]["parameters"] // 2  # 16 bits each
+    states = ("parameters", "gradients", "master_weights", "optimizer_states")
+    return sum(held[stage][line] for line in states) / parameters
+
+
+def _held_at(stage: int) -> Prediction:
+    hints = {kind: f"Does stage {stage} share out {kind}? 4 bytes a number; Adam keeps two." for kind in _KINDS}
+    return Prediction(
+        came=lambda held_at: dict(zip(_KINDS, held_at[0][stage], strict=True)), tolerance=1e-3, hint=hints
+    )
+
+
+PREDICTIONS = {
+    "gigabytes-a-rank": Prediction(
+        came=lambda: _states(64, stage=0) / GB, hint="16 bytes a parameter, and all of them on every rank."
+    ),
+    "bytes-of-stage-1": Prediction(
+        came=lambda sent_by_stage_1, sent_by_data_parallelism: round(
+            sent_by_stage_1[0] / sent_by_data_parallelism[0], 2
+        ),
+        hint="A ring is a reduce_scatter, then an all_gather.",
+    ),
+    "gathers-left": Prediction(came=lambda gathers: gathers[0], hint="Whole in the backward pass already."),
+    "bytes-at-stage-2": Prediction(
+        came=lambda lines_of: _bytes_a_parameter(lines_of[0], stage=2), tolerance=1e-3, hint="2 + (2 + 12) / 4."
+    ),
+    "units-of-stage-3": Prediction(
+        came=lambda units_sent: round(float(units_sent[3][3]), 2), hint="Gather, gather, reduce."
+    ),
+    "units-of-four-micro-batches": Prediction(
+        came=lambda units_of_four: round(float(units_of_four[2][3]), 2), hint="Four reduce_scatters, one all_gather."
+    ),
+    "gathered-in-order": Prediction(came=lambda order: order, kind=str, hint="Forward, then in reverse."),
+    "factor-on-states": Prediction(
+        came=lambda first, cases: cases["mixed precision"][1] / first[1], hint="2 + 2 + 4 + 8 is 16 as well."
+    ),
+    "stage-that-fits": Prediction(
+        came=lambda: next(stage for stage in range(4) if _states(64, stage) <= 24 * GIB),
+        hint="Look at the table in GiB.",
+    ),
+    # The exercises
+    **{f"held-at-stage-{stage}": _held_at(stage) for stage in range(4)},
+}

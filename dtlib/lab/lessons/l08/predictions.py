@@ -1,0 +1,89 @@
+"""Lesson 08: what is predicted in it, and where the answers come from."""
+
+from dtlib.lab.checks.kit import Prediction
+
+
+def _incomplete(complete: dict[str, bool]) -> str:
+    return next(name for name, right in complete.items() if not right)
+
+
+def _groups_with(rank: int, **shape: int) -> dict[str, list[int]]:
+    from dtlib.lab.lessons.l08.figures import groups_of
+
+    return {axis: next(group for group in groups_of(axis, shape) if rank in group) for axis in shape}
+
+
+def _sent(came) -> Prediction:
+    """A collective and its bytes, as the exercise takes them from the trace on each rank."""
+    return Prediction(
+        came=came,
+        kind=object,
+        hint={
+            "collective": "Who has only a summand, and who a slice?",
+            "bytes": "2 B (N-1)/N for an all_reduce, B being the bytes of x.",
+        },
+    )
+
+
+def _of_rank_0(seen: list) -> dict:
+    return dict(zip(("collective", "bytes"), seen[0], strict=True))
+
+
+_CUTS = ("columns", "rows")
+
+PREDICTIONS = {
+    "needs-all-reduce": Prediction(
+        came=lambda complete: _incomplete(complete[0]),
+        choices=_CUTS,
+        hint="Which of the products is only one summand of Y?",
+    ),
+    "needs-it-backward": Prediction(
+        came=lambda complete_backward: _incomplete(complete_backward[0]),
+        choices=_CUTS,
+        hint="X went to all ranks: from all comes its gradient.",
+    ),
+    "all-reduces-of-a-pair": Prediction(
+        came=lambda calls: len(calls), hint="g in the forward pass, f in the backward pass."
+    ),
+    "wrong-without-f": Prediction(
+        came=lambda wrong: " and ".join(wrong[0]),
+        choices=("Z", "A", "B", "X"),
+        hint="Who adds up what came of X?",
+    ),
+    "percent-held": Prediction(came=lambda percent: percent, tolerance=0.1, hint="A quarter, and what nobody cuts."),
+    "numbers-a-token": Prediction(
+        came=lambda given, tokens: (given - 4) // tokens,
+        hint="The largest logit; the sum of exponentials; the logit of the target.",
+    ),
+    "averages-with-3": Prediction(
+        came=lambda groups: groups[3]["data"], kind=list, hint="Whoever has the same shard of the model."
+    ),
+    "busiest-axis": Prediction(
+        came=lambda in_a_step: max(in_a_step, key=in_a_step.get),
+        choices=("data", "pipe", "tensor"),
+        hint="Four all_reduces a layer and micro-batch; one a step; two messages a micro-batch.",
+    ),
+    "partners-of-5": Prediction(
+        came=lambda: {axis: sum(group) - 5 for axis, group in _groups_with(5, data=2, pipe=2, tensor=2).items()},
+        hint="rank = 4 data + 2 pipe + tensor.",
+    ),
+    "times-stage-1": Prediction(
+        came=lambda reduced: reduced[2] / reduced[1],
+        hint="Stage 2 keeps no whole gradients to add up: it reduces after every micro-batch.",
+    ),
+    "all-reduces-in-the-graph": Prediction(
+        came=lambda exchanges: sum(text.startswith("all_reduce") for text in exchanges),
+        hint="One a mark, however many replicas.",
+    ),
+    "sum-over-replicas": Prediction(came=lambda sums: int(sums[0, 0]), hint="Together they have all of them."),
+    # The exercises
+    "column-forward": _sent(lambda column_forward: _of_rank_0(column_forward)),
+    "column-backward": _sent(lambda column_backward: _of_rank_0(column_backward)),
+    "row-forward": _sent(lambda row_forward: _of_rank_0(row_forward)),
+    "row-backward": _sent(lambda row_backward: _of_rank_0(row_backward)),
+    "groups-of-7": Prediction(
+        came=lambda: _groups_with(7, data=2, pipe=2, tensor=3),
+        kind=list,
+        hint="rank = 6 data + 3 pipe + tensor, and rank 7 is 6 + 0 + 1.",
+    ),
+}

@@ -1,0 +1,224 @@
+"""Predictions: what a guess is told, when it is compared, and that no learner's notebook gives an answer away."""
+
+import ast
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+from dtlib.errors import DtlibError
+from dtlib.lab import build
+from dtlib.lab.checks import predictions
+from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
+from tests.conftest import ROOT
+
+SOURCES = build.sources(ROOT)
+PLANTED = {
+    "ten": Prediction(came=lambda: 10.0, tolerance=0.1, hint="Two hands."),
+    "which": Prediction(came=lambda: "rows", choices=("rows", "columns"), hint="A summand."),
+    "group": Prediction(came=lambda: [1, 3], kind=list),
+    "rounds": Prediction(came=lambda: {4: 2, 6: 4}, hint={6: "And 2 more."}),
+    "count": Prediction(came=lambda found: sum(found), within=1, hint="One a rank."),
+    "times": Prediction(came=lambda after, before: after / before),
+}
+
+
+class Shell:
+    """As much of IPython as predictions ask for: names, and callbacks after a cell."""
+
+    def __init__(self):
+        self.user_ns, self.execution_count, self.callbacks = {}, 0, []
+        self.events = SimpleNamespace(register=self.register)
+        self.transform_cell = lambda source: source
+
+    def register(self, event, callback):
+        assert event == "post_run_cell"
+        if callback not in self.callbacks:
+            self.callbacks.append(callback)
+
+    def run(self, source, success=True):
+        self.execution_count += 1
+        if not source.startswith("%%px"):
+            exec(source, {"predict": predict}, self.user_ns)
+        for callback in self.callbacks:
+            callback(SimpleNamespace(success=success, info=SimpleNamespace(raw_cell=source)))
+
+
+@pytest.fixture
+def shell(monkeypatch):
+    shell = Shell()
+    monkeypatch.setattr(predictions, "_shell", lambda: shell)
+    monkeypatch.setattr(predictions, "predictions", lambda: PLANTED)
+    monkeypatch.setattr(predictions, "_noted", {})
+    monkeypatch.setattr(predictions, "_outcomes", {})
+    monkeypatch.setattr(predictions, "_asked_in", [None])
+    return shell
+
+
+@pytest.mark.parametrize("name,guess,words", [
+    ("ten", None, "Predict first"), ("ten", 10, "You predicted 10, and it came out as 10: right."),
+    ("ten", 9.5, "right"),
+    ("ten", 12, "came out as 10. Two hands."), ("ten", "10", "Predict a number, without quotes: you wrote '10'."),
+    ("ten", True, "a number, without quotes"), ("which", "rows", "right"), ("which", "columns", "A summand."),
+    ("which", "row", "Predict 'rows' or 'columns': you wrote 'row'."), ("group", [1, 3], "right"),
+    ("group", 1, "Predict a list, such as [0, 1]: you wrote 1."),
+    ("rounds", {4: 2, 6: 2}, "6: you predicted 2, and it came out as 4. And 2 more."),
+    ("rounds", 4, "for each of 4, 6: you wrote 4"), ("rounds", {4: 2}, "for each of 4, 6"),
+    ("rounds", {4: None, 6: None}, "Predict first"), ("rounds", {4: None, 6: "4"}, "without quotes"),
+])  # fmt: skip
+def test_what_a_guess_is_told_at_once(shell, capsys, name, guess, words):
+    predict(name, guess)
+    said = capsys.readouterr().out
+    assert words in said
+    assert "right" not in words or "Two hands" not in said, "a hint is for who was wrong"
+    values = guess.values() if isinstance(guess, dict) else [guess]
+    assert None not in values or "came" not in said, "without a guess nothing is revealed"
+
+
+def test_a_name_that_no_lesson_has_and_a_cell_on_the_ranks_are_refused(shell, monkeypatch):
+    with pytest.raises(DtlibError, match="There is no prediction 'roundz': did you mean 'rounds'"):
+        predict("roundz", 1)
+    monkeypatch.setattr(predictions, "in_engine", lambda: True)
+    with pytest.raises(DtlibError, match="without %%px"):
+        predict("ten", 10)
+
+
+def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys, monkeypatch):
+    monkeypatch.setattr(import_module("dtlib.lab.engines.names"), "values", lambda name: {"found": [1, 1, 1]}[name])
+    said = lambda: capsys.readouterr().out  # noqa: E731
+    shell.run("predict('count', 5)")
+    assert said() == "Noted: 5. It is compared when the next run brings the figure.\n"
+    with pytest.raises(DtlibError, match="count: not compared with any run"):
+        all_right()
+    shell.run("%%px\ndef f():\n    found = [1]\nprint(found)")  # another's name, and a use of it
+    shell.run("%%px\nfound = [1]", success=False)
+    assert said() == ""
+    shell.run("%%px\nfound, other = [1], 2")  # of the ranks
+    assert said() == "You predicted 5, and it came out as 3. One a rank.\n"
+    with pytest.raises(DtlibError, match="count: 5 was predicted, 3 came"):
+        all_right()
+    shell.run("%%px\nfound = [1]")
+    assert said() == "", "a guess is compared once"
+    shell.run("predict('count', 2)")
+    shell.run("found = 4")
+    assert "waits: what ran gave no figure (TypeError" in said()
+    shell.run("found = [1, 2]")  # of the notebook
+    assert said() == "You predicted 2, and it came out as 3: right.\n"
+    shell.run("predict('times', 4)")
+    shell.run("before = 2")
+    assert said().startswith("Noted: 4.")
+    shell.run("after = 8")
+    assert said() == "You predicted 4, and it came out as 4: right.\n"
+    all_right()
+
+
+def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
+    shell.run("predict('count', 3)")
+    shell.run("predict('count', None)\npredict('ten', None)")  # taken back
+    assert capsys.readouterr().out.count("Predict first: replace None by your guess, and run this cell again.") == 1
+    shell.run("found = [1, 1, 1]")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(DtlibError, match="count: no guess; ten: no guess"):
+        all_right()
+
+
+def code_of(source, version, track=None):
+    cells = [cell for cell in build.notebook(source, version).cells if cell.cell_type == "code"]
+    return [cell.source for cell in cells if track is None or track in cell.metadata.get("tags", [])]
+
+
+def without_magic(cell):
+    lines = cell.partition("\n")[2] if cell.startswith("%%px") else cell
+    return "\n".join(line for line in lines.splitlines() if not line.startswith("%"))
+
+
+def guesses_in(cell):
+    """Name -> syntax of the guess, for each prediction of a cell."""
+    calls = [node for node in ast.walk(ast.parse(without_magic(cell))) if isinstance(node, ast.Call)]
+    found = [call for call in calls if ast.unparse(call.func) == "lab.predict"]
+    assert all(len(call.args) == 2 and not call.keywords for call in found), cell
+    return {call.args[0].value: call.args[1] for call in found}
+
+
+def is_open(guess):
+    values = guess.values if isinstance(guess, ast.Dict) else [guess]
+    return all(isinstance(value, ast.Constant) and value.value is None for value in values)
+
+
+def hints_of(prediction):
+    return [
+        hint for hint in (prediction.hint.values() if isinstance(prediction.hint, dict) else [prediction.hint]) if hint
+    ]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
+    known, cells = predictions.predictions(), code_of(source, "learner")
+    text = " ".join(
+        " ".join(cell.source.replace("\n", " ") for cell in build.notebook(source, "learner").cells).split()
+    )
+    asked = {name: guess for cell in cells for name, guess in guesses_in(cell).items()}
+    solved = {name: guess for cell in code_of(source, "solved") for name, guess in guesses_in(cell).items()}
+    assert asked.keys() == solved.keys() <= known.keys()
+    for name, guess in asked.items():
+        assert is_open(guess), f"{name} has a guess in the learner's notebook"
+        assert not is_open(solved[name]), f"{name} has none in the solution"
+        assert hints_of(known[name]), f"{name} has no hint"
+        for hint in hints_of(known[name]):
+            assert hint not in text, f"{name}: the notebook says its hint: {hint}"
+    names = {name for each in asked for name in runs_first(known[each])}
+    lists = {ast.unparse(node) for guess in solved.values() for node in ast.walk(guess) if isinstance(node, ast.List)}
+    for cell in cells:
+        for node in ast.walk(ast.parse(without_magic(cell))):
+            assert not (isinstance(node, ast.List) and ast.unparse(node) in lists), f"the answer stands in {cell}"
+            if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+                sides = [node.test.left, *node.test.comparators]
+                measured = any(isinstance(side, ast.Name) and side.id in names for side in sides)
+                literal = any(isinstance(side, (ast.Constant, ast.List, ast.Tuple)) for side in sides)
+                assert not (measured and literal), f"the answer stands in {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("track", [None, *build.TRACKS])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_one_cell_below_the_question_brings_the_figure(source, track):
+    cells = code_of(source, "solved", track)
+    for at, cell in enumerate(cells):
+        for name in guesses_in(cell):
+            if needed := runs_first(predictions.predictions()[name]):
+                brings = [number for number, other in enumerate(cells) if assigns(without_magic(other), needed[0])]
+                assert len(brings) == 1 and brings[0] > at, f"{name}: `{needed[0]}` is assigned in cells {brings}"
+
+
+def test_every_prediction_is_asked_for_once():
+    asked = [name for source in SOURCES for cell in code_of(source, "learner") for name in guesses_in(cell)]
+    assert sorted(asked) == sorted(predictions.predictions())
+
+
+def test_what_is_computed_is_what_the_solution_says():
+    for source in SOURCES:
+        for cell in code_of(source, "solved"):
+            for name, guess in guesses_in(cell).items():
+                prediction = predictions.predictions()[name]
+                try:
+                    guess = ast.literal_eval(guess)
+                except ValueError:
+                    continue  # made of names; the build judges it
+                if not runs_first(prediction):
+                    predictions._compare(name, guess, prediction.came())
+                    assert predictions._outcomes[name] == "right", predictions._outcomes[name]
+
+
+def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
+    import nbformat
+    from nbclient.exceptions import CellExecutionError
+
+    for guess, refused in ((28, False), (27, True), (None, True)):
+        cell = nbformat.v4.new_code_cell(f"from dtlib import lab\nlab.predict('sum-for-eight', {guess})")
+        book = nbformat.v4.new_notebook(cells=[cell])
+        if refused:
+            with pytest.raises(CellExecutionError, match="Not as predicted: sum-for-eight"):
+                build.execute(book, tmp_path, refuse=True)
+        else:
+            build.execute(book, tmp_path, refuse=True)
+            assert len(book.cells) == 1 and "right" in book.cells[0].outputs[0]["text"]
