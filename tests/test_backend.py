@@ -418,6 +418,7 @@ def test_a_step_that_is_stopped(world):
 
     both(world)
     group = dist.new_group(backend="dtlib", timeout=timedelta(seconds=30))
+    old = []  # what holds a module must not keep it at work
     told, waiting.notice, waiting.NOTICE_SECONDS = [], lambda said: told.append(said), 0.5
     try:
         for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
@@ -438,6 +439,7 @@ def test_a_step_that_is_stopped(world):
             with pytest.raises(dtlib.DtlibError, match="wrap the model anew"):
                 model(x)
             del told[:]
+            old.append(model)
             model = DistributedDataParallel(model.module, process_group=group, **options)
             trained(model)
             assert len({tuple(p.flatten().tolist()) for p in gathered(world, next(model.parameters()))}) == 1

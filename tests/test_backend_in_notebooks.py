@@ -19,8 +19,8 @@ x = torch.ones(4, 3)
 print(dist.get_world_size())
 """
 LEAVES_EARLY = """%%px
-for step in range(3):
-    if rank == 1 and step == 1: break
+for step in range(4):
+    if rank == 1 and step == 2: break
     model(x).sum().backward()
 """
 ANEW = """%%px
