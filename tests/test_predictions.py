@@ -20,6 +20,7 @@ PLANTED = {
     "group": Prediction(came=lambda: [1, 3], kind=list),
     "rounds": Prediction(came=lambda: {4: 2, 6: 4}, hint={6: "And 2 more."}),
     "count": Prediction(came=lambda found: sum(found), within=1, hint="One a rank."),
+    "speed": Prediction(came=lambda: 1.4, of_this_computer=True),
     "times": Prediction(came=lambda after, before: after / before),
 }
 
@@ -110,7 +111,9 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     assert said().startswith("Noted: 4.")
     shell.run("after = 8")
     assert said() == "You predicted 4, and it came out as 4: right.\n"
-    all_right()
+    predict("speed", 2)
+    assert "came out as 1.4." in said()
+    all_right()  # a speed of this computer is no mistake of a solution
 
 
 def test_without_a_guess_a_run_reveals_nothing(shell, capsys):

@@ -171,7 +171,8 @@ def _compare(name: str, guess, came) -> None:
         begin = f"{key}: you" if key != "" else "You"
         said = f"{begin} predicted {one}, and it came out as {_shown(answers[key])}"
         print(f"{said}: right." if outcomes[-1] else f"{said}. {hint}".rstrip())
-    _outcomes[name] = "right" if all(outcomes) else f"{guess} was predicted, {came} came"
+    settled = all(outcomes) or prediction.of_this_computer
+    _outcomes[name] = "right" if settled else f"{guess} was predicted, {came} came"
 
 
 def _shown(came) -> str:

@@ -24,6 +24,7 @@ PREDICTIONS = {
         came=lambda seconds: seconds[1] / seconds[4],
         tolerance=0.25,
         hint="How many cores are there to run on?",
+        of_this_computer=True,
     ),
     # The exercises
     "error-of-a-million": Prediction(came=lambda: _standard_error(10**6), tolerance=0.1, hint=_SQUARE_ROOT),
