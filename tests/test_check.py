@@ -5,7 +5,7 @@ import pytest
 
 from dtlib import pi
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.kit import Verdict
+from dtlib.lab.checks.exercise import Verdict
 from dtlib.lab.checks.registry import EXERCISES, HOMES
 from dtlib.lab.checks.rendering import html
 from dtlib.lab.lessons.l03.judge_hangs import HANGS
@@ -50,7 +50,7 @@ def test_a_judge_that_fails_is_told_on_all_ranks(world):
 
 
 def test_a_first_sum_that_nobody_has_computed_is_told():
-    from dtlib.lab.checks.kit import Wrong
+    from dtlib.lab.checks.exercise import Wrong
     from dtlib.lab.lessons.l00.judge_sum import judge_total
 
     with pytest.raises(Wrong) as wrong:
@@ -234,7 +234,7 @@ class BucketsOfTheLibrary(buckets_wrong.Right):
     """The small first bucket of the library, under way all at once, and views instead of copies."""
 
     def average_gradients(self, samples):
-        from dtlib.gradients.flat import FlatBuffer, buckets_of
+        from dtlib.gradients.buckets import FlatBuffer, buckets_of
 
         weight, parameters, handles = self.weight(samples), self.parameters(), []
         for numbers in buckets_of(parameters, self.bucket_bytes, self.bucket_bytes):

@@ -9,7 +9,7 @@ import pytest
 from dtlib.errors import DtlibError
 from dtlib.lab import build
 from dtlib.lab.checks import predictions
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
 from tests.conftest import ROOT
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dtlib.checkpoint.folder import CheckpointError
-from dtlib.gradients.flat import Shards, Slice
+from dtlib.gradients.buckets import Shards, Slice
 
 # The counters in the states of torch's optimizers: one number a parameter, even if that has one element itself.
 COUNTERS = ("step", "eta", "mu", "mu_product")

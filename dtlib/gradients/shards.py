@@ -11,7 +11,7 @@ import torch
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree
-from dtlib.gradients.flat import FlatBuffer, Shards
+from dtlib.gradients.buckets import FlatBuffer, Shards
 
 
 class GradientShard:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtlib.gradients.flat import FlatBuffer, buckets_of
+from dtlib.gradients.buckets import FlatBuffer, buckets_of
 
 COMM_OPS = {"sum": "sum", "average": "sum", "min": "min", "max": "max", "product": "prod"}
 

@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.training.other_keys import INERT, MUST_BE_OFF, is_off
+from dtlib.training.deepspeed_keys import INERT, MUST_BE_OFF, is_off
 
 
 class ConfigError(DtlibError):
@@ -120,7 +120,7 @@ OFFLOAD_DEVICES = ("none", "cpu")
 def read(config, ranks: int, rank: int = 0) -> Config:
     """A checked ``Config`` from a dictionary or the path of a JSON file, for this number of ranks.
 
-    Rank 0 warns once of all keys that change nothing here (other_keys.py).
+    Rank 0 warns once of all keys that change nothing here (deepspeed_keys.py).
 
     Raises:
         ConfigError: one sentence with the key, the value and what would be right.

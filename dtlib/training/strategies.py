@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.flat import MEBIBYTE
+from dtlib.gradients.buckets import MEBIBYTE
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer, is_elementwise

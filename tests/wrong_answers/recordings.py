@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtlib.lab.checks.kit import Problem
+from dtlib.lab.checks.exercise import Problem
 
 FOLDER = Path(__file__).parent / "recorded"
 CLASSES = {kind.__name__: kind for kind in (Problem,)}

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab.checks import rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
-from dtlib.lab.checks.kit import Exercise, Problem, Verdict, Wrong
+from dtlib.lab.checks.exercise import Exercise, Problem, Verdict, Wrong
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.world.launch import in_engine
 

@@ -17,7 +17,7 @@ from numbers import Number
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 from dtlib.world.launch import in_engine
 
 _noted = {}  # name -> guess that waits for its run

@@ -6,7 +6,7 @@ Plausible wrong answers stand in ``tests/wrong_answers``; the tests prove that e
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from dtlib.lab.checks.kit import Exercise
+from dtlib.lab.checks.exercise import Exercise
 
 HOMES = {
     "first-sum": "dtlib.lab.lessons.l00.judge_sum",

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from dtlib.lab.checks.kit import Verdict
+from dtlib.lab.checks.exercise import Verdict
 
 PASSED, NOT_YET = "#009E73", "#D55E00"  # of the ranks' palette (lab/colours.py), which all eyes can tell apart
 

@@ -19,7 +19,7 @@ from torch import nn
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, progress_for
-from dtlib.gradients.flat import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.world import init

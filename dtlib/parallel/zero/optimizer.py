@@ -28,13 +28,13 @@ from torch import nn, optim
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
-from dtlib.gradients.flat import FIRST_BUCKET, MEBIBYTE, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
 from dtlib.parallel.zero.arguments import check_arguments
-from dtlib.parallel.zero.bucket import ShardedBucket, names_of
+from dtlib.parallel.zero.sharded_bucket import ShardedBucket, names_of
 from dtlib.parallel.zero.state import load_state, settings_of, whole_state
 from dtlib.world import init
 

@@ -1,6 +1,6 @@
 """Lesson 00: the sum of all ranks, on every rank."""
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 
 def observe_total(total, comm):

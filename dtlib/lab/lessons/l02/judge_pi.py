@@ -4,7 +4,7 @@ import math
 from contextlib import contextmanager
 
 from dtlib import pi
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
 SLICE_HINT = "pi.slice_of(points, comm.rank, comm.size) gives the first point of this rank and one past its last."

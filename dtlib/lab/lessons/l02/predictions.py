@@ -1,7 +1,7 @@
 """Lesson 02: what is predicted in it, and where the answers come from."""
 
 from dtlib import pi
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 
 
 def _standard_error(points: int) -> float:

@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 SECONDS = 2
 

@@ -2,7 +2,7 @@
 
 import time
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 POINT_TO_POINT = ("send", "recv")
 LONG = 5000

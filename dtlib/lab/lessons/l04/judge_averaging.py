@@ -1,6 +1,6 @@
 """Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.lessons.l04.judge_cost import TIED, judge_cost
 from dtlib.lab.lessons.l04.observe_averaging import (
     EVEN,

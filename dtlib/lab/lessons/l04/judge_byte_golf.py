@@ -3,7 +3,7 @@
 import time
 from contextlib import contextmanager
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 GOAL = 0.95  # accuracy
 SLOWEST = 30  # seconds

@@ -1,6 +1,6 @@
 """Averaged gradients, judged by what is reduced: how many bytes, and in how many buckets of which size."""
 
-from dtlib.lab.checks.kit import Wrong
+from dtlib.lab.checks.exercise import Wrong
 from dtlib.lab.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
 
 SMALL_OPERATIONS = 3  # by which ranks may tell one another their samples
@@ -17,7 +17,7 @@ def trained(model: str):
 
 def most_calls(model: str, cap: int) -> int:
     """Buckets of ``cap`` bytes that are filled one after the other, in either order."""
-    from dtlib.gradients.flat import buckets_of
+    from dtlib.gradients.buckets import buckets_of
 
     class Sized:
         dtype = device = None

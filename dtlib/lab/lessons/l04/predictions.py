@@ -1,6 +1,6 @@
 """Lesson 04: what is predicted in it, and where the answers come from."""
 
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 
 
 def _hidden(timeline) -> int:

@@ -2,7 +2,7 @@
 
 import math
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 RATE, MOMENTUM = 0.02, 0.9  # of the mend
 OURS = ("lr", "momentum")

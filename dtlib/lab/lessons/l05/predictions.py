@@ -1,6 +1,6 @@
 """Lesson 05: what is predicted in it, and where the answers come from."""
 
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 from dtlib.training.rates import linear_rule, square_root_rule
 
 _RULES = ("no scaling", "square root", "linear")

@@ -1,8 +1,8 @@
 """Lesson 06: Adam whose states are shared out, judged by values, by bytes sent, and by what is held."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, beside, nbytes
-from dtlib.lab.checks.kit import Exercise, Wrong
 
 STEPS = 3
 SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # all of them matter

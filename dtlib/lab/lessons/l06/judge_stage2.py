@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lab.checks.kit import Exercise, Wrong
 from dtlib.lab.lessons.l06.judge_adam import length_of, loss_of, make_batch, own_shard
 
 SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long

@@ -1,8 +1,8 @@
 """Lesson 06: a layer that is whole only while it computes, and a large model that must fit, judged by the formulas."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lab.checks.kit import Exercise, Wrong
 from dtlib.lab.lessons.l06.judge_adam import attempt, judge_errors, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 

@@ -1,6 +1,6 @@
 """Lesson 06: what is predicted in it, and where the answers come from."""
 
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 from dtlib.theory.zero import GB, GIB, zero_bytes
 
 _KINDS = ("parameters", "gradients", "optimizer")

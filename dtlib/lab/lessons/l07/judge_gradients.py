@@ -1,6 +1,6 @@
 """The gradient of a stage as a sum of those of the micro-batches: how much of each is in it, and how much should be."""
 
-from dtlib.lab.checks.kit import Wrong
+from dtlib.lab.checks.exercise import Wrong
 from dtlib.lab.lessons.l07.observe_stages import Reference, reference
 
 

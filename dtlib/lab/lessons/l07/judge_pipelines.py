@@ -1,6 +1,6 @@
 """Lesson 07: steps of a pipeline, judged by values, by who does what when, by messages, and by what autograd keeps."""
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.lessons.l07.judge_gradients import backwards_of, judge_values
 from dtlib.lab.lessons.l07.observe_stages import LONG, make_batch, observe_batch, observe_microbatches, reference, width
 from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate

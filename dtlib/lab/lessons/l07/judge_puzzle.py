@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.schedule import Action, ScheduleError, draw, peak_activations, simulate, validate
 
 STAGES, MICROBATCHES = 4, 8

@@ -1,6 +1,6 @@
 """Lesson 07: what is predicted in it, and where the answers come from."""
 
-from dtlib.lab.checks.kit import Prediction
+from dtlib.lab.checks.exercise import Prediction
 from dtlib.schedule import gpipe, one_f_one_b, simulate
 
 

@@ -1,7 +1,7 @@
 """Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
 FLAGS = 64  # bytes that may travel beside

@@ -2,7 +2,7 @@
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.equality import same
-from dtlib.lab.checks.kit import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # samples of a replica in a step
 RATE = 0.5

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
-from dtlib.gradients.flat import FlatBuffer, Shards
+from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import ShardedGradient
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import GradientShard

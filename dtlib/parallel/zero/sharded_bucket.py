@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dtlib.errors import DtlibError
-from dtlib.gradients.flat import FlatBuffer, Shards
+from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import UnaveragedGradient
 from dtlib.gradients.shards import GradientShard, check_dense
 
