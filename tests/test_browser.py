@@ -19,7 +19,7 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update"),
 ]
 ANSWERS = {
-    "sum_for_eight = None": "sum_for_eight = 28",
+    '"sum-for-eight", None': '"sum-for-eight", 28',
     "# your line here": "world.comm.all_reduce(total)",
 }
 FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
@@ -107,6 +107,13 @@ def open_notebook(page, address: str, file) -> int:
     return count
 
 
+def write_notebook(file, sources) -> None:
+    """A notebook of these cells, in place of lesson 00."""
+    book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
+    book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(book, file)
+
+
 def picture(page, name: str) -> None:
     if SCREENSHOTS:
         page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
@@ -146,10 +153,8 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder):
         "%%px\nif world.rank == 1: 1 / 0\nworld.comm.barrier()",
         "%%px\nprint(lives_on",
     ]
-    book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
-    book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
     file = course_folder / FIRST_NOTEBOOK
-    nbformat.write(book, file)
+    write_notebook(file, sources)
     open_notebook(page, address, file)
     assert "Run lab.engines(4) first" in Cell(page, 0).wait()
     assert "process id" in Cell(page, 1).wait()
@@ -222,3 +227,64 @@ def test_lesson_00_cell_by_cell(page, address):
     assert len(re.findall(r"rank \d \| tensor\(6\)", text)) == 8  # once more, after the hang and dtlib.reset()
     assert re.search(r"rank 0 \| pi = 3\.14\d+, give or take 0\.0005", text)
     assert page.locator(".jp-Notebook .jp-OutputArea-output img").count() == 1  # the darts
+
+
+TORCHS_DDP = """%%px
+import os, torch, dtlib.backend
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("dtlib")
+rank = dist.get_rank()
+model = DistributedDataParallel(nn.Linear(3, 2))
+x = torch.ones(4, 3)
+print(dist.get_world_size())
+"""
+LEAVES_EARLY = """%%px
+for step in range(4):
+    if rank == 1 and step == 2: break
+    model(x).sum().backward()
+"""
+ANEW = """%%px
+model = DistributedDataParallel(model.module)
+model(x).sum().backward()
+print(dist.get_rank() + 10)
+"""
+
+
+KILLED = """%%px
+if rank: os.kill(os.getpid(), 9)
+model(x).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
+    sources = [
+        "from dtlib import lab; lab.engines(2)", TORCHS_DDP, LEAVES_EARLY, "%px dtlib.reset()", "%px model(x)", ANEW,
+        KILLED,
+    ]  # fmt: skip
+    write_notebook(course_folder / FIRST_NOTEBOOK, sources)
+    open_notebook(page, address, course_folder / FIRST_NOTEBOOK)
+    Cell(page, 0).wait()
+    assert Cell(page, 1).wait().count("| 2") == 2
+
+    waiting = Cell(page, 2)
+    began = time.monotonic()
+    shown = waiting.wait_for("rank 1 has finished its cell")
+    print(f"whom everybody waits for was said after {time.monotonic() - began:.2f} s")
+    assert re.search(r"rank 0.* in all_reduce.*: rank 1 has finished its cell", shown), shown
+    picture(page, "ddp-waits")
+    page.locator("[data-command='notebook:interrupt-kernel'], [title^='Interrupt the kernel']").first.click()
+    began = time.monotonic()
+    shown = waiting.wait()
+    print(f"Stop took {time.monotonic() - began:.2f} s")
+    assert "line 3: model(x).sum().backward()" in shown and "Interrupted on rank" in shown, shown
+    picture(page, "ddp-stopped")
+
+    Cell(page, 3).wait()
+    assert "wrap the model anew" in Cell(page, 4).wait()
+    shown = Cell(page, 5).wait()
+    assert "rank 0 | 10" in shown and "rank 1 | 11" in shown, shown
+    shown = Cell(page, 6).wait()
+    assert "Rank 1 was ended by signal 9 (Killed)" in shown, shown
+    picture(page, "ddp-killed")
