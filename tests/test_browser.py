@@ -276,7 +276,7 @@ def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
     picture(page, "ddp-waits")
     page.locator("[data-command='notebook:interrupt-kernel'], [title^='Interrupt the kernel']").first.click()
     began = time.monotonic()
-    shown = waiting.wait()
+    shown = " ".join(waiting.wait().split())
     print(f"Stop took {time.monotonic() - began:.2f} s")
     assert "line 3: model(x).sum().backward()" in shown and "Interrupted on rank" in shown, shown
     picture(page, "ddp-stopped")

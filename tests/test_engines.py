@@ -213,6 +213,7 @@ def test_a_wait_says_for_whom_everybody_waits(shared):
     # The line appears with the first rank that has waited for long enough, is brought up to date, and stays after Stop.
     whom = r"ranks? [01].* for \d s in barrier: rank 2 has finished its cell; its last operation was barrier"
     assert any(re.search("Waiting: " + whom, text) for text in notebook.live), notebook.live
+    shown = " ".join(shown.split())
     assert re.search("Until then they waited: " + whom, shown), shown
     assert "(`line 1: world.comm.barrier()`)" in shown
     everybody_adds = "%px dtlib.reset(); print(world.comm.all_reduce(torch.tensor(1)).item())"

@@ -9,6 +9,7 @@ import functools
 import itertools
 import re
 import sys
+import textwrap
 import time
 from contextlib import suppress
 
@@ -64,7 +65,7 @@ class RanksFailed(DtlibError):
             if error.ename == "KeyboardInterrupt":
                 lines.append(f"Interrupted on {who}.")
                 if self.waited:
-                    lines.append(f"Until then they waited: {self.waited}")
+                    lines.append(textwrap.fill(f"Until then they waited: {self.waited}", 95))
             else:
                 lines += [f"On {who}:", error.traceback or f"{error.ename}: {error.evalue}"]
         return lines + self.cures
