@@ -287,7 +287,7 @@ def test_a_sampler_that_shares_out_the_data(world):
             sampler.set_epoch(epoch)
             mine = list(torch.utils.data.DataLoader(chosen, 2, sampler=sampler))
             everyone = [None] * size
-            dist.all_gather_object(everyone, [number for _, numbers in mine for number in numbers.tolist()], group=group)
+            dist.all_gather_object(everyone, torch.cat([numbers for _, numbers in mine]).tolist(), group=group)
             in_turn = [number for numbers in zip(*everyone, strict=True) for number in numbers]
             assert set(in_turn) == set(range(len(chosen))) and len(in_turn) == 24
             batches.append((mine, in_turn))
@@ -528,7 +528,7 @@ def test_fsdp2_that_is_stopped(world):
                 model(x) if loss is None else loss.backward()
         dtlib.reset()
         for one in (*refused, model):
-            with pytest.raises(dtlib.DtlibError, match="stopped in the middle.*fully_shard"):
+            with pytest.raises(dtlib.DtlibError, match=r"stopped in the middle.*fully_shard"):
                 one(x)
         refused.append(model)
         torch.manual_seed(0)
