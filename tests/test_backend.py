@@ -1,5 +1,6 @@
 """torch's own classes on our backend: their values are those that they have on gloo."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -219,7 +220,7 @@ def test_messages_subgroups_and_the_end(world):
 # torch's classes
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, 4, slow=(4,))
 def test_ddp(world):
     def plain(group, **options):
         return trained(DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.0002, **options))
@@ -271,7 +272,42 @@ def test_ddp(world):
     equal(world, with_buffers)
 
 
-@on_ranks(2, 3, slow=(3,))
+@on_ranks(2, 3, 4, slow=(3, 4))
+def test_a_sampler_that_shares_out_the_data(world):
+    """Two epochs of DDP on the sampler's batches are those of one process on all ranks' samples in turn."""
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(x, torch.arange(24))
+
+    def epochs(group, padded=False):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        chosen = torch.utils.data.Subset(data, range(23)) if padded else data
+        sampler = torch.utils.data.DistributedSampler(chosen, size, rank, seed=3)
+        batches = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            mine = list(torch.utils.data.DataLoader(chosen, 2, sampler=sampler))
+            everyone = [None] * size
+            dist.all_gather_object(everyone, torch.cat([numbers for _, numbers in mine]).tolist(), group=group)
+            in_turn = [number for numbers in zip(*everyone, strict=True) for number in numbers]
+            assert set(in_turn) == set(range(len(chosen))) and len(in_turn) == 24
+            batches.append((mine, in_turn))
+        assert batches[0][1] != batches[1][1]
+        model = DistributedDataParallel(network(), process_group=group)
+        steps = [images for mine, _ in batches for images, _ in mine]
+        together = [x[numbers] for _, order in batches for numbers in torch.tensor(order).split(2 * size)]
+
+        def on(inputs, model):
+            return trained(model, len(inputs), step=lambda k, _: model(inputs[k]).square().mean().backward())
+
+        alone, parallel = on(together, copy.deepcopy(model.module)), on(steps, model)
+        torch.testing.assert_close(parallel, alone, rtol=0, atol=1e-12)
+        return parallel
+
+    equal(world, epochs)
+    equal(world, epochs, padded=True)
+
+
+@on_ranks(2, 3, 4, slow=(3, 4))
 def test_fsdp2_and_zero(world):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -341,7 +377,7 @@ def test_meshes(world):
     equal(world, redistributed)
 
 
-@on_ranks(2)
+@on_ranks(2, 3, 4, slow=(3, 4))
 def test_pipelining_and_checkpoints(world, tmp_path):
     from torch.distributed import checkpoint, pipelining
     from torch.distributed.device_mesh import DeviceMesh
@@ -355,8 +391,8 @@ def test_pipelining_and_checkpoints(world, tmp_path):
             pipelining.PipelineStage(stages[index], index, len(stages), torch.device("cpu"), group=group)
             for index in range(world.rank, len(stages), world.size)
         ]
-        schedule = kind(mine if chunks > 1 else mine[0], 4, loss_fn=nn.functional.mse_loss)
-        x, y = torch.randn(2, 8, 6)
+        schedule = kind(mine if chunks > 1 else mine[0], 2 * world.size, loss_fn=nn.functional.mse_loss)
+        x, y = torch.randn(2, 4 * world.size, 6)
         is_last = world.rank == world.size - 1
         schedule.step(*([x] if world.rank == 0 else []), **({"target": y, "losses": []} if is_last else {}))
         return [p.grad for stage in mine for p in stage.submod.parameters()]
@@ -463,6 +499,43 @@ def test_a_step_that_is_stopped(world):
     # torch's buckets, which two ranks exchange, and a flag for each parameter: was it used?
     assert trace.sent()[1] == 4 * sum(p.numel() + 1 for p in model.parameters())
     dist.destroy_process_group(group)
+
+
+@on_ranks(2, 4, slow=(4,))
+def test_fsdp2_that_is_stopped(world):
+    """In its forward or its backward pass: all ranks' modules refuse, those too whose group was not at work."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    both(world)
+    names = ("replicate", "shard")
+    override = dict.fromkeys(names, "dtlib")
+    mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=names, backend_override=override)
+
+    def sharded():
+        model = network()
+        for layer in (model[0], model[2], model[4], model):  # nothing is left to the root
+            fully_shard(layer, mesh=mesh if world.size == 4 else mesh["shard"])
+        return model
+
+    x, refused = torch.ones(4, 6), []
+    for where in ("forward", "backward"):
+        model = sharded()
+        loss = model(x).square().mean() if where == "backward" else None
+        if world.rank == 0:
+            threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+            with pytest.raises(KeyboardInterrupt):
+                model(x) if loss is None else loss.backward()
+        dtlib.reset()
+        for one in (*refused, model):
+            with pytest.raises(dtlib.DtlibError, match=r"stopped in the middle.*fully_shard"):
+                one(x)
+        refused.append(model)
+        torch.manual_seed(0)
+        trained(model := sharded())
+        dtlib.reset()  # between two steps: it goes on
+        values = [gathered(world, p) for p in trained(model)]
+        assert all((one == one[0]).all() for one in values)
 
 
 def gathered(world, tensor):

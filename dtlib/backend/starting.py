@@ -62,7 +62,7 @@ def renew() -> None:
             new = worlds.fresh_communicator(old.time_limit, "dtlib.reset()")
         new.verify, new.wire = old.verify, old.wire
         group.comm = new
-        mark_stopped_modules(group)
+    mark_stopped_modules(_groups)
 
 
 def emulate_network(latency: float, bandwidth: float, group=None) -> None:
