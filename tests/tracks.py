@@ -55,7 +55,7 @@ def texts_for_lab(statement: ast.stmt):
     """Texts that a call of ``lab`` gets, and names that ``lab.push`` defines on the ranks."""
     for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
         called = ast.unparse(call.func)
-        if called.startswith("lab."):
+        if called.startswith("lab.") and called != "lab.predict":  # whose texts are names and answers
             pushed = {argument.arg for argument in call.keywords} if called == "lab.push" else set()
             texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
             yield called, texts, pushed
