@@ -66,7 +66,7 @@ shown = [
 
 # %% tags=["half-day"]
 def table_of(shown):
-    """Collective by collective what each rank has before and after; ``shown`` comes from the ranks."""
+    """What each rank has before and after each collective; ``shown`` is from the ranks."""
     rows = []
     for collective in zip(*shown, strict=True):
         for when in (1, 2):

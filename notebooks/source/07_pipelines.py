@@ -206,7 +206,7 @@ lab.read(plain.step)
 # %% tags=["two-hours", "half-day"]
 # %%px
 def emulated_step(comm, step, microbatches, schedule="gpipe"):
-    """A step's trace. EMULATED: 160 ms forward a rank, 320 ms backward; a micro-batch its fraction."""
+    """A step's trace. EMULATED: 160 ms forward a rank, 320 ms backward, over all micro-batches."""
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     layer = nn.Linear(64 if first else 32, 32).double()
     stage = EmulatedStage(layer, 0.16 / microbatches, 0.32 / microbatches)

@@ -53,7 +53,7 @@ lab.predict("row-backward", {"collective": "nothing", "bytes": 0})
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 def sent(run):
-    """What a run gives; the collectives that it calls, and the bytes that this rank sends for them."""
+    """What a run gives; the collectives that it calls, and the bytes sent for them."""
     with dtlib.trace() as trace:
         value = run()
     return value, (" ".join(event.name for event in trace.events) or "nothing", trace.sent()[1])
