@@ -110,6 +110,13 @@ def test_collectives_and_reductions(world):
     with pytest.raises(dist.DistBackendError, match="it would round"):
         dist.all_reduce(bits, ReduceOp.AVG, group=group)
 
+    with pytest.raises(dist.DistBackendError, match="complex"):
+        dist.reduce(torch.ones(2, dtype=torch.complex64), 0, ReduceOp.PRODUCT, group=group)
+    with pytest.raises(dist.DistBackendError, match="the list has"):
+        dist.all_gather([torch.empty(4) for _ in everyone], torch.ones(1), group=group)
+    with pytest.raises(dist.DistBackendError, match="the list has"):
+        dist.reduce_scatter(torch.empty(4), [torch.ones(1) for _ in everyone], group=group)
+
     gathered = [torch.empty(2, 3).t() for _ in everyone]  # not contiguous
     dist.all_gather(gathered, torch.full((3, 2), float(rank)), group=group)
     assert [one[2, 1].item() for one in gathered] == list(everyone)
@@ -151,6 +158,9 @@ def test_collectives_and_reductions(world):
     out = torch.empty(size)
     dist.all_to_all_single(out, torch.arange(float(size)) + 10 * rank, group=group)
     assert out.tolist() == [10 * r + rank for r in everyone]
+    alike = {"output_split_sizes": [1] * size, "input_split_sizes": [1] * size} if rank == 0 else {}
+    dist.all_to_all_single(out, torch.arange(float(size)) - rank, group=group, **alike)  # said by one, meant by all
+    assert out.tolist() == [rank - r for r in everyone]
     sizes = [r + 1 for r in everyone]  # rank r gets r + 1 from each
     out = torch.empty(size * (rank + 1), 2)
     source = torch.full((sum(sizes), 2), float(rank))

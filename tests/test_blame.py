@@ -87,6 +87,16 @@ def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):
     assert over(0, seen, "") == ([], []), "outside a notebook nobody knows of cells"
 
 
+def test_a_receive_from_any_rank_waits_as_long_as_one_can_come():
+    mine = Sighting("waits", "recv from any rank", "recv from any rank", "line 1", "world", 0, ALL)
+    computes, done = collective(1, "finished"), ended("has finished its cell", "7.1", 0)
+    assert over(0, {0: mine, 1: computes, 2: ended("raised ValueError: no", "7.1", 0)}, "7.1") == ([], [])
+    assert over(0, {0: mine, 1: done, 2: done}, "7.1") == ([], [1, 2])
+    # What rank 2 did on another communicator hides whether it has come: it may have.
+    elsewhere = Sighting("has finished its cell", "send", "send", "line 2", "rows", 0, (1,), "7.1")
+    assert over(0, {0: collective(2), 1: collective(2), 2: elsewhere}, "7.1") == ([], [])
+
+
 def test_the_end_of_a_cell_stands_on_the_board_until_the_next_begins(monkeypatch):
     file = Board.make_file(1)
     monkeypatch.setattr(board, "current", Board(file, 0, [0]))

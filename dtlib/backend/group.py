@@ -154,9 +154,7 @@ class Group(Operations):
 
     def all_to_all_single(self, output, input, output_sizes=(), input_sizes=(), opts=None):
         opts = opts or c10d.AllToAllOptions()
-        if not output_sizes and not input_sizes:
-            return self._begin(opts, [partial(self._alive().all_to_all, moved(output), moved(input))], [output])
-        pieces = []
+        pieces = []  # also where all are alike: another rank may say so in numbers, and has to be met in one way
         for tensor, sizes, what in ((output, output_sizes, "output"), (input, input_sizes, "input")):
             sizes = sizes or [len(tensor) // self.size()] * self.size()
             if len(sizes) != self.size() or sum(sizes) != len(tensor):
@@ -203,7 +201,7 @@ class Group(Operations):
             return status.Get_source() if AnyMessage.Testall(None) else None
 
         def wait_until_found(timeout):
-            comm.wait_for(AnyMessage(), tensor, "recv from any rank")
+            comm.wait_for(AnyMessage(), tensor, "recv from any rank", (timeout and timeout.total_seconds()) or None)
             return status.Get_source()
 
         receive = partial(comm.recv, moved(tensor), tag=tag, async_op=True)

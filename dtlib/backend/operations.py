@@ -65,12 +65,16 @@ class Operations(dist.ProcessGroup):
             return self._all_reduce_sparse(tensor, opts)
         if function := bitwise(opts.reduceOp):
             return self._fold(function, tensor, tensor, opts)
-        mine = dense(tensor)
-        if (by := factor(opts.reduceOp)) is not None:
+        mine, by, name = self._to_reduce(tensor, opts)
+        if by is not None:
             mine.mul_(by)
-        with torchs_errors():
-            name = named(opts.reduceOp, mine)
         return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
+
+    def _to_reduce(self, tensor, opts):
+        """What travels, what it is multiplied by before, or None, and the communicator's name of the reduction."""
+        with torchs_errors():
+            name = named(opts.reduceOp, tensor)
+        return dense(tensor), factor(opts.reduceOp), name
 
     def _all_reduce_sparse(self, tensor, opts):
         """Only a sum, of what each rank has, entry by entry; it waits for the others."""
@@ -103,21 +107,17 @@ class Operations(dist.ProcessGroup):
         if function := bitwise(opts.reduceOp):
             out = tensor if self.rank() == root else tensor.detach().clone()
             return self._fold(function, out, tensor, opts)
-        mine = dense(tensor)
-        if (by := factor(opts.reduceOp)) is not None:
+        mine, by, name = self._to_reduce(tensor, opts)
+        if by is not None:
             mine.mul_(by)
-        with torchs_errors():
-            name = named(opts.reduceOp, mine)
         return self._begin(opts, [partial(self._alive().reduce, mine, root, name)], [tensor])
 
     def _reduce_scatter(self, output, input, opts):
         if function := bitwise(opts.reduceOp):
             return self._fold_and_cut(function, output, input, opts)
-        mine, by = dense(input), factor(opts.reduceOp)
+        mine, by, name = self._to_reduce(input, opts)
         if by is not None:
             mine = mine * by
-        with torchs_errors():
-            name = named(opts.reduceOp, mine)
         return self._begin(opts, [partial(self._alive().reduce_scatter, dense(output), mine, name)], [output])
 
     def _fold_and_cut(self, function, output, input, opts):
@@ -130,15 +130,17 @@ class Operations(dist.ProcessGroup):
         if all(tensor.shape == output.shape for tensor in inputs):
             return self._reduce_scatter(output, torch.stack([tensor.detach() for tensor in inputs]), opts)
         # Of different sizes: each to the rank that wants it.
-        parts = [tensor.detach().clone() for tensor in inputs]
-        works = [self._reduce(part, root, opts) for root, part in enumerate(parts)]
-        return joined(works, [output], partial(output.detach().copy_, parts[self.rank()]))
+        self._check_own(inputs, output)
+        totals = [tensor.detach().clone() for tensor in inputs]
+        works = [self._reduce(total, root, opts) for root, total in enumerate(totals)]
+        return joined(works, [output], partial(output.detach().copy_, totals[self.rank()]))
 
     def _all_gather(self, outputs, input, opts):
         if all(output.shape == input.shape for output in outputs):
             whole, finish = self._room(outputs, input)
             return self._begin(opts, [partial(self._alive().all_gather, whole, moved(input))], [outputs], finish)
         # Of different sizes: each from the rank that has it.
+        self._check_own(outputs, input)
         outputs[self.rank()].detach().copy_(input)
         starts = [partial(self._alive().broadcast, moved(output), root) for root, output in enumerate(outputs)]
         return self._begin(opts, starts, [outputs])
@@ -146,6 +148,7 @@ class Operations(dist.ProcessGroup):
     def _exchange(self, outputs, inputs, result, opts):
         """Piece r goes to rank r, whatever its size: in step s from the rank s places back to the one s places on."""
         me, size, comm = self.rank(), self.size(), self._alive()
+        self._check_own(outputs, inputs[me] if len(inputs) == size else None)
         outputs[me].detach().copy_(inputs[me])
         starts = []
         for step in range(1, size):
@@ -168,6 +171,15 @@ class Operations(dist.ProcessGroup):
                 moved(output).copy_(come)
 
         return whole, finish
+
+    def _check_own(self, tensors, mine):
+        """Refuse a list without a tensor for each rank, and one whose tensor for this rank is not like ``mine``."""
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if mine is None or len(tensors) != self.size() or shapes[self.rank()] != tuple(mine.shape):
+            raise GroupError(
+                f"One tensor for each of {self.size()} ranks is wanted, that of rank {self.rank()} of the shape "
+                f"{'of its own' if mine is None else tuple(mine.shape)}, and the list has {shapes}."
+            )
 
     def _check_list(self, tensors, like):
         shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -21,6 +21,8 @@ def named(op, tensor) -> str:
     name = next((name for known, name in NAMES if op == known), None)
     if name is None:
         raise CommunicationError(f"The backend dtlib does not know {op}: choose one that gloo has.")
+    if tensor.is_complex() and name not in ("sum", "mean"):
+        raise CommunicationError(f"{op} of complex numbers is not what it is of their parts: reduce with SUM or AVG.")
     return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name
 
 

@@ -7,7 +7,7 @@ from torch import distributed as dist
 from torch.autograd import Variable
 
 from dtlib.comm import waiting
-from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
+from dtlib.errors import CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
 
 class GroupError(CommunicationError, dist.DistBackendError):
@@ -16,6 +16,10 @@ class GroupError(CommunicationError, dist.DistBackendError):
 
 class GroupTimeout(WaitTimeout, GroupError):
     """A wait that took longer than the group's timeout, or the operation's own."""
+
+
+class GroupPeerFailed(PeerFailed, GroupError):
+    """A wait for a rank that raised an error in this cell of the notebook."""
 
 
 class torchs_errors:
@@ -28,7 +32,7 @@ class torchs_errors:
         if isinstance(error, DtlibError) and not isinstance(error, dist.DistBackendError):
             if isinstance(error, WaitTimeout):
                 raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
-            raise GroupError(str(error)) from None
+            raise (GroupPeerFailed if isinstance(error, PeerFailed) else GroupError)(str(error)) from None
 
 
 class GroupWork(dist._Work):
@@ -120,7 +124,9 @@ class _Inside:
     """A work as what another one waits for."""
 
     def __init__(self, work):
-        self.wait, self.done = work.wait, work.is_completed
+        self.wait, self.done, self._allow = work.wait, work.is_completed, work._allow
+
+    _time_limit = property(fset=lambda self, seconds: self._allow(seconds))
 
 
 def joined(works, result=None, finish=None) -> GroupWork:

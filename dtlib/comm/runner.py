@@ -61,10 +61,15 @@ class Runner(ObjectOperations):
         """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
         return {"scratch": [array.base for array in self._buffers.values()]}
 
-    def wait_for(self, request, buffers, description: str):
-        """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out."""
-        call = self._call(description, peers=self._members)
-        self._start(call, iter([[request]]), Awaited(self.mpi), lambda: None, buffers, False, self._queue.post)
+    def wait_for(self, request, buffers, description: str, time_limit: float | None = None):
+        """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
+        ``time_limit`` seconds, if it is given, instead of the communicator's."""
+        call, link = self._call(description, peers=self._members), Awaited(self.mpi)
+        limited = time_limit is not None
+        handle = self._start(call, iter([[request]]), link, lambda: None, buffers, limited, self._queue.post)
+        if limited:
+            handle._time_limit = time_limit
+            handle.wait()
 
     def meet(self, operation: str, thing=None) -> list:
         """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""

@@ -68,7 +68,8 @@ def lay_out(folder: Path) -> str:
     said = [f"The course is in {folder}: {copied} file{'s are' if copied > 1 else ' is'} new."] * bool(copied)
     if newer:
         said.append(f"You have changed these, so they stay, though the course has newer ones: {', '.join(newer)}.")
-        said.append("`dtlib fresh` and the number of a lesson, such as 04, gives a new copy beside yours.")
+        if any(name.endswith(".ipynb") for name in newer):
+            said.append("`dtlib fresh` and the number of a lesson, such as 04, renews it, and keeps yours beside it.")
     return " ".join(said)
 
 
@@ -92,7 +93,7 @@ def fresh(lesson: str) -> list[str]:
             said.append(f"{name} is as the course has it.")
             continue
         kept = _free_name(copy)
-        copy.replace(kept)
+        _copy(copy, kept)
         _copy(books[name], copy)
         record[name] = digest
         said.append(f"{name} is new; yours is {kept.name} beside it.")

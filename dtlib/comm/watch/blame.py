@@ -21,15 +21,29 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
 
 def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list[int]]:
     """Of the ranks that rank ``me`` waits for, itself or through others, those that this ``cell`` of the notebook ended
-    on with an error, and those that have finished it. Neither come any more."""
-    waiting, culprits = _followed(me, seen)
-    ended = [rank for rank in {*waiting, *culprits} - {me} if rank in seen and cell and seen[rank].over == cell]
+    on with an error, and those that have finished it. Neither come any more.
+
+    A rank that any of several may serve waits for none of them as long as one can come. What a rank has left behind on
+    another communicator before it finished is not known: it may have come.
+    """
+
+    def is_over(rank):
+        return rank in seen and bool(cell) and seen[rank].over == cell
+
+    def needs_them(rank):
+        mine = seen.get(rank)
+        return mine is None or not _any_will_do(mine) or all(is_over(peer) for peer in mine.peers if peer != rank)
+
+    waiting, culprits = _followed(me, seen, needs_them)
+    ended = [rank for rank in {*waiting, *culprits} - {me} if is_over(rank)]
     failed = [rank for rank in ended if _waits(seen[rank]) or seen[rank].state.startswith("raised")]
-    return sorted(failed), sorted(set(ended) - set(failed))
+    groups = {seen[rank].group for rank in waiting if rank in seen} | {""}
+    return sorted(failed), sorted(rank for rank in set(ended) - set(failed) if seen[rank].group in groups)
 
 
-def _followed(me: int, seen: dict[int, Sighting]) -> tuple[list[int], list[int]]:
-    """The ranks that wait, from ``me`` on, and those at the ends of the chains, which do not."""
+def _followed(me: int, seen: dict[int, Sighting], needs_them=lambda rank: True) -> tuple[list[int], list[int]]:
+    """The ranks that wait, from ``me`` on, and those at the ends of the chains, which do not; ``needs_them(rank)`` says
+    whether a rank that waits cannot go on without those that have not come."""
     waiting, culprits, to_look_at = [], [], [me]
     while to_look_at:
         rank = to_look_at.pop(0)
@@ -37,7 +51,7 @@ def _followed(me: int, seen: dict[int, Sighting]) -> tuple[list[int], list[int]]
             continue
         if rank == me or _waits(seen.get(rank)):
             waiting.append(rank)
-            to_look_at += missing(rank, seen)
+            to_look_at += missing(rank, seen) if needs_them(rank) else []
         else:
             culprits.append(rank)
     return waiting, culprits
@@ -66,6 +80,11 @@ def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
         and other.peers == (rank,)
         and other.operation != mine.operation
     )
+
+
+def _any_will_do(sighting: Sighting) -> bool:
+    """A receive from any rank: no collective, and more than one peer."""
+    return not sighting.number and len(sighting.peers) > 1
 
 
 def _waits(sighting: Sighting | None) -> bool:

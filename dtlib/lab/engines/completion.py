@@ -13,8 +13,8 @@ _asked = None  # the last question
 
 def install(shell, engines) -> None:
     """Have these engines answer for ``%%px`` cells in this shell."""
-    global _engines
-    first_time, _engines = _engines is None, engines
+    global _engines, _asked
+    first_time, _engines, _asked = _engines is None, engines, None
     if not first_time:
         return
     shell.Completer.custom_matchers.append(_match_on_rank_0)

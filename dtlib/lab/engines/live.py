@@ -13,6 +13,7 @@ from dtlib.lab.colours import rank_prefix
 
 FIRST_SECONDS = 0.5  # shorter cells show their output at the end only
 EVERY_SECONDS = 0.2
+FORGET_SECONDS = 2.0  # what was waited for, once nobody waits
 PROGRESS_SECONDS = 5.0  # until a line says what each rank is doing
 MOST_LINES = 20  # of a rank
 MOST_LINES_OF_ALL = 120  # where there are many ranks
@@ -23,7 +24,7 @@ class LiveView:
     """``alone``: the cell shows nothing else, so that all of its output may be cleared; else the view is emptied."""
 
     def __init__(self, alone: bool):
-        self.waited = ""  # the last sentence about a wait
+        self.waited, self._waited_at = "", 0.0  # the last sentence about a wait, and when it was true
         self._alone = alone
         self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
         self._began = self._drawn = time.monotonic()
@@ -36,7 +37,9 @@ class LiveView:
         waiting = [rank for rank, report in zip(ranks, reports, strict=True) if report.get("waiting")]
         if waiting:
             sentence = next(filter(None, (report.get("waiting") for report in reports)))
-            self.waited = f"{ranks_in_words(waiting)} for {sentence}."
+            self.waited, self._waited_at = f"{ranks_in_words(waiting)} for {sentence}.", now
+        elif now - self._waited_at > FORGET_SECONDS:  # not at once: Stop ends a wait before it ends the cell
+            self.waited = ""
         if not self._watched or now - self._began < FIRST_SECONDS or now - self._drawn < EVERY_SECONDS:
             return
         self._drawn = now

@@ -26,7 +26,12 @@ INTERRUPT_SECONDS = 5
 KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
 MOST_LINES = 1000  # of one rank in one cell
 ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
-AFTERMATH = ("PeerFailed", "WaitTimeout")  # errors of ranks that another one's error has reached
+AFTERMATH = (
+    "PeerFailed",
+    "WaitTimeout",
+    "GroupPeerFailed",
+    "GroupTimeout",
+)  # errors of ranks that another one's error has reached
 
 _serial = itertools.count()
 

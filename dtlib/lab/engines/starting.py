@@ -49,9 +49,10 @@ def warning(ranks: int) -> str | None:
     cores, free = usable_cores(), psutil.virtual_memory().available
     if ranks <= CROWDED * cores and ranks * BYTES_OF_TORCH < free:
         return None
+    shared = f"{ranks / cores:.0f} share a core, and " if ranks > CROWDED * cores else ""
     needed, suits = ranks * BYTES_OF_TORCH / 1e9, suitable_number()
     return (
-        f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {ranks / cores:.0f} share a core, and with "
-        f"torch they take about {needed:.1f} GB of memory, of which {free / 1e9:.1f} GB are free. Stop ends the start; "
+        f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {shared}with torch "
+        f"they take about {needed:.1f} GB of memory, of which {free / 1e9:.1f} GB are free. Stop ends the start; "
         f"lab.engines({suits}) suits this machine."
     )
