@@ -15,6 +15,7 @@ class Snapshot:
     """
 
     def __enter__(self) -> "Snapshot":
+        gc.collect()  # what nobody holds any more is not what was there before
         self._tensors = _tensors()
         # Storages are kept until the end: the address of one that is freed could be given to a new one.
         self._before = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dtlib import schedule as schedules
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline.stage import PipelineStage, RunningStage
+from dtlib.parallel.pipeline.stage import PipelineStage, RunningStage, samples_of
 
 AHEAD = 2  # actions whose messages are asked for beforehand, beside the one at hand
 
@@ -163,7 +163,7 @@ class _Schedule:
         if self.loss_fn is None:
             raise DtlibError(f"{type(self).__name__} got a target and has no loss_fn: pass one when it is made.")
         targets = self._cut(target, "The target")
-        sizes = [next(len(leaf) for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)) for one in targets]
+        sizes = [samples_of(one) for one in targets]
         return targets, [size / sum(sizes) for size in sizes]
 
     def _cut(self, value, what: str) -> list:
@@ -189,6 +189,8 @@ class _Schedule:
                 "or a larger batch."
             )
         count = self.n_microbatches
+        if isinstance(value, torch.Tensor):
+            return list(value.tensor_split(count))
         cut = [leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
         return [tree_unflatten([leaf[m] for leaf in cut], spec) for m in range(count)]
 
@@ -249,6 +251,8 @@ def _holds_values(leaf) -> bool:
 
 def _joined(outputs: list):
     """The output for the whole batch from those of its micro-batches; of what is no tensor a list of all."""
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        return _joined_leaf(outputs)
     leaves, specs = zip(*map(tree_flatten, outputs), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise DtlibError(f"The last stage gave {specs[0]} and for other micro-batches not: give each time the same.")

@@ -98,7 +98,7 @@ class RunningStage:
         if self._activations:
             self._alike = self._activations.alike
         else:
-            self._alike = runs_of([_samples(one) for one in inputs]) if inputs else [0] * microbatches
+            self._alike = runs_of([samples_of(one) for one in inputs]) if inputs else [0] * microbatches
 
     def post(self, kind: str, microbatch: int) -> None:
         """Ask for what an action will need, as far as one can before it."""
@@ -268,11 +268,9 @@ def _check_sent(sent, output, index: int) -> None:
         )
 
 
-def _samples(inputs) -> int:
-    """Of a micro-batch: what the shapes of its activations may depend on, as all are cut from the same tensors."""
-    positional, _ = inputs
-    first = positional[0] if positional else None
-    leaves = (first,) if isinstance(first, torch.Tensor) else tree_leaves(inputs)
+def samples_of(microbatch) -> int:
+    """Its samples; what shapes of activations may depend on, as all micro-batches are cut from the same tensors."""
+    leaves = [microbatch] if isinstance(microbatch, torch.Tensor) else tree_leaves(microbatch)
     return next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
