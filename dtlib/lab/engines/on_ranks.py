@@ -104,13 +104,13 @@ def _tell_where(running, publish) -> None:
     main = threading.main_thread().ident
     while running.wait():
         time.sleep(TELL_SECONDS)
-        frame, line = sys._current_frames().get(main), None
-        while running.is_set() and frame is not None:
+        frame, place = sys._current_frames().get(main), None
+        while frame is not None:  # let go at once: a frame keeps its tensors, also after its function has returned
             if "ipykernel_" in frame.f_code.co_filename:  # the outermost of these is the cell itself
-                line = line_of(frame.f_code.co_filename, frame.f_lineno)
+                place = frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
-        if line is not None:
-            publish({"line": line})
+        if running.is_set() and place is not None:
+            publish({"line": line_of(*place)})
 
 
 def _take_gpu(local_rank: int) -> str:
