@@ -85,6 +85,11 @@ def solution_prints_what_is_stored(stem, folder):
     assert ran.returncode == 0, ran.stdout[-6000:]
 
 
+def test_every_stored_verdict_on_a_solution_is_that_it_passed():
+    for notebook in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")):
+        assert "Not yet:" not in notebook.read_text(), f"{notebook.name}: build it anew"
+
+
 @pytest.mark.parametrize("stem", WITHOUT_ENGINES)
 def test_solutions_without_ranks_print_what_is_stored(workshop, stem):
     solution_prints_what_is_stored(stem, workshop)
