@@ -114,5 +114,5 @@ def check(comm, stage, inputs, targets, microbatches: int, schedule: str) -> Non
 
 
 # The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), stages and schedules of
-# other kinds, interleaved and zero-bubble (schedules.py, linear.py, dtlib/schedule), recomputation (stage.py), and
+# other kinds, interleaved and zero-bubble (interpreter.py, linear.py, dtlib/schedule), recomputation (stage.py), and
 # models as lists of layers, with tied weights (layers.py).
