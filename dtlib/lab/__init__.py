@@ -4,11 +4,14 @@ from importlib import import_module
 
 _LAZY = {
     "engines": "dtlib.lab.engines.engine_set",
+    "panel": "dtlib.lab.engines.panel",
     "check": "dtlib.lab.checks.checks",
+    "last": "dtlib.lab.outputs",
     "predict": "dtlib.lab.checks.predictions",
     "push": "dtlib.lab.engines.names",
     "read": "dtlib.lab.reading",
     "read_end": "dtlib.lab.reading",
+    "solution": "dtlib.lab.checks.solutions",
     "values": "dtlib.lab.engines.names",
 }
 
@@ -18,6 +21,8 @@ del globals()["engines"]
 
 
 def __getattr__(name):
+    if name == "fresh":
+        return import_module("dtlib.lab.course").fresh_here
     if name == "pictures":
         return import_module("dtlib.lab.pictures")
     if name in _LAZY:
@@ -26,4 +31,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted([*globals(), *_LAZY, "pictures"])
+    return sorted([*globals(), *_LAZY, "fresh", "pictures"])

@@ -6,6 +6,8 @@ outputs; the other has the solutions, is executed, and keeps its outputs for nbv
     source/02_pi.py            -> lectures/02_pi.ipynb               solutions/02_pi.ipynb
     source/02_pi_exercises.py  -> exercises/02_pi_exercises.ipynb    solutions/02_pi_exercises.ipynb
 
+The links at a notebook's head and foot, and the minutes on the start page (from source/start.md), are navigation.py's.
+
 Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
 after the error of one with ``raises-exception`` Run All goes on; ``two-hours`` and ``half-day`` name the tracks that a
 cell belongs to (without one: the two-day course).
@@ -19,6 +21,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 
+from dtlib.lab import navigation
 from dtlib.lab.engines import workshop
 
 TRACKS = ("two-hours", "half-day")
@@ -46,11 +49,29 @@ def notebook(source: Path, version: str):
         if unknown:
             raise ValueError(f"{source.name}, cell {number}: unknown tags {sorted(unknown)}; known are {sorted(TAGS)}.")
         cell.id = f"{source.stem}-{number:02d}"
+    _lead_on(book, source, version)
     book.metadata = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     return book
+
+
+def _lead_on(book, source: Path, version: str) -> None:
+    """Links below the title, and once more in a last cell."""
+    links, first = navigation.links(source, version, sources(source.parents[2])), book.cells[0]
+    title, _, text = first.source.partition("\n")
+    first.source = f"{title}\n\n{links}\n{text}"
+    anew = f"\n\n{navigation.ANEW}" if version == "learner" else ""
+    tags = [tag for tag in first.metadata.get("tags", []) if tag in TRACKS]
+    foot = nbformat.v4.new_markdown_cell(f"---\n\n{links}{anew}", id=f"{source.stem}-foot", metadata={"tags": tags})
+    book.cells.append(foot)
+
+
+def start_page(root: Path) -> str:
+    """The map of the course, from its template."""
+    template = (root / "notebooks" / "source" / "start.md").read_text(encoding="utf-8")
+    return navigation.start_page(template, sources(root))
 
 
 def execute(book, folder: Path, refuse: bool = False) -> None:
@@ -93,8 +114,9 @@ def _clean(output) -> None:
 
 def main() -> None:
     """Write all notebooks, or those of the sources named on the command line."""
-    wanted = set(sys.argv[1:])
-    for source in sources(workshop.folder()):
+    wanted, root = set(sys.argv[1:]), workshop.folder()
+    (root / "notebooks" / "start.md").write_text(start_page(root), encoding="utf-8")
+    for source in sources(root):
         if wanted and source.stem not in wanted:
             continue
         for version in ("learner", "solved"):
@@ -103,7 +125,7 @@ def main() -> None:
             if version == "solved":
                 execute(book, path.parent, refuse=True)
             nbformat.write(book, path)
-            print(path.relative_to(workshop.folder()))
+            print(path.relative_to(root))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ A small record says what was laid out, so that a new version of the course repla
 """
 
 import json
+import os
 import shutil
 from hashlib import sha256
 from importlib.resources import files
@@ -56,7 +57,9 @@ def lay_out(folder: Path) -> str:
     for name, source in sources().items():
         copy, digest, before = folder / name, _digest(source), record.get(name)
         there = _digest(copy) if copy.is_file() else None
-        if there not in (None, digest, before):  # the learner's work
+        if name == START_PAGE.as_posix() and there and before == digest:
+            continue  # it differs by the learner's ticks alone
+        if there not in (None, digest, before) and name != START_PAGE.as_posix():  # the learner's work
             newer += [name] * (before != digest)
             continue
         if there != digest:
@@ -77,11 +80,17 @@ def fresh(lesson: str) -> list[str]:
     """Give each notebook of a lesson anew, and keep the one that was there under another name; a sentence for each.
 
     Args:
-        lesson: its number, such as 04, or the name of one notebook, such as 04_data_parallel_exercises.
+        lesson: its number, such as 04, or the name of one notebook, such as 04_data_parallel_exercises, with its folder
+            or without.
     """
     books = {name: path for name, path in sources().items() if path.suffix == ".ipynb"}
-    wanted = Path(lesson).name.removesuffix(".ipynb")
-    names = [name for name in books if Path(name).stem in (wanted, lesson) or _number(name) == wanted.zfill(2)]
+    wanted = Path(lesson.removesuffix(".ipynb"))
+    kinds = [wanted.parent.name] if wanted.parent.name in ("lectures", "exercises", "solutions") else None
+    names = [
+        name for name in books
+        if (Path(name).stem == wanted.name and (kinds is None or Path(name).parent.name in kinds))
+        or _number(name) == lesson.zfill(2)
+    ]  # fmt: skip
     if not names:
         known = ", ".join(sorted({_number(name) for name in books}))
         raise DtlibError(f"There is no lesson {lesson!r}: name one of {known}, or a notebook of it.")
@@ -99,6 +108,23 @@ def fresh(lesson: str) -> list[str]:
         said.append(f"{name} is new; yours is {kept.name} beside it.")
     _write_record(folder, record)
     return said
+
+
+def fresh_here() -> None:
+    """Give the notebook in which this is called anew, as the course has it; the one that was there, as it was last
+    saved, is kept beside it. ``lab.fresh()`` in a cell.
+
+    Raises:
+        DtlibError: for a notebook that is none of the course.
+    """
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    if not name.endswith(".ipynb"):
+        raise DtlibError("lab.fresh() belongs in a notebook in JupyterLab; elsewhere it is `dtlib fresh 04`.")
+    said = fresh(name)
+    print(*said, sep="\n")
+    if any("yours is" in each for each in said):
+        print("To see it: File > Reload Notebook from Disk. If JupyterLab asks whether to overwrite it, choose Revert.")
+        print("Names in the notebook and on the ranks stay until you restart the kernel.")
 
 
 def sources() -> dict[str, Path]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from dtlib.lab import course
+from dtlib.lab.checks import progress
 
 SETTINGS = Path(__file__).with_name("settings")
 
@@ -28,6 +29,7 @@ def command(folder: Path, browser: bool, extra: list[str]) -> list[str]:
 def serve(browser: bool, extra: list[str]) -> int:
     """Lay out the course where it is missing or old, and become JupyterLab; does not return."""
     folder, said = course.open_folder()
+    progress.write_start_page(folder)
     if said:
         print(said, flush=True)
     line = command(folder, browser, extra)

@@ -210,5 +210,3 @@ if world.rank == 0:
 #
 # **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
 # `lab.engines(restart=True)`, then the cells from the top, as names on the ranks are gone.
-#
-# Next: [02 MPI and pi](02_pi.ipynb), where the darts become a lesson on speed.

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["half-day", "two-hours"]
 # # 07 The schedule puzzle
 #
-# Order the work of a pipeline by hand: 4 stages, one a rank, and 8 micro-batches. Each level takes five to ten minutes; the third is
-# for a quiet evening. No engines are needed: a check simulates your order, draws it, and compares its time with par, the shortest
+# Order the work of a pipeline by hand: 4 stages, one a rank, and 8 micro-batches. The first levels take twenty minutes in all; the third
+# is for a quiet evening. No engines are needed: a check simulates your order, draws it, and compares its time with par, the shortest
 # that there is. At par it passes; above it you see your score. Check again for the next hint.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:

@@ -10,18 +10,22 @@ does there; then rank 0 looks at what all of them saw, without further messages,
 An exercise that needs no ranks is judged in the notebook, in the same two steps: observe(answer, None) -> judge([...]).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
-from dtlib.lab.checks import rendering
+from dtlib.lab.checks import progress, rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
 from dtlib.lab.checks.exercise import Exercise, Problem, Verdict, Wrong
 from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.solutions import source_of
 from dtlib.world.launch import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
+TRIES = 2  # that have failed before a solution is offered
 _tries = {}  # exercise -> (fingerprint of the answer, how often it was judged)
+_failed = Counter()  # exercise -> how many answers were not right
 
 
 def check(name: str) -> None:
@@ -48,11 +52,16 @@ def check(name: str) -> None:
 
 
 def _tell(verdict: Verdict) -> None:
-    """Plainer hints are for who checks the same answer again; another answer begins with the first one."""
+    """Plainer hints are for who checks the same answer again; another answer begins with the first one. Who has failed
+    twice, with whatever answers, is offered a solution."""
     code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
     if code != verdict.code:
         tries = 0
-    rendering.show(verdict, tries)
+    if verdict.passed:
+        progress.done(verdict.exercise)
+    offer = not verdict.passed and _failed[verdict.exercise] >= TRIES
+    rendering.show(verdict, tries, source_of(verdict.exercise) if offer else "")
+    _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
     _tries[verdict.exercise] = verdict.code, tries + 1
 
 

@@ -17,6 +17,7 @@ from numbers import Number
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.lab.checks import progress
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.world.launch import in_engine
 
@@ -155,6 +156,7 @@ def _value_of(name: str, on_ranks: bool):
 
 def _compare(name: str, guess, came) -> None:
     prediction = predictions()[name]
+    progress.done(name)
     if isinstance(came, dict) and (not isinstance(guess, dict) or guess.keys() != came.keys()):
         print(f"Predict a value for each of {', '.join(map(repr, came))}: you wrote {guess!r}.")
         _outcomes[name] = "no answer of its kind"

@@ -7,21 +7,24 @@ from dtlib.lab.checks.exercise import Verdict
 PASSED, NOT_YET = "#009E73", "#D55E00"  # of the ranks' palette (lab/colours.py), which all eyes can tell apart
 
 
-def show(verdict: Verdict, attempt: int) -> None:
-    """Display the block where there is a page for it, with the text as its twin; else print the text."""
+def show(verdict: Verdict, attempt: int, solution: str = "") -> None:
+    """Display the block where there is a page for it, with the text as its twin; else print the text. A ``solution`` is
+    folded away in the block; the text says how to see it."""
     from IPython import get_ipython
     from IPython.display import display
 
     from dtlib.world.launch import in_engine
 
     text = verdict.text(attempt)
+    if solution:
+        text += f'\n  solution: lab.solution("{verdict.exercise}") shows one.'
     if in_engine() or getattr(get_ipython(), "kernel", None) is None:
         print(text)
     else:
-        display({"text/plain": text, "text/html": html(verdict, attempt)}, raw=True)
+        display({"text/plain": text, "text/html": html(verdict, attempt, solution)}, raw=True)
 
 
-def html(verdict: Verdict, attempt: int) -> str:
+def html(verdict: Verdict, attempt: int, solution: str = "") -> str:
     """The text of a verdict as a block."""
     colour, sign = (PASSED, "&#10003;") if verdict.passed else (NOT_YET, "&#8635;")
     words, _, rest = verdict.outcome().partition(": ")
@@ -35,6 +38,7 @@ def html(verdict: Verdict, attempt: int) -> str:
         f'<div><b><span style="color:{colour}">{sign}</span> {words}:</b> {escape(rest)}</div>'
         + (f'<table style="margin:.3em 0">{rows}</table>' if rows else "")
         + (_pre(verdict.picture) if verdict.picture else "")
+        + (f"<details><summary>Show a solution</summary>{_pre(solution)}</details>" if solution else "")
         + f'<div style="opacity:.75">{_pre(verdict.what_was_judged())}</div></div>'
     )
 

@@ -1,11 +1,15 @@
 """Tab and ``?`` in a cell that runs on ranks: rank 0 answers, as the names live there."""
 
+import re
+
 from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.utils.tokenutil import token_at_cursor
 
 from dtlib.lab.engines import on_ranks
 
 ANSWER_SECONDS = 0.3  # longer than that nobody waits for a list of names: rank 0 is busy
+
+_QUESTION = re.compile(r"^(\s*)%px\s+(\S.*\?)\s*$")
 
 _engines = None
 _asked = None  # the last question
@@ -18,6 +22,7 @@ def install(shell, engines) -> None:
     if not first_time:
         return
     shell.Completer.custom_matchers.append(_match_on_rank_0)
+    shell.input_transformers_cleanup.append(_questions_to_ranks)
     kernel = getattr(shell, "kernel", None)
     if kernel is None:  # IPython in a terminal has no Shift+Tab
         return
@@ -32,6 +37,14 @@ def install(shell, engines) -> None:
         return inspect_here(code, cursor_pos, detail_level, omit_sections)
 
     kernel.do_inspect = do_inspect
+
+
+def _questions_to_ranks(lines: list[str]) -> list[str]:
+    """``%px name?`` is for the ranks; IPython would ask the notebook what the name is."""
+    for number, line in enumerate(lines):
+        if found := _QUESTION.match(line):
+            lines[number] = f"{found[1]}get_ipython().run_line_magic('px', {found[2]!r})\n"
+    return lines
 
 
 @context_matcher(priority=1000)

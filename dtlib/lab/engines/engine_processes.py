@@ -14,6 +14,7 @@ from dtlib.world.launch import check_mpiexec, find_mpiexec
 from dtlib.world.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
+STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
 
 
 def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:

@@ -6,13 +6,14 @@ a later one attaches to the set that runs and takes over. workshop.py keeps the 
 
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import on_ranks, workshop
-from dtlib.lab.engines.engine_processes import START_SECONDS, end, interrupt, start_keeper, why_ended
+from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.starting import StartingLine, suitable_number, warning
 from dtlib.world.launch import in_engine
@@ -33,6 +34,9 @@ class EngineSet:
         self.view = client[:]
         self.view.block = True
         self.table = None
+        self.cell = None  # what a %%px cell waits for (ipyparallel's AsyncResult), while it does
+        self.turn = threading.RLock()  # whose it is, a cell runs or the ranks are reset
+        self.reset_wanted = False  # while a cell runs: it resets the ranks at its end
 
     def _ipython_display_(self):
         """Nothing: ``engines()`` has shown the table already."""
@@ -54,6 +58,40 @@ class EngineSet:
                 f"{holder} has taken over the ranks, and names that were defined here are gone: run lab.engines() to "
                 "take them back, then the cells that define what you need."
             )
+
+    def ask(self, question, *arguments, seconds: float = ANSWER_SECONDS) -> list | None:
+        """What all ranks answer; None where they do not. A kernel whose cell has just failed refuses for a moment."""
+        from ipyparallel.error import CompositeError, RemoteError, TimeoutError
+
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                answers = self.client[:].apply_async(question, *arguments).get(left)
+                return answers if isinstance(answers, list) else [answers]  # ipyparallel unpacks that of a single rank
+            except TimeoutError:  # ranks that are busy, or gone
+                break
+            except (CompositeError, RemoteError):
+                time.sleep(0.05)
+        return None
+
+    def reset(self) -> None:
+        """End what the ranks do, and bring them back into step: from any thread, also while a cell waits for them."""
+        self.reset_wanted = True
+        interrupt(self.pids())
+        if not self.turn.acquire(timeout=ANSWER_SECONDS):
+            self.reset_wanted = False
+            raise DtlibError(STUCK)
+        try:
+            if self.reset_wanted:  # no cell ran, or it ended before it was interrupted
+                self.reset_now()
+        finally:
+            self.turn.release()
+
+    def reset_now(self) -> None:
+        """``dtlib.reset()`` on all ranks."""
+        self.reset_wanted = False
+        if self.ask(on_ranks.reset) is None:
+            raise DtlibError(STUCK)
 
     def close(self) -> None:
         """Let go of the ranks; they run on for as long as a notebook is attached."""

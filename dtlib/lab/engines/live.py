@@ -100,6 +100,26 @@ def _progress(ranks, running, reports) -> str:
     return "; ".join(said)
 
 
+def whereabouts(cell, client) -> dict[int, str]:
+    """What ranks that are not idle do, while a notebook waits for this ``cell`` (an AsyncResult), or for none."""
+    outstanding = client.outstanding
+    if cell is None:
+        return {rank: "busy" for rank in client.ids} if outstanding else {}
+    data = cell.data if isinstance(cell.data, list) else [cell.data]
+    return {
+        rank: _doing(report or {}) if str(message) in outstanding else "has finished, others have not"
+        for rank, message, report in zip(cell._targets, cell.msg_ids, data, strict=True)
+    }
+
+
+def _doing(report: dict) -> str:
+    line = f" in {report['line']}" if report.get("line") else ""
+    if not report.get("waits"):
+        return f"busy{line}"
+    operation, missing = report["waits"]
+    return f"waits for {ranks_in_words(missing) if missing else 'messages'} ({operation}){line}"
+
+
 def ranks_in_words(ranks: list[int]) -> str:
     """``rank 2``, ``ranks 0 to 3`` or ``ranks 0, 2``."""
     if len(ranks) == 1:

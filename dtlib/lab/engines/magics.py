@@ -17,9 +17,10 @@ from ipyparallel.client.magics import ParallelMagics
 from IPython.display import publish_display_data
 
 from dtlib.errors import DtlibError
+from dtlib.lab import outputs
 from dtlib.lab.colours import rank_prefix
 from dtlib.lab.engines import completion
-from dtlib.lab.engines.engine_processes import interrupt
+from dtlib.lab.engines.engine_processes import STUCK, interrupt
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 
 INTERRUPT_SECONDS = 5
@@ -44,6 +45,8 @@ def install(engines) -> None:
     if shell is not None:
         shell.register_magics(RankMagics(shell, engines))
         completion.install(shell, engines)
+        if kernel := getattr(shell, "kernel", None):
+            outputs.install(kernel)
         shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
 
 
@@ -107,6 +110,11 @@ class RankMagics(ParallelMagics):
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
+        with self.engines.turn:
+            return self._execute(cell, save_name)
+
+    def _execute(self, cell, save_name):
+        """Run a cell on the ranks, and show what they said."""
         # Ranks count the cell as the notebook does, and know which one it is (on_ranks.py).
         label = f"{self.shell.displayhook.prompt_count}.{next(_serial)}"
         result = self.last_result = self.view.execute(cell, silent=False, block=False, label=label)
@@ -119,9 +127,7 @@ class RankMagics(ParallelMagics):
             interrupt(self.engines.pids())
             result.wait(INTERRUPT_SECONDS)
             if not result.done():
-                raise DtlibError(
-                    "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
-                ) from None
+                raise DtlibError(STUCK) from None
         result.wait_for_output(1)
         targets = _targets(result)
         said_something = _show(result, targets)
@@ -161,33 +167,24 @@ class RankMagics(ParallelMagics):
         """After an error, have all ranks refuse the communicators that they have not used alike; says how to go on."""
         from dtlib.comm.watch import in_step
 
-        counts = self._ask_everybody(in_step.counts)
+        if self.engines.reset_wanted:
+            self.engines.reset_now()
+            return ["Reset was pressed: the ranks are back in step."]
+        counts = self.engines.ask(in_step.counts, seconds=ANSWER_SECONDS)
         if counts is None:
             return ["Some ranks do not say whether they are in step: run %px dtlib.reset() before they go on."]
         names = in_step.differing(counts)
         if not names:
             return []
-        self._ask_everybody(in_step.refuse, names, f"was in use when a cell ended with an error on {who}")
+        why = f"was in use when a cell ended with an error on {who}"
+        self.engines.ask(in_step.refuse, names, why, seconds=ANSWER_SECONDS)
         return ["The ranks are out of step: run %px dtlib.reset() before they communicate again."]
-
-    def _ask_everybody(self, question, *arguments) -> list | None:
-        """What all ranks answer; None where they do not. A kernel whose cell has just failed refuses for a moment."""
-        from ipyparallel.error import CompositeError, RemoteError, TimeoutError
-
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                return _as_list(self.engines.client[:].apply_async(question, *arguments).get(left))
-            except TimeoutError:  # ranks that are busy, or gone
-                break
-            except (CompositeError, RemoteError):
-                time.sleep(0.05)
-        return None
 
 
 def _wait(result, engines, view: LiveView) -> None:
     """Wait for a cell, and show meanwhile what ranks say."""
     ranks = _targets(result)
+    engines.cell = result
     try:
         while not result.done():
             result.wait(0.1)
@@ -196,6 +193,7 @@ def _wait(result, engines, view: LiveView) -> None:
             texts = [out + err for out, err in zip(_as_list(result.stdout), _as_list(result.stderr), strict=True)]
             view.show(ranks, running, texts, [data or {} for data in _as_list(result.data)])
     finally:
+        engines.cell = None
         view.close()
 
 

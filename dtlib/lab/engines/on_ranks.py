@@ -38,6 +38,13 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     }
 
 
+def reset() -> int:
+    """``dtlib.reset()``; its world stays where it is."""
+    from dtlib.world import reset
+
+    return reset().rank
+
+
 def complete(line: str, position: int) -> tuple[str, list[str]]:
     """The fragment before this position of a line, and the names that it may become on this rank."""
     from IPython import get_ipython
@@ -110,7 +117,19 @@ def _tell_where(running, publish) -> None:
                 place = frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         if running.is_set() and place is not None:
-            publish({"line": line_of(*place)})
+            publish({"line": line_of(*place), "waits": _waits()})
+
+
+def _waits() -> tuple[str, list[int]] | None:
+    """In which operation this rank waits, and for which others; None while it does not."""
+    from dtlib.comm.watch import blame, board
+
+    if board.current is None:
+        return None
+    me, seen = board.current.rank, board.current.seen()
+    if me not in seen or seen[me].state != "waits":
+        return None
+    return seen[me].operation, blame.missing(me, seen)
 
 
 def _take_gpu(local_rank: int) -> str:

@@ -1,0 +1,78 @@
+"""The way through the course, made by the build: links at the head and foot of a notebook, minutes on the start page.
+
+lecture 03     start page · <- 02 · 04 -> · its exercises · solved         exercises of 03    start page · lecture 03 ·
+                                                                                              04 -> · solved
+"""
+
+import re
+from pathlib import Path
+
+_NUMBERS = {
+    "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+    "ten": 10, "fifteen": 15, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "ninety": 90,
+}  # fmt: skip
+_TIME = r"([A-Za-z]+(?:-[a-z]+)?) (minute|hour)s?"
+ANEW = "Anew? `lab.fresh()` in a new cell gives this notebook as it was, and keeps yours beside it."
+
+
+def is_lecture(source: Path) -> bool:
+    return not source.stem.endswith("_exercises")
+
+
+def title(source: Path) -> str:
+    """``03 Collectives``, from the first lines of a source."""
+    return re.search(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)[1]
+
+
+def minutes(source: Path) -> int:
+    """How long a notebook takes, by its own first cell: the first time that stands there; of exercises what they take
+    ``in all``, or the sum of those in brackets, in steps of five."""
+    text = " ".join(source.read_text(encoding="utf-8").split("# %%")[1].replace("\n# ", " ").split())
+    if is_lecture(source):
+        return _minutes(*re.search(_TIME, text).groups())
+    if in_all := re.search(f"{_TIME} in all", text):
+        return _minutes(*in_all.groups())
+    return -(-sum(_minutes(*time) for time in re.findall(rf"\({_TIME}\)", text)) // 5) * 5
+
+
+def _minutes(number: str, unit: str) -> int:
+    return sum(_NUMBERS[word] for word in number.lower().split("-")) * (60 if unit == "hour" else 1)
+
+
+def links(source: Path, version: str, sources: list[Path]) -> str:
+    """The links of one notebook, as a line of Markdown. They lead somewhere in JupyterLab and in the book."""
+    lectures = [other for other in sources if is_lecture(other)]
+    number = source.stem[:2]
+    found = ["[Start page](../start.md)"]
+    if is_lecture(source):
+        here = lectures.index(source)
+        before, after = lectures[:here][-1:], lectures[here + 1 :][:1]
+        found += [f"[← {title(other)}]({other.stem}.ipynb)" for other in before]
+        found += [f"[{title(other)} →]({other.stem}.ipynb)" for other in after]
+        for other in sources:
+            if other.stem.startswith(number) and not is_lecture(other):
+                found.append(f"[{_name_of_exercises(other)}](../exercises/{other.stem}.ipynb)")
+        there = "solutions" if version == "learner" else "lectures"
+    else:
+        mine = next(other for other in lectures if other.stem.startswith(number))
+        following = [other for other in lectures if other.stem[:2] > number][:1]
+        found.append(f"[lecture {title(mine)}](../lectures/{mine.stem}.ipynb)")
+        found += [f"[{title(other)} →](../lectures/{other.stem}.ipynb)" for other in following]
+        there = "solutions" if version == "learner" else "exercises"
+    found.append(f"[{'solved' if version == 'learner' else 'to work in'}](../{there}/{source.stem}.ipynb)")
+    return " · ".join(found)
+
+
+def _name_of_exercises(source: Path) -> str:
+    name = title(source)
+    return "exercises" if name.endswith(": exercises") else name[3:4].lower() + name[4:]
+
+
+def start_page(template: str, sources: list[Path]) -> str:
+    """The start page: ``{minutes}`` becomes those of the notebook whose link stands before it."""
+    by_name = {source.stem: source for source in sources}
+    parts = template.split("{minutes}")
+    for at, part in enumerate(parts[:-1]):
+        linked = re.findall(r"([^/(]+)\.ipynb\)", part)[-1]
+        parts[at] += str(minutes(by_name[linked]))
+    return "".join(parts)

@@ -1,0 +1,143 @@
+"""``lab.last()``: what a cell showed, again. A page that was closed meanwhile has lost it; the kernel keeps a copy.
+
+All that a kernel shows goes through its session's ``send``, with the request that it belongs to. There it is noted: of
+the latest cells, and of each no more than a notebook should hold.
+"""
+
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+from dtlib.errors import DtlibError
+
+MOST_CELLS = 20
+MOST_BYTES = 1_000_000  # of one cell
+
+_cells: dict[str, "Ran"] = {}  # by the id of the request, in the order in which they came
+_lock = threading.Lock()  # prints come from a thread of the kernel's own
+
+
+@dataclass
+class Ran:
+    """A cell that was run, and its outputs so far: the content of the messages, by their type."""
+
+    number: int
+    code: str
+    began: float
+    ended: float | None = None
+    outputs: list[tuple[str, dict]] = field(default_factory=list)
+    clears: bool = False  # with the next output
+    bytes: int = 0
+    shows_another: bool = False
+
+    def keep(self, kind: str, content: dict) -> None:
+        if kind == "clear_output":
+            self.clears = True
+            if not content.get("wait"):
+                self._clear()
+            return
+        if kind == "update_display_data":
+            for _, shown in self.outputs:
+                if _display_id(shown) == _display_id(content) is not None:
+                    shown.update(data=content["data"], metadata=content["metadata"])
+            return
+        if self.clears:
+            self._clear()
+        self.bytes += len(str(content))
+        if self.bytes > MOST_BYTES:
+            return
+        if kind == "stream" and self.outputs and self.outputs[-1][1].get("name") == content["name"]:
+            self.outputs[-1][1]["text"] += content["text"]
+        else:
+            self.outputs.append((kind, dict(content)))
+
+    def _clear(self) -> None:
+        self.outputs.clear()
+        self.clears, self.bytes = False, 0
+
+
+def last(number: int | None = None) -> None:
+    """Show again what a cell of this notebook showed, for instance one that ended while its page was closed.
+
+    Args:
+        number: that of the cell, as it stands in brackets beside it; by default the cell that was run last.
+
+    Raises:
+        DtlibError: where that cell is none of the twenty latest.
+    """
+    from IPython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel is None:
+        raise DtlibError("lab.last() belongs in a notebook: a terminal still shows what was printed.")
+    install(kernel)
+    with _lock:
+        this = _cells.get(kernel.get_parent()["header"]["msg_id"])
+        if this is not None:
+            this.shows_another = True
+        kept = [ran for ran in _cells.values() if not ran.shows_another]
+    if number is not None:
+        kept = [ran for ran in kept if ran.number == number]
+    if not kept:
+        which = "No cell" if number is None else f"Cell [{number}]"
+        raise DtlibError(f"{which} is kept here: the kernel keeps the {MOST_CELLS} latest cells since it was started.")
+    _show(kept[-1])
+
+
+def _show(ran: Ran) -> None:
+    from IPython.display import publish_display_data
+
+    first = ran.code.strip().splitlines()[0] if ran.code.strip() else ""
+    how_long = f"{(ran.ended or time.time()) - ran.began:.0f} s"
+    when = f"ended at {time.strftime('%H:%M:%S', time.localtime(ran.ended))}, after" if ran.ended else "runs, for"
+    print(f"Cell [{ran.number}], {first!r}, {when} {how_long}:")
+    with _lock:
+        outputs = [(kind, dict(content)) for kind, content in ran.outputs]
+    for kind, content in outputs:
+        sys.stdout.flush()
+        if kind == "stream":
+            print(content["text"], end="", file=sys.stdout if content["name"] == "stdout" else sys.stderr)
+        elif kind == "error":
+            print("\n".join(content["traceback"]), file=sys.stderr)
+        else:
+            publish_display_data(content["data"], content.get("metadata"))
+    if ran.bytes > MOST_BYTES:
+        print(f"... the rest, beyond {MOST_BYTES / 1e6:g} MB, was not kept.")
+
+
+def install(kernel) -> None:
+    """Have this kernel keep what its cells show; a second time changes nothing."""
+    session = kernel.session
+    if hasattr(session.send, "keeps"):
+        return
+    send = session.send
+
+    def send_and_keep(stream, msg_or_type, content=None, parent=None, *arguments, **options):
+        sent = send(stream, msg_or_type, content, parent, *arguments, **options)
+        if sent:
+            _note(sent["header"]["msg_type"], sent["parent_header"].get("msg_id"), sent["content"])
+        return sent
+
+    send_and_keep.keeps = True
+    session.send = send_and_keep
+
+
+def _note(kind: str, request: str | None, content: dict) -> None:
+    with _lock:
+        if kind == "execute_input":
+            _cells[request] = Ran(content["execution_count"], content["code"], time.time())
+            while len(_cells) > MOST_CELLS:
+                del _cells[next(iter(_cells))]
+        elif ran := _cells.get(request):
+            if kind == "status" and content["execution_state"] == "idle":
+                ran.ended = time.time()
+            elif kind in _OUTPUTS:
+                ran.keep(kind, content)
+
+
+_OUTPUTS = ("stream", "display_data", "execute_result", "error", "clear_output", "update_display_data")
+
+
+def _display_id(content: dict) -> str | None:
+    return (content.get("transient") or {}).get("display_id")
