@@ -1,13 +1,17 @@
 import dataclasses
 import importlib
+import json
+import re
 
 import pytest
 
 from dtlib import pi
+from dtlib.errors import DtlibError
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import Verdict
 from dtlib.lab.checks.registry import EXERCISES, HOMES
 from dtlib.lab.checks.rendering import html
+from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.lessons.l03.judge_hangs import HANGS
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
@@ -577,11 +581,32 @@ def test_another_answer_begins_with_the_first_hint(capsys):
     from dtlib.lab.checks import checks
 
     checks._tries.pop("pi-streams", None)
-    hints = []
-    for code, mistake in (("a", "gap"), ("a", "gap"), ("b", "gap"), ("b", "overlap"), ("b", "overlap")):
+    checks._failed.pop("pi-streams", None)
+    hints, offers = [], []
+    for code, mistake in (("a", "gap"), ("a", "gap"), ("b", "missing"), ("b", "gap"), ("b", "overlap"), ("b", "gap")):
         checks._tell(Verdict("pi-streams", "f", 3, 1, mistake, "all", "some", ("1", "2", "3"), code=code))
-        hints.append(capsys.readouterr().out.split()[-1])
-    assert hints == ["1", "2", "1", "2", "3"]
+        said = capsys.readouterr().out
+        hints.append(re.search(r"hint: +(\d)", said)[1])
+        offers.append('lab.solution("pi-streams") shows one' in said)
+    assert hints == ["1", "2", "1", "2", "3", "3"]
+    assert offers == [False, False, True, True, True, True]
+    checks._tell(Verdict("pi-streams", "f", 3, code="c"))
+    assert "solution" not in capsys.readouterr().out, "an answer that passed needs none"
+
+
+def test_every_exercise_has_a_solution_to_show():
+    wrong = Verdict("first-sum", "line 1", 3, 2, "other", "6", "5", ("vague",))
+    assert "<details><summary>Show a solution</summary>" in html(wrong, 0, "a < b")
+    assert "a &lt; b</pre></details>" in html(wrong, 0, "a < b") and "details" not in html(wrong, 0)
+    learners = "".join(
+        path.read_text() for kind in ("lectures", "exercises") for path in (ROOT / "notebooks" / kind).glob("*.ipynb")
+    )
+    for name, exercise in EXERCISES.items():
+        source = source_of(name)
+        assert re.search(rf"\b{exercise.name}\b", source) and "lab.check" not in source, name
+        assert json.dumps(source)[1:-1] not in learners, f"{name} is solved in a learner's notebook"
+    with pytest.raises(DtlibError, match="There is no exercise 'ring'"):
+        source_of("ring")
 
 
 def test_an_answer_is_known_by_its_code_or_value():

@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from dtlib.errors import DtlibError
-from dtlib.lab import course
+from dtlib.lab import build, course, navigation
+from dtlib.lab.checks import progress
 from dtlib.lab.engines import workshop
 from tests.conftest import ROOT
 
@@ -77,3 +78,77 @@ def test_the_map_of_the_course_leads_to_every_notebook(page):
     found = {(ROOT / page).parent.joinpath(link).resolve() for link in links}
     notebooks = {path for kind in ("lectures", "exercises") for path in (ROOT / "notebooks" / kind).glob("*.ipynb")}
     assert notebooks <= found, f"{page} does not name {sorted(path.name for path in notebooks - found)}"
+
+
+def test_the_start_page_has_the_minutes_that_the_lessons_say():
+    assert (ROOT / course.START_PAGE).read_text() == build.start_page(ROOT), "run `make notebooks`"
+    found = {source.stem: navigation.minutes(source) for source in build.sources(ROOT)}
+    assert found["04_data_parallel"] == 120 and found["05_large_batches"] == 45 and found["02_pi"] == 60
+    assert found["03_collectives_exercises"] == 60 and found["08_tensor_and_hybrid_exercises"] == 60
+    lectures = sum(minutes for name, minutes in found.items() if not name.endswith("_exercises"))
+    hours = [round(minutes / 60) for minutes in (sum(found.values()), lectures, sum(found.values()) - lectures)]
+    words = {6: "six", 11: "eleven", 17: "seventeen"}
+    whole, of_lectures, of_exercises = (words.get(number, number) for number in hours)
+    said = f"{whole} hours in all, {of_lectures} of lectures and {of_exercises} of exercises"
+    assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_every_notebook_leads_on_and_back(tmp_path):
+    reached = set()
+    for source in build.sources(ROOT):
+        for version in ("learner", "solved"):
+            book, file = build.notebook(source, version), build.target(source, version)
+            head, foot = book.cells[0].source.splitlines()[2], book.cells[-1].source
+            assert head.startswith("[Start page](../start.md) · ") and head in foot
+            assert ("lab.fresh()" in foot) == (version == "learner")
+            for link in re.findall(r"\]\(([^)]+)\)", head):
+                assert (file.parent / link).exists(), f"{file.name}: {link} leads nowhere"
+                reached.add((file.parent / link).resolve())
+    assert reached >= {build.target(source, version) for source in build.sources(ROOT) for version in ("learner", "solved")}
+
+
+def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    course.open_folder()
+    page = tmp_path / course.START_PAGE
+    progress.write_start_page(tmp_path)
+    assert "| lesson | done | minutes |" in page.read_text() and " of " not in row(page, "02 MPI")
+    assert course.open_folder() == (tmp_path, ""), "ticks are no work of the learner's"
+    for name in ("pi-streams", "pi-streams", "sum-for-eight", "first-sum"):
+        progress.done(name)
+    assert row(page, "00 Start").split(" | ")[1] == "lecture ✓"
+    assert re.fullmatch(r"exercises 1 of \d", row(page, "02 MPI").split(" | ")[1])
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert all((page.parent / link).exists() for link in links)
+    monkeypatch.chdir(ROOT)
+    progress.done("ring-build")
+    assert not (ROOT / progress.FILE).exists(), "a clone is no learner's folder"
+
+    # A new version of the page comes in place of the old one, ticks and all.
+    record = tmp_path / course.RECORD
+    record.write_text(record.read_text().replace('"notebooks/start.md": "', '"notebooks/start.md": "0'))
+    assert course.lay_out(tmp_path).endswith("1 file is new.") and "done" not in page.read_text().split("minutes")[0]
+
+
+def row(page, title):
+    return next(line for line in page.read_text().splitlines() if line.startswith(f"| [{title}"))
+
+
+def test_a_notebook_gives_itself_anew(tmp_path, monkeypatch, capsys):
+    from dtlib import lab
+
+    monkeypatch.chdir(tmp_path)
+    course.open_folder()
+    (tmp_path / LECTURE).write_text("mine")
+    solved = tmp_path / LECTURE.replace("lectures", "solutions")
+    solved.write_text("mine too")
+    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / LECTURE))
+    lab.fresh()
+    said = capsys.readouterr().out
+    assert "yours is 04_data_parallel_yours.ipynb beside it" in said and "Reload Notebook from Disk" in said
+    assert (tmp_path / LECTURE).with_stem("04_data_parallel_yours").read_text() == "mine"
+    assert (tmp_path / LECTURE).read_bytes() == (ROOT / LECTURE).read_bytes() and solved.read_text() == "mine too"
+    for name, words in (("", "belongs in a notebook"), ("my.ipynb", "There is no lesson 'my")):
+        monkeypatch.setenv("JPY_SESSION_NAME", name)
+        with pytest.raises(DtlibError, match=words):
+            lab.fresh()

@@ -115,6 +115,7 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert not notebook.complete("only_th")
     assert wait_until(lambda: "a name of rank 0" in notebook.inspect("%%px\nonly_there"))
     assert notebook.run("%%px\nonly_there?").count("a name of rank 0") == 1
+    assert notebook.run("%px only_there?").count("a name of rank 0") == 1
 
     # Nobody on another machine, or under another name on this one, gets at any of it.
     notebook.run("%px import torch; from dtlib.production.torch import process_group; process_group(world.comm)")
@@ -181,6 +182,54 @@ def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(shared):
         assert "Interrupted on rank" in shown and ("out of step" in shown) == ("barrier" in cell)
         assert time.monotonic() - began < 10
     assert notebook.run("%px dtlib.reset(); print(world.comm.all_gather_object(world.rank))").count("[0, 1, 2]") == 3
+
+
+def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shared):
+    notebook = shared
+    notebook.run(ENGINES.format(3))
+    notebook.run("%px import dtlib, time; dtlib.reset(); world = dtlib.init()")
+    press = (
+        "import threading, time; from dtlib.lab.engines import panel, engine_set; seen = [panel.drawn()]\n"
+        "def press():\n    seen.append(panel.drawn())\n    engine_set.current().reset()\n    seen.append('reset')\n"
+        "threading.Timer(2.5, press).start()"
+    )
+    notebook.run(press)
+    began = time.monotonic()
+    shown = notebook.run("%%px\nif world.rank == 1: time.sleep(60)\nworld.comm.barrier()")
+    assert time.monotonic() - began < 20
+    assert "Interrupted on ranks 0 to 2." in shown and "Reset was pressed: the ranks are back in step." in shown
+    assert "run %px dtlib.reset()" not in shown
+    assert notebook.run("%px print(world.comm.all_gather_object(world.rank))").count("[0, 1, 2]") == 3
+    before, meanwhile, after = notebook.run("print('|'.join([*seen, panel.drawn()]).replace('|reset', ''))").split("|")
+    assert before.count(">idle<") == after.count(">idle<") == 3
+    assert meanwhile.count("waits for rank 1 (barrier) in line 2: world.comm.barrier()<") == 2
+    assert "busy in line 1: if world.rank == 1: time.sleep(60)<" in meanwhile
+    # With nothing to end, it resets all the same; and what another cell of the notebook waits for ends too.
+    assert notebook.run("engine_set.current().reset(); lab.values('world.comm.name')").count("world.") == 3
+    # Widgets show it, where there is a page.
+    assert "Error" not in notebook.run("lab.panel(); lab.panel(); panel._panel.button.click(); panel._panel.said.value")
+
+
+def test_what_a_cell_showed_is_shown_again(shared):
+    notebook = shared
+    notebook.run("import sys; from dtlib import lab; from IPython.display import display, clear_output")
+    notebook.run("print('out'); print('err', file=sys.stderr); h = display('first', display_id=True); h.update('second'); 7")
+    number = notebook.number
+    shown = notebook.run("lab.last()")
+    assert shown.startswith(f"Cell [{number}], \"print('out'); print('err'") and "ended at" in shown
+    assert "out\n" in shown and "err\n" in shown and "'second'" in shown and "first'" not in shown.split("\n", 1)[1]
+    assert shown.endswith("7\n")
+    notebook.run("1 / 0")
+    assert "ZeroDivisionError" in notebook.run("lab.last()") and "out\n" in notebook.run(f"lab.last({number})")
+    notebook.run("print('gone'); clear_output(wait=True); print('stays')")
+    shown = notebook.run("lab.last()")
+    assert "stays" in shown and "gone\n" not in shown
+    notebook.run("for _ in range(30): print('x' * 100_000)")
+    shown = notebook.run("lab.last()")
+    assert len(shown) < 1.3e6 and "the rest, beyond 1 MB, was not kept" in shown
+    for _ in range(20):
+        notebook.run("print('one more')")
+    assert f"Cell [{number}] is kept here" in notebook.run(f"lab.last({number})")
 
 
 def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder):

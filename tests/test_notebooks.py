@@ -130,6 +130,18 @@ def test_a_cell_that_a_track_lacks_is_noticed():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stem", ["02_pi", "03_collectives", "03_collectives_exercises"])
+def test_a_learners_notebook_passes_under_run_all_and_reveals_nothing(workshop_with_ranks, stem, monkeypatch):
+    """Nobody has guessed, and nobody has written an answer: checks say "Not yet", and no prediction is compared."""
+    book = build.notebook(ROOT / "notebooks" / "source" / f"{stem}.py", "learner")
+    monkeypatch.chdir(workshop_with_ranks)
+    build.execute(book, workshop_with_ranks / "notebooks")
+    outputs = [str(output) for cell in code_cells(book) for output in cell.outputs]
+    assert any("Predict first" in output for output in outputs)
+    assert not [output for output in outputs if "it came out as" in output or "Passed:" in output]
+
+
+@pytest.mark.slow
 def test_the_cells_of_a_short_track_run_without_the_others(workshop_folder, monkeypatch):
     """The one that leaves out most of its notebook, as values and not only names must be there."""
     shutil.copytree(ROOT / "data", workshop_folder / "data")
