@@ -6,12 +6,14 @@ _LAZY = {
     "engines": "dtlib.lab.engines.engine_set",
     "panel": "dtlib.lab.engines.panel",
     "check": "dtlib.lab.checks.checks",
-    "last": "dtlib.lab.outputs",
+    "last": "dtlib.lab.last_outputs",
     "predict": "dtlib.lab.checks.predictions",
+    "fold": "dtlib.lab.tables",
     "push": "dtlib.lab.engines.names",
     "read": "dtlib.lab.reading",
     "read_end": "dtlib.lab.reading",
     "solution": "dtlib.lab.checks.solutions",
+    "table": "dtlib.lab.tables",
     "values": "dtlib.lab.engines.names",
 }
 

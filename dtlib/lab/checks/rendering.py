@@ -3,6 +3,7 @@
 from html import escape
 
 from dtlib.lab.checks.exercise import Verdict
+from dtlib.lab.tables import fold
 
 PASSED, NOT_YET = "#009E73", "#D55E00"  # of the ranks' palette (lab/colours.py), which all eyes can tell apart
 
@@ -17,7 +18,9 @@ def show(verdict: Verdict, attempt: int, solution: str = "") -> None:
 
     text = verdict.text(attempt)
     if solution:
-        text += f'\n  solution: lab.solution("{verdict.exercise}") shows one.'
+        text += f'
+  solution: lab.solution("{verdict.exercise}") shows one.'
+    text = fold(text)
     if in_engine() or getattr(get_ipython(), "kernel", None) is None:
         print(text)
     else:

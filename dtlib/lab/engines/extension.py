@@ -1,5 +1,5 @@
 """What every kernel of the workshop's JupyterLab loads when it starts: a ``%%px`` that says what it needs, and a memory
-for what cells show (outputs.py).
+for what cells show (last_outputs.py).
 
 The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that folder on JUPYTER_PATH.
 """
@@ -7,7 +7,7 @@ The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from dtlib.errors import DtlibError
-from dtlib.lab import outputs
+from dtlib.lab import last_outputs
 
 
 @magics_class
@@ -27,4 +27,4 @@ def load_ipython_extension(shell) -> None:
     if "px" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MagicsBeforeEngines)
     if kernel := getattr(shell, "kernel", None):
-        outputs.install(kernel)
+        last_outputs.install(kernel)
