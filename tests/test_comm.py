@@ -56,7 +56,7 @@ def test_broadcast_gather_and_a_ring_of_sends_carry_every_type(world, dtype):
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "tree", "naive", "mpi"])
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "rabenseifner", "tree", "naive", "mpi"])
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 1003])
 def test_every_algorithm_gives_the_same_all_reduce(world, algorithm, count):
     mine = values_of(world.rank, count, torch.float64)
@@ -69,7 +69,7 @@ def test_every_algorithm_gives_the_same_all_reduce(world, algorithm, count):
 
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling"])
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "rabenseifner"])
 def test_half_precision_is_added_in_float32_and_rounded_at_each_hop(world, dtype, algorithm):
     dtype = getattr(torch, dtype)
     torch.manual_seed(0)
@@ -90,11 +90,15 @@ def test_bool_any_and_all(world):
     assert world.comm.all_reduce(mine.clone(), "min").tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("ranks,most", [(2, 2**18), (3, 2**19), (4, 2**19), (5, 2**18)])
-def test_few_bytes_are_doubled_and_many_go_round_the_ring(ranks, most):
+@pytest.mark.parametrize(
+    "ranks,most,then",
+    [(2, 2**18, "ring"), (3, 2**19, "ring"), (4, 2**19, "ring"), (5, 2**18, "ring"), (8, 2**18, "rabenseifner")],
+)
+def test_few_bytes_are_doubled_and_many_go_round_the_ring(ranks, most, then):
     known = selection.KNOWN["all_reduce"]
     assert selection.choose("all_reduce", most, ranks) is known["recursive_doubling"]
-    assert selection.choose("all_reduce", most + 1, ranks) is known["ring"]
+    assert selection.choose("all_reduce", most + 1, ranks) is known[then]
+    assert selection.choose("all_reduce", 2**24 + 1, ranks) is known["ring"]
     assert selection.choose("all_reduce", most + 1, ranks, "tree") is known["tree"]
 
 

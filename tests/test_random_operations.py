@@ -31,7 +31,7 @@ class Step:
         self.asynchronous = chance.random() < 0.4
         self.algorithm = None
         if self.operation == "all_reduce":
-            self.algorithm = chance.choice([None, "ring", "recursive_doubling", "tree", "naive"])
+            self.algorithm = chance.choice([None, "ring", "recursive_doubling", "rabenseifner", "tree", "naive"])
         self.strided = chance.random() < 0.2
         self.seed = chance.randrange(2**31)
 

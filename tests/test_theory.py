@@ -116,11 +116,18 @@ def test_costs_as_the_paper_has_them():
     assert costs["ring"] == pytest.approx(2 * 3 * alpha + 2 * 3 / 4 * n * beta + 3 / 4 * n * gamma)
     assert costs["recursive_doubling"] == pytest.approx(2 * (alpha + n * beta + n * gamma))
     assert costs["tree"] == pytest.approx(4 * (alpha + n * beta) + 2 * n * gamma)
+    assert costs["rabenseifner"] == pytest.approx(4 * alpha + 2 * 3 / 4 * n * beta + 3 / 4 * n * gamma)
     assert costs["naive"] == pytest.approx(6 * (alpha + n * beta) + 3 * n * gamma)
     # Five ranks: four of them, and one more exchange for the fifth.
     assert theory.cost("all_reduce", "recursive_doubling", 5, n, alpha, 1 / beta, gamma) == pytest.approx(
         4 * (alpha + n * beta) + 3 * n * gamma
     )
+    assert theory.cost("all_reduce", "rabenseifner", 5, n, alpha, 1 / beta, gamma) == pytest.approx(
+        6 * alpha + 2 * (3 / 4 + 1) * n * beta + (3 / 4 + 1) * n * gamma
+    )
+    # 1,024 ranks, 4 MB, 5 us, 25 GB/s: where the ring's rounds cost 25 times as much.
+    large = {name: theory.cost("all_reduce", name, 1024, 4e6, 5e-6, 25e9) for name in ("ring", "rabenseifner")}
+    assert large == {"ring": pytest.approx(10.55e-3, rel=1e-3), "rabenseifner": pytest.approx(0.42e-3, rel=1e-2)}
     assert theory.cost("barrier", "dissemination", 5, 0, alpha, 1 / beta) == pytest.approx(3 * alpha)
     assert theory.cost("reduce_scatter", "ring", 3, n, alpha, 1 / beta, gamma) == pytest.approx(
         2 * (alpha + n / 3 * (beta + gamma))

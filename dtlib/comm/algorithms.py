@@ -11,8 +11,6 @@ communication operations in MPICH", IJHPCA 19(1), 2005.
 
 import numpy as np
 
-from dtlib.errors import CommunicationError
-
 
 def chunks_of(array: np.ndarray, size: int) -> list[np.ndarray]:
     """``size`` consecutive pieces of a flat array, as views."""
@@ -95,16 +93,9 @@ def recursive_doubling_all_reduce(link, array, combine):
     Where N is no power of two the ranks beyond it first give their values to a partner and get the result at the end.
     """
     received = link.scratch(array)
-    whole = 1 << (link.size.bit_length() - 1)  # the largest power of two
-    extra = link.rank + whole if link.rank + whole < link.size else None
-    if link.rank >= whole:
-        yield [link.send(array, link.rank - whole)]
-        yield [link.recv(array, link.rank - whole)]
-        return
-    if extra is not None:
-        yield [link.recv(received, extra)]
-        combine(array, received, array)
-    bit = 1
+    whole = largest_power_of_two(link.size)
+    yield from fold(link, array, whole, combine)
+    bit = 1 if link.rank < whole else whole
     while bit < whole:
         partner = link.rank ^ bit
         yield [link.send(array, partner), link.recv(received, partner)]
@@ -112,8 +103,30 @@ def recursive_doubling_all_reduce(link, array, combine):
         first, second = (array, received) if link.rank < partner else (received, array)
         combine(first, second, array)
         bit *= 2
-    if extra is not None:
-        yield [link.send(array, extra)]
+    yield from unfold(link, array, whole)
+
+
+def largest_power_of_two(size) -> int:
+    """The largest power of two that is no larger than ``size``."""
+    return 1 << (size.bit_length() - 1)
+
+
+def fold(link, array, whole, combine):
+    """Ranks from ``whole`` on give their values to the rank ``whole`` places before, and then have nothing to do."""
+    if link.rank >= whole:
+        yield [link.send(array, link.rank - whole)]
+    elif link.rank + whole < link.size:
+        received = link.scratch(array)
+        yield [link.recv(received, link.rank + whole)]
+        combine(array, received, array)
+
+
+def unfold(link, array, whole):
+    """The ranks from ``whole`` on get the result."""
+    if link.rank >= whole:
+        yield [link.recv(array, link.rank - whole)]
+    elif link.rank + whole < link.size:
+        yield [link.send(array, link.rank + whole)]
 
 
 # All to all: large arrays, where the number of bytes counts
@@ -158,6 +171,33 @@ def ring_all_reduce(link, array, combine):
     chunks = chunks_of(array, link.size)
     yield from ring_reduce_scatter_in_place(link, chunks, combine)
     yield from ring_all_gather(link, chunks)
+
+
+def rabenseifner_all_reduce(link, array, combine):
+    """Halve what is summed in every round, then double it back: the ring's bytes in 2 log2 N rounds instead of 2 (N-1).
+
+    Eight ranks, n elements; rank 0's partners and what it sends them:
+
+        4: its upper half    2: the upper half of the rest    1: again          rank 0 holds the sum of its n/8
+        1: that n/8          2: the n/4 that it has now       4: its half       everybody holds all
+
+    R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, LNCS 3036.
+    """
+    whole = largest_power_of_two(link.size)
+    yield from fold(link, array, whole, combine)
+    halved, mine, bit = [], array, whole // 2 if link.rank < whole else 0
+    while bit:
+        partner = link.rank ^ bit
+        lower, upper = chunks_of(mine, 2)
+        mine, others = (upper, lower) if link.rank & bit else (lower, upper)
+        received = link.scratch(mine)
+        yield [link.send(others, partner), link.recv(received, partner)]
+        combine(mine, received, mine)
+        halved.append((partner, mine, others))
+        bit //= 2
+    for partner, mine, others in reversed(halved):
+        yield [link.send(mine, partner), link.recv(others, partner)]
+    yield from unfold(link, array, whole)
 
 
 def ring_reduce_scatter(link, out, chunks, combine):
@@ -243,37 +283,3 @@ def dissemination_barrier(link):
         to, source = (link.rank + distance) % link.size, (link.rank - distance) % link.size
         yield [link.send(nothing, to), link.recv(nothing, source)]
         distance *= 2
-
-
-# MPI's own, for comparison: they cannot be interrupted
-
-
-def mpi_all_reduce(link, array, combine):
-    from mpi4py import MPI
-
-    operation = _mpi_operation(combine, array.dtype)  # refused here, before anything begins
-    return _blocking(lambda: link.mpi.Allreduce(MPI.IN_PLACE, array, operation))
-
-
-def mpi_broadcast(link, array, root):
-    return _blocking(lambda: link.mpi.Bcast(array, root))
-
-
-def _blocking(call):
-    call()
-    yield from ()
-
-
-def _mpi_operation(combine, dtype):
-    from mpi4py import MPI
-
-    from dtlib.comm.types import maximum, minimum
-
-    known = {np.add: MPI.SUM, np.multiply: MPI.PROD, maximum: MPI.MAX, minimum: MPI.MIN}
-    if combine not in known:
-        raise CommunicationError("MPI's own collectives add 16-bit floats wrongly: leave algorithm= out.")
-    if combine in (np.add, np.multiply) and dtype.itemsize < 4:
-        raise CommunicationError(f"MPI's own sums and products of {dtype} may not wrap around: leave algorithm= out.")
-    if combine in (maximum, minimum) and dtype.kind == "f":
-        raise CommunicationError("MPI's own max and min may lose a NaN: leave algorithm= out.")
-    return known[combine]

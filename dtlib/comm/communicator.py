@@ -109,7 +109,7 @@ class Communicator(Runner):
         """Combine ``tensor`` over all ranks, element by element, in place; every rank gets the same result.
 
         ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; ``algorithm`` is ``ring``, ``recursive_doubling``,
-        ``tree``, ``naive`` or ``mpi``. Returns ``tensor``.
+        ``rabenseifner``, ``tree``, ``naive`` or ``mpi``. Returns ``tensor``.
         """
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.all_reduce(tensor, op, async_op)

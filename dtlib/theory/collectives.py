@@ -13,6 +13,9 @@ a rank sends one message and receives one at a time. Written with the field's le
       N no power of two: W is the    W log2 W + 2 (N - W)    log2 W + 2   and 2 (alpha + n beta) + n gamma more
       largest below it
     all_reduce ring                  2 N (N - 1)             2 (N - 1)    2 (N-1) (alpha + n/N beta) + (N-1) n/N gamma
+    all_reduce rabenseifner          2 N log2 N              2 log2 N     2 log2 N alpha + (N-1) n/N (2 beta + gamma)
+      N no power of two: W is the    2 W log2 W + 2 (N - W)  2 log2 W + 2 and 2 (alpha + n beta) + n gamma more
+      largest below it
     reduce_scatter ring              N (N - 1)               N - 1        (N-1) (alpha + n/N beta + n/N gamma)
     all_gather ring                  N (N - 1)               N - 1        (N-1) (alpha + n/N beta)
     scatter, gather direct           N - 1                   N - 1        (N-1) (alpha + n/N beta)
@@ -30,7 +33,7 @@ the others. ``ranks`` may be any number from 1, no power of two in particular.
 ALGORITHMS = {
     "broadcast": ("tree",),
     "reduce": ("tree",),
-    "all_reduce": ("ring", "recursive_doubling", "tree", "naive"),
+    "all_reduce": ("ring", "recursive_doubling", "rabenseifner", "tree", "naive"),
     "reduce_scatter": ("ring",),
     "all_gather": ("ring",),
     "scatter": ("direct",),
@@ -50,6 +53,7 @@ def messages(operation: str, algorithm: str, ranks: int) -> int:
         ("all_reduce", "naive"): 2 * (n - 1),
         ("all_reduce", "tree"): 2 * (n - 1),
         ("all_reduce", "recursive_doubling"): whole * log2_up(whole) + 2 * extra,
+        ("all_reduce", "rabenseifner"): 2 * whole * log2_up(whole) + 2 * extra,
         ("all_reduce", "ring"): 2 * n * (n - 1),
         ("reduce_scatter", "ring"): n * (n - 1),
         ("all_gather", "ring"): n * (n - 1),
@@ -70,6 +74,7 @@ def messages_of_rank(operation: str, algorithm: str, ranks: int, rank: int, root
         ("all_reduce", "naive"): n - 1 if rank == 0 else 1,
         ("all_reduce", "tree"): _children(rank, n) + (rank > 0),
         ("all_reduce", "recursive_doubling"): 1 if rank >= whole else log2_up(whole) + (rank < extra),
+        ("all_reduce", "rabenseifner"): 1 if rank >= whole else 2 * log2_up(whole) + (rank < extra),
         ("all_reduce", "ring"): 2 * (n - 1),
         ("reduce_scatter", "ring"): n - 1,
         ("all_gather", "ring"): n - 1,
@@ -84,11 +89,14 @@ def elements_sent(operation: str, algorithm: str, ranks: int, rank: int, count: 
     """Elements that one rank sends, exactly; times the bytes of an element they are the payload bytes.
 
     The ring of all_reduce divides ``count`` elements into chunks that differ by one element at most. A rank sends every
-    chunk twice, but for its own and its right neighbour's, which it sends once.
+    chunk twice, but for its own and its right neighbour's, which it sends once. Rabenseifner's sends in every halving
+    one half of what it has, and the other half when that is doubled again.
     """
     sent = messages_of_rank(operation, algorithm, ranks, rank, root)
     if (operation, algorithm) == ("all_reduce", "ring"):
         return 2 * count - _chunk(rank, ranks, count) - _chunk((rank + 1) % ranks, ranks, count)
+    if (operation, algorithm) == ("all_reduce", "rabenseifner"):
+        return _sent_by_halving(ranks, rank, count)
     if operation == "barrier":
         return 0
     whole_arrays = operation in ("broadcast", "reduce", "all_reduce")
@@ -110,6 +118,7 @@ def rounds(operation: str, algorithm: str, ranks: int) -> int:
         ("all_reduce", "naive"): 2 * (n - 1),
         ("all_reduce", "tree"): 2 * lg,
         ("all_reduce", "recursive_doubling"): log2_up(whole) + 2 * (extra > 0),
+        ("all_reduce", "rabenseifner"): 2 * log2_up(whole) + 2 * (extra > 0),
         ("all_reduce", "ring"): 2 * (n - 1),
         ("reduce_scatter", "ring"): n - 1,
         ("all_gather", "ring"): n - 1,
@@ -134,6 +143,11 @@ def cost(
     steps = rounds(operation, algorithm, ranks)
     if operation == "barrier":
         return steps * latency
+    if algorithm == "rabenseifner":
+        whole, extra = _whole_and_extra(ranks)
+        halved = count * (whole - 1) / whole
+        more = count if extra else 0
+        return steps * latency + 2 * (halved + more) / bandwidth + (halved + more) * combine
     in_chunks = algorithm in ("ring", "direct", "pairwise")
     size = count / ranks if in_chunks else count
     return steps * (latency + size / bandwidth) + _combined(operation, algorithm, ranks) * size * combine
@@ -165,6 +179,19 @@ def _whole_and_extra(ranks: int) -> tuple[int, int]:
     """The largest power of two that is no larger than ``ranks``, and how many ranks are beyond it."""
     whole = 1 << (ranks.bit_length() - 1)
     return whole, ranks - whole
+
+
+def _sent_by_halving(ranks: int, rank: int, count: int) -> int:
+    """Elements sent in Rabenseifner's algorithm: in each round a rank sends both halves of what it had."""
+    whole, extra = _whole_and_extra(ranks)
+    if rank >= whole:
+        return count
+    sent, mine, bit = count * (rank < extra), count, whole // 2
+    while bit:
+        sent += mine
+        mine = mine - mine // 2 if rank & bit else mine // 2
+        bit //= 2
+    return sent
 
 
 def _children(me: int, ranks: int) -> int:

@@ -85,7 +85,7 @@ lab.values("x")
 # `world.comm` is a rank's line to the others. What it can do are *operations*. Those for which all ranks meet are *collectives*; one of them is `all_reduce`.
 #
 # Each rank holds a number, its own rank. `all_reduce` adds the numbers of all ranks and gives *every* rank the sum.
-# It is the collective that deep learning on many GPUs uses most: there, the numbers are gradients.
+# Data parallelism, the commonest way to train on many GPUs, lives on it: there, the numbers are gradients.
 #
 #     rank 0   0 \                  / 6   rank 0
 #     rank 1   1  \                /  6   rank 1

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # # 04 Data parallelism
 #
-# Two hours; twenty-five minutes in the two-hour workshop. You train one small net on handwritten digits in every way that
-# the field has used: with a parameter server, with averaged gradients, with Horovod, with torch's DDP, with a config.
+# Two hours; twenty-five minutes in the two-hour workshop. You train one small net on handwritten digits in the ways that
+# the field uses or used most: with a parameter server, with averaged gradients, with Horovod, with torch's DDP, with a config.
 # The result is the same to the last few bits; what differs is who sends what, and when.
 #
 # **Questions.** How do ranks train one model together? Why did parameter servers give way to all-reduce? What do hooks and
@@ -289,15 +289,16 @@ hvd.init()  # 1. which rank am I?
 # 2. On GPUs, one for each process: torch.cuda.set_device(hvd.local_rank())
 torch.manual_seed(0)
 train_set = TensorDataset(*digits.load()[0])
+# 3. Each rank has its own images. (With shuffle=True, call sampler.set_epoch(epoch) in the loop.)
 sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), shuffle=False)
 loader = DataLoader(train_set, batch_size, sampler=sampler)
 
 net = digits.net()
-# 3. The batch of all ranks is hvd.size() times as large, and so is the rate.
+# 4. The batch of all ranks is hvd.size() times as large, and so is the rate.
 optimizer = torch.optim.SGD(net.parameters(), lr=rate * hvd.size(), momentum=0.9)
-# 4. Its step() averages gradients first.
+# 5. Hooks start to average gradients in the backward pass; its step() waits for them first.
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
-# 5. All begin as rank 0 does.
+# 6. All begin as rank 0 does.
 hvd.broadcast_parameters(net.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
@@ -307,7 +308,7 @@ for epoch in range(2):
         torch.nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
 
-if hvd.rank() == 0:  # 6. One rank writes.
+if hvd.rank() == 0:  # 7. One rank writes.
     torch.save(net.state_dict(), file)
 """
 
@@ -319,7 +320,11 @@ lab.push(scripts={"serial": SERIAL, "horovod": HOROVOD})
 
 # %% [markdown] tags=["half-day"]
 # The training loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the
-# same images, and that `batch_size` is now that of *one* rank. The third step is a rule of thumb; lesson 05 has its limits.
+# same images, and that `batch_size` is now that of *one* rank. The fourth step is a rule of thumb; lesson 05 has its limits.
+# In TensorFlow the same steps are `hvd.init()`, a visible device, `DistributedOptimizer` and `BroadcastGlobalVariablesHook`.
+#
+# Behind `step()` stand two ideas. *Negotiation*: gradients come in no fixed order, so ranks agree in rounds which of them
+# are there on all (`dtlib/horovod/negotiation.py`). *Tensor fusion*: those travel as one buffer (`execution.py` beside it).
 #
 # **Predict.** The serial script with which batch size and which rate ends at the same weights as this one on four
 # ranks with 24 images a rank and rate 0.02? Replace `None`.
@@ -347,7 +352,8 @@ print(f"{digits.accuracy(distributed.double(), test):.0%} right; wrote a file: {
 # %% [markdown]
 # ## The TensorFlow template
 #
-# You will still meet this template of TensorFlow 1. It is shown as text: the packages that it needs are gone.
+# You will still meet this template of TensorFlow 1. It is shown as text: TensorFlow 2 keeps most of these names under
+# `tf.compat.v1`, for old code alone.
 
 # %%
 TEMPLATE = """\
@@ -583,7 +589,7 @@ assert min(seconds) < best < max(seconds)
 # backward pass.
 
 # %% [markdown] tags=["half-day"]
-# One line of the script differs. DDP sends through a *backend*: NCCL on GPUs, gloo on the CPU, and here dtlib's, which is our
+# The model's line differs, and around it what Horovod's script has too: process group, sampler, launcher. DDP sends through a *backend*: NCCL on GPUs, gloo on the CPU, and here dtlib's, which is our
 # collectives. So torch's own class runs on these ranks, can be stopped, and shows its timeline below ours (EMULATED, as
 # above). The losses are equal to 1e-12.
 
@@ -753,7 +759,7 @@ print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
 # - A server sends N - 1 times the model; a ring sends less than twice the model from each rank, whatever N is.
 # - Broadcast parameters *and* buffers at the start; weight uneven batches; shard the data.
 # - Buckets spare latency, hooks start them early, and overlap pays where the core that sends is not the one that computes.
-# - Horovod: six changes; DDP: one line; a config: none in the loop.
+# - Horovod: seven changes; DDP: the model's line, the process group, sampler and launcher; a config: none in the loop.
 #
 # Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): mend a hook, build buckets, and play byte golf.
 #

@@ -64,7 +64,7 @@ counted = len(flat), ring.sent()[1], server.sent()[1]
 #
 # `average_with_hooks(comm, module)` sets a hook on each parameter, so that gradients are averaged when `backward()`
 # returns. It runs, it sends as many bytes as it should, and the loss goes down. But the ranks do not train one model: one
-# word is wrong. Mend it. (A published teaching library had this very bug for a long time.)
+# word is wrong. Mend it.
 
 # %% tags=["half-day", "stub"]
 # %%px

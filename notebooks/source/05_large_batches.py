@@ -253,7 +253,8 @@ large_batches.errors(errors, base_batch=16)
 # small dot is one network; the grey band is batch 16. The scale is logarithmic.
 #
 # What may we say? Two rules differ if the interval of their *paired* differences leaves out 0; otherwise they are *not
-# separated*, which does not mean equal. The sentences are made from the intervals:
+# separated*, which does not mean equal. Of sixteen such comparisons about one separates what is equal, so an interval that
+# ends near 0 says little. The sentences are made from the intervals:
 
 # %% tags=["half-day", "nbval-ignore-output"]
 PAIRS = [
@@ -440,8 +441,8 @@ assert max(same["loss"] + six["loss"] + small["loss"]) < 0.02
 #
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps an epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
-# - The linear rule has an elbow. Sharpness gives a guess where: a rate above 2 (1 + β) / λ diverges.
-# - At this size warm-up is not what decides. For ResNet-50 at batch 8192 it is worth a point.
+# - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
+# - At this size warm-up does not help: where it is separated, it is a little worse. For ResNet-50 at batch 8192 it is worth a point.
 # - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, mend a warm-up, and scale a rate.

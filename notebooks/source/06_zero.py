@@ -586,8 +586,8 @@ lab.table(rows, headers)
 # | stage 2 | 2 + 14/N | 0 | 0 |
 # | stage 2 with offload | 2 | 14/N | 2/N down (gradients), 2/N up (parameters) |
 #
-# An accelerator with 32 GB then has room for 16 billion parameters instead of 2, before activations. The price is the
-# host's speed. In the config: `"offload_optimizer": {"device": "cpu"}`. On a computer without a GPU there is only one
+# An accelerator with 32 GB then has room for 16 billion parameters, before activations. Alone and without ZeRO it has room
+# for 2; stage 2 on 64 ranks has room for 14. The price is the host's speed. In the config: `"offload_optimizer": {"device": "cpu"}`. On a computer without a GPU there is only one
 # memory, so it is no use here, and `dtlib` says so.
 
 # %% [markdown] tags=["half-day"]
@@ -711,7 +711,7 @@ print(f"Stage {stage}: {by_formula:,} bytes by the formula.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # `runtime="torch"` runs the same config on torch's own classes: `ZeroRedundancyOptimizer` for stage 1, FSDP2 for
-# stages 2 and 3.
+# stages 2 and 3. (Its stage 1 sends three units, not two: DDP's all-reduce, then a broadcast of the new parameters.)
 
 # %% tags=["two-hours", "half-day"]
 # %%px

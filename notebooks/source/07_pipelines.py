@@ -112,22 +112,24 @@ class Branches(nn.Module):
             self.mine = self.branch(images[:, 32 * pair.rank :][:, :32])
         if pair.rank == 1:
             return pair.send(self.mine.detach(), 0)
-        self.others = pair.recv(torch.empty_like(self.mine), 1).requires_grad_()
+        self.inputs = [self.mine.detach(), pair.recv(torch.empty_like(self.mine), 1)]
         with dtlib.phase("head"):
-            return self.head(torch.cat([self.mine, self.others], dim=1))
+            return self.head(torch.cat([one.requires_grad_() for one in self.inputs], dim=1))
 
 # %% [markdown] tags=["half-day"]
-# autograd ends where the message begins, so the backward pass crosses by hand: rank 0 sends back the gradient of what it
-# received, and rank 1 goes on from there.
+# autograd ends where the message begins, so the backward pass crosses by hand: rank 0 goes back through the head, sends
+# rank 1 the gradient of what it received, and then both go back through their branches at the same time.
 
 # %% tags=["half-day"]
 # %%px
 def backward(self, loss=None):
     if pair.rank == 0:
         with dtlib.phase("backward"):
-            loss.backward()
-        return pair.send(self.others.grad, 1)
-    gradient = pair.recv(torch.empty_like(self.mine), 0)
+            loss.backward()  # the head alone: its inputs are leaves
+        gradient = self.inputs[0].grad
+        pair.send(self.inputs[1].grad, 1)
+    else:
+        gradient = pair.recv(torch.empty_like(self.mine), 0)
     with dtlib.phase("backward"):
         self.mine.backward(gradient)
 
@@ -156,7 +158,7 @@ begin = next(event.start for event in timeline.events if event.name == "head")
 assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
 
 # %% [markdown] tags=["half-day"]
-# The branches overlap; the head does not. Gradients are those of one process, to 1e-12 (asserted above).
+# The branches overlap, there and back; the head does not. Gradients are those of one process, to 1e-12 (asserted above).
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Two devices, one after the other
@@ -550,7 +552,7 @@ lab.table(rows, ("", *columns.values()), title, align="lrrr")
 # All of them run on the interpreter of the full classes; what differs is the list.
 #
 # - **Interleaved 1F1B** (D. Narayanan et al., 2021): v stages a rank, not neighbours, so that a micro-batch goes around
-#   v times. Each stage takes 1/v of the time, so the bubble is v times smaller; messages are v times as many.
+#   v times. Each stage takes 1/v of the time, so the idle time is v times less; messages are v times as many.
 # - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass has two halves. The stage before waits for the gradient
 #   of the input (`I`); nobody waits for the gradients of the weights (`W`), so they fill idle time.
 
@@ -758,7 +760,9 @@ lab.table(rows, ("loss at step", *names))
 # - Without micro-batches one rank computes at a time. With m of them, p ranks lose (p-1)/(m+p-1) of the makespan, which is
 #   (p-1)/m of the ideal time.
 # - GPipe holds the activations of m micro-batches, 1F1B those of p - rank at most. Same bubble.
-# - Interleaved: v times less bubble, v times the messages. ZB-H1: a third of the bubble, if F, I and W are equally long.
+# - Interleaved: v times less idle time, v times the messages. ZB-H1: a third of it, if F, I and W are equally long.
+# - A pipeline beats ZeRO-3 where wires are slow and batches small: activations at the cuts travel, not all parameters three
+#   times. ZeRO-3 has no bubble, and cares not where layers can be cut.
 # - A schedule is a list: check it, time it, draw it, run it. Gradients are those of one process, to 1e-12.
 # - Slow messages hurt those most who wait for an answer in every turn.
 #

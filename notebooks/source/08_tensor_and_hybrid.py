@@ -104,8 +104,8 @@ assert equal(X.T @ mine(G, 1), mine(dA, 1)) and equal(mine(X, 1).T @ G, mine(dA,
 figures.cuts(ranks=4)
 
 # %% [markdown] tags=["half-day"]
-# One is the other's mirror image. And nothing ever travels for the gradient of a *weight*: it is complete where the
-# weight is.
+# One is the other's mirror image. And between these ranks nothing travels for the gradient of a cut *weight*: it is
+# complete where the weight is. (Along a `data` axis it does travel, and with sequence parallelism so do norms' gradients.)
 #
 # ## f and g
 #
@@ -813,7 +813,7 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 #
 # - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.
 # - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
-# - What travels are activations, 2 B (N-1)/N a time; nothing ever travels for the gradient of a cut weight.
+# - What travels are activations, 2 B (N-1)/N a time; along `tensor` nothing travels for the gradient of a cut weight.
 # - Attention is cut by heads, embedding and loss by words. What is whole stays equal without being sent; random numbers
 #   are the same outside the cut, and different inside.
 # - A mesh names axes. `tensor` sends most and waits most, so it is the innermost; `data` and `pipe` go between

@@ -1,0 +1,36 @@
+"""MPI's own collectives, for comparison (``algorithm="mpi"``): they cannot be interrupted, and some add wrongly."""
+
+import numpy as np
+
+from dtlib.errors import CommunicationError
+
+
+def all_reduce(link, array, combine):
+    from mpi4py import MPI
+
+    operation = _mpi_operation(combine, array.dtype)  # refused here, before anything begins
+    return _blocking(lambda: link.mpi.Allreduce(MPI.IN_PLACE, array, operation))
+
+
+def broadcast(link, array, root):
+    return _blocking(lambda: link.mpi.Bcast(array, root))
+
+
+def _blocking(call):
+    call()
+    yield from ()
+
+
+def _mpi_operation(combine, dtype):
+    from mpi4py import MPI
+
+    from dtlib.comm.types import maximum, minimum
+
+    known = {np.add: MPI.SUM, np.multiply: MPI.PROD, maximum: MPI.MAX, minimum: MPI.MIN}
+    if combine not in known:
+        raise CommunicationError("MPI's own collectives add 16-bit floats wrongly: leave algorithm= out.")
+    if combine in (np.add, np.multiply) and dtype.itemsize < 4:
+        raise CommunicationError(f"MPI's own sums and products of {dtype} may not wrap around: leave algorithm= out.")
+    if combine in (maximum, minimum) and dtype.kind == "f":
+        raise CommunicationError("MPI's own max and min may lose a NaN: leave algorithm= out.")
+    return known[combine]

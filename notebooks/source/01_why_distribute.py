@@ -1,0 +1,324 @@
+# %% [markdown]
+# # 01 Why distribute
+#
+# Forty-five minutes. Before you spread a training run over processors, you see what forces people to: models that do not fit, and
+# runs that take too long. Then four ways to cut the work, and nineteen claims about all this, put on trial.
+#
+# **Questions.** What is too large, and what too slow? In how many ways can training be cut? Whom may one believe?
+#
+# **Afterwards you can** estimate memory and time of a training run on the back of an envelope; name the kinds of
+# parallelism, who built them, and what each rank holds; find what is wrong with a published number.
+#
+# **You need** [00 Start here](00_start_here.ipynb).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+import csv
+from pathlib import Path
+
+from dtlib.lab.lessons.l01 import claims, figures
+
+
+def published(name):
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        if (file := folder / "data" / name).exists():
+            return list(csv.DictReader(file.open(newline="")))
+    raise FileNotFoundError(f"data/{name}")
+
+# %% [markdown]
+# ## What does not fit
+#
+# Training with Adam in mixed precision keeps 16 bytes a parameter: the parameter and its gradient in 16 bits, a master copy
+# and two running means in 32. GPT-3 has 175 billion parameters, an accelerator 80 GB.
+#
+# **Predict.** How many accelerators does it take to *hold* that, before any activation? Replace `None`.
+
+# %% tags=["stub"]
+lab.predict("gpus-for-the-states", None)
+
+# %% tags=["solution"]
+lab.predict("gpus-for-the-states", 35)
+
+# %% [markdown]
+# ## What takes too long
+#
+# A language model of P parameters computes about 6 P operations for each word (*token*) that it trains on: 2 P forward, twice
+# that backward. GPT-3 read 300 billion tokens. An A100 does 312 TFLOP/s in 16 bits on paper, and 45 % of it when all goes
+# well.
+#
+# **Predict.** How many years does one A100 need?
+
+# %% tags=["stub"]
+lab.predict("years-on-one-gpu", None)
+
+# %% tags=["solution"]
+lab.predict("years-on-one-gpu", 71)
+
+# %% [markdown]
+# The rule of 6 P can be checked where both sides are published:
+
+# %%
+models = published("models.csv")
+rows = []
+for row in models:
+    if row["tokens_billion"] and row["training_flops"]:
+        rule = 6 * float(row["parameters_billion"]) * 1e9 * float(row["tokens_billion"]) * 1e9
+        rows.append((row["model"], f"{rule:.2e}", row["training_flops"]))
+        assert abs(rule / float(row["training_flops"]) - 1) < 0.02
+lab.table(rows, ("model", "6 x parameters x tokens", "published operations"))
+
+# %% [markdown]
+# ## How it grows
+#
+# Two claims of a lecture of 2023: the compute of the largest runs doubles every 3.5 months, and language models get ten times
+# larger every year. We draw them **as claimed**, from the first model in each series, beside what was published.
+
+# %%
+compute = {
+    row["model"]: (
+        float(row["year"]),
+        float(row["training_flops"] or 6e18 * float(row["parameters_billion"]) * float(row["tokens_billion"])),
+    )
+    for row in models if row["training_flops"] or row["tokens_billion"]
+}
+doubling = {2012.75 + months / 12: 5.0e17 * 2 ** (months / 3.5) for months in range(0, 145, 12)}
+figures.growth(compute, {"doubling every 3.5 months": doubling}, "operations of the training run")
+
+# %%
+sizes = {
+    row["model"]: (float(row["year"]), 1e9 * float(row["parameters_billion"]))
+    for row in models if row["parameters_billion"] and float(row["year"]) > 2018
+}
+tenfold = {2018.8 + months / 12: 0.34e9 * 10 ** (months / 12) for months in range(0, 73, 6)}
+figures.growth(sizes, {"ten times a year": tenfold}, "parameters")
+
+# %% [markdown]
+# **Predict.** Had the doubling gone on until Llama 3.1 405B came out, by how many powers of ten would that run have been
+# larger than it was?
+
+# %% tags=["stub"]
+lab.predict("zeros-too-many", None)
+
+# %% tags=["solution"]
+lab.predict("zeros-too-many", 4.3)
+
+# %% [markdown]
+# A straight line on such paper is a fit to some years, and no law. Since 2020 it is data that grew, more than models: 300
+# billion tokens became 15,600 billion.
+#
+# ## Question the number: ResNet-50
+#
+# The race that made data parallelism famous: the time to train ResNet-50 on ImageNet.
+
+# %%
+columns = ("work", "batch_size", "processor", "processors", "library", "time", "top1_accuracy_pct")
+rows = [[row[column] for column in columns] for row in published("resnet50_imagenet.csv")]
+lab.table(rows, ("", "batch", "processor", "how many", "library", "time", "right (%)"))
+
+# %% [markdown]
+# **Predict.** From the first row to the last: how many times as many processors, and how many times as fast?
+
+# %% tags=["stub"]
+lab.predict("from-29-hours-to-72-seconds", {"processors": None, "speed": None})
+
+# %% tags=["solution"]
+lab.predict("from-29-hours-to-72-seconds", {"processors": 256, "speed": 1450})
+
+# %% [markdown]
+# Faster than linear? The processors are others (a V100 computes several times faster in 16 bits than a P100), so are
+# libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920. And the last row's own
+# title says 74.7 seconds, not 72. Rows measured by different people under different rules show what was reached, and no
+# *efficiency*.
+#
+# ## Question the number: Megatron
+#
+# A better table: one group, one model, one kind of GPU, and the batch of all GPUs together stays the same. The model has
+# 174.6 billion parameters. *PTD* cuts it by pipeline, tensor and data parallelism; ZeRO-3 shards it over all ranks.
+#
+# On 384 GPUs 300 billion tokens take 84 days with PTD, and 90 with ZeRO-3. **Predict.** How many on 1,536 GPUs?
+
+# %% tags=["stub"]
+lab.predict("days-on-1536", {"PTD": None, "ZeRO-3": None})
+
+# %% tags=["solution"]
+lab.predict("days-on-1536", {"PTD": 23, "ZeRO-3": 74})
+
+# %%
+table = {}
+for row in published("megatron_ptd_vs_zero3.csv"):
+    name = f"{row['scheme'].split()[0]}, {float(row['params_billion']):.0f} billion"
+    table.setdefault(name, {})[int(row["gpus"])] = float(row["achieved_tflops_per_gpu"])
+figures.throughput(table)
+
+# %% [markdown]
+# Do the days follow from the work of each GPU? With recomputation a token costs 8 P instead of 6 P operations.
+
+# %%
+worst = 0
+for row in published("megatron_ptd_vs_zero3.csv"):
+    work = 8 * 1e9 * float(row["params_billion"]) * 300e9
+    days = work / (float(row["achieved_tflops_per_gpu"]) * 1e12 * int(row["gpus"])) / 86_400
+    worst = max(worst, abs(days / float(row["days_for_300B_tokens"]) - 1))
+print(f"Every row agrees with its own formula within {worst:.0%}.")
+assert worst < 0.06
+
+# %% [markdown]
+# It is honest arithmetic, and its makers' own system wins. ZeRO-3 ran *without* model parallelism and with ever fewer samples
+# a GPU, where it must be slow. What would be a fair setting?
+#
+# ## Four ways to cut
+#
+# One model of four layers, four ranks. A row is a layer, a colour a rank:
+
+# %%
+figures.kinds()
+
+# %% [markdown]
+# Here each layer has 64 x 64 weights. **Predict.** How many weights does rank 0 keep under each? (With ZeRO-3, between two steps.)
+
+# %% tags=["stub"]
+lab.predict("weights-on-rank-0", {"data": None, "ZeRO-3": None, "pipeline": None, "tensor": None})
+
+# %% tags=["solution"]
+lab.predict("weights-on-rank-0", {"data": 16384, "ZeRO-3": 4096, "pipeline": 4096, "tensor": 4096})
+
+# %%
+# %%px
+import dtlib
+import torch
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.tensor import ColumnParallelLinear
+from dtlib.parallel.zero import fully_shard
+from torch import nn
+
+world = dtlib.init()
+comm = world.comm
+
+
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(64, 64, bias=False) for _ in range(4)]
+
+
+def weights_of(module):
+    return sum(weight.numel() for weight in module.parameters())
+
+
+sharded = nn.Sequential(*layers())
+fully_shard(sharded, comm)
+held = {
+    "data": weights_of(DataParallel(nn.Sequential(*layers()), comm)),
+    "ZeRO-3": weights_of(sharded),
+    "pipeline": weights_of(layers()[comm.rank]),
+    "tensor": sum(weights_of(ColumnParallelLinear(64, 64, comm, bias=False)) for _ in range(4)),
+}
+
+# %% [markdown]
+# | | what travels | who built it |
+# |---|---|---|
+# | data | gradients, once a step | parameter servers, DistBelief (Google, 2012: *sharded* over servers and *asynchronous*); the ring for gradients (Baidu, 2017); Horovod (Uber, 2017); torch's DDP |
+# | sharded data | gradients, and parameters up to twice | ZeRO in DeepSpeed (Microsoft, 2019); torch's FSDP |
+# | pipeline | activations at the cuts, and their gradients | GPipe (Google, 2018), PipeDream (Microsoft, 2018) |
+# | tensor | activations in every layer | Megatron-LM (NVIDIA, 2019); Mesh-TensorFlow (Google, 2018) |
+# | any of them | | TF-Replicator (DeepMind, 2019): one step function, on any number of devices |
+#
+# Who else: Horovod runs under Keras and TensorFlow 2 too, with the same steps; torch has pipelines by remote calls (RPC) in
+# old tutorials, which `torch.distributed.pipelining` has replaced.
+#
+# ## Who needs it
+#
+# Not only language models. Six from science:
+#
+# | field | what is large |
+# |---|---|
+# | climate: extreme weather in simulations (T. Kurth et al., arXiv:1810.01993) | maps of 1152 x 768 with 16 channels; 27,360 GPUs |
+# | cosmology: CosmoFlow (A. Mathuriya et al., arXiv:1808.04728) | volumes of 128³; 8,192 nodes without a GPU |
+# | brains: neurons traced through slices (W. Dong et al., arXiv:1905.06236) | images of petabytes; 2,048 nodes |
+# | fusion: disruptions foreseen (J. Kates-Harbeck et al., Nature 568, 2019) | years of signals of a reactor |
+# | gravitational waves (A. Khan et al., Phys. Lett. B 808, 2020) | millions of simulated waves; 1,536 GPUs |
+# | viruses: GenSLMs (M. Zvyagin et al., IJHPCA 37, 2023) | whole genomes as sentences, models to 25 billion |
+#
+# Some couple training to a simulation that runs beside it, since its output is too large to store, or even to read twice.
+# Proteomics and medical images of high resolution do not fit in another way: one sample's activations fill a GPU, so the
+# *sample* is cut.
+#
+# ## Claims on trial
+#
+# `data/claims.csv` has fourteen claims from an article, a lecture, a newsletter and a tutorial. The first says that 10⁸ points of
+# Monte Carlo pi take a minute on one GPU. On one core here, without a GPU:
+
+# %% tags=["nbval-ignore-output"]
+# %%px
+import time
+
+from dtlib import pi
+
+if world.rank == 0:
+    pi.count_compiled(0, 1)  # compile first
+    began = time.perf_counter()
+    estimate = pi.Estimate(10**8, pi.count_compiled(0, 10**8))
+    seconds = time.perf_counter() - began
+    print(f"pi is about {estimate.pi:.4f}; {seconds:.2f} s on one core")
+    assert seconds < 20
+
+# %% [markdown]
+# **Predict.** And the last of them: how many GPUs does `deepspeed --num_nodes 2 --num_gpus 8` use?
+
+# %% tags=["stub"]
+lab.predict("gpus-of-two-nodes", None)
+
+# %% tags=["solution"]
+lab.predict("gpus-of-two-nodes", 16)
+
+# %% [markdown]
+# Five more of the same texts. **Your verdict?** One of: `"holds"`, `"does not hold"`, `"it depends"`, `"cannot be said"`.
+
+# %% tags=["stub"]
+lab.predict("verdicts", {
+    "more GPUs give faster convergence": None,
+    "data parallelism spreads one model over GPUs": None,
+    "updates must sit on a parameter server": None,
+    "DeepSpeed needs no refactoring": None,
+    "almost all data can be parallelised, and not all models": None,
+})
+
+# %% tags=["solution"]
+lab.predict("verdicts", {
+    "more GPUs give faster convergence": "does not hold",
+    "data parallelism spreads one model over GPUs": "does not hold",
+    "updates must sit on a parameter server": "does not hold",
+    "DeepSpeed needs no refactoring": "it depends",
+    "almost all data can be parallelised, and not all models": "it depends",
+})
+
+# %% [markdown]
+# And the fourteen, with a verdict each, and how one gets to it. Disagree: most of them come back in a lesson.
+
+# %%
+rows = [
+    (" ".join(filter(None, (row["claim"], row["figure"], row["unit"]))), *verdict)
+    for row, verdict in zip(published("claims.csv"), claims.OF_THE_TEXTS, strict=True)
+]
+lab.table(rows, ("claim", "verdict", "how we know"))
+
+# %% [markdown]
+# **Discuss.** A colleague has a model that trains in four hours on one GPU, and asks for eight. What do you ask first?
+#
+# ## Summary
+#
+# - Two walls: 16 bytes a parameter do not fit, 6 P operations a token take too long.
+# - Four cuts: the batch, the weights' storage, between layers, within layers. They combine.
+# - A claim needs its setting: which machine, which batch, against what, measured by whom.
+#
+# Next: [02 MPI and pi](02_pi.ipynb), ranks at work.
+#
+# ## References
+#
+# - J. Kaplan et al.: Scaling laws for neural language models. arXiv:2001.08361, 2020 (6 P operations a token).
+# - D. Amodei and D. Hernandez: AI and compute. OpenAI, 2018.
+# - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021, table 2.
+# - M. Yamazaki et al.: Yet another accelerated SGD: ResNet-50 training on ImageNet in 74.7 seconds. arXiv:1903.12650, 2019.
+# - J. Dean et al.: Large scale distributed deep networks. NeurIPS, 2012. A. Gibiansky: Bringing HPC techniques to deep
+#   learning. Baidu, 2017.
