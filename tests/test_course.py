@@ -104,7 +104,9 @@ def test_every_notebook_leads_on_and_back(tmp_path):
             for link in re.findall(r"\]\(([^)]+)\)", head):
                 assert (file.parent / link).exists(), f"{file.name}: {link} leads nowhere"
                 reached.add((file.parent / link).resolve())
-    assert reached >= {build.target(source, version) for source in build.sources(ROOT) for version in ("learner", "solved")}
+    assert reached >= {
+        build.target(source, version) for source in build.sources(ROOT) for version in ("learner", "solved")
+    }
 
 
 def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):

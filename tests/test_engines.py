@@ -213,7 +213,9 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
 def test_what_a_cell_showed_is_shown_again(shared):
     notebook = shared
     notebook.run("import sys; from dtlib import lab; from IPython.display import display, clear_output")
-    notebook.run("print('out'); print('err', file=sys.stderr); h = display('first', display_id=True); h.update('second'); 7")
+    notebook.run(
+        "print('out'); print('err', file=sys.stderr); h = display('first', display_id=True); h.update('second'); 7"
+    )
     number = notebook.number
     shown = notebook.run("lab.last()")
     assert shown.startswith(f"Cell [{number}], \"print('out'); print('err'") and "ended at" in shown

@@ -190,7 +190,7 @@ import dtlib
 import torch
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.tensor import ColumnParallelLinear
-from dtlib.parallel.zero import fully_shard
+from dtlib.parallel.zero.sharded import fully_shard
 from torch import nn
 
 world = dtlib.init()

@@ -18,8 +18,7 @@ def show(verdict: Verdict, attempt: int, solution: str = "") -> None:
 
     text = verdict.text(attempt)
     if solution:
-        text += f'
-  solution: lab.solution("{verdict.exercise}") shows one.'
+        text += f'\n  solution: lab.solution("{verdict.exercise}") shows one.'
     text = fold(text)
     if in_engine() or getattr(get_ipython(), "kernel", None) is None:
         print(text)

@@ -29,7 +29,11 @@ MORE = (
     ),
     ("data parallelism spreads one model over GPUs", FAILS, "measured above: each rank holds all of it"),
     ("updates must sit on a parameter server", FAILS, "lesson 04: a ring sends less from the busiest rank"),
-    ("DeepSpeed needs no refactoring", DEPENDS, "lesson 10: backward and step move to the engine; a pipeline asks more"),
+    (
+        "DeepSpeed needs no refactoring",
+        DEPENDS,
+        "lesson 10: backward and step move to the engine; a pipeline asks more",
+    ),
     (
         "almost all data can be parallelised, and not all models",
         DEPENDS,
