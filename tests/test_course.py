@@ -93,18 +93,21 @@ def test_the_start_page_has_the_minutes_that_the_lessons_say():
     assert said in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_every_notebook_leads_on_and_back(tmp_path):
-    reached = set()
+def test_every_notebook_leads_on_and_back():
+    reached, books = set(), set()
     for source in build.sources(ROOT):
         for version in ("learner", "solved"):
             book, file = build.notebook(source, version), build.target(source, version)
+            books.add(file)
             head, foot = book.cells[0].source.splitlines()[2], book.cells[-1].source
             assert head.startswith("[Start page](../start.md) · ") and head in foot
             assert ("lab.fresh()" in foot) == (version == "learner")
             for link in re.findall(r"\]\(([^)]+)\)", head):
                 assert (file.parent / link).exists(), f"{file.name}: {link} leads nowhere"
                 reached.add((file.parent / link).resolve())
-    assert reached >= {build.target(source, version) for source in build.sources(ROOT) for version in ("learner", "solved")}
+    assert reached >= {
+        build.target(source, version) for source in build.sources(ROOT) for version in ("learner", "solved")
+    }
 
 
 def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
