@@ -277,10 +277,12 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     Cell(page, 0).wait()
     page.keyboard.press("Control+S")
     Cell(page, 1).wait_for("step 0")
-    other = page.context.new_page()
+    other = page.context.browser.new_page()
     page.close(run_before_unload=False)
     time.sleep(5)  # the cell ends, and nobody looks
-    open_notebook(other, address, file)
+    other.goto(address.replace("/lab/tree/notebooks/start.md?", f"/lab/tree/{FIRST_NOTEBOOK}?reset&"))
+    other.wait_for_selector(":nth-match(.jp-Notebook .jp-Cell, 3)", timeout=60_000)
+    other.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
     assert "step 3" not in other.locator(".jp-Notebook").inner_text(), "the page has lost it"
     other.locator(".jp-Notebook .jp-Cell").nth(2).locator(".cm-content").click()
     shown = Cell(other, 2).wait()
@@ -294,7 +296,7 @@ def test_the_way_from_the_start_page_through_a_lesson_and_back(page, address, co
     git = ["git", "status", "--porcelain", "notebooks", "data"]
     before = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
     page.goto(address)
-    page.wait_for_selector(".jp-MarkdownViewer a", timeout=60_000)
+    page.wait_for_selector(".jp-MarkdownViewer td a", timeout=60_000)
     lessons = page.locator(".jp-MarkdownViewer td:first-child a").all_inner_texts()
     assert len(lessons) == len(list((ROOT / "notebooks" / "lectures").glob("*.ipynb")))
     picture(page, "start")
