@@ -199,11 +199,13 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder):
 @pytest.mark.slow
 def test_lesson_00_under_run_all(page, address):
     """Nobody answers, and nobody presses Stop: it comes to its end, and the planted hang ends by itself."""
+    began = time.monotonic()
     open_notebook(page, address, ROOT / FIRST_NOTEBOOK)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     last = page.locator(".jp-Notebook .jp-CodeCell").last.element_handle()
     page.wait_for_function("c => /\\[\\d+\\]/.test(c.innerText)", arg=last, timeout=90_000)
+    print(f"from the opening of the page to pi, with the wait of ten seconds: {time.monotonic() - began:.1f} s")
     picture(page, "run-all")
     text = "\n".join(page.locator(".jp-Notebook .jp-OutputArea-output").all_text_contents())
     assert "rank 2 has finished its cell" in text
@@ -227,6 +229,101 @@ def test_lesson_00_cell_by_cell(page, address):
     assert len(re.findall(r"rank \d \| tensor\(6\)", text)) == 8  # once more, after the hang and dtlib.reset()
     assert re.search(r"rank 0 \| pi = 3\.14\d+, give or take 0\.0005", text)
     assert page.locator(".jp-Notebook .jp-OutputArea-output img").count() == 1  # the darts
+
+
+@pytest.mark.slow
+def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
+    sources = [
+        "from dtlib import lab; lab.engines(3); lab.panel()",
+        "%%px\nimport dtlib, time; world = dtlib.init()",
+        "%%px\nif world.rank == 2: time.sleep(300)\nworld.comm.barrier()",
+        "%px print(world.comm.all_gather_object(world.rank))",
+    ]
+    file = course_folder / FIRST_NOTEBOOK
+    write_notebook(file, sources)
+    open_notebook(page, address, file)
+    Cell(page, 0).wait()
+    Cell(page, 1).wait()
+    panel = page.locator("#jp-right-stack")
+    assert "idle" in panel.inner_text()
+    waiting = Cell(page, 2)
+    panel.locator("text=waits for rank 2 (barrier)").first.wait_for(timeout=20_000)
+    picture(page, "panel")
+    began = time.monotonic()
+    panel.get_by_role("button", name="Reset").click()
+    shown = waiting.wait()
+    print(f"Reset ended the wait after {time.monotonic() - began:.2f} s")
+    assert "Interrupted on ranks 0 to 2." in shown and "Reset was pressed: the ranks are back in step." in shown
+    panel.locator("text=the ranks are in step").wait_for(timeout=20_000)
+    picture(page, "panel-reset")
+    page.locator(".jp-Notebook .jp-Cell").nth(3).locator(".cm-content").click()
+    assert Cell(page, 3).wait().count("[0, 1, 2]") == 3
+    page.keyboard.press("Control+S")
+    page.wait_for_function("() => !document.querySelector('.jp-NotebookPanel.jp-mod-dirty')")
+    page.wait_for_timeout(500)
+    assert not re.search("widget|GB", file.read_text()), "nothing of the panel is saved"
+
+
+@pytest.mark.slow
+def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, address, course_folder):
+    sources = [
+        "from dtlib import lab; lab.engines(2)",
+        "%%px\nimport time\nfor step in range(4): print('step', step); time.sleep(1)",
+        "lab.last(2)",
+    ]
+    file = course_folder / FIRST_NOTEBOOK
+    write_notebook(file, sources)
+    open_notebook(page, address, file)
+    Cell(page, 0).wait()
+    page.keyboard.press("Control+S")
+    Cell(page, 1).wait_for("step 0")
+    other = page.context.browser.new_page()
+    page.close(run_before_unload=False)
+    time.sleep(5)  # the cell ends, and nobody looks
+    other.goto(address.replace("/lab/tree/notebooks/start.md?", f"/lab/tree/{FIRST_NOTEBOOK}?reset&"))
+    other.wait_for_selector(":nth-match(.jp-Notebook .jp-Cell, 3)", timeout=60_000)
+    other.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
+    assert "step 3" not in other.locator(".jp-Notebook").inner_text(), "the page has lost it"
+    other.locator(".jp-Notebook .jp-Cell").nth(2).locator(".cm-content").click()
+    shown = Cell(other, 2).wait()
+    assert "rank 0 | step 3\n" in shown and shown.index("rank 0 | step 3") < shown.index("rank 1 | step 0"), shown
+    picture(other, "last")
+
+
+@pytest.mark.slow
+def test_the_way_from_the_start_page_through_a_lesson_and_back(page, address, course_folder):
+    """Two clicks to any lesson; what was guessed and solved shows on the start page; git sees nothing of it."""
+    git = ["git", "status", "--porcelain", "notebooks", "data"]
+    before = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
+    page.goto(address)
+    page.wait_for_selector(".jp-MarkdownViewer td a", timeout=60_000)
+    lessons = page.locator(".jp-MarkdownViewer td:first-child a").all_inner_texts()
+    assert len(lessons) == len(list((ROOT / "notebooks" / "lectures").glob("*.ipynb")))
+    picture(page, "start")
+    page.locator(".jp-MarkdownViewer a", has_text="02 MPI and pi").click()
+    page.locator(".jp-Notebook a", has_text="00 Start here").first.click(timeout=60_000)
+    notebook = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+    notebook.locator("h1", has_text="00 Start here").wait_for(timeout=60_000)
+    picture(page, "navigation")
+    page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-NotebookPanel-toolbar >> text=Python 3")
+    guess = notebook.locator(".jp-CodeCell", has_text="lab.predict(").first
+    first = notebook.locator(".jp-CodeCell").first
+    first.locator(".cm-content").click()
+    page.keyboard.press("Control+A")
+    page.keyboard.insert_text("from dtlib import lab")
+    page.keyboard.press("Shift+Enter")
+    guess.locator(".cm-content").click()
+    page.keyboard.press("Control+A")
+    page.keyboard.insert_text('lab.predict("sum-for-eight", 28)')
+    page.keyboard.press("Shift+Enter")
+    guess.locator("text=right").wait_for(timeout=60_000)
+    page.keyboard.press("Control+S")
+    page.keyboard.press("Escape")
+    assert "lecture 1 of 2" in (course_folder / "notebooks" / "start.md").read_text()
+    notebook.locator("a", has_text="Start page").first.click()
+    page.locator(".jp-MarkdownViewer").wait_for()
+    picture(page, "start-again")
+    assert subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout == before
 
 
 TORCHS_DDP = """%%px

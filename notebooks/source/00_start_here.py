@@ -209,4 +209,5 @@ if world.rank == 0:
 #   closing its tab is not enough.
 #
 # **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
-# `lab.engines(restart=True)`, then the cells from the top, as names on the ranks are gone.
+# `lab.engines(restart=True)`, then the cells from the top, as names on the ranks are gone. `lab.panel()` opens a panel on
+# the right that shows what each rank does, with a Reset button.
