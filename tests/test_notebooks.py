@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import nbformat
 import pytest
 
 from dtlib.lab import build
+from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
 from tests.tracks import missing
@@ -76,8 +78,12 @@ def workshop_with_ranks(workshop):
 def solution_prints_what_is_stored(stem, folder):
     """Strict nbval."""
     source = next(source for source in SOURCES if source.stem == stem)
+    # What is shown of the library is compared, where it stands in its file is not.
+    rules = folder / "lines.cfg"
+    rules.write_text("[lines]\nregex: , lines [0-9, to]+\nreplace: , lines\n")
     notebook = folder / build.target(source, "solved").relative_to(ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=100"]
+    command.append(f"--nbval-sanitize-with={rules}")
     ran = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), str(notebook)],
         capture_output=True, text=True, cwd=folder, timeout=170,
@@ -88,6 +94,31 @@ def solution_prints_what_is_stored(stem, folder):
 def test_every_stored_verdict_on_a_solution_is_that_it_passed():
     for notebook in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")):
         assert "Not yet:" not in notebook.read_text(), f"{notebook.name}: build it anew"
+
+
+def texts_of(output):
+    """What a terminal would show of an output."""
+    if output.output_type == "error":
+        return output.traceback
+    return [output.text if output.output_type == "stream" else output.data.get("text/plain", "")]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_no_stored_output_is_wider_than_a_page(source):
+    stored = nbformat.read(build.target(source, "solved"), as_version=4)
+    for cell in code_cells(stored):
+        lines = [line for output in cell.outputs for text in texts_of(output) for line in text.splitlines()]
+        wide = [line for line in lines if len(re.sub(r"\x1b\[[0-9;]*m", "", line)) > WIDEST]
+        assert not wide, (cell.source, wide)
+    outputs = [output for cell in code_cells(stored) for output in cell.outputs]
+    figures = [html for html in map(html_of, outputs) if "<img" in html]
+    assert all("<figure" in html and re.search(r'<img alt="[^"]{20,}"', html) for html in figures)
+    assert all("<details><summary>as text</summary><" in html for html in figures)
+    assert not any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def html_of(output) -> str:
+    return output.get("data", {}).get("text/html", "")
 
 
 @pytest.mark.parametrize("stem", WITHOUT_ENGINES)

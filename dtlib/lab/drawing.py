@@ -104,6 +104,13 @@ def text_width(text) -> float:
     return TextPath((0, 0), str(text), size=POINTS).get_extents().width / 72
 
 
+def in_short(value: float) -> str:
+    """Two digits of it: 1.4 G, 790 k."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter()(float(f"{value:.2g}"))
+
+
 def units(axis, unit: str = "") -> None:
     """Label a logarithmic axis with 1 k, 10 k, 1 M (of a unit): powers would be in small print."""
     from matplotlib.ticker import EngFormatter, NullFormatter

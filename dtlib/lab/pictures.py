@@ -1,7 +1,7 @@
 """The figures that several lessons share, each with its text (drawing.py)."""
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
-from dtlib.lab.drawing import MARKERS, WIDTH, fits, shown, subplots, units
+from dtlib.lab.drawing import MARKERS, WIDTH, fits, in_short, shown, subplots, units
 from dtlib.lab.tables import Table
 
 
@@ -13,7 +13,7 @@ def darts(points):
     """
     import numpy as np
 
-    figure, axes = subplots(height=5)
+    figure, axes = subplots(height=5, width=6.6)
     rows = []
     for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
@@ -25,7 +25,7 @@ def darts(points):
     arc = np.linspace(0, np.pi / 2, 200)
     axes.plot(np.cos(arc), np.sin(arc), color="black")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
-    figure.legend(loc="outside right upper", frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
     estimates = [(*row, f"{4 * row[2] / row[1]:.3f}") for row in rows]
     alt = f"Random points of {len(points)} ranks in a square, a colour and shape a rank, filled in the quarter circle."
@@ -62,8 +62,8 @@ def ladder(rungs: dict):
     names, speeds = list(rungs), list(rungs.values())
     figure, axes = subplots(height=0.42 * len(names) + 0.8)
     bars = axes.barh(names[::-1], speeds[::-1], color=RANK_COLOURS[0])
-    axes.bar_label(bars, [f"{speed:.2g}, {speed / speeds[0]:,.0f} times" for speed in speeds[::-1]], padding=4)
-    axes.set(xscale="log", xlabel="points per second", xlim=(min(speeds) / 3, 30 * max(speeds)))
+    axes.bar_label(bars, [f"{in_short(speed)}, {speed / speeds[0]:,.0f} times" for speed in speeds[::-1]], padding=4)
+    axes.set(xscale="log", xlabel="points per second", xlim=(min(speeds) / 3, 100 * max(speeds)))
     units(axes.xaxis)
     rows = [(name, f"{speed:.2g}", f"{speed / speeds[0]:,.0f}") for name, speed in rungs.items()]
     return (
@@ -151,7 +151,7 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
 
 
 # Kinds of events differ by hatch as well as by shade.
-_HATCHES = {"phase": "", "operation": "//", "wait": ".."}
+_HATCHES = {"phase": "", "operation": "//", "wait": "--"}  # not dots: each would be a curve of its own
 MOST_ROWS = 24
 
 

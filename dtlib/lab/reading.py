@@ -14,7 +14,10 @@ from dtlib.lab.tables import fold
 
 ROOT = Path(dtlib.__file__).parents[1]
 # Of 120 letters beside JupyterLab's file browser, at 1,280 pixels; a longer line goes on below.
-LINES = "white-space: pre-wrap; font-size: 11.5px; line-height: 1.4; margin: 0; padding: 6px"
+LINES = (
+    "white-space: pre-wrap; word-break: normal; overflow-wrap: break-word; "
+    "font-size: 11.5px; line-height: 1.4; margin: 0; padding: 6px"
+)
 
 
 def read(*things) -> None:

@@ -113,9 +113,9 @@ def show(step: Step):
 def show_all(ranks: int = 4):
     """Every step in a picture of its own, side by side, and a table of them."""
     every = steps(ranks)
-    lines = -(-len(every) // 3)
+    lines = -(-len(every) // 2)
     columns = -(-len(every) // lines)
-    figure, grid = subplots(lines, columns, height=2.6 * lines, squeeze=False)
+    figure, grid = subplots(lines, columns, height=2.3 * lines, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, step in zip(grid.flat, every, strict=False):

@@ -14,6 +14,7 @@ WIDEST = 95  # columns of text: what is stored of an output, and read in a termi
 LONGEST = 10_000  # letters of a line that is folded: nobody reads longer ones
 NARROWEST = 14  # columns of a cell that is wrapped, at least
 GAP = 2  # columns between two columns of a table
+PADDING = 2  # of a header, by tabulate
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(%|[a-zA-Zµ]{1,2}))?")
 
 
@@ -61,8 +62,8 @@ class Table:
         blocks = []
         for columns, widths in self._blocks():
             headers, *cells = (
-                ["\n".join(_wrap(row[i], width)) for i, width in zip(columns, widths, strict=True)]
-                for row in (self.headers, *self.cells)
+                ["\n".join(_wrap(row[i], max(1, width - padding))) for i, width in zip(columns, widths, strict=True)]
+                for row, padding in ((self.headers, PADDING), *((row, 0) for row in self.cells))
             )
             sides = ["right" if self.align[i] == "r" else "left" for i in columns]
             blocks.append(tabulate(cells, headers if any(headers) else (), disable_numparse=True, colalign=sides))
@@ -90,10 +91,16 @@ class Table:
     def _blocks(self):
         """Which columns stand side by side, and how wide each of them is. The first one stands in every block."""
         columns = [[header, *cells] for header, *cells in zip(self.headers, *self.cells, strict=True)]
+        for column in columns:
+            column[0] += " " * PADDING if column[0] else ""
         natural = [max(map(len, column)) for column in columns]
         # No word is broken.
         least = [
-            max(min(width, NARROWEST), *(len(word) for cell in column for word in cell.split() or [""]))
+            max(
+                min(width, NARROWEST),
+                *(len(word) + PADDING for word in column[0].split()),
+                *(len(word) for cell in column[1:] for word in cell.split()),
+            )
             for column, width in zip(columns, natural, strict=True)
         ]
         begin, last = (1 if len(columns) > 1 else 0), len(columns)

@@ -202,7 +202,7 @@ lab.predict("steps-until-complete", None)
 lab.predict("steps-until-complete", 3)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# All steps at once, and as text:
+# All steps at once; below every figure its text is folded away:
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 ring.show_all(4)

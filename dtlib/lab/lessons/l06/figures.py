@@ -10,7 +10,7 @@ STAGES = ("data parallelism", "stage 1", "stage 2", "stage 3")
 KINDS = {
     "parameters": (("parameters",), RANK_COLOURS[0], ""),
     "gradients": (("gradients",), RANK_COLOURS[5], "//"),
-    "optimizer": (("master_weights", "optimizer_states"), RANK_COLOURS[2], ".."),
+    "optimizer": (("master_weights", "optimizer_states"), RANK_COLOURS[2], "\\\\"),
     "padding, counters": (("padding", "step_counters"), RANK_COLOURS[6], ""),
 }
 
@@ -70,7 +70,7 @@ def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title
         if published:
             axes.plot([at - 0.45, at + 0.45], [published[stage]] * 2, color="black", lw=1.5)
             rows.append(["", "published", *[""] * len(KINDS), _in_unit(published[stage], unit)])
-    axes.set(ylabel=unit, title=title, ylim=(0, 1.2 * axes.get_ylim()[1]))
+    axes.set(ylabel=unit, title=title, ylim=(0, 1.35 * axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(range(len(groups)), list(groups))
     _legend(figure, list(KINDS)[:3], "published" if published else None)

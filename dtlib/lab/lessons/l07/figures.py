@@ -10,7 +10,7 @@ KINDS = {
     "F": ("", 0.4, "forward"),
     "B": ("///", 1.0, "backward"),
     "I": ("\\\\\\", 1.0, "gradient of the input"),
-    "W": ("...", 0.7, "gradients of the weights"),
+    "W": ("---", 0.7, "gradients of the weights"),
 }
 
 
@@ -109,7 +109,7 @@ def _legend(axes, simulations) -> None:
         for kind, (hatch, alpha, name) in KINDS.items() if kind in present
     ]  # fmt: skip
     handles.append(Patch(facecolor="#e4e4e4", label="idle", **style))
-    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
 
 
 @shown

@@ -3,11 +3,11 @@
 from itertools import groupby, pairwise
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
-from dtlib.lab.drawing import WIDTH, shown, subplots
+from dtlib.lab.drawing import WIDTH, fits, shown, subplots
 from dtlib.lab.tables import Table, fold
 from dtlib.world.mesh import coordinates_of, rank_of, shape_of
 
-_HATCHES = ("//", "..", "\\\\", "xx", "--", "++", "oo", "**")
+_HATCHES = ("//", "\\\\", "--", "xx", "||", "++", "///", "---")
 
 
 @shown
@@ -182,12 +182,12 @@ def rewired(graph):
     bands = [list(band) for _, band in groupby(steps, key=lambda step: step[0])]
     heights = [_height(band, replicas) for band in bands]
     figure, axes = subplots(height=0.36 * sum(heights) + 0.8, width=min(WIDTH, 3.2 * replicas + 0.6))
-    top = 0
+    top, column = 0, 0.92 * figure.get_figwidth() / (replicas + 0.2) - 0.1
     for band, height in zip(bands, heights, strict=True):
         if band[0][0] == "replica":
             for replica in range(replicas):
                 for line, name in enumerate(_names(band, replica)):
-                    _operation(axes, replica, top + line, name)
+                    _operation(axes, replica, top + line, _cut(name, column))
         for line, step in enumerate(band):
             if step[0] == "variables":
                 _bar(axes, replicas, top + line, f"{step[1]} variables, shared by all replicas", "white")
@@ -209,6 +209,13 @@ def _names(band, replica: int) -> list[str]:
 def _height(band, replicas: int) -> int:
     """Lines that it takes: of the replica that does most, or one an exchange."""
     return max(len(_names(band, r)) for r in range(replicas)) if band[0][0] == "replica" else len(band)
+
+
+def _cut(name: str, inches: float) -> str:
+    """As much of a name as there is room for."""
+    while len(name) > 1 and not fits(name, inches):
+        name = f"{name.removesuffix('…')[:-1]}…"
+    return name
 
 
 def _operation(axes, replica: int, y: float, name: str) -> None:
