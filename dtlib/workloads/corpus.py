@@ -26,11 +26,10 @@ import sys
 import tarfile
 from collections import Counter
 from importlib.metadata import distributions
-from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.workloads.stories import DATA
 
-DATA = Path(__file__).parents[2] / "data"
 # Whole libraries are held out, with those that repeat each other's texts on one side.
 TEST = ("aiohttp", "celery", "flax", "geopandas", "more-itertools", "optax", "shapely", "statsmodels", "tornado")
 FINETUNE = "networkx"  # in neither: what a class trains the checkpoint on

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from dtlib.errors import DtlibError
 
-EMBEDDED = Path(__file__).parents[2] / "data" / "docstrings.tar.xz"
+DATA = Path(__file__).parents[1] / "course" / "data"
+EMBEDDED = DATA / "docstrings.tar.xz"
 ENDINGS = (".story", ".jsonl", ".json", ".parquet")
 COLUMNS = ("article", "highlights")
 WHERE = (

@@ -6,7 +6,6 @@ the line that sums it up is the summary. Whole libraries are held out for the te
 
 import warnings
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,8 +16,7 @@ from dtlib.workloads.beam import summarize
 from dtlib.workloads.rouge import lead, rouge_l
 from dtlib.workloads.workload import Workload, chosen, settings, shared_mean
 
-DATA = Path(__file__).parents[2] / "data"
-TOKENIZER, CHECKPOINT = DATA / "summarizer_tokenizer.json", DATA / "summarizer.safetensors"
+TOKENIZER, CHECKPOINT = stories.DATA / "summarizer_tokenizer.json", stories.DATA / "summarizer.safetensors"
 VOCABULARY = 4096  # of the tokenizer that comes with dtlib
 PRESETS = {
     "tiny": dict(width=32, heads=2, encoders=1, decoders=1),
@@ -59,7 +57,7 @@ class Summaries(Dataset):
 
 
 def collate(samples) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target is what follows on the prefix."""
+    """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target follows on the prefix."""
     articles, summaries = zip(*samples, strict=True)
     summaries = text.padded(summaries)
     return (text.padded(articles), summaries[:, :-1].contiguous()), summaries[:, 1:].contiguous()
