@@ -144,8 +144,9 @@ def main(folders: list[str]) -> None:
             where = split
             if split == FINETUNE:  # by module: what stands in one file is alike
                 where += "/test" if path.split(".")[-2][-1] in "aehm" else "/train"
-            files[f"{where}/{name}/{path}.story"] = f"{article}\n\n@highlight\n\n{summary}\n"
-            count += 1
+            file = f"{where}/{name}/{path}.story"
+            count += file not in files  # a property's getter and setter have one name
+            files[file] = f"{article}\n\n@highlight\n\n{summary}\n"
         rows.append((name, version, licence, split, count, f"https://pypi.org/project/{name}/{version}/"))
         print(*rows[-1])
     with tarfile.open(DATA / "docstrings.tar.xz", "w:xz", preset=9) as archive:

@@ -6,6 +6,7 @@ the line that sums it up is the summary. Whole libraries are held out for the te
 
 import warnings
 from functools import partial
+from textwrap import shorten
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -149,9 +150,18 @@ def load_checkpoint(model) -> None:
 
 def evaluate(model, comm, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
     """``rouge_l`` of the model's summaries and ``lead_rouge_l`` of the articles' first sentences, means of F."""
-    chosen_ones = range(min(articles, len(data)) if articles else len(data))
-    mine = [data.stories[place] for place in chosen_ones[comm.rank :: comm.size]]
+    mine = data.stories[: articles or None][comm.rank :: comm.size]
     written = summarize(model, data, [story.article for story in mine], beams)
     scores = [rouge_l(story.summary, guess) for story, guess in zip(mine, written, strict=True)]
     leads = [rouge_l(story.summary, lead(story.article)) for story in mine]
     return {"rouge_l": shared_mean(scores, comm), "lead_rouge_l": shared_mean(leads, comm)}
+
+
+def examples(model, data: Summaries, places, beams: int = 4) -> str:
+    """Articles of ``data`` at these places, each with its reference, its first sentence and the model's summary."""
+    shown, blocks = [data.stories[place] for place in places], []
+    written = summarize(model, data, [story.article for story in shown], beams)
+    for story, guess in zip(shown, written, strict=True):
+        rows = ("article", story.article), ("reference", story.summary), ("lead", lead(story.article)), ("model", guess)
+        blocks.append("\n".join(f"{name:<10} {shorten(words, 200)}" for name, words in rows))
+    return "\n\n".join(blocks)
