@@ -261,7 +261,8 @@ def test_a_word_is_the_same_token_wherever_it_stands():
 
 def test_rouge_and_what_it_is_compared_with():
     found = [
-        stories.Story(w, f"pkg.f(x)\n\nGives {w} back. More.", f"Return {w}") for w in "one two six one two".split()
+        stories.Story(w, f"pkg.f(x)\n\nGives {w} back. More.", f"Return {w}")
+        for w in ["one", "two", "six", "one", "two"]
     ]
     assert rouge.lead(found[0].article) == "Gives one back." and rouge.lead("One. Two.\n\nThree.") == "One."
     assert rouge.rouge_l("Return the rank", "the ranks") == pytest.approx(0.8)
