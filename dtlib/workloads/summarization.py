@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from textwrap import shorten
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -140,12 +141,14 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
     return train, test
 
 
+@torch.no_grad()
 def load_checkpoint(model) -> None:
     """The parameters that come with dtlib, trained by ``python -m dtlib.workloads.pretrain``."""
     from safetensors.torch import load_file
 
-    parameters = load_file(CHECKPOINT)
-    model.load_state_dict({name: parameters[name].float() for name in parameters}, strict=False)
+    found = load_file(CHECKPOINT)  # in float16; a tied weight stands once
+    for name, parameter in model.named_parameters():
+        parameter.copy_(found[name])
 
 
 def evaluate(model, comm, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
