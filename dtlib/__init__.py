@@ -17,6 +17,11 @@ _LAZY = {
     "phase": "dtlib.measure.trace",
     "Timeline": "dtlib.measure.trace",
     "initialize": "dtlib.training",
+    "add_config_arguments": "dtlib.training.scripts",
+    "init_distributed": "dtlib.training.scripts",
+    "get_accelerator": "dtlib.accelerator",
+    "PipelineModule": "dtlib.pipe",
+    "log_dist": "dtlib.utils",
     "memory": "dtlib.measure.memory",
     "DtlibError": "dtlib.errors",
 }

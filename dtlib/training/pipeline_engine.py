@@ -1,11 +1,14 @@
 """An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
 
+from pathlib import Path
+
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
+from dtlib.production.torch import pipeline_schedule as torch_schedule
 from dtlib.training.config import ConfigError
 from dtlib.training.engine import Engine
 
@@ -19,10 +22,17 @@ def check_pipeline(model, settings, runtime: str) -> None:
         ConfigError, DtlibError: on every rank.
     """
     stage, schedule = settings.zero_optimization.stage, settings.pipeline.schedule
-    if runtime != "dtlib":
-        raise DtlibError(f"initialize(runtime={runtime!r}) has no pipelines: use runtime='dtlib'.")
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"pipeline.schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
+    known = list(SCHEDULES) if runtime == "dtlib" else ["gpipe", "1f1b"]
+    if schedule not in known:
+        raise ConfigError(f"pipeline.schedule is {schedule!r}: with runtime={runtime!r} choose {' or '.join(known)}.")
+    if settings.pipeline.stages not in (None, model.num_stages):
+        raise ConfigError(f"pipeline.stages is {settings.pipeline.stages}, and the module has {model.num_stages}.")
+    again = settings.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
+    if runtime == "torch" and (stage > 1 or again):
+        raise ConfigError(
+            "torch's pipelines take zero_optimization.stage 0 or 1, and no pipeline.activation_checkpoint_interval: "
+            "leave these out, or use runtime='dtlib'."
+        )
     if len(model.stage_indices) > 1:
         raise DtlibError(
             "train_batch() runs one stage a rank: with stages_per_rank=1, or by a schedule of your own, "
@@ -42,19 +52,22 @@ class PipelineEngine(Engine):
     """``train_batch`` and ``eval_batch`` of a ``PipelineModule``; every rank calls them with the same data of its
     pipeline. Counterpart: DeepSpeed's ``PipelineEngine``."""
 
-    def __init__(self, module, strategy, scheduler, config, comm, loader):
+    def __init__(self, module, strategy, scheduler, config, comm, loader, runtime="dtlib"):
         super().__init__(module, strategy, scheduler, config, comm, loader)
-        stage = PipelineStage(strategy.forward, module.comm.rank, module.num_stages, module.comm)
-        recompute = config.pipeline.activation_checkpoint_interval > 0
-        self._schedule = SCHEDULES[config.pipeline.schedule](
-            stage, config.gradient_accumulation_steps, module.loss_fn or torch.nn.functional.cross_entropy, recompute
-        )
-        self._first, self._last = stage.is_first, stage.is_last
+        name, count = config.pipeline.schedule, config.gradient_accumulation_steps
+        loss_fn = module.loss_fn or torch.nn.functional.cross_entropy
+        if runtime == "torch":
+            self._schedule = torch_schedule(name, strategy.forward, module, count, loss_fn)
+        else:
+            stage = PipelineStage(strategy.forward, module.comm.rank, module.num_stages, module.comm)
+            recompute = max(config.pipeline.activation_checkpoint_interval, module.activation_checkpoint_interval) > 0
+            self._schedule = SCHEDULES[name](stage, count, loss_fn, recompute)
+        self._first, self._last = module.comm.rank == 0, module.comm.rank == module.num_stages - 1
 
     def __call__(self, *args, **kwargs):
         raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
 
-    backward = step = __call__
+    forward = backward = step = __call__
 
     def train_batch(self, data_iter=None, loss_fn=None):
         """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
@@ -81,11 +94,18 @@ class PipelineEngine(Engine):
             for module, training in modes:
                 module.training = training
 
-    def _saved(self):
-        raise DtlibError(
-            "A checkpoint holds a whole model, and a rank of a pipeline has one stage: save each stage in a folder of "
-            "its own, with dtlib.checkpoint.save(folder, model, optimizer, comm=model.data_comm)."
-        )
+    def _place(self, folder, tag: str) -> Path:
+        """Each stage has a checkpoint of its own."""
+        return Path(folder) / tag / f"stage{self.module.comm.rank}of{self.module.num_stages}"
+
+    @property
+    def _everyone(self):
+        return self.module.everyone
+
+    def _whole(self, mine, like):
+        stages = self.module.comm
+        owner = stages.all_gather_object(mine is not None).index(True)
+        return stages.broadcast((like if mine is None else mine.detach()).clone(), root=owner)
 
     def _run(self, run, data_iter):
         batches = data_iter if data_iter is not None else self._batches
@@ -98,11 +118,12 @@ class PipelineEngine(Engine):
             raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses, mean = [], torch.zeros((), dtype=torch.float64)
-        run(*([x] if self._first else []), target=y if self._last else None, losses=losses)
+        inputs = x if isinstance(x, tuple) else (x,)
+        run(*(inputs if self._first else ()), target=y if self._last else None, losses=losses)
         if self._last:
             # Of samples, as the gradients: micro-batches may differ by one.
             sizes = torch.tensor([len(some) for some in tree_leaves(y)[0].tensor_split(count)], dtype=torch.float64)
-            mean = (torch.stack(losses).double().cpu() * sizes).sum() / sizes.sum()
+            mean = (torch.stack(losses).detach().double().cpu() * sizes).sum() / sizes.sum()
         self.module.comm.broadcast(mean, root=self.module.num_stages - 1)
         return self.comm.all_reduce(mean, op="mean")
 
