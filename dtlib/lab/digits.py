@@ -10,12 +10,9 @@ def load(dtype=None):
     """
     import torch
 
-    from dtlib.workloads.digits import load as every_image
+    from dtlib.workloads.digits import split
 
-    images, labels = every_image()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x, y = images[order].to(dtype or torch.float32), labels[order]
-    return (x[:TRAINING], y[:TRAINING]), (x[TRAINING:], y[TRAINING:])
+    return tuple((x.to(dtype or torch.float32), y) for x, y in split(TRAINING))
 
 
 def net(hidden: int = 64, dtype=None):

@@ -1,1 +1,4 @@
-"""Real data, real models, real metrics: what the lessons train."""
+"""Real data, real models, real metrics: what the lessons train.
+
+``vision.workload(config)`` and ``summarization.workload(config)`` each give a ``Workload``.
+"""

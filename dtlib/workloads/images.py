@@ -1,0 +1,134 @@
+"""Images and their labels, from the files in which MNIST and CIFAR-10 are handed out; nothing in them is executed."""
+
+import gzip
+import io
+import pickle
+import zlib
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtlib.errors import DtlibError
+
+WHERE = (
+    "MNIST is four files such as train-images-idx3-ubyte.gz, from https://ossci-datasets.s3.amazonaws.com/mnist/; "
+    "CIFAR-10 is cifar-10-binary.tar.gz, unpacked, from https://www.cs.toronto.edu/~kriz/cifar.html."
+)
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR_TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
+
+
+def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
+    """Images and labels to train on, those to test with, and the names of the classes.
+
+    Images are (images, channels, height, width), uint8; labels (images,), int64.
+
+    Raises:
+        DtlibError: for a folder that has neither data set, and for a file that is not what its name says.
+    """
+    top = Path(folder).expanduser()
+    if not top.is_dir():
+        raise DtlibError(f"There is no folder {folder!r}. {WHERE}")
+    for place in (top, *sorted(each for each in top.rglob("*") if each.is_dir())):
+        if _find(place, "train-images-idx3-ubyte", "train-images.idx3-ubyte"):
+            return _mnist(place, "train"), _mnist(place, "t10k"), tuple("0123456789")
+        if (place / "data_batch_1.bin").exists():
+            read, ending = _cifar_binary, ".bin"
+        elif (place / "data_batch_1").exists():
+            read, ending = _cifar_pickled, ""
+        else:
+            continue
+        train = [read(_there(place / (name + ending))) for name in CIFAR_TRAIN]
+        images, labels = (torch.cat(each) for each in zip(*train, strict=True))
+        return (images, labels), read(_there(place / f"test_batch{ending}")), CIFAR_CLASSES
+    raise DtlibError(f"The folder {folder!r} has neither MNIST nor CIFAR-10 in it. {WHERE}")
+
+
+def _find(place: Path, *names: str) -> Path | None:
+    return next((path for name in names for end in ("", ".gz") if (path := place / (name + end)).exists()), None)
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise DtlibError(f"{path} is missing. {WHERE}")
+    return path
+
+
+def _mnist(place: Path, which: str) -> tuple[Tensor, Tensor]:
+    paths = []
+    for name in (f"{which}-images-idx3-ubyte", f"{which}-labels-idx1-ubyte"):
+        paths.append(_find(place, name, name.replace("-idx", ".idx")) or _there(place / name))
+    images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
+    if len(images) != len(labels):
+        raise DtlibError(f"{paths[0]} has {len(images)} images, and {paths[1]} {len(labels)} labels: fetch both anew.")
+    return images[:, None], labels.long()
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """An IDX file of bytes, also a gzipped one: 0, 0, type, dimensions, then the sizes as big-endian int32, then data.
+
+    Raises:
+        DtlibError: for a file that is cut short, has bytes left over, or is no IDX file of so many dimensions.
+    """
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise DtlibError(f"{path} is a broken gzip file ({error}): fetch it anew.") from None
+    head = 4 + 4 * dimensions
+    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < head:
+        raise DtlibError(f"{path} is no IDX file of bytes in {dimensions} dimensions: fetch it anew.")
+    shape = np.frombuffer(content, ">i4", dimensions, offset=4).tolist()
+    if len(content) != head + prod(shape):
+        raise DtlibError(
+            f"{path} promises {' x '.join(map(str, shape))} = {prod(shape)} bytes and has {len(content) - head}: "
+            "fetch it anew."
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=head).view(shape)
+
+
+def _cifar_binary(path: Path) -> tuple[Tensor, Tensor]:
+    """Rows of a label and 3 x 32 x 32 pixels."""
+    content = path.read_bytes()
+    if not content or len(content) % 3073:
+        raise DtlibError(f"{path} has {len(content)} bytes, which are no whole rows of 3073: fetch it anew.")
+    rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, 3073)
+    return _checked(path, rows[:, 1:], rows[:, 0].long())
+
+
+def _cifar_pickled(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        batch = _Arrays(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        pixels, labels = torch.from_numpy(np.array(batch[b"data"])), torch.tensor(batch[b"labels"])
+    except Exception as error:  # whatever a broken or a foreign pickle leads to
+        raise DtlibError(f"{path} is no batch of CIFAR-10 ({error}): fetch it anew.") from None
+    return _checked(path, pixels, labels)
+
+
+def _checked(path: Path, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    fits = pixels.dtype == torch.uint8 and pixels.shape == (len(labels), 3072) and labels.dtype == torch.int64
+    if not fits or not ((labels >= 0) & (labels < 10)).all():
+        raise DtlibError(f"{path} has other things in it than images of 3 x 32 x 32 bytes in ten classes.")
+    return pixels.reshape(-1, 3, 32, 32), labels
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads numpy arrays, numbers, texts, lists and dicts, and looks up nothing else: a pickle may name any function
+    to be called."""
+
+    def find_class(self, module, name):
+        from numpy._core.multiarray import _reconstruct
+
+        known = {
+            ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+            ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+        }
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return known[module, name]
