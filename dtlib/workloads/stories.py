@@ -1,0 +1,166 @@
+"""Articles with summaries, in the forms in which CNN/DailyMail is handed out.
+
+    *.story     the article, then "@highlight" and a sentence, as often as there are highlights
+    *.jsonl, *.json, *.parquet     rows with the columns article, highlights, id
+
+What is broken is left out and told; the good stories around it are used.
+"""
+
+import json
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dtlib.errors import DtlibError
+
+EMBEDDED = Path(__file__).parents[2] / "data" / "docstrings.tar.xz"
+ENDINGS = (".story", ".jsonl", ".json", ".parquet")
+COLUMNS = ("article", "highlights")
+WHERE = (
+    "CNN/DailyMail has .story files at https://cs.nyu.edu/~kcho/DMQA/ and Parquet files at "
+    "https://huggingface.co/datasets/abisee/cnn_dailymail."
+)
+TEST_SLICE = 10  # without folders or files named train and test, one story in so many is for the test
+
+
+class Story(NamedTuple):
+    name: str
+    article: str
+    summary: str
+
+
+class Broken(NamedTuple):
+    """A story, or a file of stories, that was left out, and why."""
+
+    where: str
+    why: str
+
+
+def story(name: str, text: str) -> Story | Broken:
+    """A ``.story`` file's text. Several highlights become one summary, a sentence each."""
+    article, *highlights = (each.strip() for each in text.split("@highlight"))
+    return _story(name, article, "\n".join(highlights))
+
+
+def _story(name: str, article, highlights) -> Story | Broken:
+    if not isinstance(article, str) or not isinstance(highlights, str):
+        return Broken(name, "has no text in its columns article and highlights")
+    lines = [line.strip() for line in highlights.split("\n") if line.strip()]
+    if len(lines) > 1:
+        lines = [line if line[-1] in ".!?" else f"{line}." for line in lines]
+    if not lines or not article.strip():
+        return Broken(name, "has no article" if lines else "has no @highlight")
+    return Story(name, article.strip(), " ".join(lines))
+
+
+def embedded(split: str) -> list[Story]:
+    """What comes with dtlib: ``split`` is ``train`` or ``test``, or ``networkx/train`` or ``networkx/test``."""
+    found = []
+    with tarfile.open(EMBEDDED) as archive:
+        for member in archive:
+            if member.name.startswith(f"{split}/"):
+                name = member.name.removeprefix(f"{split}/")
+                found.append(story(name, archive.extractfile(member).read().decode()))
+    return found
+
+
+def read_folder(folder: str) -> tuple[list[Story], list[Story], list[Broken]]:
+    """Stories to train on, stories to test with, and what was left out.
+
+    A file belongs to the test if its name, or that of a folder above it, begins with ``test``, and to neither if with
+    ``val`` or ``dev``. Where no name says so, the story's own decides, so that every rank and every run cuts alike.
+
+    Raises:
+        DtlibError: for a folder that is not there, has no such files, or no good story.
+    """
+    top = Path(folder).expanduser()
+    if not top.is_dir():
+        raise DtlibError(f"There is no folder {folder!r}. {WHERE}")
+    paths = sorted(path for path in top.rglob("*") if path.suffix in ENDINGS and path.is_file())
+    if not paths:
+        raise DtlibError(f"The folder {folder!r} has no {', '.join(ENDINGS)} files in it. {WHERE}")
+    train, test, broken = [], [], []
+    told = any(_role(path, top) == "test" for path in paths)
+    for path in paths:
+        if (role := _role(path, top)) in ("val", "dev"):
+            continue
+        for one in _read(path):
+            if isinstance(one, Broken):
+                broken.append(one)
+            elif role == "test" or (not told and zlib.crc32(one.name.encode()) % TEST_SLICE == 0):
+                test.append(one)
+            else:
+                train.append(one)
+    if not told and len(train) > 1 and not test:
+        test.append(train.pop())
+    if not train or not test:
+        why = f"; {broken[0].where} {broken[0].why}" if broken else ""
+        raise DtlibError(
+            f"The folder {folder!r} has {len(train)} good stories to train on and {len(test)} to test with, and "
+            f"{len(broken)} broken ones{why}. {WHERE}"
+        )
+    return train, test, broken
+
+
+def _role(path: Path, top: Path) -> str | None:
+    names = [name.lower() for name in path.relative_to(top).parts]
+    return next((role for role in ("test", "val", "dev", "train") if any(n.startswith(role) for n in names)), None)
+
+
+def _read(path: Path) -> Iterator[Story | Broken]:
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet(path)
+        elif path.suffix == ".story":
+            yield story(str(path), path.read_text(encoding="utf-8"))
+        else:
+            yield from _json(path, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        yield Broken(str(path), f"is not UTF-8 (byte {error.start})")
+    except OSError as error:
+        yield Broken(str(path), f"cannot be read ({error.strerror or error})")
+
+
+def _json(path: Path, text: str) -> Iterator[Story | Broken]:
+    """A list of objects, or an object a line."""
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        try:
+            yield from (_row(f"{path} entry {i}", row) for i, row in enumerate(json.loads(text), 1))
+        except ValueError as error:
+            yield Broken(str(path), f"is no JSON ({error})")
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield _row(f"{path} line {number}", json.loads(line))
+            except ValueError as error:
+                yield Broken(f"{path} line {number}", f"is no JSON ({error})")
+
+
+def _row(where: str, row) -> Story | Broken:
+    if not isinstance(row, dict):
+        return Broken(where, "is no object with the columns article and highlights")
+    one = _story(where, *(row.get(column) for column in COLUMNS))
+    return one._replace(name=str(row.get("id") or where)) if isinstance(one, Story) else one
+
+
+def _parquet(path: Path) -> Iterator[Story | Broken]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DtlibError(f"{path} needs pyarrow to be read: pip install pyarrow.") from None
+    try:
+        file = parquet.ParquetFile(path)
+        if missing := [column for column in COLUMNS if column not in file.schema_arrow.names]:
+            yield Broken(str(path), f"has no column {' and no column '.join(missing)}")
+            return
+        columns = [name for name in (*COLUMNS, "id") if name in file.schema_arrow.names]
+        number = 0
+        for batch in file.iter_batches(columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield _row(f"{path} row {number}", row)
+    except ArrowException as error:
+        yield Broken(str(path), f"is no whole Parquet file ({str(error)[:80]})")

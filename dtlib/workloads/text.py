@@ -1,0 +1,53 @@
+"""Text to tokens and back: byte-pair encoding, trained on the corpus at hand (Hugging Face's ``tokenizers``)."""
+
+import re
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+PAD, BEGIN, END, UNKNOWN = range(4)
+SPECIAL = ["[PAD]", "[BEGIN]", "[END]", "[UNK]"]
+
+
+def train_tokenizer(texts, vocabulary: int) -> Tokenizer:
+    """A tokenizer of at most ``vocabulary`` tokens, in lower case.
+
+    A word is cut at punctuation, and a token that goes on inside of a word begins with ``##``: so ``rank`` is one and
+    the same token in "the rank of a matrix" and in ``matrix_rank``, and can be copied from there.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNKNOWN], continuing_subword_prefix="##"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\W_]+|[^\w\s]|_"), "removed", invert=True)
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, special_tokens=SPECIAL, continuing_subword_prefix="##",
+        limit_alphabet=200, show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
+
+
+def as_text(tokenizer: Tokenizer, tokens) -> str:
+    """What tokens say, up to the first end; spaces stand as they do in a sentence."""
+    tokens = [int(token) for token in tokens]
+    if END in tokens:
+        tokens = tokens[: tokens.index(END)]
+    return tidy(tokenizer.decode(tokens))
+
+
+def tidy(text: str) -> str:
+    """Without the spaces that cutting at punctuation has left, and with a capital letter in front."""
+    for spaced, close in ((r" ([_.-]) (?=\w)", r"\1"), (r"([(\['_]) (?=\w)", r"\1"), (r" ([.,;:!?)\]'])", r"\1")):
+        text = re.sub(spaced, close, text)
+    return text[:1].upper() + text[1:]
+
+
+def padded(rows: list[list[int]], to: int = 1) -> torch.Tensor:
+    """(rows, longest), int64, filled up with PAD; the width is a multiple of ``to``."""
+    longest = -(-max(map(len, rows)) // to) * to
+    return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
