@@ -6,8 +6,8 @@ from dtlib.world import init
 
 
 class Accelerator:
-    """A GPU of this machine, or the CPU. Counterpart: ``deepspeed.accelerator.DeepSpeedAccelerator``; what it has beside
-    this is reached as ``torch.cuda``."""
+    """A GPU of this machine, or the CPU. Counterpart: ``deepspeed.accelerator``; what it has beside this is reached as
+    ``torch.cuda``."""
 
     def is_available(self) -> bool:
         """Whether there is a GPU."""

@@ -50,7 +50,9 @@ def main(arguments=None) -> int:
     train.add_argument("workload", choices=("vision", "summarization"))
     train.add_argument("--config", metavar="FILE", help="JSON: DeepSpeed's keys, `workload`, `run` (default: ours)")
     train.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
-    train.add_argument("--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes train")
+    train.add_argument(
+        "--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes train"
+    )
     train.add_argument("--backend", choices=("gloo", "dtlib"), help="of torch.distributed, for --runtime torch")
     train.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the config's")
     train.add_argument("--steps", type=_steps, help="in place of the config's")

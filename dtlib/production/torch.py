@@ -6,7 +6,7 @@ from torch import distributed, nn
 from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 from dtlib.errors import DtlibError
 
-_groups = {}  # by their ranks as the world counts them; under None, those ranks of the default group
+_groups = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
 
 
 def process_group(comm):
@@ -20,14 +20,17 @@ def process_group(comm):
     """
     if isinstance(comm, ProcessGroupCommunicator):
         return comm.group
-    members = tuple(comm._members)
+    members, default = tuple(comm._members), None
     if not distributed.is_initialized():
         from dtlib.comm.torch.store import shared_store
 
         store = shared_store(comm)
         distributed.init_process_group(store=store, rank=comm.rank, world_size=comm.size)
-        _groups[None] = members
-    default = _groups.setdefault(None, tuple(range(distributed.get_world_size())))
+        default = members
+    if _groups.get("all") is not distributed.group.WORLD:  # a new one: groups of the one before are gone
+        _groups.clear()
+        _groups.update(all=distributed.group.WORLD, members=default or tuple(range(distributed.get_world_size())))
+    default = _groups["members"]
     if members == default:
         return distributed.group.WORLD
     if not set(members) <= set(default):

@@ -2,11 +2,32 @@
 
 import torch
 
+from dtlib.errors import MissingName
 from dtlib.world import init
+
+# Methods of DeepSpeed's engine that are not here, and the way round.
+LEFT_OUT = {
+    "set_train_batch_size": "call initialize() again, with another train_batch_size",
+    "set_gradient_accumulation_boundary": "gradient_accumulation_steps of the config says when a step is made",
+    "no_sync": "gradient_accumulation_steps of the config has the same effect",
+    "deepspeed_io": "pass training_data to initialize(), or use a DataLoader with a DistributedSampler",
+    "save_16bit_model": "use dtlib.checkpoint.export(folder, out)",
+    "destroy": "there is nothing to clear away",
+    "compile": "give initialize() the model as torch.compile(model) makes it",
+    "offload_states": "set zero_optimization.offload_optimizer in the config",
+    "reload_states": "set zero_optimization.offload_optimizer in the config",
+}
 
 
 class Facts:
     """Numbers and settings of an engine. Counterpart: the accessors of ``DeepSpeedEngine``."""
+
+    left_out = LEFT_OUT
+
+    def __getattr__(self, name):
+        if name in LEFT_OUT:
+            raise MissingName(f"engine.{name}() is not offered here: {LEFT_OUT[name]}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the next ``step()`` changes the model."""

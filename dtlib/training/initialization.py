@@ -13,6 +13,7 @@ from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
+from dtlib.training.deepspeed_engine import data_ranks, deepspeed_engine
 from dtlib.training.engine import Engine
 from dtlib.training.pipeline_engine import PipelineEngine, check_pipeline
 from dtlib.training.rates import SCHEDULERS
@@ -69,6 +70,8 @@ def initialize(
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
     if isinstance(model, PipelineModule):
         comm = model.data_comm or model.comm.split(model.comm.rank)
+    if runtime == "deepspeed":
+        comm = data_ranks(model, comm)
     settings = configuration.read(config, comm.size, comm.rank)
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
@@ -76,9 +79,15 @@ def initialize(
         model_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = _groups_of(model_parameters, model)
     stage = settings.zero_optimization.stage
+    if runtime == "deepspeed":
+        return deepspeed_engine(
+            model, settings, configuration.dictionary_of(config), groups, partial(_optimizer, settings, optimizer),
+            lr_scheduler, training_data, collate_fn, comm,
+        )  # fmt: skip
     if settings.pipeline.stages not in (None, 1) and not isinstance(model, PipelineModule):
         raise ConfigError(
-            f"pipeline.stages is {settings.pipeline.stages}, and the model is no PipelineModule: make one of its layers."
+            f"pipeline.stages is {settings.pipeline.stages}, and the model is no PipelineModule: make one "
+            "of its layers."
         )
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
@@ -106,6 +115,13 @@ def initialize(
         return [p for name, p in model.named_parameters() if p.requires_grad and name in groups]
 
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in groups]
+    if isinstance(model, PipelineModule):
+        trains = model.everyone.all_gather_object((model.comm.rank, bool(names)))
+        if empty := [stage for stage, some in trains if not some]:
+            raise DtlibError(
+                f"Stage {empty[0]} of the pipeline has no parameter to train: take fewer stages, or say in "
+                "partition_method=[0, ...] where they begin."
+            )
     if not names:
         raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
     make = partial(_optimizer, settings, optimizer, [groups[name] for name in names])
@@ -136,7 +152,11 @@ def pipeline_of(runtime: str, layers, stages: int, loss_fn, seed: int, comm=None
 
 def _the_config(args, config, old_name):
     """The config, wherever a script has it."""
-    given = {"config": config, "config_params": old_name, "args.deepspeed_config": getattr(args, "deepspeed_config", None)}
+    given = {
+        "config": config,
+        "config_params": old_name,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
         what = " and ".join(found) + " are given" if found else "No config is given"

@@ -1,5 +1,6 @@
 """An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,8 +57,9 @@ class PipelineEngine(Engine):
         super().__init__(module, strategy, scheduler, config, comm, loader)
         name, count = config.pipeline.schedule, config.gradient_accumulation_steps
         loss_fn = module.loss_fn or torch.nn.functional.cross_entropy
+        self._shapes, self._make = None, None
         if runtime == "torch":
-            self._schedule = torch_schedule(name, strategy.forward, module, count, loss_fn)
+            self._make = partial(torch_schedule, name, strategy.forward, module, count, loss_fn)
         else:
             stage = PipelineStage(strategy.forward, module.comm.rank, module.num_stages, module.comm)
             recompute = max(config.pipeline.activation_checkpoint_interval, module.activation_checkpoint_interval) > 0
@@ -77,7 +79,7 @@ class PipelineEngine(Engine):
         """
         if loss_fn is not None:
             raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
-        losses = self._run(self._schedule.step, data_iter)
+        losses = self._run("step", data_iter)
         self.module.reduce_tied_gradients()
         self.micro_steps += self.config.gradient_accumulation_steps
         self._update()
@@ -89,7 +91,7 @@ class PipelineEngine(Engine):
         modes = [(module, module.training) for module in self._strategy.forward.modules()]
         self.eval()
         try:
-            return self._run(self._schedule.eval, data_iter)
+            return self._run("eval", data_iter)
         finally:
             for module, training in modes:
                 module.training = training
@@ -107,7 +109,7 @@ class PipelineEngine(Engine):
         owner = stages.all_gather_object(mine is not None).index(True)
         return stages.broadcast((like if mine is None else mine.detach()).clone(), root=owner)
 
-    def _run(self, run, data_iter):
+    def _run(self, what: str, data_iter):
         batches = data_iter if data_iter is not None else self._batches
         if batches is None:
             raise DtlibError("train_batch() has no data: pass data_iter, or give initialize() training_data.")
@@ -116,9 +118,15 @@ class PipelineEngine(Engine):
             pairs = [next(batches) for _ in range(count)]
         except StopIteration:
             raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
+        if len({tuple(tensor.shape[1:] for tensor in tree_leaves(pair)) for pair in pairs}) > 1:
+            raise DtlibError("The micro-batches of a step differ in more than their number of samples: pad them alike.")
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses, mean = [], torch.zeros((), dtype=torch.float64)
         inputs = x if isinstance(x, tuple) else (x,)
+        shapes = [tensor.shape for tensor in tree_leaves((x, y))]
+        if self._make and shapes != self._shapes:  # torch's stages are for one shape
+            self._shapes, self._schedule = shapes, self._make()
+        run = getattr(self._schedule, what)
         run(*(inputs if self._first else ()), target=y if self._last else None, losses=losses)
         if self._last:
             # Of samples, as the gradients: micro-batches may differ by one.

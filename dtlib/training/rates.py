@@ -92,14 +92,16 @@ class WarmupCosineLR(WarmupLR):
         self, optimizer, total_num_steps: int, warmup_min_ratio=0.0, warmup_num_steps=WARMUP_STEPS,
         cos_min_ratio=0.0001, warmup_type="log", last_epoch=-1,
     ):  # fmt: skip
-        self.total_num_steps, self.cos_min_ratio, self.warmup_min_ratio = total_num_steps, cos_min_ratio, warmup_min_ratio
+        self.total_num_steps, self.cos_min_ratio, self.warmup_min_ratio = (
+            total_num_steps,
+            cos_min_ratio,
+            warmup_min_ratio,
+        )
         if total_num_steps < warmup_num_steps:
             raise ConfigError(
                 f"total_num_steps is {total_num_steps!r}: give at least warmup_num_steps, {warmup_num_steps}."
             )
-        super().__init__(
-            optimizer, warmup_num_steps=warmup_num_steps, warmup_type=warmup_type, last_epoch=last_epoch
-        )
+        super().__init__(optimizer, warmup_num_steps=warmup_num_steps, warmup_type=warmup_type, last_epoch=last_epoch)
 
     def get_lr(self):
         done = self.last_epoch - 1
@@ -129,7 +131,9 @@ class OneCycle(LRScheduler):
     ):  # fmt: skip
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            raise ConfigError(f"The halves of a cycle are {cycle_first_step_size!r} and {second!r} steps: give numbers.")
+            raise ConfigError(
+                f"The halves of a cycle are {cycle_first_step_size!r} and {second!r} steps: give numbers."
+            )
         self.rates, self.momenta = (cycle_min_lr, cycle_max_lr), (cycle_min_mom, cycle_max_mom)
         self.decays = decay_lr_rate, decay_mom_rate, decay_step_size
         self.first, self.second = cycle_first_step_size, second
@@ -180,6 +184,4 @@ class LRRangeTest(LRScheduler):
         return [self.lowest * (1 + self.rate * stairs)] * len(self.optimizer.param_groups)
 
 
-SCHEDULERS = {
-    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
-}
+SCHEDULERS = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}

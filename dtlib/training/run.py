@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dtlib.checkpoint import pointed_to
 from dtlib.checkpoint.folder import together
@@ -28,8 +28,8 @@ from dtlib.errors import DtlibError
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress
 from dtlib.training import config as configuration
-from dtlib.training.config import ConfigError
 from dtlib.training.checkpoints import LATEST
+from dtlib.training.config import ConfigError
 from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
 from dtlib.world import init
 from dtlib.world.machine import gpu_names
@@ -97,7 +97,7 @@ class _Training:
     def __init__(self, work, run, settings, runtime, comm, world, save, resume, log):
         self.work, self.run, self.runtime, self.comm, self.save = work, run, runtime, comm, save
         first = comm.rank == 0 and log
-        self.log = together(comm, lambda: open(log, "a", encoding="utf-8") if first else nullcontext())
+        self.log = together(comm, lambda: Path(log).open("a", encoding="utf-8") if first else nullcontext())
         self.stages = settings.get("pipeline", {}).get("stages") or 1
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
         model = work.model
@@ -167,8 +167,11 @@ class _Training:
         def ready(tensor):
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
-        for x, y in self.loader.forever():
-            yield tree_map(ready, x), tree_map(ready, y)
+        batches = self.loader.forever()
+        while True:
+            several = [next(batches) for _ in range(self.engine.gradient_accumulation_steps())]
+            for batch in alike(several) if self.stages > 1 else several:
+                yield tree_map(ready, tuple(batch))
 
     def _gathered(self):
         """The trained model, whole on every rank, in float32."""
@@ -178,6 +181,22 @@ class _Training:
                 buffer.copy_(self.buffers[name])
         self.engine.gather(model)
         return model.float()
+
+
+def alike(batches: list) -> list:
+    """Batches whose tensors differ in length, padded with zeros to the longest, as those of a pipeline's step are one
+    tensor."""
+
+    def padded(*same):
+        longest = torch.tensor([tensor.shape for tensor in same]).amax(0).tolist()
+        # pad() wants, from the last dimension on, how much before and behind; samples stay as many as they are.
+        short = [[most - n for most, n in zip(longest[:0:-1], t.shape[:0:-1], strict=True)] for t in same]
+        rooms = [[room for behind in each for room in (0, behind)] for each in short]
+        return [torch.nn.functional.pad(t, room) if any(room) else t for t, room in zip(same, rooms, strict=True)]
+
+    leaves = [tree_flatten(tuple(batch)) for batch in batches]
+    columns = [padded(*same) for same in zip(*(flat for flat, _ in leaves), strict=True)]
+    return [tree_unflatten(row, shape) for row, (_, shape) in zip(zip(*columns, strict=True), leaves, strict=True)]
 
 
 def _read(workload, config, comm, stage, steps):
