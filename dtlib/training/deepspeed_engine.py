@@ -122,7 +122,8 @@ class DeepSpeedEngine(Engine):
         if self.stages == 1:
             return super().gather(model)
         # Layers are called by their number alone, and each is on the ranks of one stage.
-        tensors, everyone = [*self.module.named_parameters(), *self.module.named_buffers()], init().comm
+        everyone, tied = init().comm, {"remove_duplicate": False}
+        tensors = [*self.module.named_parameters(**tied), *self.module.named_buffers(**tied)]
         own = {f"layers.{name}": tensor.detach() for name, tensor in tensors}
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -136,7 +136,8 @@ class Engine(Checkpoints, Facts):
 
     def gather(self, model) -> None:
         """Write the values that are trained here into ``model``, which is whole; all ranks call it."""
-        mine = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        tied = {"remove_duplicate": False}  # by each of its names, as they may be tensors of their own in the other
+        mine = {**dict(self.module.named_parameters(**tied)), **dict(self.module.named_buffers(**tied))}
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 tensor.copy_(self._whole(mine.get(name), tensor))

@@ -97,7 +97,7 @@ class _Training:
     def __init__(self, work, run, settings, runtime, comm, world, save, resume, log):
         self.work, self.run, self.runtime, self.comm, self.save = work, run, runtime, comm, save
         first = comm.rank == 0 and log
-        self.log = together(comm, lambda: Path(log).open("a", encoding="utf-8") if first else nullcontext())
+        self.log = together(comm, lambda: _appended(log) if first else nullcontext())
         self.stages = settings.get("pipeline", {}).get("stages") or 1
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
         model = work.model
@@ -181,6 +181,10 @@ class _Training:
                 buffer.copy_(self.buffers[name])
         self.engine.gather(model)
         return model.float()
+
+
+def _appended(log):
+    return open(log, "a", encoding="utf-8")
 
 
 def alike(batches: list) -> list:

@@ -101,8 +101,8 @@ lab.check("slower-mend")
 # %% tags=["half-day", "stub"]
 # %%px
 def my_workload(config):
-    (x, y), (test_x, test_y) = digits.split()
     torch.manual_seed(0)
+    model = ...
 
 # %% tags=["half-day", "solution"]
 # %%px

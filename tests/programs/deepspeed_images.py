@@ -1,4 +1,4 @@
-"""A program in the manner of DeepSpeed's tutorial on CIFAR: the config is a file, the loop is forward, backward, step."""
+"""A program in the manner of DeepSpeed's tutorial on CIFAR: a config file; forward, backward, step."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ criterion = nn.CrossEntropyLoss()
 
 losses = []
 batches = RepeatingLoader(trainloader)
-for step in range(args.steps):
+for _ in range(args.steps):
     inputs, labels = (tensor.to(local_device) for tensor in next(batches))
     if target_dtype is not None:
         inputs = inputs.to(target_dtype)
