@@ -7,18 +7,11 @@ from torch import nn
 from dtlib.comm.watch.recorder import Event
 from dtlib.lab import explorer
 from dtlib.lab.lessons.l07 import figures as pipelines
+from dtlib.lab.tables import WIDEST
 from dtlib.measure.trace import Timeline, Trace
 from dtlib.parallel.pipeline import weights_later
 from dtlib.schedule import Simulation, draw, gpipe, interleaved, parse, simulate
 from tests.ranks import on_ranks
-
-
-@pytest.fixture(autouse=True)
-def no_windows(monkeypatch):
-    import matplotlib.pyplot as plt
-
-    monkeypatch.setattr(plt, "show", plt.close)
-
 
 # Measured
 
@@ -104,9 +97,8 @@ def test_a_picture_has_its_text(capsys):
 def test_half_forward_passes_have_columns_of_their_own_and_long_rows_go_on_below():
     found = simulate(interleaved(4, 8, 2), 0.5, 1.0)
     text, whole = pipelines._as_text(found), draw(found, 0.5)
-    widest = pipelines.WIDEST_TEXT + len("rank 0  ")
-    assert max(map(len, text.splitlines())) <= widest < max(map(len, whole.splitlines()))
-    pieces = [piece.splitlines() for piece in text.split("\n  ...\n")]
+    assert max(map(len, text.splitlines())) <= WIDEST < max(map(len, whole.splitlines()))
+    pieces = [piece.splitlines() for piece in text.split("\n\n")]
     for rank, row in enumerate(whole.splitlines()):
         joined = [cell for piece in pieces for cell in piece[rank].split()[2:]]
         assert joined == row.split()[2:] + [".."] * (len(joined) - len(row.split()[2:]))

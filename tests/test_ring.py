@@ -17,11 +17,9 @@ def test_the_ring_that_is_drawn_is_the_ring_that_runs(ranks):
         assert [step.sends[rank] for rank in range(ranks)] == [(step.sends[0] + rank) % ranks for rank in range(ranks)]
 
 
-def test_the_picture_has_its_text(capsys, monkeypatch):
-    import matplotlib.pyplot as plt
-
-    monkeypatch.setattr(plt, "show", plt.close)
+def test_the_picture_has_its_text(capsys):
     ring.show_all(3)
-    text = capsys.readouterr().out
-    assert text.splitlines()[3].split() == ["step", "0:", "reduce-scatter", "0", "0", "0", "[0]"]
-    assert text.splitlines()[-1].split() == ["2", *["0+1+2"] * 3]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The ring all-reduce on 3 ranks, step by step")
+    assert "step 0: reduce-scatter 0 0 0 [0]" in [" ".join(line.split()) for line in lines]
+    assert lines[-1].split() == ["2", *["0+1+2"] * 3]

@@ -6,9 +6,11 @@ _LAZY = {
     "engines": "dtlib.lab.engines.engine_set",
     "check": "dtlib.lab.checks.checks",
     "predict": "dtlib.lab.checks.predictions",
+    "fold": "dtlib.lab.tables",
     "push": "dtlib.lab.engines.names",
     "read": "dtlib.lab.reading",
     "read_end": "dtlib.lab.reading",
+    "table": "dtlib.lab.tables",
     "values": "dtlib.lab.engines.names",
 }
 

@@ -17,5 +17,13 @@ def rank_badge(rank: int) -> str:
 
 def rank_prefix(rank: int) -> str:
     """``rank 0 |`` in the rank's colour, for a terminal or a notebook's output."""
+    return ranks_prefix([rank], f"rank {rank}")
+
+
+def ranks_prefix(ranks: list[int], words: str) -> str:
+    """The same for ranks that say the same: they share no colour."""
+    if len(ranks) > 1:
+        return f"\x1b[1m{words} |\x1b[0m"
+    rank = ranks[0]
     red, green, blue = (int(rank_colour(rank)[i : i + 2], 16) for i in (1, 3, 5))
-    return f"\x1b[1;38;2;{red};{green};{blue}mrank {rank} |\x1b[0m"
+    return f"\x1b[1;38;2;{red};{green};{blue}m{words} |\x1b[0m"

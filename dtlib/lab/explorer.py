@@ -214,8 +214,7 @@ class Explorer:
 
 def explore():
     """Sliders for ranks, micro-batches, schedule and times; a button runs the schedule on the engines."""
-    from IPython.display import display
-
+    from dtlib.lab.drawing import show_widget
     from dtlib.lab.engines.engine_set import current
 
-    display(Explorer(current().size).box)
+    show_widget(Explorer(current().size).box, "Sliders for a schedule; explorer.show draws the same without them.")

@@ -1,179 +1,183 @@
-"""Pictures, and a text for every one of them."""
+"""The figures that several lessons share, each with its text (drawing.py)."""
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab.drawing import MARKERS, WIDTH, fits, shown, subplots, units
+from dtlib.lab.tables import Table
 
-# Marks differ by shape as well as by colour.
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-
-def darts(points) -> None:
+@shown
+def darts(points):
     """Points in the unit square, one colour and shape a rank; inside the quarter circle they are filled.
 
     ``points`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
     """
-    import matplotlib.pyplot as plt
     import numpy as np
 
-    _, axes = plt.subplots(figsize=(6, 4.6))
+    figure, axes = subplots(height=5)
     rows = []
     for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
         inside = x * x + y * y < 1
-        style = {"marker": _MARKERS[rank % len(_MARKERS)], "edgecolors": rank_colour(rank), "s": 22}
+        style = {"marker": MARKERS[rank % len(MARKERS)], "edgecolors": rank_colour(rank), "s": 24}
         axes.scatter(x[inside], y[inside], c=rank_colour(rank), label=f"rank {rank}", **style)
         axes.scatter(x[~inside], y[~inside], facecolors="none", **style)
         rows.append((rank, len(x), int(inside.sum())))
     arc = np.linspace(0, np.pi / 2, 200)
     axes.plot(np.cos(arc), np.sin(arc), color="black")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    plt.show()
+    figure.legend(loc="outside right upper", frameon=False)
     rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
-    _print_table([(*row, f"{4 * row[2] / row[1]:.3f}") for row in rows], ("rank", "points", "inside", "estimate of pi"))
+    estimates = [(*row, f"{4 * row[2] / row[1]:.3f}") for row in rows]
+    alt = f"Random points of {len(points)} ranks in a square, a colour and shape a rank, filled in the quarter circle."
+    return figure, alt, Table(estimates, ("rank", "points", "inside", "estimate of pi"))
 
 
-def errors(points, absolute_errors, standard_errors) -> None:
+@shown
+def errors(points, absolute_errors, standard_errors):
     """The error of an estimate against its number of points: one dot a seed, and the standard error as a line.
 
     ``absolute_errors`` has a list of errors (one a seed) for each entry of ``points``.
     """
-    import matplotlib.pyplot as plt
     import numpy as np
 
-    _, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = subplots(height=4)
     for n, errors_of_seeds in zip(points, absolute_errors, strict=True):
         axes.scatter([n] * len(errors_of_seeds), errors_of_seeds, color=RANK_COLOURS[0], alpha=0.5, s=14)
     axes.plot(points, standard_errors, color="black", label="standard error")
     axes.set(xscale="log", yscale="log", xlabel="points", ylabel="distance from pi")
+    units(axes.xaxis)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend()
-    plt.show()
     rows = [
-        (f"{n:,}", f"{np.sqrt(np.mean(np.square(e))):.1e}", f"{s:.1e}")
+        (n, f"{np.sqrt(np.mean(np.square(e))):.1e}", f"{s:.1e}")
         for n, e, s in zip(points, absolute_errors, standard_errors, strict=True)
     ]
-    _print_table(rows, ("points", "error (root mean square over seeds)", "standard error"))
+    alt = "Distance from pi against the number of points: dots around a line that falls, the standard error."
+    return figure, alt, Table(rows, ("points", "error (root mean square over seeds)", "standard error"))
 
 
-def ladder(rungs: dict) -> None:
+@shown
+def ladder(rungs: dict):
     """Points per second of each rung, as bars on a logarithmic scale. ``rungs`` maps a name to points per second."""
-    import matplotlib.pyplot as plt
-
     names, speeds = list(rungs), list(rungs.values())
-    _, axes = plt.subplots(figsize=(6, 0.5 * len(names) + 1))
-    axes.barh(names[::-1], speeds[::-1], color=RANK_COLOURS[0])
-    axes.set(xscale="log", xlabel="points per second")
-    plt.show()
-    _print_table(
-        [(name, f"{speed:.2g}", f"{speed / speeds[0]:,.0f}") for name, speed in rungs.items()],
-        ("rung", "points per second", "times the first"),
+    figure, axes = subplots(height=0.42 * len(names) + 0.8)
+    bars = axes.barh(names[::-1], speeds[::-1], color=RANK_COLOURS[0])
+    axes.bar_label(bars, [f"{speed:.2g}, {speed / speeds[0]:,.0f} times" for speed in speeds[::-1]], padding=4)
+    axes.set(xscale="log", xlabel="points per second", xlim=(min(speeds) / 3, 30 * max(speeds)))
+    units(axes.xaxis)
+    rows = [(name, f"{speed:.2g}", f"{speed / speeds[0]:,.0f}") for name, speed in rungs.items()]
+    return (
+        figure,
+        "Bars: points per second of each rung.",
+        Table(rows, ("rung", "points per second", "times the first")),
     )
 
 
-def speed_up(seconds: dict, cores: int) -> None:
+@shown
+def speed_up(seconds: dict, cores: int):
     """Speed-up against the number of ranks, with the number of cores marked. ``seconds`` maps ranks to seconds."""
-    import matplotlib.pyplot as plt
-
     ranks = list(seconds)
     gains = [seconds[1] / seconds[count] for count in ranks]
-    _, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = subplots(height=4)
     axes.plot(ranks, ranks, color="grey", linestyle="--", label="as many times as ranks")
     axes.plot(ranks, gains, color=RANK_COLOURS[0], marker="o", label="measured")
     if cores <= max(ranks):
         axes.axvline(cores, color=RANK_COLOURS[1], linestyle=":", label=f"{cores} cores")
     axes.set(xlabel="ranks", ylabel="speed-up", xticks=ranks, ylim=(0, max(ranks) + 0.5))
     axes.legend()
-    plt.show()
     rows = [
         (count, f"{seconds[count]:.3f}", f"{gain:.2f}", f"{gain / count:.0%}")
         for count, gain in zip(ranks, gains, strict=True)
     ]
-    _print_table(rows, ("ranks", "seconds", "speed-up", "efficiency"))
+    alt = f"Speed-up against ranks: measured, beside a line of as many times as ranks; this computer has {cores} cores."
+    return figure, alt, Table(rows, ("ranks", "seconds", "speed-up", "efficiency"))
 
 
-def costs(measured: dict, model: dict | None = None, title: str = "") -> None:
+@shown
+def costs(measured: dict, model: dict | None = None, title: str = ""):
     """Seconds against bytes, one colour and mark an algorithm; what the model says is a dashed line.
 
     ``measured`` and ``model`` map the name of an algorithm to a dict of bytes and seconds.
     """
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(6.5, 4))
+    figure, axes = subplots(height=4.2)
     rows = []
     order = [name for name in ("naive", "tree", "recursive_doubling", "ring") if name in measured]
     for number, name in enumerate(order):
         seconds = measured[name]
-        style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number]}
+        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(seconds), list(seconds.values()), label=f"{name}, measured", linestyle="-", **style)
         if model:
             theirs = [model[name][count] for count in seconds]
             axes.plot(list(seconds), theirs, color=RANK_COLOURS[number], linestyle="--")
         for count, took in seconds.items():
             by_model = (f"{1e3 * model[name][count]:.2f}", f"{took / model[name][count]:.2f}") if model else ()
-            rows.append((name, f"{count:,}", f"{1e3 * took:.2f}", *by_model))
+            rows.append((name, count, f"{1e3 * took:.2f}", *by_model))
     if model:
         axes.plot([], [], color="grey", linestyle="--", label="the model, in the same colour")
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds", title=title)
-    axes.legend(fontsize=8)
-    plt.show()
-    print(title)
-    _print_table(rows, ("algorithm", "bytes", "measured (ms)", "model (ms)", "measured / model")[: 3 + 2 * bool(model)])
+    axes.set(xscale="log", yscale="log", title=title)
+    units(axes.xaxis, "B")
+    units(axes.yaxis, "s")
+    axes.legend(loc="upper left")
+    headers = ("algorithm", "bytes", "measured (ms)", "model (ms)", "measured / model")[: 3 + 2 * bool(model)]
+    alt = f"{title or 'Seconds of an all-reduce'}: time against bytes, a line each for {', '.join(order)}."
+    return figure, alt, Table(rows, headers, title)
 
 
-def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "xy", form: str = ",.3g") -> None:
+@shown
+def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "xy", form: str = ",.3g"):
     """One line, colour and mark for each entry of ``series``, which maps a name to a dict of x and y.
 
     ``log`` names the axes that are logarithmic; another one begins at 0.
     """
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(6.5, 4))
+    figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
-        style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number]}
+        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(points), list(points.values()), label=name, **style)
     xs = sorted({x for points in series.values() for x in points})
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
-    if "y" not in log:
+    if "y" in log:
+        units(axes.yaxis)
+    else:
         axes.set_ylim(0)
     axes.xaxis.minorticks_off()
     axes.set_xticks(xs, [f"{x:,g}" for x in xs])
     if len(series) > 1:
-        axes.legend(fontsize=8)
-    plt.show()
-    if title:
-        print(title)
+        axes.legend()
     rows = [(f"{x:,g}", *(format(points[x], form) if x in points else "" for points in series.values())) for x in xs]
-    _print_table(rows, (xlabel, *(f"{name}: {ylabel}" if len(series) > 1 else ylabel for name in series)))
+    headers = (xlabel, *(f"{name}: {ylabel}" if len(series) > 1 else ylabel for name in series))
+    alt = f"{title + ': ' if title else ''}{ylabel} against {xlabel}, a line each for {', '.join(series)}."
+    return figure, alt, Table(rows, headers, title)
 
 
 # Kinds of events differ by hatch as well as by shade.
 _HATCHES = {"phase": "", "operation": "//", "wait": ".."}
 MOST_ROWS = 24
-LONGEST_LINE = 48  # of code, in a table
 
 
-def timeline(record) -> None:
+@shown
+def timeline(record):
     """Time across, ranks down: what each rank computed, which operations it called, and where it waited.
 
     ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks: ``lab.pictures.timeline("trace")``. What
     was started with ``async_op=True`` has a lane of its own below the rank's. What never ended is drawn to
-    the end with a jagged edge, and the table below says so.
+    the end and says so.
     """
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
     record = _timeline_of(record)
     scale, unit = (1, "s") if record.end >= 1 else (1e3, "ms")
     # What never ended gets room to be seen.
     right = max(1e-3, record.end * (1.3 if any(event.end is None for event in record.events) else 1.05))
-    _, axes = plt.subplots(figsize=(9, 0.7 * len(record.ranks) + 1.2))
+    figure, axes = subplots(height=0.75 * len(record.ranks) + 1.4)
+    inches = 0.88 * WIDTH / right  # a second
     taken = {}  # until when the lane of a rank is taken: an operation in the background may still wait for its turn
     for number, event in enumerate(record.events):
         end = right if event.end is None else event.end
         lane = event.rank, event.lane, event.kind
         begin = max(event.start, taken.get(lane, 0.0)) if event.lane == "background" else event.start
         taken[lane] = max(end, taken.get(lane, 0.0))
-        top = record.ranks.index(event.rank) + (0.42 if event.lane == "background" else 0.05)
+        top = record.ranks.index(event.rank) + (0.5 if event.lane == "background" else 0.04)
         style = {
             "facecolor": "white" if event.kind == "wait" else rank_colour(event.rank),
             "alpha": 0.45 if event.kind == "phase" else 1.0,
@@ -181,26 +185,31 @@ def timeline(record) -> None:
             "hatch": _HATCHES[event.kind],
             "zorder": 2 - number / (number + 1),  # who came first is in front
         }
-        axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, 0.34), **style)
-        if event.end is None:
-            axes.text(right * scale, top + 0.17, " never ended", va="center", fontsize=8)
-        elif end - begin > 0.08 * right:
-            middle = (begin + end) / 2 * scale
-            label = {"ha": "center", "va": "center", "fontsize": 8, "color": "black"}
-            axes.text(middle, top + 0.17, event.name, bbox={"facecolor": "white", "pad": 1, "lw": 0}, **label)
+        axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, 0.42), **style)
+        name = next(filter(lambda text: fits(text, inches * (end - begin)), _labels(event)), None)
+        if name:
+            label = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
+            axes.text((begin + end) / 2 * scale, top + 0.21, name, **label)
     axes.set(
         xlim=(0, right * scale), ylim=(len(record.ranks), 0), xlabel=f"time in {unit}",
-        yticks=[i + 0.4 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
+        yticks=[i + 0.48 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
         title="EMULATED network" if record.emulated else "",
     )  # fmt: skip
     kinds = {"phase": "computes", "operation": "operation", "wait": "waits for an asynchronous operation"}
-    shown = [kind for kind in kinds if any(event.kind == kind for event in record.events)]
-    patches = [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[kind], label=kinds[kind]) for kind in shown]
-    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, -0.25), ncols=3, frameon=False, fontsize=8)
-    plt.show()
-    if record.emulated:
-        print("The network was slowed down on purpose: EMULATED.")
-    _print_table(*(_every_event(record) if len(record.events) <= MOST_ROWS else _sums_of_events(record)))
+    present = [kind for kind in kinds if any(event.kind == kind for event in record.events)]
+    patches = [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[kind], label=kinds[kind]) for kind in present]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
+    rows, headers, align = (_every_event if len(record.events) <= MOST_ROWS else _sums_of_events)(record)
+    emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""
+    alt = (
+        f"What ranks {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}".rstrip()
+    )
+    return figure, alt, Table(rows, headers, emulated, align=align)
+
+
+def _labels(event) -> tuple[str, ...]:
+    """What may stand in a bar, the longest first."""
+    return (event.name,) if event.end is not None else (f"{event.name} never ended", "never ended", "...")
 
 
 def _timeline_of(record):
@@ -213,13 +222,13 @@ def _timeline_of(record):
 def _every_event(record):
     rows = [
         (
-            event.rank, _in_short(event), event.where[:LONGEST_LINE],
+            event.rank, _in_short(event), event.where,
             f"{1e3 * event.start:.2f}", "never" if event.end is None else f"{1e3 * event.end:.2f}",
-            event.messages, f"{event.bytes:,}",
+            event.messages, event.bytes,
         )
         for event in record.events
     ]  # fmt: skip
-    return rows, ("rank", "what", "line", "from (ms)", "to (ms)", "messages", "bytes sent")
+    return rows, ("rank", "what", "line", "from (ms)", "to (ms)", "messages", "bytes sent"), "rllrrrr"
 
 
 def _in_short(event) -> str:
@@ -235,14 +244,7 @@ def _sums_of_events(record):
         for i, value in enumerate((1, took, event.messages, event.bytes)):
             entry[i] += value
     rows = [
-        (rank, f"waits for {name}" if kind == "wait" else name, count, f"{1e3 * took:.2f}", messages, f"{sent:,}")
+        (rank, f"waits for {name}" if kind == "wait" else name, count, f"{1e3 * took:.2f}", messages, sent)
         for (rank, kind, name), (count, took, messages, sent) in sorted(sums.items())
     ]
-    return rows, ("rank", "what", "times", "together (ms)", "messages", "bytes sent")
-
-
-def _print_table(rows, headers) -> None:
-    """The same as text, for whoever does not see the picture."""
-    from tabulate import tabulate
-
-    print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+    return rows, ("rank", "what", "times", "together (ms)", "messages", "bytes sent"), "rlrrrr"

@@ -1,36 +1,52 @@
 """The library's own source in a notebook, in the colours of code: what is read is what then runs."""
 
 import inspect
+from itertools import groupby
 from pathlib import Path
 
 from IPython.display import display
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer, TextLexer
+from pygments.lexers import PythonLexer, TextLexer, get_lexer_for_filename
 
 import dtlib
+from dtlib.lab.tables import fold
 
-# Whole lines beside JupyterLab's file browser, at 1,280 pixels; one that is longer scrolls.
-LINES = "white-space: pre; overflow-x: auto; font-size: 11.5px; line-height: 1.4; margin: 0; padding: 6px"
+ROOT = Path(dtlib.__file__).parents[1]
+# Of 120 letters beside JupyterLab's file browser, at 1,280 pixels; a longer line goes on below.
+LINES = "white-space: pre-wrap; font-size: 11.5px; line-height: 1.4; margin: 0; padding: 6px"
 
 
 def read(*things) -> None:
-    """Show the source of classes and functions, one below the other; of a module its docstring."""
-    first = things[0]
-    texts = [inspect.getdoc(thing) if inspect.ismodule(thing) else inspect.getsource(thing) for thing in things]
-    _show(first, "\n\n\n".join(text.strip("\n") for text in texts), "" if inspect.ismodule(first) else "python")
+    """Show the source of classes and functions, one below the other; of a module its docstring; of a path all of it."""
+    for file, some in groupby(things, key=_file):
+        texts, lines, lexer = [], [], PythonLexer()
+        for thing in some:
+            if isinstance(thing, Path):
+                texts, lines, lexer = [thing.read_text()], [], get_lexer_for_filename(thing.name)
+            elif inspect.ismodule(thing):
+                texts, lexer = [inspect.getdoc(thing)], TextLexer()
+            else:
+                source, first = inspect.getsourcelines(thing)
+                texts.append("".join(source))
+                lines.append(f"{first} to {first + len(source) - 1}")
+        where = f", lines {', '.join(lines)}" if lines else ""
+        _show(file + where, "\n\n\n".join(text.strip("\n") for text in texts), lexer)
 
 
 def read_end(module) -> None:
     """Show the comment at the end of a module: what its full form adds, and where."""
     lines = inspect.getsource(module).splitlines()
     first = max(number for number, line in enumerate(lines) if not line.startswith("#")) + 1
-    _show(module, "\n".join(line.removeprefix("# ") for line in lines[first:]), "")
+    where = f"{_file(module)}, lines {first + 1} to {len(lines)}"
+    _show(where, "\n".join(line.removeprefix("# ") for line in lines[first:]), TextLexer())
 
 
-def _show(thing, text: str, language: str) -> None:
-    root = Path(dtlib.__file__).parents[1]
-    file = Path(inspect.getsourcefile(thing)).relative_to(root).as_posix()
-    lexer = PythonLexer() if language else TextLexer()
+def _file(thing) -> str:
+    file = thing if isinstance(thing, Path) else Path(inspect.getsourcefile(thing))
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
+
+
+def _show(where: str, text: str, lexer) -> None:
     html = highlight(text, lexer, HtmlFormatter(noclasses=True, style="default", prestyles=LINES))
-    display({"text/plain": f"{file}\n\n{text}", "text/html": f"<code>{file}</code>{html}"}, raw=True)
+    display({"text/plain": f"{where}\n\n{fold(text)}", "text/html": f"<code>{where}</code>{html}"}, raw=True)

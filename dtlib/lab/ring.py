@@ -7,7 +7,8 @@ step at a time. Each rank puts in the bit 2**rank, so that a partial sum tells w
 from dataclasses import dataclass
 
 from dtlib.lab.colours import rank_colour
-from dtlib.lab.pictures import _print_table
+from dtlib.lab.drawing import show_widget, shown, subplots
+from dtlib.lab.tables import Table
 
 
 @dataclass(frozen=True)
@@ -93,46 +94,53 @@ def _ranks_in(bits: int, ranks: int) -> tuple:
 def explore(ranks: int = 4) -> None:
     """A slider over the steps. Where widgets are not shown, ``show_all`` draws the same."""
     import ipywidgets
-    import matplotlib.pyplot as plt
 
     every = steps(ranks)
-
-    def show(step):
-        _, axes = plt.subplots(figsize=(5.5, 3.4))
-        _draw(axes, every[step])
-        plt.show()
-        print(_sentence(every[step]))
-
     slider = ipywidgets.IntSlider(value=0, min=0, max=len(every) - 1, description="step")
-    ipywidgets.interact(show, step=slider)
+    output = ipywidgets.interactive_output(lambda step: show(every[step]), {"step": slider})
+    show_widget(ipywidgets.VBox([slider, output]), "A slider over the steps of the ring; ring.show_all draws them all.")
 
 
-def show_all(ranks: int = 4) -> None:
+@shown
+def show(step: Step):
+    """One step, large, and in a sentence."""
+    figure, axes = subplots(height=3.8, width=7)
+    _draw(axes, step)
+    return figure, f"{step.title}. {_sentence(step)}", _table([step])
+
+
+@shown
+def show_all(ranks: int = 4):
     """Every step in a picture of its own, side by side, and a table of them."""
-    import matplotlib.pyplot as plt
-
     every = steps(ranks)
-    lines = -(-len(every) // 4)
+    lines = -(-len(every) // 3)
     columns = -(-len(every) // lines)
-    figure, grid = plt.subplots(lines, columns, figsize=(2.7 * columns, 2.5 * lines), squeeze=False)
+    figure, grid = subplots(lines, columns, height=2.6 * lines, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, step in zip(grid.flat, every, strict=False):
         _draw(axes, step, labels=False)
-    figure.tight_layout()
-    plt.show()
-    print("Which ranks are in which chunk; [ ] is sent to the right neighbour in this step.")
+    alt = f"The ring all-reduce on {ranks} ranks, step by step: whose values are in which chunk, and which chunk goes."
+    return (
+        figure,
+        alt,
+        _table(every, "Which ranks are in which chunk; [ ] is sent to the right neighbour in this step."),
+    )
+
+
+def _table(every, title: str = "") -> Table:
+    ranks = len(every[0].held)
     rows = [
         (step.title if rank == 0 else "", rank, *(_cell(step, rank, chunk) for chunk in range(ranks)))
         for step in every
         for rank in range(ranks)
     ]
-    _print_table(rows, ("", "rank", *(f"chunk {chunk}" for chunk in range(ranks))))
+    return Table(rows, ("", "rank", *(f"chunk {chunk}" for chunk in range(ranks))), title, align="lr" + "l" * ranks)
 
 
 def _cell(step, rank, chunk) -> str:
     text = "+".join(map(str, step.held[rank][chunk]))
-    return f"[{text}]" if step.sends[rank] == chunk else f" {text} "
+    return f"[{text}]" if step.sends[rank] == chunk else text
 
 
 def _sentence(step) -> str:
@@ -157,15 +165,12 @@ def _draw(axes, step, labels: bool = True) -> None:
             going = step.sends[rank] == chunk
             text = "all" if len(members) == ranks else "+".join(map(str, members))
             weight = "bold" if going else "normal"
-            axes.text(
-                chunk + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=9 if labels else 7.5, weight=weight
-            )
+            axes.text(chunk + 0.5, rank + 0.5, text, ha="center", va="center", weight=weight)
             if going:
                 axes.add_patch(
                     Rectangle((chunk + 0.04, rank + 0.08), 0.92, 0.84, fill=False, lw=2.2, edgecolor="black")
                 )
     axes.set(xlim=(0, ranks), ylim=(ranks, 0), title=step.title)
-    axes.title.set_fontsize(10)
     axes.set_axis_on()
     axes.set_xticks(
         [chunk + 0.5 for chunk in range(ranks)], [f"chunk {chunk}" if labels else chunk for chunk in range(ranks)]

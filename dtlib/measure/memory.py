@@ -197,8 +197,11 @@ class Memory:
         self._formula_of = f"formula: stage {stage}, {ranks} ranks, {name}"
         return self
 
-    def table(self) -> str:
-        """A row a line: bytes, bytes for each parameter of the whole model, and the formula after ``beside()``."""
+    def table(self, form: str = "simple") -> str:
+        """A row a line: bytes, bytes for each parameter of the whole model, and the formula after ``beside()``.
+
+        ``form`` is one of tabulate's.
+        """
         from tabulate import tabulate
 
         parameters = max(1, sum(map(sum, self.sizes)))
@@ -210,7 +213,13 @@ class Memory:
             headers.append(self._formula_of)
             for name, row in zip(self.lines, rows, strict=True):
                 row.append(f"{self._formula[name]:,}" if name in self._formula else "")
-        return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
+        sides = ("left", *["right"] * (len(headers) - 1))
+        return tabulate(rows, headers, disable_numparse=True, colalign=sides, tablefmt=form)
 
     def __str__(self):
         return self.table()
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        return self.table("html")

@@ -5,7 +5,7 @@ from math import ceil
 from dtlib.schedule.simulation import Simulation, simulate
 
 
-def draw(schedule, unit: float | None = None) -> str:
+def draw(schedule, unit: float | None = None, widest: int | None = None) -> str:
     """The text equivalent of a picture of a schedule.
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --
@@ -17,6 +17,7 @@ def draw(schedule, unit: float | None = None) -> str:
     Args:
         schedule: what ``simulate`` returned, or a schedule, which is drawn with B twice as long as F.
         unit: time of a cell, or the shortest action; what is shorter than a cell may be left out.
+        widest: of how many letters a line may be; what is longer goes on below, after an empty line.
     """
     simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
     durations = [simulation.end[action] - simulation.start[action] for action in simulation.end]
@@ -30,12 +31,16 @@ def draw(schedule, unit: float | None = None) -> str:
     names = {action: str(action).lstrip("0123456789") if one_stage else str(action) for action in simulation.end}
     width = max(map(len, names.values()))
     columns = ceil(round(simulation.makespan / unit, 6))
+    begins = [f"rank {rank:<{len(str(len(simulation.schedule) - 1))}}  " for rank in range(len(simulation.schedule))]
     rows = []
-    for rank, actions in enumerate(simulation.schedule):
+    for actions in simulation.schedule:
         cells = [".."] * columns
         for action in actions:
             first, after = first_cell(simulation.start[action]), first_cell(simulation.end[action])
             cells[first:after] = [names[action], *["-" * width] * (after - first - 1)][: after - first]
-        row = " ".join(cell.ljust(width) for cell in cells)
-        rows.append(f"rank {rank:<{len(str(len(simulation.schedule) - 1))}}  {row}".rstrip())
-    return "\n".join(rows)
+        rows.append([cell.ljust(width) for cell in cells])
+    most = max(1, (widest - len(begins[0]) + 1) // (width + 1)) if widest else max(1, columns)
+    return "\n\n".join(
+        "\n".join((begin + " ".join(row[at : at + most])).rstrip() for begin, row in zip(begins, rows, strict=True))
+        for at in range(0, max(1, columns), most)
+    )

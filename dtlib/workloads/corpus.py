@@ -26,11 +26,10 @@ import sys
 import tarfile
 from collections import Counter
 from importlib.metadata import distributions
-from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.workloads.stories import DATA
 
-DATA = Path(__file__).parents[2] / "data"
 # Whole libraries are held out, with those that repeat each other's texts on one side.
 TEST = ("aiohttp", "celery", "flax", "geopandas", "more-itertools", "optax", "shapely", "statsmodels", "tornado")
 FINETUNE = "networkx"  # in neither: what a class trains the checkpoint on
@@ -145,8 +144,9 @@ def main(folders: list[str]) -> None:
             where = split
             if split == FINETUNE:  # by module: what stands in one file is alike
                 where += "/test" if path.split(".")[-2][-1] in "aehm" else "/train"
-            files[f"{where}/{name}/{path}.story"] = f"{article}\n\n@highlight\n\n{summary}\n"
-            count += 1
+            file = f"{where}/{name}/{path}.story"
+            count += file not in files  # a property's getter and setter have one name
+            files[file] = f"{article}\n\n@highlight\n\n{summary}\n"
         rows.append((name, version, licence, split, count, f"https://pypi.org/project/{name}/{version}/"))
         print(*rows[-1])
     with tarfile.open(DATA / "docstrings.tar.xz", "w:xz", preset=9) as archive:

@@ -128,6 +128,9 @@ class _Arrays(pickle.Unpickler):
             ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
             ("numpy", "ndarray"): np.ndarray,
             ("numpy", "dtype"): np.dtype,
+            ("_codecs", "encode"): lambda text, _: text.encode(
+                "latin-1"
+            ),  # bytes, as Python 3 writes them for Python 2
         }
         if (module, name) not in known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")

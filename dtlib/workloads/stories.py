@@ -10,12 +10,14 @@ import json
 import tarfile
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from dtlib.errors import DtlibError
 
-EMBEDDED = Path(__file__).parents[2] / "data" / "docstrings.tar.xz"
+DATA = Path(__file__).parents[1] / "course" / "data"
+EMBEDDED = DATA / "docstrings.tar.xz"
 ENDINGS = (".story", ".jsonl", ".json", ".parquet")
 COLUMNS = ("article", "highlights")
 WHERE = (
@@ -57,12 +59,19 @@ def _story(name: str, article, highlights) -> Story | Broken:
 
 def embedded(split: str) -> list[Story]:
     """What comes with dtlib: ``split`` is ``train`` or ``test``, or ``networkx/train`` or ``networkx/test``."""
-    found = []
+    return list(_embedded()[split])
+
+
+@cache
+def _embedded() -> dict[str, list[Story]]:
+    """Stories by split: a file of the archive is SPLIT/LIBRARY/NAME.story."""
+    found = {}
     with tarfile.open(EMBEDDED) as archive:
         for member in archive:
-            if member.name.startswith(f"{split}/"):
-                name = member.name.removeprefix(f"{split}/")
-                found.append(story(name, archive.extractfile(member).read().decode()))
+            split, library, name = member.name.rsplit("/", 2)
+            if split != "licences":
+                text = archive.extractfile(member).read().decode()
+                found.setdefault(split, []).append(story(f"{library}/{name}", text))
     return found
 
 

@@ -6,8 +6,9 @@ the line that sums it up is the summary. Whole libraries are held out for the te
 
 import warnings
 from functools import partial
-from pathlib import Path
+from textwrap import shorten
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -17,8 +18,7 @@ from dtlib.workloads.beam import summarize
 from dtlib.workloads.rouge import lead, rouge_l
 from dtlib.workloads.workload import Workload, chosen, settings, shared_mean
 
-DATA = Path(__file__).parents[2] / "data"
-TOKENIZER, CHECKPOINT = DATA / "summarizer_tokenizer.json", DATA / "summarizer.safetensors"
+TOKENIZER, CHECKPOINT = stories.DATA / "summarizer_tokenizer.json", stories.DATA / "summarizer.safetensors"
 VOCABULARY = 4096  # of the tokenizer that comes with dtlib
 PRESETS = {
     "tiny": dict(width=32, heads=2, encoders=1, decoders=1),
@@ -59,7 +59,7 @@ class Summaries(Dataset):
 
 
 def collate(samples) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target is what follows on the prefix."""
+    """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target follows on the prefix."""
     articles, summaries = zip(*samples, strict=True)
     summaries = text.padded(summaries)
     return (text.padded(articles), summaries[:, :-1].contiguous()), summaries[:, 1:].contiguous()
@@ -141,19 +141,30 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
     return train, test
 
 
+@torch.no_grad()
 def load_checkpoint(model) -> None:
     """The parameters that come with dtlib, trained by ``python -m dtlib.workloads.pretrain``."""
     from safetensors.torch import load_file
 
-    parameters = load_file(CHECKPOINT)
-    model.load_state_dict({name: parameters[name].float() for name in parameters}, strict=False)
+    found = load_file(CHECKPOINT)  # in float16; a tied weight stands once
+    for name, parameter in model.named_parameters():
+        parameter.copy_(found[name])
 
 
 def evaluate(model, comm, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
     """``rouge_l`` of the model's summaries and ``lead_rouge_l`` of the articles' first sentences, means of F."""
-    chosen_ones = range(min(articles, len(data)) if articles else len(data))
-    mine = [data.stories[place] for place in chosen_ones[comm.rank :: comm.size]]
+    mine = data.stories[: articles or None][comm.rank :: comm.size]
     written = summarize(model, data, [story.article for story in mine], beams)
     scores = [rouge_l(story.summary, guess) for story, guess in zip(mine, written, strict=True)]
     leads = [rouge_l(story.summary, lead(story.article)) for story in mine]
     return {"rouge_l": shared_mean(scores, comm), "lead_rouge_l": shared_mean(leads, comm)}
+
+
+def examples(model, data: Summaries, places, beams: int = 4) -> str:
+    """Articles of ``data`` at these places, each with its reference, its first sentence and the model's summary."""
+    shown, blocks = [data.stories[place] for place in places], []
+    written = summarize(model, data, [story.article for story in shown], beams)
+    for story, guess in zip(shown, written, strict=True):
+        rows = ("article", story.article), ("reference", story.summary), ("lead", lead(story.article)), ("model", guess)
+        blocks.append("\n".join(f"{name:<10} {shorten(words, 200)}" for name, words in rows))
+    return "\n\n".join(blocks)

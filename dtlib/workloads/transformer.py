@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
 
 class Pointer(nn.Module):
-    """Log-probabilities of the next token, (batch, T, vocabulary), float32: a mixture of two distributions.
+    """Log-probabilities of the next token, (batch, T, vocabulary): a mixture of two distributions.
 
     Over the vocabulary, by the tied embedding; and over the source's places, by an attention whose weights are
     added up for each token that stands there. A gate says how much of each. At first it copies what comes after the
@@ -135,12 +135,16 @@ class Pointer(nn.Module):
         x, y, source = inputs
         y = self.norm(y)
         scores = self.query(y) @ self.key(self.norm_source(x)).transpose(1, 2) / y.shape[2] ** 0.5
-        places = scores.float().masked_fill((source == PAD)[:, None], -torch.inf).log_softmax(2)
-        gate = self.gate(y).float()
-        written = functional.linear(y, self.weight).float().log_softmax(2) + functional.logsigmoid(gate)
+        scores, logits, gate = (_whole(each) for each in (scores, functional.linear(y, self.weight), self.gate(y)))
+        places = scores.masked_fill((source == PAD)[:, None], -torch.inf).log_softmax(2)
         copied = (places + functional.logsigmoid(-gate)).exp()
-        where = source[:, None].expand_as(copied)
-        return (written.exp().scatter_add(2, where, copied) + 1e-9).log()
+        written = (logits.log_softmax(2) + functional.logsigmoid(gate)).exp()
+        return (written.scatter_add(2, source[:, None].expand_as(copied), copied) + 1e-9).log()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """In float32 where it has 16 bits: sums over a vocabulary need them."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class Summarizer(Chain):

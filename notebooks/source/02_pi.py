@@ -13,7 +13,6 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["two-hours", "half-day"]
-import inspect
 import math
 import time
 
@@ -40,7 +39,7 @@ from dtlib import pi
 # any point at any time. Here it is, in plain Python.
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(pi.point))
+lab.read(pi.point)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The capital names are constants: `MASK_64` keeps the lower 64 bits, `MASK_31` the lower 31. Three multiplications and some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by
@@ -56,7 +55,7 @@ for i in range(3):
 # ## Rung 1: a loop
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(pi.count_loop))
+lab.read(pi.count_loop)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 def seconds_of(kernel, points, repeats=3):
@@ -121,7 +120,7 @@ assert -0.6 < slope < -0.4
 # and every step would walk through all of that memory. Blocks that fit the cache of a core avoid it.
 
 # %%
-print(inspect.getsource(pi.count_numpy))
+lab.read(pi.count_numpy)
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 rungs["numpy, by blocks"] = 10**7 / seconds_of(pi.count_numpy, 10**7)
@@ -159,7 +158,7 @@ print(counts)
 # number of points.
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(pi.slice_of))
+lab.read(pi.slice_of)
 print([pi.slice_of(10, rank, 3) for rank in range(3)])
 
 # %% tags=["two-hours", "half-day"]
@@ -306,15 +305,13 @@ lab.pictures.ladder(rungs)
 # %% tags=["half-day"]
 import csv
 
-from tabulate import tabulate
-
 from dtlib.lab.engines.workshop import folder as workshop_folder
 
 with open(workshop_folder() / "data" / "claims.csv") as table:
     rows = [row for row in csv.DictReader(table) if "OpenMPI" in row["source"]]
 claims = [row for row in rows if row["figure"]]
 words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
-print(tabulate(words, ("claim", "in its words")))
+lab.table(words, ("claim", "in its words"))
 
 # %% [markdown] tags=["half-day"]
 # Three figures, and any two of them give the third. **Predict** before you run: do they agree?
@@ -338,7 +335,7 @@ print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on on
 table = [(f"{row['claim']}, claimed", row["remark"].split(";")[0]) for row in claims[:2]]
 for ranks in (1, 2):  # half of the time for 2·10⁸ points
     table.append((f"{ranks} rank{'s' * (ranks > 1)} here, measured", f"{seconds[ranks] / 2:.3f}"))
-print(tabulate(table, ("10^8 points", "seconds"), disable_numparse=True))
+lab.table(table, ("10^8 points", "seconds"), align="lr")
 assert seconds[1] / 2 < one
 
 # %% [markdown] tags=["half-day"]
@@ -351,7 +348,7 @@ assert seconds[1] / 2 < one
 # MPI is not a Python thing. This is the same program in R, with the package Rmpi (`notebooks/pi.R`):
 
 # %%
-print((workshop_folder() / "notebooks" / "pi.R").read_text())
+lab.read(workshop_folder() / "notebooks" / "pi.R")
 
 # %% [markdown]
 # To run it on Debian or Ubuntu (tried on Debian 12):

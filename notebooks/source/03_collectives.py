@@ -16,10 +16,7 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["two-hours", "half-day"]
-import inspect
-
 import numpy as np
-from tabulate import tabulate
 
 from dtlib.theory import collectives as theory
 from dtlib.comm import algorithms, selection
@@ -69,7 +66,7 @@ def table_of(shown):
             name, time = (collective[0][0], "before") if when == 1 else ("", "after")
             rows.append((name, time, *held))
     headers = ("collective", "", *(f"rank {rank}" for rank in range(len(shown))))
-    print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+    lab.table(rows, headers, align="ll" + "r" * len(shown))
 
 
 table_of(lab.values("shown"))
@@ -117,14 +114,14 @@ lab.predict("chunk-of-rank-1", 6)
 # library's own source; `link` sends and receives, `yield` waits.
 
 # %% tags=["half-day"]
-print(inspect.getsource(algorithms.naive_all_reduce))
+lab.read(algorithms.naive_all_reduce)
 
 # %% [markdown] tags=["half-day"]
 # Rank 0 handles the messages one after the other, while the others wait. A tree shares the work: in every round, half
 # of those that still have a partial sum give it to the other half.
 
 # %% tags=["half-day"]
-print(inspect.getsource(algorithms.tree_reduce))
+lab.read(algorithms.tree_reduce)
 
 # %% [markdown] tags=["half-day"]
 # Down again it is a `tree_broadcast`, the same backwards.
@@ -170,7 +167,7 @@ for name in ("naive", "tree"):
 # %% tags=["half-day"]
 counts = [2, 4, 8, 64, 1024]
 rows = [[n, *(theory.rounds("all_reduce", a, n) for a in ("naive", "tree"))] for n in counts]
-print(tabulate(rows, ("ranks", "rounds, naive", "rounds, tree")))
+lab.table(rows, ("ranks", "rounds, naive", "rounds, tree"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
@@ -215,11 +212,10 @@ ring.show_all(4)
 # it: the ring that the library runs under everything that follows in this course.
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(algorithms.ring_reduce_scatter_in_place))
+lab.read(algorithms.ring_reduce_scatter_in_place)
 
 # %% tags=["two-hours", "half-day"]
-print(inspect.getsource(algorithms.ring_all_gather))
-print(inspect.getsource(algorithms.ring_all_reduce))
+lab.read(algorithms.ring_all_gather, algorithms.ring_all_reduce)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Your turn.** An array of 120 MB on four ranks: how many MB does each rank *send* in a ring all-reduce? And
@@ -252,7 +248,7 @@ assert (messages, sent_bytes) == (6, 2 * 3 * gradient.nbytes // 4)
 # then in the next bit.
 
 # %% tags=["half-day"]
-print(inspect.getsource(algorithms.recursive_doubling_all_reduce))
+lab.read(algorithms.recursive_doubling_all_reduce)
 
 # %% [markdown] tags=["half-day"]
 # Bits need a power of two. Where N is none, the ranks beyond it hand their values to a partner and get the result

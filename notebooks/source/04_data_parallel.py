@@ -19,7 +19,6 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %% tags=["two-hours", "half-day"]
 import difflib
 
-from tabulate import tabulate
 
 from dtlib import Timeline
 from dtlib.lab import emulated
@@ -124,9 +123,8 @@ sent_bytes = trace.sent()[1] // 5, ring.sent()[1]  # a step
 
 # %% tags=["two-hours", "half-day"]
 sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
-print(tabulate({
-    "rank": range(4), "sent, server": sent_with_server, "sent, ring": sent_with_ring,
-}, headers="keys"))
+sent_by = zip(range(4), sent_with_server, sent_with_ring, strict=True)
+lab.table(sent_by, ("rank", "sent, server", "sent, ring"))
 count = size_of_weights // 8
 assert sent_with_server[0] == 3 * size_of_weights
 assert sent_with_ring[0] == 8 * collectives.elements_sent("all_reduce", "ring", 4, 0, count)
@@ -448,7 +446,7 @@ for name, model in cases.items():
 
 # %% tags=["half-day"]
 headers = ("", "all_reduces a step", "off from one process")
-print(tabulate(lab.values("rows")[0], headers))
+lab.table(lab.values("rows")[0], headers)
 
 # %% [markdown] tags=["half-day"]
 # With rings the bytes are the same, however they are divided: 2P(N-1)/N for P bytes of gradients.

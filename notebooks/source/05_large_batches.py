@@ -17,10 +17,8 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["half-day"]
 import csv
-import inspect
 from pathlib import Path
 
-from tabulate import tabulate
 
 from dtlib.lab.lessons.l05 import figures as large_batches
 from dtlib.lab.lessons.l05 import intervals
@@ -54,7 +52,7 @@ lab.predict("steps-of-an-epoch", {1: 80, 32: 2.5})
 
 # %% tags=["half-day"]
 table = [(n, 16 * n, 20 * 1280 // (16 * n)) for n in (1, 4, 16, 24, 32)]
-print(tabulate(table, ("ranks", "batch", "steps in 20 epochs")))
+lab.table(table, ("ranks", "batch", "steps in 20 epochs"))
 
 # %% [markdown] tags=["half-day"]
 # That is what makes the work fast, and the problem: fewer steps, of the same length, do not get as far.
@@ -130,7 +128,7 @@ rows = [
     for step in (0, 1, 2, 11, 21, 29)
 ]
 headers = ("step", "rate", "loss, 4 ranks of 64", "loss, 1 process of 256")
-print(tabulate(rows, headers, disable_numparse=True))
+lab.table(rows, headers)
 assert max(abs(a - b) for a, b in zip(together, apart, strict=True)) < 1e-12
 print("The losses of all 30 steps are equal, to 1e-12.")
 
@@ -152,8 +150,7 @@ print("The losses of all 30 steps are equal, to 1e-12.")
 # times smaller, and a rate √k times larger makes up for it.
 
 # %% tags=["half-day"]
-print(inspect.getsource(rates.linear_rule))
-print(inspect.getsource(rates.square_root_rule))
+lab.read(rates.linear_rule, rates.square_root_rule)
 
 # %% [markdown] tags=["half-day"]
 # **Predict.** The rate is 0.02 at batch 16. What do the two rules give for batch 256?
@@ -202,8 +199,7 @@ large_batches.rates(lab.values("schedules")[0])  # for batch 256
 # and the loss is the sum of all networks' losses; none of them shares a parameter, so each gets its own gradient.
 
 # %% tags=["half-day"]
-print(inspect.getsource(digits.forward))
-print(inspect.getsource(digits.losses))
+lab.read(digits.forward, digits.losses)
 
 # %% [markdown] tags=["half-day"]
 # A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts and in which
@@ -303,7 +299,7 @@ rows = [
     for epochs, sharp in zip((0, 1, 3, 10), on_the_way, strict=True)
 ]
 headers = ("epochs", "sharpness", "largest rate", "k")
-print(tabulate(rows, headers, disable_numparse=True))
+lab.table(rows, headers)
 smallest = 2 * 1.9 / max(on_the_way) / 0.02
 print(f"By this argument the linear rule ends near k = {smallest:.0f}, batch {16 * smallest:.0f}.")
 assert 8 < smallest < 64
@@ -362,8 +358,8 @@ rows = [
     (row["table"], row["batch"], row["setting"], row["top1_error_pct"], row["sd"])
     for row in published("goyal2017.csv")
 ]
-print("P. Goyal et al., arXiv:1706.02677: error in % on ImageNet, standard deviation of 5 runs")
-print(tabulate(rows, ("table", "batch", "setting", "error", "sd"), disable_numparse=True))
+title = "P. Goyal et al., arXiv:1706.02677: error in % on ImageNet, standard deviation of 5 runs"
+lab.table(rows, ("table", "batch", "setting", "error", "sd"), title)
 
 # %% [markdown] tags=["half-day"]
 # Gradual warm-up brings 8192 to within about a standard deviation of batch 256; without it, more than a point is lost; *constant* warm-up (a small
@@ -382,9 +378,8 @@ rows = [
     for r in published("keskar2017_table2.csv")
 ]
 headers = ("network", "train, small", "train, large", "test, small batch", "test, large batch")
-print("N. S. Keskar et al., arXiv:1609.04836, table 2")
-print("Small batch: 256; large: 10 % of the data; Adam")
-print(tabulate(rows, headers, disable_numparse=True))
+title = "N. S. Keskar et al., arXiv:1609.04836, table 2 (small: 256; large: 10 % of the data; Adam)"
+lab.table(rows, headers, title, align="lrrrr")
 
 # %% [markdown] tags=["half-day"]
 # On digits as they are the gap would drown in noise, so we make the task hard: 600 training images, and a fifth of their labels

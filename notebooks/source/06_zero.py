@@ -21,7 +21,6 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 import csv
 from pathlib import Path
 
-from tabulate import tabulate
 
 from dtlib.lab.lessons.l06 import figures
 from dtlib.parallel.zero import plain
@@ -58,7 +57,7 @@ rows = [
     ("Adam: two running means", "2 x 32 bits", mixed.optimizer_states),
     ("together", "", mixed.total),
 ]
-print(tabulate(rows, ("", "", "bytes a parameter")))
+lab.table(rows, ("", "", "bytes a parameter"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Here a GB is 10⁹ bytes, as in the papers. A GiB is 2³⁰ bytes, 7 % more; tools such as `nvidia-smi` count that way,
@@ -227,7 +226,7 @@ alone = lab.values("losses")[0]["data parallelism"]
 columns = [alone, *(losses for losses, *_ in of_stage.values())]
 rows = [(f"loss at step {at}", *(f"{losses[at]:.8f}" for losses in columns)) for at in (0, 1, 9)]
 rows.append(("whole between steps", "", *(f"{held:,} bytes" for *_, held in of_stage.values())))
-print(tabulate(rows, ("", "data parallelism", *of_stage), disable_numparse=True, stralign="right"))
+lab.table(rows, ("", "data parallelism", *of_stage), align="lrrrr")
 
 # %% [markdown] tags=["half-day"]
 # **Change a line.** Below, `forward_ends` frees nothing: weights stay whole until the backward pass has used them. The
@@ -311,7 +310,7 @@ def counted(stage, comm):
 reports = {stage: counted(stage, comm) for stage in range(4)}
 lines_of = {stage: report.lines for stage, report in reports.items()}
 if world.rank == 0:
-    print(reports[2].beside(stage=2, scheme="mixed_adam"))
+    display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Every line that the formula knows is met exactly: rank 0's quarter is rounded up to a whole element. *Padding* makes
@@ -416,7 +415,7 @@ paper = {line["scheme"]: line["volume_in_units_of_P"] for line in published("zer
 names = ("DP all-reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 units_sent = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name in enumerate(names)]
 headers = ("", "bytes sent", "formula", "units", "published")
-print(tabulate(units_sent, headers, intfmt=",", floatfmt=".3f"))
+lab.table(units_sent, headers)
 
 # %% [markdown] tags=["half-day"]
 # Stages 1 and 2 send what data parallelism sends, stage 3 half as much again: parameters travel twice. To the byte
@@ -437,7 +436,7 @@ lab.predict("units-of-four-micro-batches", 5)
 # %% tags=["half-day"]
 units_of_four = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STAGES)]
 headers = ("4 micro-batches", "bytes sent", "formula", "units")
-print(tabulate(units_of_four, headers, intfmt=",", floatfmt=".3f"))
+lab.table(units_of_four, headers)
 
 # %% [markdown] tags=["half-day"]
 # So with many micro-batches stage 1 may be faster than stage 2. (`no_sync()` of `fully_shard` saves bytes, and costs
@@ -566,9 +565,10 @@ first = cases["float32"]
 rows = []
 for name in ("float32", "mixed precision", "and 4 micro-batches", "and recomputation"):
     activations, states, flops = cases[name]
-    rows.append((name, activations, first[0] / activations, states, flops / first[2]))
+    less, arithmetic = f"{first[0] / activations:.1f}", f"{flops / first[2]:.2f}"
+    rows.append((name, activations, less, states, arithmetic))
 headers = ("rank 0", "activations (bytes)", "times less", "states (bytes)", "arithmetic")
-print(tabulate(rows, headers, intfmt=",", floatfmt=("", "", ".1f", "", ".2f")))
+lab.table(rows, headers)
 
 # %% [markdown]
 # **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
@@ -656,7 +656,7 @@ if world.rank == 0:
 # %% tags=["half-day"]
 rows = zip(range(5, 10), lab.values("unbroken")[0], lab.values("continued")[0], strict=True)
 headers = ("loss at step", "4 ranks, stage 3", "3 ranks, stage 1, loaded")
-print(tabulate(rows, headers, floatfmt=".10f"))
+lab.table(rows, headers, floats=".10f")
 
 # %% [markdown] tags=["half-day"]
 # Equal to 1e-12: a checkpoint belongs to the model, and to no number of ranks. `checkpoint.export` writes the format
@@ -690,7 +690,7 @@ rows = [
     for stage, name in enumerate(figures.STAGES)
 ]
 headers = ("", "GiB on 64 ranks", "fits 24 GiB from so many ranks")
-print(tabulate(rows, headers, colalign=("left", "right", "right")))
+lab.table(rows, headers, align="lrr")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # Leave room for activations, for messages, and for what the allocator cannot use. Now for real, with our own net in
@@ -732,7 +732,7 @@ rows = [
     for step in (0, 9, 19)
 ]
 rows.append(("bytes of model states, rank 0", *(f"{count:,}" for count in measured.values())))
-print(tabulate(rows, ("", *losses), disable_numparse=True, colalign=("left", "right", "right")))
+lab.table(rows, ("", *losses))
 assert measured["dtlib"] == by_formula <= 200_000
 
 # %% [markdown] tags=["two-hours", "half-day"]

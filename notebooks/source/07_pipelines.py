@@ -22,7 +22,6 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 import csv
 from pathlib import Path
 
-from tabulate import tabulate
 
 from dtlib import Timeline
 from dtlib import schedule as schedules
@@ -76,7 +75,7 @@ held = (" ".join(module.layers), count(module), count(alone))
 
 # %% tags=["two-hours", "half-day"]
 rows = [(rank, *held) for rank, held in enumerate(lab.values("held"))]
-print(tabulate(rows, ("rank", "its layers", "its parameters", "in data parallelism"), intfmt=","))
+lab.table(rows, ("rank", "its layers", "its parameters", "in data parallelism"), align="rlrr")
 
 # %% [markdown] tags=["half-day"]
 # ## Two branches
@@ -278,7 +277,7 @@ for m in (1, 2, 4, 8, 16, 32):
     rows.append((m, *bubbles, found.peak_activations[0]))
     assert abs(found.bubble - 3 / (m + 3)) < 1e-12 and abs(found.idle_over_ideal - 3 / m) < 1e-12
 headers = ("micro-batches", "idle / makespan", "idle / ideal", "activations that rank 0 holds")
-print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+lab.table(rows, headers)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # More micro-batches, less bubble. Why not a thousand? Smaller ones keep an accelerator less busy, and with GPipe a rank
@@ -347,7 +346,7 @@ for name, ranks in orders.items():
         print(f"{name} can run.")
     except ScheduleError as problem:
         hangs = name
-        print(f"{name}: {problem}")
+        print(lab.fold(f"{name}: {problem}"))
 
 # %% [markdown] tags=["half-day"]
 # How a *send* behaves matters as well. If it waits for its receiver, a correct order can hang: rank 0 sends
@@ -358,7 +357,7 @@ for name, ranks in orders.items():
 try:
     schedules.validate(one_f_one_b(2, 4), lookahead=0)
 except ScheduleError as problem:
-    print(problem)
+    print(lab.fold(problem))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The same numbers
@@ -519,7 +518,7 @@ kept = {
 every, names = lab.values("kept"), ("GPipe", "1F1B", "GPipe, recomputing")
 for at, what in enumerate(("micro-batches in flight", "bytes of activations")):
     rows = [(name, *(kept[name][at] for kept in every)) for name in names]
-    print(tabulate(rows, (what, *(f"rank {rank}" for rank in range(4))), intfmt=","), end="\n\n")
+    lab.table(rows, (what, *(f"rank {rank}" for rank in range(4))))
 assert [kept["GPipe"][0] for kept in every] == simulate(gpipe(4, 8)).peak_activations
 assert [kept["1F1B"][0] for kept in every] == simulate(one_f_one_b(4, 8)).peak_activations
 
@@ -542,8 +541,8 @@ columns = {
 }
 table = published("gpipe_table1_memory.csv")
 rows = [(row["experiment"], *(row[column] for column in columns)) for row in table]
-print("GPipe, table 1; memory over all accelerators")
-print(tabulate(rows, ("", *columns.values()), disable_numparse=True))
+title = "GPipe, table 1; memory over all accelerators"
+lab.table(rows, ("", *columns.values()), title, align="lrrr")
 
 # %% [markdown] tags=["half-day"]
 # ## Other orders
@@ -579,7 +578,7 @@ for name, found in four.items():
     assert abs(found.bubble - formulas.bubble(*sizes)) < 1e-12
     assert found.peak_activations[0] == formulas.peak_activations(*sizes)
 headers = ("", "bubble, simulated", "by formula", "held by rank 0, in stages of 1F1B")
-print(tabulate(rows, headers, colalign=("left", "right", "right", "right")))
+lab.table(rows, headers)
 
 # %% [markdown] tags=["half-day"]
 # Beside it, the published table of schedules. ZB2P and ZBV are further zero-bubble schedules, which this library does
@@ -590,8 +589,8 @@ rows = [
     (r["schedule"], r["bubble"], r["activation_memory_vs_1F1B"], r["comm_volume_vs_1F1B"])
     for r in published("pipeline_schedule_formulas.csv")
 ]
-print("P. Qi et al. (README beside their code); D. Narayanan et al., 2021")
-print(tabulate(rows, ("", "bubble", "activations", "bytes sent"), disable_numparse=True))
+title = "P. Qi et al. (README beside their code); D. Narayanan et al., 2021"
+lab.table(rows, ("", "bubble", "activations", "bytes sent"), title)
 looped, plain = four["interleaved 1F1B"], four["1F1B"]
 assert abs(looped.idle_over_ideal - 3 / (2 * 8)) < 1e-12
 assert looped.peak_activations[0] / 2 / plain.peak_activations[0] == 1 + 3 / (4 * 2)
@@ -653,9 +652,9 @@ for message in (0, 0.5, 2):
     on = explorer.measure("GPipe", 4, 8, message=message, one_by_one=True).simulation.makespan
     rows.append((message, formulas.makespan("gpipe", 4, 8), simulated, on))
     assert on > simulated
-print("EMULATED network and stages; in forward passes")
+title = "EMULATED network and stages; in forward passes"
 headers = ("message", "formula", "simulated", "measured, one after the other")
-print(tabulate(rows, headers, floatfmt=("g", ".1f", ".1f", ".1f")))
+lab.table(rows, headers, title, floats=".1f")
 last = rows[-1]
 
 # %% [markdown] tags=["half-day"]
@@ -687,7 +686,7 @@ rows = [
     for r in table
 ]
 headers = ("model", "K", "M", "simulated", "GPipe", "torchgpipe")
-print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 5)))
+lab.table(rows, headers)
 
 # %% [markdown] tags=["half-day"]
 # **Your turn.** Rank each column from slow to fast. Which pairs are the other way round than simulated, and why? Order
@@ -722,7 +721,7 @@ for some in losses.values():
 losses = lab.values("losses")[0]
 names = ("gpipe", "1f1b", "zero_bubble_h1")
 rows = [(step, *(f"{losses[name][step]:.8f}" for name in names)) for step in (0, 4, 9, 14)]
-print(tabulate(rows, ("loss at step", *names), disable_numparse=True))
+lab.table(rows, ("loss at step", *names))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The order changes when, never what. `PipelineModule(num_stages=2)` on four ranks gives two pipelines side by side, each

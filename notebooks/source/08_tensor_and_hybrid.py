@@ -17,8 +17,6 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% tags=["half-day"]
-from tabulate import tabulate
-
 from dtlib.lab.lessons.l08 import figures
 from dtlib.parallel import tensor
 from dtlib.parallel.tensor import plain
@@ -191,7 +189,7 @@ rows = [
     (what, name, count, formula)
     for what, (name, count) in zip(("g, forward", "f, backward"), calls, strict=True)
 ]
-print(tabulate(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"), intfmt=","))
+lab.table(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"))
 assert all(count == formula for _, count in calls)
 
 # %% [markdown] tags=["half-day"]
@@ -348,7 +346,7 @@ held, whole = counts(cut), counts(alone)
 # %%
 held, whole = lab.values("held")[0], lab.values("whole")[0]
 rows = [(name, whole[name], n, f"{100 * n / whole[name]:.1f} %") for name, n in held.items()]
-print(tabulate(rows, ("parameters", "one process", "rank 0 of 4", "fraction"), intfmt=","))
+lab.table(rows, ("parameters", "one process", "rank 0 of 4", "fraction"))
 percent = 100 * held["together"] / whole["together"]
 
 # %% [markdown]
@@ -427,7 +425,7 @@ groups = {axis: mesh[axis].all_gather_object(world.rank) for axis in mesh.shape}
 
 # %% tags=["half-day"]
 rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(lab.values("groups"))]
-print(tabulate(rows, ("rank", "group along data", "group along tensor")))
+lab.table(rows, ("rank", "group along data", "group along tensor"))
 
 # %% [markdown] tags=["half-day"]
 # A perceptron on the digits, cut along `tensor`, inside the plain class of lesson 04 along `data`. Neither knows of the
@@ -488,7 +486,7 @@ activations = 48 * 64 * 8  # bytes; the input of the first layer needs no gradie
 by_formula = {"tensor": activations, "data": 8 * sum(numbers)}
 what = {"tensor": "activations: g", "data": "gradients"}
 rows = [(axis, lab.values(f"along_{axis}")[0], by_formula[axis], what[axis]) for axis in what]
-print(tabulate(rows, ("axis", "bytes sent", "formula", "what travels"), intfmt=","))
+lab.table(rows, ("axis", "bytes sent", "formula", "what travels"))
 assert all(row[1] == row[2] for row in rows)
 
 # %% [markdown] tags=["half-day"]
@@ -612,8 +610,7 @@ rows = [
     for stage, (losses, sent) in of_stage.items()
 ]
 headers = ("ZeRO", "last loss", *operations)
-print("Bytes that rank 0 sent in five steps:")
-print(tabulate(rows, headers, intfmt=",", floatfmt=".8f"))
+lab.table(rows, headers, "Bytes that rank 0 sent in five steps")
 reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items()}
 
 # %% [markdown]
@@ -748,7 +745,7 @@ losses = [way["loss"].mean(1) for way in (between, in_graph)]
 hits = in_graph["hits"][:, 0].tolist()
 rows = [(step, *(f"{loss[step]:.10f}" for loss in losses), hits[step]) for step in (0, 1, 4, 9)]
 headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
-print(tabulate(rows, headers, disable_numparse=True))
+lab.table(rows, headers)
 
 # %% [markdown] tags=["half-day"]
 # The same losses on each replica, to 1e-12. Here is the rewired graph. (Operations that only give a tensor another shape or
@@ -805,7 +802,7 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
     try:
         replicator.run(step_fn, lambda replica_id: [torch.ones(3)])
     except DtlibError as refusal:
-        print(f"{refusal}\n")
+        print(lab.fold(f"{refusal}\n"))
 
 # %% [markdown] tags=["half-day"]
 # Both work with a process a replica, for there Python runs in every step. Whoever captures graphs makes this trade.

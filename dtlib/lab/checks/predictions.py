@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.exercise import Prediction
+from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
 
 _noted = {}  # name -> guess that waits for its run
@@ -54,7 +55,7 @@ def predict(name: str, guess) -> None:
     elif runs_first(prediction):
         _noted[name] = guess
         _outcomes[name] = "not compared with any run"
-        print(f"Noted: {guess}. It is compared when the next run brings the figure.")
+        print(fold(f"Noted: {guess}. It is compared when the next run brings the figure."))
         if shell := _shell():
             shell.events.register("post_run_cell", _after_cell)  # which IPython does once only
     else:
@@ -140,7 +141,8 @@ def _after_cell(result) -> None:
         try:
             came = predictions()[name].came(*(_value_of(each, on_ranks) for each in needed))
         except Exception as problem:  # of a cell that the learner has changed; the guess stays noted
-            print(f"Your prediction of {name!r} waits: what ran gave no figure ({type(problem).__name__}: {problem}).")
+            cause = f"{type(problem).__name__}: {problem}"
+            print(fold(f"Your prediction of {name!r} waits: what ran gave no figure ({cause})."))
             continue
         del _noted[name]
         _compare(name, guess, came)
@@ -156,7 +158,7 @@ def _value_of(name: str, on_ranks: bool):
 def _compare(name: str, guess, came) -> None:
     prediction = predictions()[name]
     if isinstance(came, dict) and (not isinstance(guess, dict) or guess.keys() != came.keys()):
-        print(f"Predict a value for each of {', '.join(map(repr, came))}: you wrote {guess!r}.")
+        print(fold(f"Predict a value for each of {', '.join(map(repr, came))}: you wrote {guess!r}."))
         _outcomes[name] = "no answer of its kind"
         return
     answers = came if isinstance(came, dict) else {"": came}
@@ -170,7 +172,7 @@ def _compare(name: str, guess, came) -> None:
         hint = prediction.hint.get(key, "") if isinstance(prediction.hint, dict) else prediction.hint
         begin = f"{key}: you" if key != "" else "You"
         said = f"{begin} predicted {one}, and it came out as {_shown(answers[key])}"
-        print(f"{said}: right." if outcomes[-1] else f"{said}. {hint}".rstrip())
+        print(fold(f"{said}: right." if outcomes[-1] else f"{said}. {hint}".rstrip()))
     settled = all(outcomes) or prediction.of_this_computer
     _outcomes[name] = "right" if settled else f"{guess} was predicted, {came} came"
 

@@ -3,6 +3,7 @@
 from html import escape
 
 from dtlib.lab.checks.exercise import Verdict
+from dtlib.lab.tables import fold
 
 PASSED, NOT_YET = "#009E73", "#D55E00"  # of the ranks' palette (lab/colours.py), which all eyes can tell apart
 
@@ -14,7 +15,7 @@ def show(verdict: Verdict, attempt: int) -> None:
 
     from dtlib.world.launch import in_engine
 
-    text = verdict.text(attempt)
+    text = fold(verdict.text(attempt))
     if in_engine() or getattr(get_ipython(), "kernel", None) is None:
         print(text)
     else:

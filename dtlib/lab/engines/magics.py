@@ -1,14 +1,14 @@
 """``%%px``: run a cell on all ranks, and show what each of them said, in rank order.
 
 The cell runs through ipyparallel's own magic. What is ours is how it looks: while it runs, a live view (live.py); at
-its end every output line names its rank, a cell without output says where it ran, equal errors are shown once, and a
-NameError names its cure. Where an error has left ranks out of step, what they communicate with is refused on all.
+its end every output line names its rank, what several ranks say alike is shown once, as are equal errors, a cell
+without output says where it ran (outputs.py), and a NameError names its cure. Where an error has left ranks out of
+step, what they communicate with is refused on all.
 """
 
 import functools
 import itertools
 import re
-import sys
 import textwrap
 import time
 from contextlib import suppress
@@ -17,14 +17,13 @@ from ipyparallel.client.magics import ParallelMagics
 from IPython.display import publish_display_data
 
 from dtlib.errors import DtlibError
-from dtlib.lab.colours import rank_prefix
-from dtlib.lab.engines import completion
+from dtlib.lab.engines import completion, outputs
 from dtlib.lab.engines.engine_processes import interrupt
 from dtlib.lab.engines.live import LiveView, ranks_in_words
+from dtlib.lab.engines.outputs import as_list
 
 INTERRUPT_SECONDS = 5
 KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
-MOST_LINES = 1000  # of one rank in one cell
 ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
 AFTERMATH = (
     "PeerFailed",
@@ -124,7 +123,7 @@ class RankMagics(ParallelMagics):
                 ) from None
         result.wait_for_output(1)
         targets = _targets(result)
-        said_something = _show(result, targets)
+        said_something = outputs.show(result, targets)
         outcomes = self._outcomes(result, targets, view.waited)
         for page in _pages(outcomes[0]):  # of the first rank: a question mark is asked of all of them
             publish_display_data(page)
@@ -146,7 +145,7 @@ class RankMagics(ParallelMagics):
     def _outcomes(self, result, ranks, waited: str) -> list:
         from ipyparallel.error import RemoteError
 
-        outcomes = _as_list(result.get(return_exceptions=True))
+        outcomes = as_list(result.get(return_exceptions=True))
         errors = {rank: error for rank, error in zip(ranks, outcomes, strict=True) if isinstance(error, RemoteError)}
         if any(error.ename == "EngineError" for error in errors.values()):
             time.sleep(KEEPER_SECONDS)
@@ -177,7 +176,7 @@ class RankMagics(ParallelMagics):
         deadline = time.monotonic() + ANSWER_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return _as_list(self.engines.client[:].apply_async(question, *arguments).get(left))
+                return as_list(self.engines.client[:].apply_async(question, *arguments).get(left))
             except TimeoutError:  # ranks that are busy, or gone
                 break
             except (CompositeError, RemoteError):
@@ -193,8 +192,8 @@ def _wait(result, engines, view: LiveView) -> None:
             result.wait(0.1)
             engines.check_held()  # ranks that have ended will not answer
             running = [str(message) in engines.client.outstanding for message in result.msg_ids]
-            texts = [out + err for out, err in zip(_as_list(result.stdout), _as_list(result.stderr), strict=True)]
-            view.show(ranks, running, texts, [data or {} for data in _as_list(result.data)])
+            texts = [out + err for out, err in zip(as_list(result.stdout), as_list(result.stderr), strict=True)]
+            view.show(ranks, running, texts, [data or {} for data in as_list(result.data)])
     finally:
         view.close()
 
@@ -202,46 +201,6 @@ def _wait(result, engines, view: LiveView) -> None:
 def _targets(result) -> list[int]:
     """The ranks that a cell was sent to; ``engine_id`` would know those that have answered."""
     return list(result._targets)
-
-
-def _show(result, ranks) -> bool:
-    """Every rank's output, rank by rank; False where there is none."""
-    said_something = False
-    outputs = zip(
-        ranks, _as_list(result.stdout), _as_list(result.stderr),
-        result.outputs if len(ranks) > 1 else [result.outputs],  # each is a list itself
-        _as_list(result.execute_result), strict=True,
-    )  # fmt: skip
-    for rank, stdout, stderr, displayed, value in outputs:
-        _print_lines(rank, stdout, sys.stdout)
-        _print_lines(rank, stderr, sys.stderr)
-        for output in displayed:
-            print(f"{rank_prefix(rank)} shows:")
-            sys.stdout.flush()
-            publish_display_data(output["data"], output.get("metadata"))
-        if value is not None:
-            _print_lines(rank, _text_of(value), sys.stdout)
-        said_something = said_something or bool(stdout or stderr or displayed or value)
-    return said_something
-
-
-def _print_lines(rank, text, file) -> None:
-    lines = text.removesuffix("\n").split("\n") if text else []
-    if len(lines) > MOST_LINES:
-        left_out = f"... {len(lines) - MOST_LINES:,} lines are left out here ..."
-        lines = [*lines[: MOST_LINES // 2], left_out, *lines[-MOST_LINES // 2 :]]
-    if lines:
-        print("\n".join(f"{rank_prefix(rank)} {line}" for line in lines), file=file)
-
-
-def _text_of(value) -> str:
-    content = getattr(value, "data", None) or value["data"]
-    return content.get("text/plain", "")
-
-
-def _as_list(value):
-    """One entry a rank, also where ipyparallel unpacks the list of a single rank."""
-    return value if isinstance(value, list) else [value]
 
 
 def _pages(outcome) -> list[dict]:
@@ -285,7 +244,7 @@ def _ranks_know(engines, name: str) -> bool:
         deadline = time.monotonic() + 1
         while not known.done() and time.monotonic() < deadline:
             known.wait(0.05)
-        return known.done() and any(_as_list(known.get()))
+        return known.done() and any(as_list(known.get()))
     except Exception:  # an explanation must not hide the error that it explains
         return False
 

@@ -39,19 +39,17 @@ class RankTable:
         sharing = len(self.rows)
         for row, ready in zip(self.rows, self.ready(), strict=True):
             cores = f"{row['cores']}, shared by {sharing}" if sharing > 1 else str(row["cores"])
-            yield row["rank"], row["host"], row["pid"], row["device"], cores, "yes" if ready else "importing"
+            yield row["rank"], row["host"], str(row["pid"]), row["device"], cores, "yes" if ready else "importing"
 
     _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")
 
-    def __repr__(self):
-        from tabulate import tabulate
+    def _table(self):
+        from dtlib.lab.tables import Table
 
-        return tabulate(self._cells(), self._HEADERS)
+        return Table(self._cells(), self._HEADERS, align="rlrlrl")
+
+    def __repr__(self):
+        return str(self._table())
 
     def _repr_html_(self):
-        from tabulate import tabulate
-
-        from dtlib.lab.colours import rank_badge
-
-        cells = [(rank_badge(rank), *rest) for rank, *rest in self._cells()]
-        return str(tabulate(cells, self._HEADERS, tablefmt="unsafehtml"))
+        return self._table()._repr_html_()

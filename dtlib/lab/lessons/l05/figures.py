@@ -1,19 +1,19 @@
 """The figures of lesson 05, each with its text."""
 
 from dtlib.lab.colours import RANK_COLOURS
+from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.lessons.l05 import intervals
-from dtlib.lab.pictures import _MARKERS, _print_table
+from dtlib.lab.tables import Table
 
 # In this order everywhere: what comes from the ranks has lost the order of its names.
 RULES = ("no scaling", "square root", "linear", "linear, warm-up")
 _LINES = (":", "-.", "-", "--")
 
 
-def rates(schedules: dict) -> None:
+@shown
+def rates(schedules: dict):
     """Learning rate against step; ``schedules`` maps each of ``RULES`` to its rates, one a step."""
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(6.5, 3.6))
+    figure, axes = subplots(height=4)
     rows = []
     for number, name in enumerate(RULES):
         series = [float(rate) for rate in schedules[name]]
@@ -21,27 +21,26 @@ def rates(schedules: dict) -> None:
         axes.plot(series, label=name, **style)
         rows.append((name, f"{series[0]:.3f}", f"{series[len(series) // 4]:.3f}", f"{series[-1]:.3f}"))
     axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
-    axes.legend(loc="center right", fontsize=8)
-    plt.show()
-    _print_table(rows, ("rule", "first step", "after a quarter", "last step"))
+    axes.legend(loc="center right")
+    alt = f"Learning rate against step, a line a rule: {', '.join(RULES)}."
+    return figure, alt, Table(rows, ("rule", "first step", "after a quarter", "last step"))
 
 
-def errors(runs: dict, base_batch: int) -> None:
+@shown
+def errors(runs: dict, base_batch: int):
     """Test error against batch, a colour, mark and line a rule: the mean with its interval, and a dot a seed.
 
     ``runs`` maps (batch, rule) to the errors in %, one a seed. What was got at ``base_batch`` is a grey band.
     """
-    import matplotlib.pyplot as plt
-
     batches = sorted({batch for batch, _ in runs} - {base_batch})
     base, low, high = intervals.mean(next(v for (batch, _), v in runs.items() if batch == base_batch))
     rows = [(f"{base_batch} (1)", "any", f"{base:.1f}", f"{low:.1f} to {high:.1f}")]
-    _, axes = plt.subplots(figsize=(7.5, 4.4))
+    figure, axes = subplots(height=4.8)
     axes.axhspan(low, high, color="grey", alpha=0.4, lw=0, label=f"batch {base_batch}")
     for number, name in enumerate(RULES):
         places = [at + 0.17 * (number - (len(RULES) - 1) / 2) for at in range(len(batches))]
         means, lows, highs = zip(*(intervals.mean(runs[batch, name]) for batch in batches), strict=True)
-        colour, mark = RANK_COLOURS[number], _MARKERS[number]
+        colour, mark = RANK_COLOURS[number], MARKERS[number]
         for place, batch in zip(places, batches, strict=True):
             seeds = [float(error) for error in runs[batch, name]]
             axes.scatter([place] * len(seeds), seeds, color=colour, alpha=0.25, s=9, lw=0)
@@ -62,18 +61,17 @@ def errors(runs: dict, base_batch: int) -> None:
     axes.minorticks_off()
     axes.set_xticks(range(len(batches)), [f"{batch}\nk = {batch // base_batch}" for batch in batches])
     axes.set(xlabel="batch", ylabel="test error in %", ylim=(1, 110))
-    axes.legend(loc="upper left", fontsize=8)
-    plt.show()
-    _print_table(rows, ("batch (k)", "rule", "test error (%)", "interval of the mean"))
+    axes.legend(loc="upper left")
+    alt = f"Test error against batch, a line a rule, beside a grey band: what batch {base_batch} gets."
+    return figure, alt, Table(rows, ("batch (k)", "rule", "test error (%)", "interval of the mean"), align="llrr")
 
 
-def failures(counts: dict) -> None:
+@shown
+def failures(counts: dict):
     """Failure rates with their intervals; ``counts`` maps (batch, rule) to (failures, runs)."""
-    import matplotlib.pyplot as plt
-
     names = [rule for rule in RULES if any(rule == other for _, other in counts)]
     batches = list(dict.fromkeys(batch for batch, _ in counts))
-    _, axes = plt.subplots(figsize=(6.5, 3.4))
+    figure, axes = subplots(height=4)
     rows = []
     for batch in batches:
         for number, name in enumerate(names):
@@ -81,29 +79,28 @@ def failures(counts: dict) -> None:
             rows.append((batch, name, "{} of {}".format(*counts[batch, name]), f"{low:.0f} to {high:.0f}"))
             place = batches.index(batch) + 0.16 * (number - (len(names) - 1) / 2)
             at = RULES.index(name)
-            style = {"color": RANK_COLOURS[at], "marker": _MARKERS[at], "capsize": 4, "markersize": 7}
+            style = {"color": RANK_COLOURS[at], "marker": MARKERS[at], "capsize": 4, "markersize": 7}
             axes.errorbar(
                 place, fraction, [[fraction - low], [high - fraction]], linestyle="none",
                 label=name if batch == batches[0] else None, **style,
             )  # fmt: skip
     axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
     axes.set(ylabel="runs that failed, in %", ylim=(-3, 103), xlim=(-0.5, len(batches) - 0.5))
-    axes.legend(loc="upper left", fontsize=8)
-    plt.show()
-    _print_table(rows, ("batch", "rule", "failed", "interval (%)"))
+    axes.legend(loc="upper left")
+    alt = "The fraction of runs that failed, with its interval, for each batch and rule."
+    return figure, alt, Table(rows, ("batch", "rule", "failed", "interval (%)"), align="rlrr")
 
 
-def gap(results: dict) -> None:
+@shown
+def gap(results: dict):
     """Sharpness across, test error up: a dot a seed, and the means with intervals.
 
     ``results`` maps a name to a dict of the series ``error`` (%) and ``sharpness``, one value a seed.
     """
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(6.5, 4))
+    figure, axes = subplots(height=4.4)
     rows = []
     for number, (name, series) in enumerate(results.items()):
-        style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number]}
+        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.scatter(series["sharpness"], series["error"], s=22, alpha=0.45, lw=0, **style)
         (x, *x_ends), (y, *y_ends) = (intervals.mean(series[what]) for what in ("sharpness", "error"))
         axes.errorbar(
@@ -118,6 +115,6 @@ def gap(results: dict) -> None:
         tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if axes.get_xlim()[0] < tick < axes.get_xlim()[1]
     ]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.legend(fontsize=8)
-    plt.show()
-    _print_table(rows, ("run", "test error (%)", "sharpness", "training loss"))
+    axes.legend()
+    alt = f"Test error against sharpness, a dot a seed: {', '.join(results)}."
+    return figure, alt, Table(rows, ("run", "test error (%)", "sharpness", "training loss"), align="lrrr")

@@ -1,7 +1,8 @@
 """The figures of lesson 07, each with its text: schedules that were simulated, and schedules that ran."""
 
 from dtlib.lab.colours import rank_colour
-from dtlib.lab.pictures import _print_table
+from dtlib.lab.drawing import WIDTH, fits, shown, subplots
+from dtlib.lab.tables import WIDEST, Table
 from dtlib.schedule import Action, Simulation, draw
 
 # What an action is drawn with, and what it is called in the legend; kinds differ by hatch as well as by shade.
@@ -11,7 +12,6 @@ KINDS = {
     "I": ("\\\\\\", 1.0, "gradient of the input"),
     "W": ("...", 0.7, "gradients of the weights"),
 }
-WIDEST_TEXT = 99  # columns; what is longer goes on below
 
 
 def measured(timeline, unit: float = 1.0) -> Simulation:
@@ -42,51 +42,41 @@ def measured(timeline, unit: float = 1.0) -> Simulation:
     return Simulation(schedule, moved(start), moved(end))
 
 
-def picture(panels: dict) -> None:
+@shown
+def picture(panels: dict):
     """Time across, ranks down, one panel a schedule; the grey that shows through is idle time, the bubble.
 
     ``panels`` maps titles to simulations, of the simulator or of ``measured``, in forward passes. A number is a
     micro-batch; where a rank has several stages, a later one is paler.
     """
-    import matplotlib.pyplot as plt
-
     longest = max(simulation.makespan for simulation in panels.values())
     rows = [len(simulation.schedule) for simulation in panels.values()]
-    _, grid = plt.subplots(
-        len(panels), 1, figsize=(10, 0.33 * sum(rows) + 0.45 * len(rows) + 0.7), sharex=True, squeeze=False,
-        height_ratios=rows, layout="constrained",
-    )  # fmt: skip
+    high = 0.33 * sum(rows) + 0.45 * len(rows) + 1
+    figure, grid = subplots(len(panels), height=high, sharex=True, squeeze=False, height_ratios=rows)
     for axes, (title, simulation) in zip(grid[:, 0], panels.items(), strict=True):
         _draw(axes, simulation, longest)
-        axes.set_title(f"{title}: bubble {simulation.bubble:.1%} of the makespan", fontsize=10, loc="left")
+        axes.set_title(f"{title}: bubble {simulation.bubble:.1%} of the makespan", loc="left")
     grid[-1, 0].set(xlabel="time in forward passes", xlim=(0, 1.01 * longest))
     _legend(grid[-1, 0], panels.values())
-    plt.show()
-    for title, simulation in panels.items():
-        print(f"{title}:")
-        print(_as_text(simulation), end="\n\n")
-    summary(panels)
+    texts = [f"{title}:\n{_as_text(simulation)}" for title, simulation in panels.items()]
+    alt = f"Time across, ranks down: when each rank computes which micro-batch, for {'; '.join(panels)}."
+    return figure, alt, *texts, summary(panels)
 
 
 def _as_text(simulation) -> str:
     """The schedule drawn as text, a column for half a forward pass or a whole one, in pieces that fit on a page."""
     shortest = min(simulation.end[action] - simulation.start[action] for action in simulation.end)
-    rows = draw(simulation, 0.5 if shortest < 0.75 else 1.0).splitlines()
-    begin = len("rank 0  ")
-    width = 1 + rows[0].index(" ", begin) - begin  # of a column, with the space behind it
-    step = WIDEST_TEXT // width * width
-    columns = range(begin, max(map(len, rows)), step)
-    return "\n  ...\n".join("\n".join(row[:begin] + row[at : at + step].rstrip() for row in rows) for at in columns)
+    return draw(simulation, 0.5 if shortest < 0.75 else 1.0, WIDEST)
 
 
-def summary(panels: dict) -> None:
+def summary(panels: dict) -> Table:
     """Makespan, both bubbles, and the most activations that each rank holds, of each entry of ``panels``."""
     rows = [
         (title, f"{found.makespan:.1f}", f"{found.bubble:.1%}", f"{found.idle_over_ideal:.1%}",
          " ".join(map(str, found.peak_activations)))
         for title, found in panels.items()
     ]  # fmt: skip
-    _print_table(rows, ("", "makespan", "idle / makespan", "idle / ideal", "activations held, by rank"))
+    return Table(rows, ("", "makespan", "idle / makespan", "idle / ideal", "activations held, by rank"), align="lrrrr")
 
 
 def _draw(axes, simulation, longest: float) -> None:
@@ -100,10 +90,10 @@ def _draw(axes, simulation, longest: float) -> None:
             style = {"hatch": hatch, "edgecolor": "white", "lw": 0.6}
             axes.barh(rank, took, left=begin, height=0.8, color="white", lw=0)  # no grey below what is pale
             axes.barh(rank, took, left=begin, height=0.8, color=rank_colour(rank), alpha=alpha * paler, **style)
-            if took > 0.013 * longest:
+            if fits(action.microbatch, 0.88 * WIDTH * took / longest):
                 box = {"facecolor": "white", "pad": 0.8, "lw": 0, "alpha": 0.85}
                 middle = begin + took / 2, rank
-                axes.text(*middle, action.microbatch, ha="center", va="center", fontsize=7, bbox=box)
+                axes.text(*middle, action.microbatch, ha="center", va="center", bbox=box)
     axes.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)])
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -119,15 +109,14 @@ def _legend(axes, simulations) -> None:
         for kind, (hatch, alpha, name) in KINDS.items() if kind in present
     ]  # fmt: skip
     handles.append(Patch(facecolor="#e4e4e4", label="idle", **style))
-    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
-def in_flight(panels: dict) -> None:
+@shown
+def in_flight(panels: dict):
     """How many activations each rank holds, over time: one panel a simulation, one line and mark a rank."""
-    import matplotlib.pyplot as plt
-
     most = max(max(simulation.peak_activations) for simulation in panels.values())
-    _, grid = plt.subplots(1, len(panels), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained")
+    figure, grid = subplots(1, len(panels), height=3.4, sharey=True, squeeze=False)
     for axes, (title, simulation) in zip(grid[0], panels.items(), strict=True):
         for rank, actions in enumerate(simulation.schedule):
             times, counts = _held(simulation, actions)
@@ -136,11 +125,11 @@ def in_flight(panels: dict) -> None:
             axes.step(times, [count + shift for count in counts], where="post", label=f"rank {rank}", **style)
         axes.set(title=title, xlabel="time in forward passes", ylim=(0, most + 0.6), yticks=range(0, most + 1, 2))
     grid[0, 0].set_ylabel("micro-batches held")
-    grid[0, -1].legend(fontsize=8, frameon=False)
-    plt.show()
+    grid[0, -1].legend(frameon=False)
     rows = [(title, *simulation.peak_activations) for title, simulation in panels.items()]
     ranks = max(len(row) for row in rows) - 1
-    _print_table(rows, ("most at a time", *(f"rank {rank}" for rank in range(ranks))))
+    alt = f"How many micro-batches each rank holds, over time, for {', '.join(panels)}."
+    return figure, alt, Table(rows, ("most at a time", *(f"rank {rank}" for rank in range(ranks))))
 
 
 def _held(simulation, actions) -> tuple[list, list]:

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.tables import WIDEST
 from dtlib.schedule import Action, ScheduleError, draw, peak_activations, simulate, validate
 
 STAGES, MICROBATCHES = 4, 8
 HALVES = ("F", "I", "W")
 TOKEN = re.compile(r"(\d*)([FBIW])(\d+)(?:-(\d+))?", re.ASCII)
 LABEL = re.compile(r"\s*(?:rank\s*(\d+)\s*:?|(\d+)\s*:)(?=\s)", re.ASCII | re.IGNORECASE)
-CELLS = 34  # of a drawing side by side, so that it fits into a notebook
 HOW = 'Write a line a rank, such as "F0-3 B0 F4 B1": a kind, a micro-batch, or a range of them.'
 
 
@@ -111,13 +111,9 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
 def picture(observations) -> str:
     """What was typed, drawn, wherever ranks could carry it out."""
     try:
-        rows = draw(simulate(actions_of(observations[0]))).splitlines()
+        return draw(simulate(actions_of(observations[0])), widest=WIDEST)
     except (Wrong, ScheduleError):
         return ""
-    # "rank 0  F0 F1 ..", a cell of three letters each; what is longer goes on below.
-    width = 3 * CELLS
-    begins = range(8, max(map(len, rows)), width)
-    return "\n\n".join("\n".join((row[:8] + row[at : at + width]).rstrip() for row in rows) for at in begins)
 
 
 def exercise(level: int) -> Exercise:

@@ -3,17 +3,17 @@
 from itertools import groupby, pairwise
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
-from dtlib.lab.pictures import _print_table
+from dtlib.lab.drawing import WIDTH, shown, subplots
+from dtlib.lab.tables import Table, fold
 from dtlib.world.mesh import coordinates_of, rank_of, shape_of
 
 _HATCHES = ("//", "..", "\\\\", "xx", "--", "++", "oo", "**")
 
 
-def cuts(ranks: int = 4) -> None:
+@shown
+def cuts(ranks: int = 4):
     """Y = X A by columns and by rows: who has what of X, A and Y."""
-    import matplotlib.pyplot as plt
-
-    figure, rows = plt.subplots(2, 1, figsize=(8.5, 5.2))
+    figure, rows = subplots(2, height=5.6)
     drawn = {
         "by columns": (("whole", "on every rank"), ("columns", "slice r of the columns"), ("columns", "slice r of Y")),
         "by rows": (
@@ -27,20 +27,19 @@ def cuts(ranks: int = 4) -> None:
         left = 0.0
         for (letter, (width, height)), (cut, whose) in zip(sizes.items(), matrices, strict=True):
             _matrix(axes, left, width, height, cut, ranks)
-            axes.text(left + width / 2, -1.45, f"{letter}: {whose}", ha="center", fontsize=9)
+            axes.text(left + width / 2, -1.45, f"{letter}: {whose}", ha="center")
             left += width + 1.4
             if letter != "Y":
                 axes.text(left - 0.7, 0, "=" if letter == "A" else "times", ha="center", va="center")
         axes.set(xlim=(-0.2, left), ylim=(-1.8, 1.6), aspect="equal", title=name)
         axes.axis("off")
-    figure.tight_layout()
-    plt.show()
     table = [
         ("by columns", "whole", "columns", "columns of Y", "nothing", "all_reduce"),
         ("by rows", "columns", "rows", "a summand of Y", "all_reduce", "nothing"),
     ]
     headers = ("cut", "X on a rank", "A on a rank", "a rank computes", "for the whole Y, or a slice", "gradient of X")
-    _print_table(table, headers)
+    alt = f"Y = X A on {ranks} ranks: which slices of X, A and Y each of them has, by columns and by rows."
+    return figure, alt, Table(table, headers)
 
 
 def _matrix(axes, left, width, height, cut, ranks) -> None:
@@ -58,7 +57,7 @@ def _matrix(axes, left, width, height, cut, ranks) -> None:
             x, y, w, h = left + 0.14 * rank, -height / 2 + 0.14 * rank, width, height
             style["zorder"] = ranks - rank
         axes.add_patch(_box(x, y, w, h, **style))
-        label = {"ha": "center", "va": "center", "fontsize": 9, "bbox": {"facecolor": "white", "pad": 1.5, "lw": 0}}
+        label = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1.5, "lw": 0}}
         if cut != "sum":
             axes.text(x + w / 2, y + h / 2, f"{rank}", **label)
     if cut == "sum":
@@ -81,17 +80,16 @@ def groups_of(axis: str, shape: dict[str, int]) -> list[list[int]]:
     return [[rank_of(coordinates_of(first, shape) | {axis: place}, shape) for place in along] for first in firsts]
 
 
-def mesh(**axes: int) -> None:
+@shown
+def mesh(**axes: int):
     """Ranks on their grid, once for each axis (three at most): who is joined with whom along it."""
     import math
-
-    import matplotlib.pyplot as plt
 
     shape = shape_of(axes, math.prod(axes.values()))
     places = {rank: _place(rank, shape) for rank in range(math.prod(shape.values()))}
     wide, high = (max(place[i] for place in places.values()) for i in (0, 1))
-    size = (min(11, (0.7 * wide + 1.6) * len(shape)), 0.7 * high + 1.9)
-    figure, panels = plt.subplots(1, len(shape), figsize=size, squeeze=False)
+    width = min(WIDTH, (0.7 * wide + 1.6) * len(shape))
+    figure, panels = subplots(1, len(shape), height=0.7 * high + 1.9, width=width, squeeze=False)
     rows = []
     for axis, panel in zip(shape, panels[0], strict=True):
         for group in groups_of(axis, shape):
@@ -106,9 +104,8 @@ def mesh(**axes: int) -> None:
         panel.axis("off")
         groups = "  ".join("-".join(map(str, group)) for group in groups_of(axis, shape))
         rows.append((axis, shape[axis], groups))
-    figure.tight_layout()
-    plt.show()
-    _print_table(rows, ("axis", "size", "ranks that talk with each other along it"))
+    alt = f"{len(places)} ranks on a grid, joined with those that they talk with along {', '.join(shape)}."
+    return figure, alt, Table(rows, ("axis", "size", "ranks that talk with each other along it"))
 
 
 def _place(rank: int, shape: dict[str, int]) -> tuple[float, float]:
@@ -127,12 +124,11 @@ def _join(panel, one, other) -> None:
     panel.add_patch(FancyArrowPatch(**ends, connectionstyle=bend, arrowstyle="-", lw=5, color="darkgrey", zorder=1))
 
 
-def bytes_of_axes(sent: dict[str, int], title: str = "") -> None:
+@shown
+def bytes_of_axes(sent: dict[str, int], title: str = ""):
     """Bytes that a rank sends in a step along each axis, as bars; ``sent`` maps an axis to bytes."""
-    import matplotlib.pyplot as plt
-
     names, most = list(sent), max(sent.values())
-    _, axes = plt.subplots(figsize=(7, 0.5 * len(names) + 1.1))
+    figure, axes = subplots(height=0.5 * len(names) + 1.1)
     for number, count in enumerate(sent.values()):
         style = {"color": RANK_COLOURS[number], "hatch": _HATCHES[number], "edgecolor": "white", "lw": 0}
         axes.barh(number, count, 0.6, **style)
@@ -140,12 +136,10 @@ def bytes_of_axes(sent: dict[str, int], title: str = "") -> None:
     axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1.25 * most), title=title, xticks=[])
     axes.invert_yaxis()
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    plt.show()
-    if title:
-        print(title)
     least = min(sent.values())
     rows = [(name, _readable(count), f"{count / least:.3g}") for name, count in sent.items()]
-    _print_table(rows, ("axis", "a rank sends in a step", "times the least"))
+    alt = f"{title or 'Bytes of a step'}: bars of what a rank sends along {', '.join(names)}."
+    return figure, alt, Table(rows, ("axis", "a rank sends in a step", "times the least"), title, align="lrr")
 
 
 def _readable(count: float) -> str:
@@ -180,15 +174,14 @@ def steps_of(graph) -> list[tuple]:
     return steps
 
 
-def rewired(graph) -> None:
+@shown
+def rewired(graph):
     """The graph of all replicas from top to bottom: a column a replica, and bars where they exchange."""
-    import matplotlib.pyplot as plt
-
     steps = steps_of(graph)
     replicas = graph.replicas
     bands = [list(band) for _, band in groupby(steps, key=lambda step: step[0])]
     heights = [_height(band, replicas) for band in bands]
-    figure, axes = plt.subplots(figsize=(2.6 * replicas + 0.6, 0.33 * sum(heights) + 0.8))
+    figure, axes = subplots(height=0.36 * sum(heights) + 0.8, width=min(WIDTH, 3.2 * replicas + 0.6))
     top = 0
     for band, height in zip(bands, heights, strict=True):
         if band[0][0] == "replica":
@@ -205,9 +198,8 @@ def rewired(graph) -> None:
         axes.text(replica, -0.75, f"replica {replica}", ha="center", color=rank_colour(replica), weight="bold")
     axes.set(xlim=(-0.6, replicas - 0.4), ylim=(top - 0.4, -1.2))
     axes.axis("off")
-    figure.tight_layout()
-    plt.show()
-    _print_rewired(bands, replicas)
+    alt = f"The graph of {replicas} replicas from top to bottom: what each computes, and where they exchange."
+    return figure, alt, _as_text(bands, replicas)
 
 
 def _names(band, replica: int) -> list[str]:
@@ -221,27 +213,28 @@ def _height(band, replicas: int) -> int:
 
 def _operation(axes, replica: int, y: float, name: str) -> None:
     frame = {"facecolor": "white", "edgecolor": rank_colour(replica), "boxstyle": "round,pad=0.2", "lw": 1.5}
-    axes.text(replica, y, name, ha="center", va="center", fontsize=8, bbox=frame, zorder=3)
+    axes.text(replica, y, name, ha="center", va="center", bbox=frame, zorder=3)
     axes.plot([replica, replica], [y - 0.5, y + 0.5], color=rank_colour(replica), lw=1, zorder=1)
 
 
 def _bar(axes, replicas: int, y: float, text: str, colour: str) -> None:
     axes.add_patch(_box(-0.5, y - 0.38, replicas, 0.76, facecolor=colour, edgecolor="black", zorder=2))
-    axes.text((replicas - 1) / 2, y, text, ha="center", va="center", fontsize=8, weight="bold", zorder=3)
+    axes.text((replicas - 1) / 2, y, text, ha="center", va="center", weight="bold", zorder=3)
 
 
-def _print_rewired(bands, replicas: int) -> None:
-    """The same as text: replicas do the same between two exchanges, so it is told once."""
+def _as_text(bands, replicas: int) -> str:
+    """Replicas do the same between two exchanges, so it is told once."""
+    lines = []
     for band in bands:
         if band[0][0] == "replica":
             ours = [_names(band, replica) for replica in range(replicas)]
             if all(names == ours[0] for names in ours):
-                print(f"each replica: {', '.join(ours[0])}")
+                lines.append(f"each replica: {', '.join(ours[0])}")
             else:
-                for replica, names in enumerate(ours):
-                    print(f"replica {replica}: {', '.join(names) or 'nothing'}")
+                lines += [f"replica {replica}: {', '.join(names) or 'nothing'}" for replica, names in enumerate(ours)]
         for step in band:
             if step[0] == "variables":
-                print(f"[ {step[1]} variables, shared by all replicas ]")
+                lines.append(f"[ {step[1]} variables, shared by all replicas ]")
             elif step[0] == "exchange":
-                print(f"==== {step[1]} ====")
+                lines.append(f"==== {step[1]} ====")
+    return fold("\n".join(lines))

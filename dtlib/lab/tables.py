@@ -1,0 +1,130 @@
+"""Tables, as a notebook shows them and as text: HTML whose sentences wrap, and a twin that fits on a page.
+
+lab.table(rows, ("rank", "bytes sent"))        shown, also by a rank in a %%px cell
+Table(rows, headers)                           a part of a picture's text (pictures.py)
+"""
+
+import re
+import textwrap
+from html import escape
+
+from dtlib.lab.colours import rank_badge
+
+WIDEST = 95  # columns of text: what is stored of an output, and read in a terminal or a narrow window
+LONGEST = 10_000  # letters of a line that is folded: nobody reads longer ones
+NARROWEST = 14  # columns of a cell that is wrapped, at least
+GAP = 2  # columns between two columns of a table
+_NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(%|[a-zA-Zµ]{1,2}))?")
+
+
+def fold(text, width: int = WIDEST) -> str:
+    """The same text with lines that are too long broken between words; what goes on is indented."""
+    return "\n".join(part for line in str(text).split("\n") for part in _folded(line, width))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    if len(line) <= width or len(line) > LONGEST:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] + "    "
+    return _wrap(line, width, subsequent_indent=indent)
+
+
+def _wrap(text: str, width: int, **other) -> list[str]:
+    """Between words alone: a number stays whole."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **other) or [""]
+
+
+def table(rows, headers=(), title: str = "", floats: str = "g", align: str = "") -> None:
+    """Show a table. For the arguments see ``Table``."""
+    from IPython.display import display
+
+    display(Table(rows, headers, title, floats, align))
+
+
+class Table:
+    """Rows of cells. Whole numbers get commas, real ones the format ``floats``; the rest is shown as it is.
+
+    ``align`` has a letter a column, l or r; by default numbers stand on the right. A column with the header "rank" has
+    the colour of each rank beside its number.
+    """
+
+    def __init__(self, rows, headers=(), title: str = "", floats: str = "g", align: str = ""):
+        self.title = title
+        self.cells = [[_text(cell, floats) for cell in row] for row in rows]
+        self.headers = [str(header) for header in headers] or [""] * len(self.cells[0])
+        self.align = align or "".join("r" if _is_numeric(column) else "l" for column in zip(*self.cells, strict=True))
+
+    def __str__(self):
+        """At most ``WIDEST`` columns: long cells are wrapped, and what still is too wide goes on in a block below."""
+        from tabulate import tabulate
+
+        blocks = []
+        for columns, widths in self._blocks():
+            headers, *cells = (
+                ["\n".join(_wrap(row[i], width)) for i, width in zip(columns, widths, strict=True)]
+                for row in (self.headers, *self.cells)
+            )
+            sides = ["right" if self.align[i] == "r" else "left" for i in columns]
+            blocks.append(tabulate(cells, headers if any(headers) else (), disable_numparse=True, colalign=sides))
+        return "\n\n".join([*[fold(self.title)] * bool(self.title), *blocks])
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        lines = [f'<caption style="text-align:left">{escape(self.title)}</caption>'] if self.title else []
+        if any(self.headers):
+            lines.append(f"<thead>{self._html_row('th', self.headers)}</thead>")
+        lines += ["<tbody>", *(self._html_row("td", row) for row in self.cells), "</tbody>"]
+        return "<table>" + "\n".join(lines) + "</table>"
+
+    def _html_row(self, tag: str, row: list[str]) -> str:
+        cells = []
+        for cell, header, side in zip(row, self.headers, self.align, strict=True):
+            style = "text-align:right" if side == "r" else "text-align:left"
+            if tag == "td" and _NUMBER.fullmatch(cell):
+                style += ";white-space:nowrap"
+            inner = rank_badge(int(cell)) if header == "rank" and cell.isdigit() else escape(cell)
+            cells.append(f'<{tag} style="{style}">{inner}</{tag}>')
+        return f"<tr>{''.join(cells)}</tr>"
+
+    def _blocks(self):
+        """Which columns stand side by side, and how wide each of them is. The first one stands in every block."""
+        columns = [[header, *cells] for header, *cells in zip(self.headers, *self.cells, strict=True)]
+        natural = [max(map(len, column)) for column in columns]
+        # No word is broken.
+        least = [
+            max(min(width, NARROWEST), *(len(word) for cell in column for word in cell.split() or [""]))
+            for column, width in zip(columns, natural, strict=True)
+        ]
+        begin, last = (1 if len(columns) > 1 else 0), len(columns)
+        while begin < last:
+            end = last
+            while end > begin + 1 and not _fits([0, *range(begin, end)], least):
+                end -= 1
+            chosen = list(dict.fromkeys([0, *range(begin, end)]))
+            yield chosen, _narrowed([natural[i] for i in chosen], [least[i] for i in chosen])
+            begin = end
+
+
+def _fits(columns, widths) -> bool:
+    return sum(widths[i] + GAP for i in columns) - GAP <= WIDEST
+
+
+def _narrowed(widths: list[int], least: list[int]) -> list[int]:
+    """The widest columns give up as much as is needed."""
+    while sum(widths) + GAP * (len(widths) - 1) > WIDEST:
+        wide = [i for i, width in enumerate(widths) if width > least[i]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _text(cell, floats: str) -> str:
+    if isinstance(cell, bool) or not hasattr(cell, "__index__"):
+        return format(cell, floats) if isinstance(cell, float) else "" if cell is None else str(cell)
+    return f"{int(cell):,}"
+
+
+def _is_numeric(column) -> bool:
+    return any(column) and all(not cell or _NUMBER.fullmatch(cell) for cell in column)

@@ -1,0 +1,353 @@
+"""What the workshop trains: data read and refused, models cut into stages, summaries and how they are judged."""
+
+import csv
+import gzip
+import json
+import pickle
+import struct
+import tarfile
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import dtlib
+from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline.layers import PipelineModule
+from dtlib.workloads import beam, digits, images, rouge, stories, summarization, text, transformer, vision, wrap
+from tests.ranks import on_ranks
+
+TINY = {"model": "tiny", "dropout": 0.0, "test_articles": 6}
+
+
+def refusal(function, *args) -> str:
+    with pytest.raises(DtlibError) as error:
+        function(*args)
+    return str(error.value)
+
+
+@on_ranks(2, 3)
+def test_a_pipeline_of_the_layers_learns_what_the_model_learns(world):
+    torch.manual_seed(5)
+    tokens = torch.randint(4, 4096, (4 * world.size, 12))
+    tokens[0, 7:] = text.PAD
+    summaries = torch.randint(4, 4096, (4 * world.size, 7))
+    x = torch.rand(4 * world.size, 1, 28, 28, dtype=torch.float64)
+    for one, inputs, targets in (
+        (vision.workload({"model": "resnet", "seed": 3}), x, torch.arange(4 * world.size) % 10),
+        (summarization.workload({**TINY, "seed": 3}), (tokens, summaries[:, :-1]), summaries[:, 1:]),
+    ):
+        alone = one.model.double()
+        module = PipelineModule(one.layers, world.size, one.loss_fn, "uniform", world.comm, base_seed=one.seed).double()
+        config = {
+            "train_batch_size": 4 * world.size, "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": world.size,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        }  # fmt: skip
+        engine, *_ = dtlib.initialize(model=module, config=config)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        slices = [slice(4 * i, 4 * i + 4) for i in range(world.size)]
+        for _ in range(2):
+            both = isinstance(inputs, tuple)
+            batches = [(tuple(i[s] for i in inputs) if both else inputs[s], targets[s]) for s in slices]
+            loss = one.loss_fn(alone(inputs), targets)
+            assert abs(engine.train_batch(iter(batches)).item() - loss.item()) < 1e-12, one.name
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        whole = dict(alone.named_parameters(remove_duplicate=False))
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter, whole[name], rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_ranks_share_an_evaluation(world):
+    one = vision.workload({})
+    table = vision.confusion(one.model, one.test, world.comm)
+    guesses = one.model(one.test.images).argmax(1)
+    assert table.sum() == len(one.test) == 357 and table.trace() == (guesses == one.test.labels).sum()
+    assert torch.equal(table.sum(1), torch.bincount(one.test.labels)) and one.model.training
+    right = (guesses == one.test.labels).double().mean().item()
+    assert abs(one.evaluate(one.model, world.comm)["accuracy"] - right) < 1e-12
+    one = summarization.workload({**TINY, "test_articles": 3, "summary_tokens": 8})
+    shown = one.test.stories[:3]
+    written = beam.summarize(one.model, one.test, [each.article for each in shown], 1)
+    figures = one.evaluate(one.model, world.comm)
+    assert abs(figures["rouge_l"] - rouge.mean_rouge_l(shown, written)) < 1e-12
+    assert abs(figures["lead_rouge_l"] - rouge.mean_rouge_l(shown, [rouge.lead(s.article) for s in shown])) < 1e-12
+
+
+def test_digits_are_learnt():
+    assert [len(x) for x, _ in digits.split()] == [1440, 357]
+    one = vision.workload({})
+    optimizer = torch.optim.AdamW(one.model.parameters(), 5e-3)
+    for places in torch.randperm(1440 * 8, generator=torch.Generator().manual_seed(0)).split(32):
+        images_, labels = one.train[places % 1440]
+        optimizer.zero_grad()
+        one.loss_fn(one.model(images_), labels).backward()
+        optimizer.step()
+    assert one.evaluate(one.model, dtlib.init().comm)["accuracy"] > 0.94
+    assert vision.workload({"model": "resnet"}).model(images_).shape == (len(labels), 10)
+
+
+def idx(array) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}i", *array.shape) + array.tobytes()
+
+
+def test_mnist_and_cifar_from_a_folder(tmp_path):
+    chance = np.random.default_rng(0)
+    pixels, labels = chance.integers(0, 256, (6, 28, 28), np.uint8), np.arange(6, dtype=np.uint8)
+    for which in ("train", "t10k"):
+        (tmp_path / f"{which}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels)))
+        (tmp_path / f"{which}-labels-idx1-ubyte").write_bytes(idx(labels))
+    one = vision.workload({"data": str(tmp_path)})
+    image, label = one.train[4]
+    assert image.shape == (1, 28, 28) and label == 4 and torch.equal(image[0], torch.from_numpy(pixels[4]) / 255)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(idx(pixels)[:-5]))
+    assert f"{path} promises 6 x 28 x 28 = 4704 bytes and has 4699" in refusal(images.read_folder, str(tmp_path))
+    path.write_bytes(gzip.compress(idx(pixels))[:-5])
+    assert f"{path} is a broken gzip file" in refusal(images.read_folder, str(tmp_path))
+
+    cifar = tmp_path / "cifar" / "cifar-10-batches-py"
+    rows = chance.integers(0, 256, (4, 3072), np.uint8)
+    path.unlink()
+    cifar.mkdir(parents=True)
+    for name in (*images.CIFAR_TRAIN, "test_batch"):
+        (cifar / name).write_bytes(pickle.dumps({b"data": rows, b"labels": [0, 1, 9, 3]}, protocol=2))
+        (cifar.parent / f"{name}.bin").write_bytes(b"".join(bytes([k]) + row.tobytes() for k, row in enumerate(rows)))
+    (x, y), _, classes = images.read_folder(str(cifar))
+    assert x.shape == (20, 3, 32, 32) and y[:4].tolist() == [0, 1, 9, 3] and classes[9] == "truck"
+    assert torch.equal(images.read_folder(str(cifar.parent))[0][0], x)
+    (cifar / "data_batch_3").write_bytes(pickle.dumps(Opens(tmp_path / "opened")))
+    assert "it asks for pathlib" in refusal(images.read_folder, str(cifar)) and not (tmp_path / "opened").exists()
+    (cifar.parent / "data_batch_2.bin").write_bytes(b"short")
+    assert "data_batch_2.bin has 5 bytes" in refusal(images.read_folder, str(cifar.parent))
+    (tmp_path / "empty").mkdir()
+    assert "has neither MNIST nor CIFAR-10 in it. MNIST is four" in refusal(images.read_folder, str(tmp_path / "empty"))
+
+
+class Opens:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).mkdir, (self.path,)
+
+
+def test_unknown_keys_and_values_are_refused():
+    assert "'modle': did you mean 'model'?" in refusal(vision.workload, {"modle": "mlp"})
+    assert "choose one of mlp" in refusal(vision.workload, {"model": "vgg"})
+    assert "give a whole number" in refusal(vision.workload, {"seed": "3"})
+    assert "There is no folder" in refusal(vision.workload, {"data": "/nowhere"})
+    assert "choose 'scratch' or 'pretrained'" in refusal(summarization.workload, {"start": "warm"})
+    assert "that of model 'small'" in refusal(summarization.workload, {"start": "pretrained", "model": "tiny"})
+    assert "choose 'networkx'" in refusal(summarization.workload, {"library": "numpy"})
+
+
+def test_stories_from_a_folder_the_good_ones_around_the_broken(tmp_path):
+    from pyarrow import parquet, table
+
+    def row(i):
+        return {"article": f"Number {i} is here. It stays.", "highlights": f"one {i}\ntwo", "id": f"a{i}"}
+
+    assert "has no .story, .jsonl, .json, .parquet files" in refusal(stories.read_folder, str(tmp_path))
+    train, test = tmp_path / "train", tmp_path / "test"
+    train.mkdir()
+    test.mkdir()
+    (train / "bare.story").write_text("An article without an end.")
+    assert f"{train / 'bare.story'} has no @highlight" in refusal(stories.read_folder, str(tmp_path))
+    (train / "good.story").write_text("The article.\n\n@highlight\n\nFirst said\n\n@highlight\n\nThen this.\n")
+    (train / "latin.story").write_bytes("Café\n\n@highlight\n\nCoffee".encode("latin-1"))
+    (train / "rows.jsonl").write_text(f"{json.dumps(row(1))}\n{{broken\n{json.dumps({'article': 'x'})}\n")
+    (train / "rows.json").write_text(json.dumps([row(2), 7]))
+    parquet.write_table(table({k: [row(i)[k] for i in (3, 4)] for k in row(0)}), test / "rows.parquet")
+    (test / "cut.parquet").write_bytes((test / "rows.parquet").read_bytes()[:-20])
+    parquet.write_table(table({"text": ["a"]}), test / "other.parquet")
+    learn, held, broken = stories.read_folder(str(tmp_path))
+    assert [s.name.rsplit("/", 1)[-1] for s in learn] == ["good.story", "a2", "a1"]
+    assert learn[0].summary == "First said. Then this." and learn[1].summary == "one 2. two."
+    assert [s.name for s in held] == ["a3", "a4"]
+    assert Counter(each.where.replace(str(tmp_path), "") for each in broken) == Counter(
+        ["/train/bare.story", "/train/latin.story", "/train/rows.jsonl line 2", "/train/rows.jsonl line 3",
+         "/train/rows.json entry 2", "/test/cut.parquet", "/test/other.parquet"]
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        one = summarization.workload({**TINY, "data": str(tmp_path), "vocabulary": 60})
+    assert "7 broken stories beside 5 good ones were left out" in str(told[0].message)
+    assert len(one.train) == 3 and one.model(one.collate([one.train[0]])[0]).shape[2] <= 60
+
+
+def test_without_names_that_say_so_one_story_in_ten_is_for_the_test(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.story").write_text(f"Article {i}.\n\n@highlight\n\nNumber {i}\n")
+    train, test, _ = stories.read_folder(str(tmp_path))
+    assert len(train) + len(test) == 40 and 1 <= len(test) <= 10
+    assert stories.read_folder(str(tmp_path))[1] == test
+
+
+def test_the_embedded_stories_are_those_of_the_table():
+    with tarfile.open(stories.EMBEDDED) as archive:
+        names = [member.name for member in archive]
+    licensed = {name.split("/")[1] for name in names if name.startswith("licences/")}
+    with open(stories.DATA / "docstrings.csv") as file:
+        rows = {row["library"]: row for row in csv.DictReader(file)}
+    found = Counter(name.removeprefix("networkx/").split("/")[1] for name in names if not name.startswith("licences/"))
+    assert found == {name: int(row["stories"]) for name, row in rows.items()}
+    assert licensed == set(rows) and all(row["licence"] for row in rows.values())
+    train = {name.split("/")[1] for name in names if name.startswith("train/")}
+    test = {name.split("/")[1] for name in names if name.startswith("test/")}
+    assert not train & test and "networkx" not in train | test and len(train) > 40
+
+
+def test_the_last_layer_begins_by_copying_what_came_after_the_last_word():
+    torch.manual_seed(0)
+    model = transformer.Summarizer(transformer.layers(200, 160, 5, 2, 2, 0.1), 0).eval()
+    source = torch.arange(10, 30)[None]
+    prefix = torch.tensor([[14, 25, 17]])
+    others = model((source, prefix)).scatter(
+        2, prefix[..., None], -torch.inf
+    )  # the embedding is tied: itself is likely
+    assert others[0].argmax(1).tolist() == [15, 26, 18]
+    padding = torch.cat([source, torch.zeros(1, 9, dtype=torch.int64)], 1)
+    both = [model((each, torch.tensor([[text.BEGIN, 14, 25]]))) for each in (source, padding)]
+    torch.testing.assert_close(*both)
+    torch.testing.assert_close(
+        model.next(model.encode(source), source, torch.tensor([[text.BEGIN, 14]])), both[0][:, 1]
+    )
+    assert torch.allclose(both[0].exp().sum(2), torch.ones(1, 3), atol=1e-4)
+
+
+class Table(torch.nn.Module):
+    """Six tokens; the likeliest first one, 4, leads to nothing good."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6, 6), 0.01))
+        with torch.no_grad():
+            self.weight[text.BEGIN, 4], self.weight[text.BEGIN, 5] = 0.6, 0.4
+            self.weight[4, 4], self.weight[4, text.END], self.weight[5, text.END] = 0.3, 0.2, 1.0
+
+    def forward(self, inputs):
+        return self.weight.log()[inputs[1]]
+
+
+def test_beams_find_what_the_likeliest_token_misses():
+    source = torch.tensor([[4, 5], [5, 4]])
+    greedy, wide = (beam.search(Table(), source, beams, 5) for beams in (1, 2))
+    assert greedy[0].tolist()[:2] == [4, 4] and wide[:, :2].tolist() == [[5, text.END]] * 2
+    assert (wide[:, 2:] == text.PAD).all()
+
+
+def test_each_summary_counts_alike_and_padding_nothing():
+    outputs = torch.randn(2, 4, 9, dtype=torch.float64).log_softmax(2)
+    targets = torch.tensor([[5, 6, 7, 2], [5, 2, 0, 0]])
+    each = [summarization.loss_fn(outputs[i : i + 1, :n], targets[i : i + 1, :n]) for i, n in ((0, 4), (1, 2))]
+    torch.testing.assert_close(summarization.loss_fn(outputs, targets), sum(each) / 2, rtol=0, atol=1e-12)
+
+
+def test_a_word_is_the_same_token_wherever_it_stands():
+    tokenizer = text.load_tokenizer(summarization.TOKENIZER)
+    inside, outside = (tokenizer.encode(words).tokens for words in ("numpy.matrix_rank(A)", "the rank of a matrix"))
+    assert {"matrix", "rank"} <= set(inside) & set(outside)
+    words = "Return the (i, j) entries of nx.Graph's edge_list."
+    assert text.as_text(tokenizer, [*tokenizer.encode(words).ids, text.END, 9]).lower() == words.lower()
+
+
+def test_rouge_and_what_it_is_compared_with():
+    found = [
+        stories.Story(w, f"pkg.f(x)\n\nGives {w} back. More.", f"Return {w}")
+        for w in ["one", "two", "six", "one", "two"]
+    ]
+    assert rouge.lead(found[0].article) == "Gives one back." and rouge.lead("One. Two.\n\nThree.") == "One."
+    assert rouge.rouge_l("Return the rank", "the ranks") == pytest.approx(0.8)
+    figures = rouge.baselines(found[:3], found[3:])
+    assert figures["nearest"] == 1 and 0 < figures["constant"] < 1 and rouge.best_constant(found).startswith("return")
+
+
+def test_the_confusion_matrix_as_a_picture_and_as_text(capsys):
+    from dtlib.lab.confusion import confusion
+
+    confusion([[9, 1, 0], [0, 8, 0], [0, 3, 4]], ("cat", "dog", "emu"))
+    said = capsys.readouterr().out
+    assert "21 of 25 images in their class, 84.0%" in said and "emu" in said.split("taken for")[1]
+
+
+def test_models_of_other_libraries_take_the_place_of_our_own():
+    one, other = summarization.workload({**TINY, "test_articles": 2, "summary_tokens": 4}), vision.workload({})
+    assert "takes an nn.Module and got a int" in refusal(wrap.with_model, one, 3)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 4096, "bos_token_id": text.BEGIN, "eos_token_id": text.END, "pad_token_id": text.PAD}
+    t5 = transformers.T5Config(
+        **sizes, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=text.BEGIN
+    )
+    gpt2 = transformers.GPT2Config(**sizes, n_embd=16, n_layer=1, n_head=2)
+    vit = transformers.ViTConfig(
+        image_size=28, patch_size=7, num_channels=1, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, num_labels=10,
+    )  # fmt: skip
+    t5, gpt2 = transformers.T5ForConditionalGeneration(t5), transformers.GPT2LMHeadModel(gpt2)
+    places = (one, t5), (one, gpt2), (other, transformers.ViTForImageClassification(vit))
+    for workload, model in places:
+        wrapped = wrap.with_model(workload, model)
+        assert wrapped.layers == [] and wrapped.train is workload.train
+        samples = [workload.train[place] for place in range(8)]
+        inputs, targets = (workload.collate or torch.utils.data.default_collate)(samples)
+        optimizer, losses = torch.optim.AdamW(wrapped.model.parameters(), 1e-2), []
+        for _ in range(6):
+            losses.append(wrapped.loss_fn(wrapped.model(inputs), targets))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        assert all(0 <= figure <= 1 for figure in wrapped.evaluate(wrapped.model, dtlib.init().comm).values())
+    source, prefix = one.collate([one.train[0]])[0]
+    longer = torch.nn.functional.pad(source, (0, 5))
+    for _, model in places[:2]:
+        model = wrap.with_model(one, model).model.eval()
+        torch.testing.assert_close(model((source, prefix)), model((longer, prefix)), rtol=1e-4, atol=1e-4)
+    small = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=100, n_embd=16, n_layer=1, n_head=2))
+    assert "is 100, and the tokenizer has 4096 tokens" in refusal(wrap.with_model, one, small)
+
+
+def test_a_lightning_module_takes_the_place_of_our_own():
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Empty(lightning.LightningModule):
+        pass
+
+    class Net(Empty):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(784, 10)
+
+        def forward(self, images):
+            return self.net(images.flatten(1))
+
+    one = vision.workload({})
+    assert "Empty has no forward()" in refusal(wrap.with_model, one, Empty())
+    wrapped = wrap.with_model(one, Net())
+    x, y = one.train[:16]
+    before = wrapped.loss_fn(wrapped.model(x), y)
+    before.backward()
+    torch.optim.SGD(wrapped.model.parameters(), 0.1).step()
+    assert wrapped.loss_fn(wrapped.model(x), y) < before
+    assert 0 <= wrapped.evaluate(wrapped.model, dtlib.init().comm)["accuracy"] <= 1
+
+
+def test_the_checkpoint_writes_what_the_articles_are_about():
+    one = summarization.workload({"start": "pretrained"})
+    held = one.test.stories[::80]
+    written = beam.summarize(one.model, one.test, [story.article for story in held], 2)
+    reached = rouge.mean_rouge_l(held, written)
+    assert reached > 0.2 and reached > rouge.mean_rouge_l(held, written[1:] + written[:1]) + 0.03
+    assert (
+        summarization.workload({"start": "pretrained", "library": "networkx"}).train.stories[0].name[:8] == "networkx"
+    )
+    again = dict(summarization.workload({"start": "pretrained", "seed": 7}).model.named_parameters())
+    assert all(torch.equal(again[name], parameter) for name, parameter in one.model.named_parameters())
