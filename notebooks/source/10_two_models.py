@@ -18,8 +18,6 @@ from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 # %% tags=["two-hours", "half-day"]
 import json
 
-from tabulate import tabulate
-
 from dtlib.lab.lessons.l10 import figures
 from dtlib.training.run import CONFIGS
 
@@ -190,7 +188,7 @@ seconds = {name: median(some) for name, some in times.items()}
 
 # %% tags=["half-day", "nbval-ignore-output"]
 seconds = lab.values("seconds")[0]
-print(tabulate([(name, f"{1e3 * one:.2f}") for name, one in seconds.items()], ("", "ms a step")))
+lab.table([(name, f"{1e3 * one:.2f}") for name, one in seconds.items()], ("", "ms a step"))
 
 # %% [markdown] tags=["half-day"]
 # An honest box: two cores, a small model, one machine, messages in shared memory. What differs here is what each spends
