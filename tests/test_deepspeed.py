@@ -1,7 +1,7 @@
 """``runtime="deepspeed"``: its absence in one sentence, and the thing itself in the slow tier.
 
-The slow tier takes the Python that ``DTLIB_DEEPSPEED`` names, or makes one in ``~/.cache/dtlib``, which has DeepSpeed beside
-what is installed here. Where it cannot be had, these tests fail: to skip them would be to say that they pass.
+The slow tier takes the Python that ``DTLIB_DEEPSPEED`` names, or makes one in ``~/.cache/dtlib``, which has DeepSpeed
+beside what is installed here. Where it cannot be had, these tests fail: to skip them would be to say that they pass.
 """
 
 import json

@@ -1,5 +1,6 @@
 """``dtlib train``: one config, any runtime, any number of ranks, with the same curve."""
 
+import copy
 import json
 import os
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 
 import dtlib
 from dtlib.errors import DtlibError
+from dtlib.training.data import RankLoader
 from dtlib.training.run import CONFIGS, train
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
@@ -36,14 +40,15 @@ def config_of(workload, **more):
     return {**EXACT, "workload": WORKLOADS[workload], **more}
 
 
-def by_hand(workload, ranks):
-    """The losses of one process with torch alone, on the batches of so many ranks."""
-    from importlib import import_module
-
-    from dtlib.training.data import RankLoader
-
+def made(workload):
+    """A workload, and a function that gives it anew: to read and to cut its texts takes longer than to train."""
     work = import_module(f"dtlib.workloads.{workload}").workload(WORKLOADS[workload])
-    model = work.model.double()
+    return work, lambda own: replace(work, model=copy.deepcopy(work.model))
+
+
+def by_hand(work):
+    """The losses of one process with torch alone, on whole batches."""
+    model = copy.deepcopy(work.model).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, eps=1e-4, weight_decay=0.0)
     loader = RankLoader(work.train, 24, 0, 1, 0, work.collate)
     losses = []
@@ -63,16 +68,21 @@ def _double(batch):
     return batch.double() if batch.is_floating_point() else batch
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, time_limit=150)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world, workload):
-    expected, measured = by_hand(workload, world.size), set()
+    work, again = made(workload)
+    expected, measured = by_hand(work), set()
     for runtime in ("dtlib", "torch"):
         for more in (
             *({"zero_optimization": {"stage": stage}} for stage in range(4)),
             *({"pipeline": {"stages": 2, "schedule": kind}} for kind in ("gpipe", "1f1b") if world.size == 2),
         ):
-            result = train(workload, config_of(workload, **more), runtime)
+            if "pipeline" in more and (runtime, workload) == ("torch", "summarization"):
+                with pytest.raises(DtlibError, match="several inputs with whole numbers among them"):
+                    train(again, config_of(workload, **more), runtime)
+                continue
+            result = train(again, config_of(workload, **more), runtime)
             assert result["losses"] == pytest.approx(expected, abs=1e-12), (runtime, more)
             assert len(result["bytes_per_rank"]) == world.size and result["steps"] == 5
             measured.add(tuple(result[name] for name in ("accuracy", "rouge_l") if name in result))

@@ -40,7 +40,8 @@ def runs(results: dict):
         for rank, count in enumerate(held):
             place = at + (rank - (len(held) - 1) / 2) * width
             label = None if at else f"rank {rank}"
-            memory.bar(place, count / 1e6, 0.9 * width, color=rank_colour(rank), hatch=("", "//")[rank % 2], label=label)
+            style = {"color": rank_colour(rank), "hatch": ("", "//")[rank % 2]}
+            memory.bar(place, count / 1e6, 0.9 * width, label=label, **style)
     memory.set_xticks(range(len(names)), names)
     memory.legend(frameon=False)
     for axes, what in ((loss, "loss at the end"), (time, "ms a step"), (memory, "MB a rank")):

@@ -71,19 +71,21 @@ def judge_places(seen: list) -> None:
             wanted = set(range(step * batch, (step + 1) * batch))
             where = f"the places {step * batch} to {(step + 1) * batch - 1}"
             everything = [place for one in slices for place in one]
-            for rank, one in enumerate(slices):
-                expected = f"step {step}, batch {batch}: about {batch / ranks:.0f} of {where}"
-                came = f"{len(one)} places, {one[:3]} ..."
-                if len(one) == batch and set(one) == wanted and ranks > 1:
-                    raise Wrong(
-                        "whole-batch", rank, expected, came, "How many samples does this rank compute, on two ranks?",
-                        "Each rank takes every N-th place, from its own rank on.",
-                    )  # fmt: skip
-                if not set(one) <= wanted:
-                    raise Wrong(
-                        "other-places", rank, expected, came, "The step has as many samples as on one rank.",
-                        "range(step * batch + rank, (step + 1) * batch, ranks)",
-                    )  # fmt: skip
+            expected = f"step {step}, batch {batch}: about {batch / ranks:.0f} of {where}"
+            strange = [rank for rank, one in enumerate(slices) if not set(one) <= wanted]
+            if strange:
+                one = slices[strange[0]]
+                raise Wrong(
+                    "other-places", strange[0], expected, f"{len(one)} places, {one[:3]} ...",
+                    "The step has as many samples as on one rank.",
+                    "range(step * batch + rank, (step + 1) * batch, ranks)",
+                )  # fmt: skip
+            if ranks > 1 and set(slices[0]) == wanted:
+                raise Wrong(
+                    "whole-batch", 0, expected, f"{len(slices[0])} places, {slices[0][:3]} ...",
+                    "How many samples does this rank compute, on two ranks?",
+                    "Each rank takes every N-th place, from its own rank on.",
+                )  # fmt: skip
             if len(everything) != len(set(everything)):
                 twice = len(everything) - len(set(everything))
                 raise Wrong(
