@@ -17,14 +17,32 @@ _LAZY = {
     "phase": "dtlib.measure.trace",
     "Timeline": "dtlib.measure.trace",
     "initialize": "dtlib.training",
+    "add_config_arguments": "dtlib.training.scripts",
+    "init_distributed": "dtlib.training.scripts",
+    "get_accelerator": "dtlib.accelerator",
+    "PipelineModule": "dtlib.pipe",
+    "log_dist": "dtlib.utils",
     "memory": "dtlib.measure.memory",
     "DtlibError": "dtlib.errors",
+}
+
+
+# Names of DeepSpeed that are not here, for scripts that say `import dtlib as deepspeed`, and the way round.
+_LEFT_OUT = {
+    "zero": "stage 3 shards a model that has been built; `zero_optimization` in the config is all it needs",
+    "checkpointing": "set pipeline.activation_checkpoint_interval, or use torch.utils.checkpoint in the model",
+    "init_inference": "call the model under torch.no_grad()",
+    "tp_model_init": "build the model from the layers of dtlib.parallel.tensor",
 }
 
 
 def __getattr__(name):
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _LEFT_OUT:
+        from dtlib.errors import MissingName
+
+        raise MissingName(f"dtlib.{name} is not offered: {_LEFT_OUT[name]}.")
     raise AttributeError(f"module 'dtlib' has no attribute {name!r}")
 
 

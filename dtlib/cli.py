@@ -1,4 +1,4 @@
-"""The command line: dtlib doctor | lab | fresh | tour | pi."""
+"""The command line: dtlib doctor | lab | fresh | tour | pi | train."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments=None) -> int:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi")
+    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train")
     commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
 
     lab = commands.add_parser("lab", help="lay out the course in this folder, in a clone in work/, and open JupyterLab")
@@ -45,6 +45,21 @@ def main(arguments=None) -> int:
     pi.add_argument("--kernel", choices=("loop", "numpy", "compiled", "gpu"), default="compiled", help="how to count")
     pi.add_argument("--seed", type=_whole_number, default=0, help="another seed gives other points (default: 0)")
     pi.add_argument("--json", action="store_true", help="print one JSON object")
+
+    train = commands.add_parser("train", help="train a workload on ranks: the lessons' models, by one config")
+    train.add_argument("workload", choices=("vision", "summarization"))
+    train.add_argument("--config", metavar="FILE", help="JSON: DeepSpeed's keys, `workload`, `run` (default: ours)")
+    train.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
+    train.add_argument(
+        "--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes train"
+    )
+    train.add_argument("--backend", choices=("gloo", "dtlib"), help="of torch.distributed, for --runtime torch")
+    train.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the config's")
+    train.add_argument("--steps", type=_steps, help="in place of the config's")
+    train.add_argument("--save", metavar="DIR", help="save checkpoints there")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
+    train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
+    train.add_argument("--json", metavar="FILE", help="write the result")
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -126,6 +141,15 @@ def _pi_on_this_rank(options) -> int:
     return 0
 
 
+def _train(options) -> int:
+    from dtlib.training.command import train, train_on_this_rank
+    from dtlib.world import torchrun
+
+    if is_rank() or torchrun.started_this():
+        return train_on_this_rank(options)
+    return train(options, options.ranks or usable_cores())
+
+
 def _points_per_second_alone(kernel, points: int) -> float:
     """Speed of one rank while the others wait: up to half a second's worth of the same points."""
     sample = min(points, 1000)
@@ -169,6 +193,12 @@ def _whole_number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write it as 10000000 or 1e7.")
 
 
+def _steps(text: str) -> int:
+    if (steps := _whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} steps train nothing: ask for 1 or more.")
+    return steps
+
+
 def _points(text: str) -> int:
     from dtlib.pi import MOST_POINTS
 
@@ -194,4 +224,4 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-_COMMANDS = {"doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi}
+_COMMANDS = {"doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train}

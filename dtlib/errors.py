@@ -15,6 +15,10 @@ class DtlibError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+class MissingName(DtlibError, AttributeError):
+    """A name of the counterpart that is not here."""
+
+
 class CommunicationError(DtlibError):
     """An operation of the communicator was called with something that it cannot carry."""
 

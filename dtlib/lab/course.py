@@ -22,7 +22,8 @@ SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
 RECORD = ".dtlib.json"
 FILES = (
-    "cluster_profiles/*/*.py", "data/*", "notebooks/LICENSE", "notebooks/*.md", "notebooks/*.R",
+    "cluster_profiles/*/*.py", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
+    "notebooks/*.R",
     "notebooks/lectures/*.ipynb", "notebooks/exercises/*.ipynb", "notebooks/solutions/*.ipynb",
 )  # fmt: skip
 

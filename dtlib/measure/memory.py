@@ -103,6 +103,11 @@ class Memory:
         for name, count in self._counted().items():
             self._sampled[name] = max(count, self._sampled.get(name, 0))
 
+    @property
+    def sampled(self) -> dict[str, int]:
+        """The largest counts that ``sample`` has found, by line; outside of a block, too."""
+        return self._sampled
+
     def _sample_now(self, *_) -> None:
         self.sample()
 

@@ -4,12 +4,16 @@ Every rank reports what it has done; rank 0 adds up and draws. Reports are small
 rank 0 looks for them whenever it has something to report itself.
 """
 
+import time
+
 import numpy as np
 from tqdm.auto import tqdm
 
 from dtlib.comm.link import CALLER_TAGS
 from dtlib.world.launch import in_engine
 
+PUBLISH_SECONDS = 0.2
+MOST_POINTS = 300  # of a curve that is shown while it grows
 _TAG = CALLER_TAGS - 1  # the last of those that callers have
 
 
@@ -18,10 +22,13 @@ class RankProgress:
 
     Use as a context manager and call it with the units done since the last call. The bar shows on rank 0 once
     the work has taken two seconds; in an engine the notebook draws it. Leaving is collective: rank 0 waits there for
-    the last reports.
+    the last reports. ``in_step``: all ranks do the same at the same time, and each reports what all have done: then
+    nobody sends anything.
     """
 
-    def __init__(self, comm, total: int, unit: str = "points"):
+    def __init__(self, comm, total: int, unit: str = "points", in_step: bool = False):
+        self.in_step = in_step
+        self._published = 0.0  # when, in an engine
         self.comm = comm
         self._sent = []  # reports on their way
         self.total = total
@@ -35,15 +42,19 @@ class RankProgress:
     def __enter__(self):
         return self
 
-    def __call__(self, units: int) -> None:
+    def __call__(self, units: int, curve=(), held=None) -> None:
+        """``curve``, such as the losses so far, and ``held``, the bytes of each rank, are shown beside it."""
         if self.comm.rank == 0:
-            self._add(units)
+            self._add(units, curve, held)
+        if self.in_step:
+            return
+        if self.comm.rank == 0:
             self._collect()
         else:
             self._send(units)
 
     def __exit__(self, kind, value, trace):
-        if kind is None:
+        if kind is None and not self.in_step:
             if self.comm.rank == 0:
                 while self._finished_ranks < self.comm.size - 1:
                     self._receive()
@@ -74,11 +85,16 @@ class RankProgress:
         else:
             self._add(int(message[0]))
 
-    def _add(self, units):
+    def _add(self, units, curve=(), held=None):
         self.done += units
         if self._bar is not None:
+            shown = [f"loss {curve[-1]:.4f}"] if curve else []
+            shown += [f"{max(held) / 1e6:.3g} MB a rank"] if held else []
+            self._bar.set_postfix_str(", ".join(shown), refresh=False)
             self._bar.update(units)
-        else:
+        elif not curve or self.done >= self.total or time.monotonic() - self._published > PUBLISH_SECONDS:
             from ipyparallel.engine.datapub import publish_data
 
-            publish_data({"progress": (self.done, self.total, self.unit)})
+            self._published = time.monotonic()
+            every = 1 + len(curve) // MOST_POINTS
+            publish_data({"progress": (self.done, self.total, self.unit), "curve": list(curve[::every])})

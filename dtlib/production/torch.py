@@ -1,23 +1,47 @@
-"""``runtime="torch"``: DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2."""
+"""``runtime="torch"``: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 and torch's pipelining."""
 
+import torch
 from torch import distributed, nn
 
 from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+from dtlib.errors import DtlibError
+
+_groups = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
 
 
 def process_group(comm):
     """A torch process group of the ranks of ``comm``: NCCL for GPUs and gloo for the CPU; no fixed port.
 
-    It is torch's default group, which lives as long as the process; a later call returns the one that is there.
+    The first call makes torch's default group, unless there is one, such as ``init_process_group("dtlib")``; it lives
+    as long as the process. Groups of some of its ranks are made once.
+
+    Raises:
+        DtlibError: for ranks that are not in the default group.
     """
     if isinstance(comm, ProcessGroupCommunicator):
         return comm.group
+    members, default = tuple(comm._members), None
     if not distributed.is_initialized():
         from dtlib.comm.torch.store import shared_store
 
         store = shared_store(comm)
         distributed.init_process_group(store=store, rank=comm.rank, world_size=comm.size)
-    return distributed.group.WORLD
+        default = members
+    if _groups.get("all") is not distributed.group.WORLD:  # a new one: groups of the one before are gone
+        _groups.clear()
+        _groups.update(all=distributed.group.WORLD, members=default or tuple(range(distributed.get_world_size())))
+    default = _groups["members"]
+    if members == default:
+        return distributed.group.WORLD
+    if not set(members) <= set(default):
+        raise DtlibError(
+            f"torch's default process group has the ranks {', '.join(map(str, default))}, and "
+            f"{', '.join(map(str, members))} are to train together: make the group of all ranks first."
+        )
+    if members not in _groups:
+        ranks = [default.index(member) for member in members]
+        _groups[members] = distributed.new_group(ranks, use_local_synchronization=True)
+    return _groups[members]
 
 
 def data_parallel(module: nn.Module, comm) -> nn.Module:
@@ -42,3 +66,17 @@ def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Modu
     device = next(module.parameters()).device.type
     mesh = DeviceMesh.from_group(process_group(comm), device)
     return fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+
+
+def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int, loss_fn):
+    """torch's GPipe or 1F1B for this rank's stage of a ``PipelineModule``, with ``step`` and ``eval``.
+
+    ``submodule`` is the module, or a ``DistributedDataParallel`` of it.
+    """
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    process_group(module.everyone)
+    device = next((parameter.device for parameter in submodule.parameters()), torch.device("cpu"))
+    stage = PipelineStage(submodule, module.comm.rank, module.num_stages, device, group=process_group(module.comm))
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    return kind(stage, microbatches, loss_fn=loss_fn)

@@ -12,12 +12,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 
-from dtlib.errors import DtlibError
+from dtlib.training.batch_sizes import ConfigError, complete
 from dtlib.training.deepspeed_keys import INERT, MUST_BE_OFF, is_off
-
-
-class ConfigError(DtlibError):
-    """A key of the config that is unknown, or whose value cannot be right."""
 
 
 @dataclass
@@ -77,8 +73,10 @@ class ZeroOptimization:
 @dataclass
 class Pipeline:
     """How a ``PipelineModule`` runs: ``gpipe``, ``1f1b`` or ``zero_bubble_h1``. With an
-    ``activation_checkpoint_interval`` above 0 a stage keeps its inputs only, and computes activations anew."""
+    ``activation_checkpoint_interval`` above 0 a stage keeps its inputs only, and computes activations anew. ``stages``
+    are as many as the module has."""
 
+    stages: int | None = None
     schedule: str = "1f1b"
     activation_checkpoint_interval: int = 0
 
@@ -110,7 +108,7 @@ _MAY_BE_NULL = ("optimizer", "scheduler", "zero_optimization.offload_optimizer")
 _POSITIVE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "loss_scale_window",
     "hysteresis", "reduce_bucket_size", "min_loss_scale", "steps_per_print", "gradient_predivide_factor",
-    "allgather_bucket_size",
+    "allgather_bucket_size", "stages", "steps", "epochs", "save_every",
 )  # fmt: skip
 MOST_POWERS_OF_TWO = 127
 STAGES = (0, 1, 2, 3)
@@ -125,13 +123,8 @@ def read(config, ranks: int, rank: int = 0) -> Config:
     Raises:
         ConfigError: one sentence with the key, the value and what would be right.
     """
-    if isinstance(config, (str, Path)):
-        config = _from_file(Path(config))
-    if not isinstance(config, dict):
-        raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
-    _check_values(config)
-    inert = []
-    made = _section(Config, _with_new_names(config), "", inert)
+    config, inert = dictionary_of(config), []
+    made = section(Config, _with_new_names(config), "", inert)
     if made.bf16.enabled and made.fp16.enabled:
         raise ConfigError(
             "bf16.enabled and fp16.enabled are both true: a model has one type, so switch one of them off."
@@ -153,12 +146,22 @@ def read(config, ranks: int, rank: int = 0) -> Config:
             )
     if device == "cpu" and not made.zero_optimization.stage:
         raise ConfigError("zero_optimization.offload_optimizer needs shards: set zero_optimization.stage to 1, 2 or 3.")
-    _complete_batch_sizes(made, ranks)
+    complete(made, ranks)
     if made.zero_optimization.stage == 3 and made.zero_optimization.reduce_bucket_size:
         inert.append("zero_optimization.reduce_bucket_size")
     if inert and rank == 0:
         warnings.warn(f"These keys of the config change nothing here: {', '.join(inert)}.", stacklevel=3)
     return made
+
+
+def dictionary_of(config) -> dict:
+    """A copy of a config, from a dictionary or the path of a JSON file; its values make sense somewhere."""
+    if isinstance(config, (str, Path)):
+        config = _from_file(Path(config))
+    if not isinstance(config, dict):
+        raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
+    _check_values(config)
+    return dict(config)
 
 
 def _from_file(path: Path) -> dict:
@@ -208,7 +211,8 @@ def _with_new_names(config: dict) -> dict:
     return config
 
 
-def _section(kind, values, prefix: str, inert: list[str]):
+def section(kind, values, prefix: str, inert: list[str]):
+    """A dataclass from its section of the config; keys that change nothing are added to ``inert``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
     known, others = {entry.name: entry.type for entry in fields(kind)}, INERT.get(prefix, {})
@@ -229,7 +233,7 @@ def _section(kind, values, prefix: str, inert: list[str]):
         elif name not in _SECTIONS:
             made[key] = _checked(name, key, value, known[key])
         elif value is not None or name not in _MAY_BE_NULL:
-            made[key] = _section(_SECTIONS[name], value, f"{name}.", inert)
+            made[key] = section(_SECTIONS[name], value, f"{name}.", inert)
     if kind is TypeAndParams and "type" not in made:
         raise ConfigError(f'{prefix}type is missing: name one, as in {{"type": "AdamW", "params": {{"lr": 0.001}}}}.')
     return kind(**made)
@@ -263,34 +267,3 @@ def _checked(name: str, key: str, value, kind):
     if kind is dict and not isinstance(value, dict):
         raise ConfigError(f"{problem} a dictionary.")
     return int(value) if kind is int else value
-
-
-def _complete_batch_sizes(config: Config, ranks: int) -> None:
-    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks; two give the third."""
-    whole, micro, steps = (
-        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-    )  # fmt: skip
-    if whole is None and micro is None:
-        raise ConfigError("train_batch_size is missing: give it, or train_micro_batch_size_per_gpu.")
-    if whole is None:
-        whole = micro * (steps or 1) * ranks
-    elif micro is None:
-        micro = whole // ((steps or 1) * ranks)
-    steps = steps or max(1, whole // (micro * ranks)) if micro else steps or 1
-    if whole != (micro or 0) * steps * ranks:
-        raise ConfigError(
-            f"train_batch_size is {whole}, but train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
-            f"{steps} x {ranks} ranks is {(micro or 0) * steps * ranks}: {_what_fits(config, ranks)}."
-        )
-    config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = (
-        whole,
-        micro,
-        steps,
-    )
-
-
-def _what_fits(config: Config, ranks: int) -> str:
-    given = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1) * ranks
-    if config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps:
-        return f"give train_batch_size {given}, or leave one of the three out"
-    return f"make train_batch_size a multiple of {given}"

@@ -1,23 +1,18 @@
 """What ``dtlib.initialize`` gives: forward, backward and step of a model, as its config says."""
 
-import warnings
 import weakref
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 
 import torch
 
-from dtlib import checkpoint
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.measure.held import held
+from dtlib.training.checkpoints import Checkpoints
+from dtlib.training.facts import Facts
 
-COUNTS = ("global_steps", "skipped_steps")
-LATEST = "latest"
 
-
-class Engine:
+class Engine(Checkpoints, Facts):
     """A model, its optimizer and its schedule. ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, for each
     micro-batch; every ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine."""
 
@@ -44,6 +39,8 @@ class Engine:
     def __call__(self, *args, **kwargs):
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
             return self._strategy.forward(*args, **kwargs)
+
+    forward = __call__
 
     def backward(self, loss):
         """Gradients of this micro-batch's mean loss; at the last one of a step they are averaged over all ranks."""
@@ -133,87 +130,27 @@ class Engine:
             raise
         return self.comm.all_reduce(total, op="mean")
 
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
-        """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
-
-        All ranks call it, after a step.
-
-        Args:
-            save_dir: the checkpoint is a folder in it, called ``tag``, by default ``global_step`` and its number.
-            client_state: a dictionary that JSON can hold, which ``load_checkpoint`` returns.
-            save_latest: note in the file ``latest`` that this is the one to go on from.
-
-        Raises:
-            CheckpointError: on all ranks; and DtlibError in the middle of a step, for a tag that is no name or differs
-                between ranks, or on torch's classes.
-        """
-        saved = self._saved()
-        if self.micro_steps % self.config.gradient_accumulation_steps:
-            raise DtlibError("Checkpoints are saved between steps: call step() for all micro-batches first.")
-        tag = _name_of(f"global_step{self.global_steps}" if tag is None else tag, self.comm)
-        client_state = {} if client_state is None else client_state
-        if not isinstance(client_state, dict):
-            raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
-        others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
-        extra = {name: other.state_dict() for name, other in others.items() if hasattr(other, "state_dict")}
-        extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}
-        counts = {name: getattr(self, name) for name in COUNTS}
-        checkpoint.save(Path(save_dir) / tag, extra={"client_state": client_state, "counts": counts, **extra}, **saved)
-        if save_latest:
-            checkpoint.point_to(Path(save_dir) / LATEST, tag, self.comm)
-
-    def load_checkpoint(self, load_dir, tag=None, load_lr_scheduler_states: bool = True):
-        """Go on from what ``save_checkpoint`` saved; returns the checkpoint's folder and its ``client_state``.
-
-        All ranks call it. ``tag`` is by default that in the file ``latest``; where there is no such file it warns,
-        changes nothing and returns ``None, None``. Gradients of a step that was begun are forgotten. Without
-        ``load_lr_scheduler_states`` the scheduler stays as it is, and may be another one.
-
-        Raises:
-            CheckpointError, DtlibError: on all ranks.
-        """
-        saved = self._saved()
-        if tag is None and (tag := checkpoint.pointed_to(Path(load_dir) / LATEST, self.comm)) is None:
-            if self.comm.rank == 0:
-                warnings.warn(f"{load_dir} has no file {LATEST!r}: nothing was loaded; pass tag=.", stacklevel=2)
-            return None, None
-        folder = Path(load_dir) / _name_of(tag, self.comm)
-        extra = checkpoint.load(folder, check=partial(self._check_extra, folder, load_lr_scheduler_states), **saved)
-        self.zero_grad()
-        if load_lr_scheduler_states and self.lr_scheduler is not None and "scheduler" in extra:
-            self.lr_scheduler.load_state_dict(extra["scheduler"])
-        if self._scale.dynamic and extra["kinds"]["dynamic"]:
-            self._scale.load_state_dict(extra["loss_scale"])
-        if self._loader is not None and "loader" in extra:
-            self._loader.load_state_dict(extra["loader"])
-        for name in COUNTS:
-            setattr(self, name, extra["counts"][name])
-        # The number of micro-batches a step may be another one now.
-        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
-        self._batches = self._loader.forever() if self._loader is not None else None
-        return str(folder), extra["client_state"]
-
-    def _check_extra(self, folder, with_scheduler: bool, extra) -> None:
-        if not isinstance(extra, dict) or "counts" not in extra:
-            raise DtlibError(f"{folder} was not saved by an engine, so it has no counters: use dtlib.checkpoint.load.")
-        there, here = extra["kinds"]["scheduler"], _kind(self.lr_scheduler)
-        if with_scheduler and there != here:
-            raise DtlibError(
-                f"{folder} was saved with {there or 'no scheduler'}, and the engine has {here or 'none'}: make the "
-                "same, or pass load_lr_scheduler_states=False."
-            )
-
-    def _saved(self) -> dict:
-        if not self._strategy.portable:
-            raise DtlibError(
-                "torch has sharded this engine: save with torch.distributed.checkpoint, or use runtime='dtlib'."
-            )
-        masters = None if hasattr(self.optimizer, "shard_of") else self._masters
-        return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
-
     def held(self) -> dict[str, list]:
         """Memory that strategy and optimizer keep on this rank, by what it is for (measure/held.py)."""
         return {**held(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
+
+    def gather(self, model) -> None:
+        """Write the values that are trained here into ``model``, which is whole; all ranks call it."""
+        tied = {"remove_duplicate": False}  # by each of its names, as they may be tensors of their own in the other
+        mine = {**dict(self.module.named_parameters(**tied)), **dict(self.module.named_buffers(**tied))}
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                tensor.copy_(self._whole(mine.get(name), tensor))
+            for buffer in model.buffers():  # which ranks may have different ones of
+                self.comm.broadcast(buffer)
+
+    def _whole(self, mine, like):
+        """The whole of a tensor of which this rank has ``mine``."""
+        if (part := getattr(mine, "slice", None)) is not None:  # of our fully_shard
+            flat = torch.zeros(like.numel(), dtype=mine.dtype, device=mine.device)
+            flat[part.start : part.stop] = mine
+            return self.comm.all_reduce(flat).view(like.shape)
+        return mine.full_tensor() if hasattr(mine, "full_tensor") else mine
 
     def zero_grad(self) -> None:
         for parameter in [*self.module.parameters(), *self._masters.masters]:
@@ -226,29 +163,6 @@ class Engine:
 
     def eval(self):
         return self.train(False)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the next ``step()`` changes the model."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before they were clipped; None where nothing is clipped."""
-        return self._norm
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def loss_scale(self) -> float:
-        return self._scale.scale
-
-    def train_batch_size(self) -> int:
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.config.gradient_accumulation_steps
 
 
 def _guard(optimizer, masters) -> list[bool]:
@@ -269,18 +183,3 @@ def _guard(optimizer, masters) -> list[bool]:
     if any(parameter is not master for parameter, master in zip(parameters, masters.masters, strict=True)):
         optimizer.zero_grad = zero_grad
     return stepping
-
-
-def _kind(scheduler) -> str | None:
-    return None if scheduler is None else type(scheduler).__name__
-
-
-def _name_of(tag, comm) -> str:
-    """A tag as the name of a folder, the same on all ranks."""
-    name = str(tag) if isinstance(tag, (str, int)) else ""
-    names = comm.all_gather_object(name)
-    if len(set(names)) > 1:
-        raise DtlibError(f"tag differs between ranks: rank 0 has {names[0]!r}; give the same on all.")
-    if name in ("", ".", "..", LATEST) or Path(name).name != name:
-        raise DtlibError(f"tag is {tag!r:.60}: give the name of a folder, such as 'global_step100'.")
-    return name

@@ -13,6 +13,7 @@ from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
+from dtlib.training.deepspeed_engine import data_ranks, deepspeed_engine
 from dtlib.training.engine import Engine
 from dtlib.training.pipeline_engine import PipelineEngine, check_pipeline
 from dtlib.training.rates import SCHEDULERS
@@ -20,13 +21,14 @@ from dtlib.training.strategies import STRATEGIES, Alone
 from dtlib.world import init
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
-RUNTIMES = ("dtlib", "torch")
+RUNTIMES = ("dtlib", "torch", "deepspeed")
 _stages = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
 
 
 def initialize(
-    model, config, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None, collate_fn=None,
-    runtime: str = "dtlib", comm=None,
+    model=None, config=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+    collate_fn=None, runtime: str = "dtlib", comm=None, *, args=None, distributed_port=None, mpu=None,
+    dist_init_required=None, mesh_param=None, config_params=None,
 ):  # fmt: skip
     """Make ``model`` trainable on all ranks; returns ``engine, optimizer, dataloader, lr_scheduler``.
 
@@ -40,7 +42,11 @@ def initialize(
         training_data: a ``Dataset``; ``dataloader`` then gives this rank's slice in micro-batches, else it is None.
         lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler, or one that was
             made for the ``optimizer`` that is passed.
-        runtime: ``dtlib``, or ``torch`` for the same engine on torch's own classes (strategies.py).
+        args: what a script was called with, for ``args.deepspeed_config``: the path of a config, instead of ``config``.
+        distributed_port, dist_init_required: for scripts written for DeepSpeed, whatever they say.
+        mpu, mesh_param: refused; another grid of ranks is ``comm``.
+        config_params: an old name of ``config``.
+        runtime: ``dtlib``; ``torch`` for the same engine on torch's own classes (strategies.py); or ``deepspeed``.
         comm: by default the world's.
 
         engine, optimizer, dataloader, scheduler = dtlib.initialize(model=net, config=config, training_data=digits)
@@ -54,11 +60,18 @@ def initialize(
 
     Counterpart: ``deepspeed.initialize``.
     """
+    config = _the_config(args, config, config_params)
+    if not isinstance(model, torch.nn.Module):
+        raise DtlibError(f"model is {model!r:.60}: give a module of torch's.")
+    if mpu is not None or mesh_param is not None:
+        raise DtlibError("mpu and mesh_param are not for here: pass comm=, such as dtlib.init().mesh(data=2)['data'].")
     comm = comm if comm is not None else init().comm
     if runtime not in RUNTIMES:
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
     if isinstance(model, PipelineModule):
         comm = model.data_comm or model.comm.split(model.comm.rank)
+    if runtime == "deepspeed":
+        comm = data_ranks(model, comm)
     settings = configuration.read(config, comm.size, comm.rank)
     if settings.bf16.enabled or settings.fp16.enabled:
         model.to(torch.bfloat16 if settings.bf16.enabled else torch.float16)
@@ -66,6 +79,16 @@ def initialize(
         model_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = _groups_of(model_parameters, model)
     stage = settings.zero_optimization.stage
+    if runtime == "deepspeed":
+        return deepspeed_engine(
+            model, settings, configuration.dictionary_of(config), groups, partial(_optimizer, settings, optimizer),
+            lr_scheduler, training_data, collate_fn, comm,
+        )  # fmt: skip
+    if settings.pipeline.stages not in (None, 1) and not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"pipeline.stages is {settings.pipeline.stages}, and the model is no PipelineModule: make one "
+            "of its layers."
+        )
     if isinstance(model, PipelineModule):
         check_pipeline(model, settings, runtime)
     if settings.gradient_clipping:
@@ -92,6 +115,13 @@ def initialize(
         return [p for name, p in model.named_parameters() if p.requires_grad and name in groups]
 
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in groups]
+    if isinstance(model, PipelineModule):
+        trains = model.everyone.all_gather_object((model.comm.rank, bool(names)))
+        if empty := [stage for stage, some in trains if not some]:
+            raise DtlibError(
+                f"Stage {empty[0]} of the pipeline has no parameter to train: take fewer stages, or say in "
+                "partition_method=[0, ...] where they begin."
+            )
     if not names:
         raise DtlibError("No parameter is to be trained: give a model, or model_parameters, that require gradients.")
     make = partial(_optimizer, settings, optimizer, [groups[name] for name in names])
@@ -104,9 +134,34 @@ def initialize(
     if training_data is not None:
         micro = settings.train_micro_batch_size_per_gpu
         loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
-    kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
-    engine = kind(model, strategy, scheduler, settings, comm, loader)
+    if isinstance(model, PipelineModule):
+        engine = PipelineEngine(model, strategy, scheduler, settings, comm, loader, runtime)
+    else:
+        engine = Engine(model, strategy, scheduler, settings, comm, loader)
     return engine, strategy.optimizer, loader, scheduler
+
+
+def pipeline_of(runtime: str, layers, stages: int, loss_fn, seed: int, comm=None):
+    """Layers as the ``PipelineModule`` that ``initialize`` takes with this runtime."""
+    if runtime == "deepspeed":
+        from dtlib.production.deepspeed import pipeline_module
+
+        return pipeline_module(layers, stages, loss_fn, seed)
+    return PipelineModule(layers, stages, loss_fn, comm=comm, base_seed=seed)
+
+
+def _the_config(args, config, old_name):
+    """The config, wherever a script has it."""
+    given = {
+        "config": config,
+        "config_params": old_name,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) != 1:
+        what = " and ".join(found) + " are given" if found else "No config is given"
+        raise ConfigError(f"{what}: pass initialize() one, as config=, or as args with --deepspeed_config FILE.")
+    return next(iter(found.values()))
 
 
 def _groups_of(parameters, model) -> dict[str, dict]:

@@ -1,11 +1,15 @@
 """An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
 
+from functools import partial
+from pathlib import Path
+
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
 from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
+from dtlib.production.torch import pipeline_schedule as torch_schedule
 from dtlib.training.config import ConfigError
 from dtlib.training.engine import Engine
 
@@ -19,10 +23,17 @@ def check_pipeline(model, settings, runtime: str) -> None:
         ConfigError, DtlibError: on every rank.
     """
     stage, schedule = settings.zero_optimization.stage, settings.pipeline.schedule
-    if runtime != "dtlib":
-        raise DtlibError(f"initialize(runtime={runtime!r}) has no pipelines: use runtime='dtlib'.")
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"pipeline.schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
+    known = list(SCHEDULES) if runtime == "dtlib" else ["gpipe", "1f1b"]
+    if schedule not in known:
+        raise ConfigError(f"pipeline.schedule is {schedule!r}: with runtime={runtime!r} choose {' or '.join(known)}.")
+    if settings.pipeline.stages not in (None, model.num_stages):
+        raise ConfigError(f"pipeline.stages is {settings.pipeline.stages}, and the module has {model.num_stages}.")
+    again = settings.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
+    if runtime == "torch" and (stage > 1 or again):
+        raise ConfigError(
+            "torch's pipelines take zero_optimization.stage 0 or 1, and no pipeline.activation_checkpoint_interval: "
+            "leave these out, or use runtime='dtlib'."
+        )
     if len(model.stage_indices) > 1:
         raise DtlibError(
             "train_batch() runs one stage a rank: with stages_per_rank=1, or by a schedule of your own, "
@@ -42,19 +53,23 @@ class PipelineEngine(Engine):
     """``train_batch`` and ``eval_batch`` of a ``PipelineModule``; every rank calls them with the same data of its
     pipeline. Counterpart: DeepSpeed's ``PipelineEngine``."""
 
-    def __init__(self, module, strategy, scheduler, config, comm, loader):
+    def __init__(self, module, strategy, scheduler, config, comm, loader, runtime="dtlib"):
         super().__init__(module, strategy, scheduler, config, comm, loader)
-        stage = PipelineStage(strategy.forward, module.comm.rank, module.num_stages, module.comm)
-        recompute = config.pipeline.activation_checkpoint_interval > 0
-        self._schedule = SCHEDULES[config.pipeline.schedule](
-            stage, config.gradient_accumulation_steps, module.loss_fn or torch.nn.functional.cross_entropy, recompute
-        )
-        self._first, self._last = stage.is_first, stage.is_last
+        name, count = config.pipeline.schedule, config.gradient_accumulation_steps
+        loss_fn = module.loss_fn or torch.nn.functional.cross_entropy
+        self._shapes, self._make = None, None
+        if runtime == "torch":
+            self._make = partial(torch_schedule, name, strategy.forward, module, count, loss_fn)
+        else:
+            stage = PipelineStage(strategy.forward, module.comm.rank, module.num_stages, module.comm)
+            recompute = max(config.pipeline.activation_checkpoint_interval, module.activation_checkpoint_interval) > 0
+            self._schedule = SCHEDULES[name](stage, count, loss_fn, recompute)
+        self._first, self._last = module.comm.rank == 0, module.comm.rank == module.num_stages - 1
 
     def __call__(self, *args, **kwargs):
         raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
 
-    backward = step = __call__
+    forward = backward = step = __call__
 
     def train_batch(self, data_iter=None, loss_fn=None):
         """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
@@ -64,7 +79,7 @@ class PipelineEngine(Engine):
         """
         if loss_fn is not None:
             raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
-        losses = self._run(self._schedule.step, data_iter)
+        losses = self._run("step", data_iter)
         self.module.reduce_tied_gradients()
         self.micro_steps += self.config.gradient_accumulation_steps
         self._update()
@@ -76,18 +91,25 @@ class PipelineEngine(Engine):
         modes = [(module, module.training) for module in self._strategy.forward.modules()]
         self.eval()
         try:
-            return self._run(self._schedule.eval, data_iter)
+            return self._run("eval", data_iter)
         finally:
             for module, training in modes:
                 module.training = training
 
-    def _saved(self):
-        raise DtlibError(
-            "A checkpoint holds a whole model, and a rank of a pipeline has one stage: save each stage in a folder of "
-            "its own, with dtlib.checkpoint.save(folder, model, optimizer, comm=model.data_comm)."
-        )
+    def _place(self, folder, tag: str) -> Path:
+        """Each stage has a checkpoint of its own."""
+        return Path(folder) / tag / f"stage{self.module.comm.rank}of{self.module.num_stages}"
 
-    def _run(self, run, data_iter):
+    @property
+    def _everyone(self):
+        return self.module.everyone
+
+    def _whole(self, mine, like):
+        stages = self.module.comm
+        owner = stages.all_gather_object(mine is not None).index(True)
+        return stages.broadcast((like if mine is None else mine.detach()).clone(), root=owner)
+
+    def _run(self, what: str, data_iter):
         batches = data_iter if data_iter is not None else self._batches
         if batches is None:
             raise DtlibError("train_batch() has no data: pass data_iter, or give initialize() training_data.")
@@ -96,13 +118,26 @@ class PipelineEngine(Engine):
             pairs = [next(batches) for _ in range(count)]
         except StopIteration:
             raise DtlibError(f"data_iter ended before the {count} micro-batches of a step.") from None
+        if len({tuple(tensor.shape[1:] for tensor in tree_leaves(pair)) for pair in pairs}) > 1:
+            raise DtlibError("The micro-batches of a step differ in more than their number of samples: pad them alike.")
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses, mean = [], torch.zeros((), dtype=torch.float64)
-        run(*([x] if self._first else []), target=y if self._last else None, losses=losses)
+        inputs = x if isinstance(x, tuple) else (x,)
+        if self._make and isinstance(x, tuple) and any(not tensor.is_floating_point() for tensor in tree_leaves(x)):
+            raise DtlibError(
+                "torch's pipelines learn shapes by running each stage on memory that nobody has written, and several "
+                "inputs with whole numbers among them, which go from stage to stage, do not survive that: use "
+                "runtime='dtlib'."
+            )
+        shapes = [tensor.shape for tensor in tree_leaves((x, y))]
+        if self._make and shapes != self._shapes:  # torch's stages are for one shape
+            self._shapes, self._schedule = shapes, self._make()
+        run = getattr(self._schedule, what)
+        run(*(inputs if self._first else ()), target=y if self._last else None, losses=losses)
         if self._last:
             # Of samples, as the gradients: micro-batches may differ by one.
             sizes = torch.tensor([len(some) for some in tree_leaves(y)[0].tensor_split(count)], dtype=torch.float64)
-            mean = (torch.stack(losses).double().cpu() * sizes).sum() / sizes.sum()
+            mean = (torch.stack(losses).detach().double().cpu() * sizes).sum() / sizes.sum()
         self.module.comm.broadcast(mean, root=self.module.num_stages - 1)
         return self.comm.all_reduce(mean, op="mean")
 

@@ -81,4 +81,107 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-SCHEDULERS = {"WarmupLR": WarmupLR, "WarmupDecayLR": WarmupDecayLR}
+class WarmupCosineLR(WarmupLR):
+    """From ``warmup_min_ratio`` of the optimizer's rates up to them, then along half a cosine down to
+    ``cos_min_ratio`` of them at ``total_num_steps``.
+
+    Counterpart: ``deepspeed.runtime.lr_schedules.WarmupCosineLR``.
+    """
+
+    def __init__(
+        self, optimizer, total_num_steps: int, warmup_min_ratio=0.0, warmup_num_steps=WARMUP_STEPS,
+        cos_min_ratio=0.0001, warmup_type="log", last_epoch=-1,
+    ):  # fmt: skip
+        self.total_num_steps, self.cos_min_ratio, self.warmup_min_ratio = (
+            total_num_steps,
+            cos_min_ratio,
+            warmup_min_ratio,
+        )
+        if total_num_steps < warmup_num_steps:
+            raise ConfigError(
+                f"total_num_steps is {total_num_steps!r}: give at least warmup_num_steps, {warmup_num_steps}."
+            )
+        super().__init__(optimizer, warmup_num_steps=warmup_num_steps, warmup_type=warmup_type, last_epoch=last_epoch)
+
+    def get_lr(self):
+        done = self.last_epoch - 1
+        if done < 0:
+            ratio = 0.0
+        elif done < self.warmup_num_steps:
+            ratio = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmup(done)
+        else:
+            steps = max(1, self.total_num_steps - self.warmup_num_steps)
+            progress = min(1.0, (done - self.warmup_num_steps + 1) / steps)
+            ratio = self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        return [base * ratio for base in self.base_lrs]
+
+
+class OneCycle(LRScheduler):
+    """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, once; then ``cycle_min_lr``, which decays.
+
+    With ``cycle_momentum`` the first of Adam's betas goes the other way. Stairs hold both for a while.
+
+    Counterpart: ``deepspeed.runtime.lr_schedules.OneCycle``.
+    """
+
+    def __init__(
+        self, optimizer, cycle_min_lr, cycle_max_lr, decay_lr_rate=0.0, cycle_first_step_size=2000,
+        cycle_second_step_size=None, cycle_first_stair_count=0, cycle_second_stair_count=None, decay_step_size=0,
+        cycle_momentum=True, cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0, last_epoch=-1,
+    ):  # fmt: skip
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0:
+            raise ConfigError(
+                f"The halves of a cycle are {cycle_first_step_size!r} and {second!r} steps: give numbers."
+            )
+        self.rates, self.momenta = (cycle_min_lr, cycle_max_lr), (cycle_min_mom, cycle_max_mom)
+        self.decays = decay_lr_rate, decay_mom_rate, decay_step_size
+        self.first, self.second = cycle_first_step_size, second
+        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.stairs = cycle_first_stair_count, stairs
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        (low, high), (rate_decay, momentum_decay, every) = self.rates, self.decays
+        (least, most), step = self.momenta, self.last_epoch
+        if step <= self.first + self.second:
+            height = self._height(step)
+            rate, momentum = low + (high - low) * height, most - (most - least) * height
+            momentum = momentum if step else least
+        else:
+            behind = (step - self.first - self.second) / every if every else 0.0
+            rate, momentum = low / (1 + rate_decay * behind), most * (1 + momentum_decay * behind)
+        for group in self.optimizer.param_groups if self.cycle_momentum else ():
+            group["betas"] = momentum, 0.99
+        return [rate] * len(self.optimizer.param_groups)
+
+    def _height(self, step: int) -> float:
+        """How far up, from 0 to 1."""
+        step %= self.first + self.second
+        rising = step <= self.first
+        fraction = step / self.first if rising else (self.first + self.second - step) / self.second
+        stairs = self.stairs[0 if rising else 1]
+        return math.floor(fraction * stairs) / stairs if stairs else fraction
+
+
+class LRRangeTest(LRScheduler):
+    """Rates that grow by ``lr_range_test_step_rate`` of the first in ``lr_range_test_step_size`` steps, in a line or in
+    stairs: to see where training diverges. Counterpart: ``deepspeed.runtime.lr_schedules.LRRangeTest``."""
+
+    def __init__(
+        self, optimizer, lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000, lr_range_test_step_rate=1.0,
+        lr_range_test_staircase=False, last_epoch=-1,
+    ):  # fmt: skip
+        if lr_range_test_step_size <= 0:
+            raise ConfigError(f"lr_range_test_step_size is {lr_range_test_step_size!r}: give 1 or more.")
+        self.lowest, self.rate = lr_range_test_min_lr, lr_range_test_step_rate
+        self.every, self.staircase = lr_range_test_step_size, lr_range_test_staircase
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self):
+        stairs = self.last_epoch // self.every if self.staircase else self.last_epoch / self.every
+        return [self.lowest * (1 + self.rate * stairs)] * len(self.optimizer.param_groups)
+
+
+SCHEDULERS = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}

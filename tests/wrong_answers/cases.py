@@ -22,6 +22,7 @@ from tests.wrong_answers import (
     sizes_wrong,
     start_wrong,
     tensor_wrong,
+    two_models_wrong,
     zero2_wrong,
     zero3_wrong,
     zero_wrong,
@@ -79,6 +80,9 @@ def _cases():
         yield Case("hangs", name, explained, mistake)
     for name, (fit, mistake) in zero3_wrong.FITS.items():
         yield Case("fit-it", name, fit, mistake)
+    for exercise, answers in two_models_wrong.NAMED.items():
+        for name, (answer, mistake) in answers.items():
+            yield Case(exercise, name, answer, mistake)
 
 
 CASES = {case.key: case for case in _cases()}

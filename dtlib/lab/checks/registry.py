@@ -34,6 +34,9 @@ HOMES = {
     "row-mend": "dtlib.lab.lessons.l08.judge_layers",
     "mlp-build": "dtlib.lab.lessons.l08.judge_layers",
     "step-build": "dtlib.lab.lessons.l08.judge_replicator",
+    "fits-200-mb": "dtlib.lab.lessons.l10.judge_runs",
+    "slower-mend": "dtlib.lab.lessons.l10.judge_runs",
+    "wrap-a-model": "dtlib.lab.lessons.l10.judge_runs",
 }
 
 

@@ -18,6 +18,8 @@ PROGRESS_SECONDS = 5.0  # until a line says what each rank is doing
 MOST_LINES = 20  # of a rank
 MOST_LINES_OF_ALL = 120  # where there are many ranks
 LONGEST_LINE = 200
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 40
 
 
 class LiveView:
@@ -97,6 +99,8 @@ def _progress(ranks, running, reports) -> str:
         if report.get("progress"):
             done, total, unit = report["progress"]
             said.append(f"{done:,} of {total:,} {unit} ({done / total:.0%})")
+        if report.get("curve"):
+            said.append(f"loss {sparkline(report['curve'])}")
     return "; ".join(said)
 
 
@@ -118,6 +122,17 @@ def _doing(report: dict) -> str:
         return f"busy{line}"
     operation, missing = report["waits"]
     return f"waits for {ranks_in_words(missing) if missing else 'messages'} ({operation}){line}"
+
+
+def sparkline(curve: list[float]) -> str:
+    """The first value, a curve in at most ``CURVE_WIDTH`` letters, the last value."""
+    if not curve:
+        return ""
+    every = -(-len(curve) // CURVE_WIDTH)
+    columns = [sum(curve[at : at + every]) / len(curve[at : at + every]) for at in range(0, len(curve), every)]
+    low, high = min(columns), max(columns)
+    height = (len(BLOCKS) - 1) / (high - low or 1)
+    return f"{curve[0]:.3g} {''.join(BLOCKS[round((value - low) * height)] for value in columns)} {curve[-1]:.3g}"
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -60,6 +60,7 @@ class PipelineModule(nn.Module):
             ``world.mesh(data=-1, pipe=num_stages)``, and ``data_comm`` joins those with the same stages.
         base_seed: layer i is built with the seed ``base_seed + i``, on whatever rank.
         sample: an input of the first layer, for ``"time"``.
+        activation_checkpoint_interval: above 0, ``dtlib.initialize`` has stages keep inputs only, as its config can.
 
     Counterpart: ``deepspeed.pipe.PipelineModule``.
 
@@ -69,7 +70,7 @@ class PipelineModule(nn.Module):
 
     def __init__(
         self, layers, num_stages: int, loss_fn=None, partition_method="parameters", comm=None, base_seed: int = 1234,
-        sample=None, stages_per_rank: int = 1,
+        sample=None, stages_per_rank: int = 1, activation_checkpoint_interval: int = 0,
     ):  # fmt: skip
         super().__init__()
         comm = None if comm is None else as_communicator(comm)
@@ -93,6 +94,7 @@ class PipelineModule(nn.Module):
             self.comm = self.everyone = comm
             self.data_comm = None
         self.loss_fn, self.num_stages, self.base_seed = loss_fn, num_stages, base_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
         specs = list(layers)
         self.cuts = self._cuts(specs, partition_method, sample)
         self._refuse_shared(specs, needed)

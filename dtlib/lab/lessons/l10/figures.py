@@ -1,0 +1,57 @@
+"""The figures of lesson 10, each with its text."""
+
+from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab.drawing import shown, subplots
+from dtlib.lab.tables import Table
+
+STYLES = ("-", "--", ":", "-.")
+
+
+@shown
+def curves(results: dict, title: str = ""):
+    """The loss of each step, a line a run. ``results`` maps a name to what ``train`` returned."""
+    figure, axes = subplots(height=4)
+    for number, (name, result) in enumerate(results.items()):
+        losses = result["losses"]
+        style = {"color": RANK_COLOURS[number], "linestyle": STYLES[number % len(STYLES)], "lw": max(1.5, 4 - number)}
+        axes.plot(range(1, len(losses) + 1), losses, label=name, **style)
+    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.legend(frameon=False)
+    rows = [
+        (name, result["steps"], *(f"{result['losses'][at]:.4f}" for at in (0, len(result["losses"]) // 2, -1)))
+        for name, result in results.items()
+    ]
+    alt = f"{title + ': ' if title else ''}the loss of each step, a line each for {', '.join(results)}."
+    return figure, alt, Table(rows, ("run", "steps", "loss at first", "in the middle", "at last"), title)
+
+
+@shown
+def runs(results: dict):
+    """Three panels side by side: loss at the end, milliseconds a step, megabytes of model states of each rank."""
+    names = list(results)
+    times = {name: 1e3 * result["seconds"] / len(result["losses"]) for name, result in results.items()}
+    figure, panels = subplots(1, 3, height=4)
+    loss, time, memory = panels.flat
+    loss.bar(names, [result["loss"] for result in results.values()], color=RANK_COLOURS[0])
+    time.bar(names, list(times.values()), color=RANK_COLOURS[2])
+    for at, result in enumerate(results.values()):
+        held = result["bytes_per_rank"]
+        width = 0.8 / len(held)
+        for rank, count in enumerate(held):
+            place = at + (rank - (len(held) - 1) / 2) * width
+            label = None if at else f"rank {rank}"
+            style = {"color": rank_colour(rank), "hatch": ("", "//")[rank % 2]}
+            memory.bar(place, count / 1e6, 0.9 * width, label=label, **style)
+    memory.set_xticks(range(len(names)), names)
+    memory.legend(frameon=False)
+    for axes, what in ((loss, "loss at the end"), (time, "ms a step"), (memory, "MB a rank")):
+        axes.set_title(what)
+        axes.tick_params("x", rotation=90)
+    ranks = len(next(iter(results.values()))["bytes_per_rank"])
+    rows = [
+        (name, f"{result['loss']:.6f}", f"{times[name]:.1f}", *result["bytes_per_rank"])
+        for name, result in results.items()
+    ]
+    headers = ("run", "loss", "ms a step", *(f"bytes of rank {rank}" for rank in range(ranks)))
+    alt = f"Bars for {', '.join(names)}: the loss at the end, time a step, and bytes of model states on each rank."
+    return figure, alt, Table(rows, headers)

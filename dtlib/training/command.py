@@ -1,0 +1,101 @@
+"""``dtlib train``: the ranks that it starts, or those that it was started on; one sentence where that cannot be."""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.world.launch import run_ranks
+
+SAYS = "DTLIB_SAYS"  # where rank 0 leaves the sentence that all ranks agree on, for whoever started them
+SECONDS = 5  # that ranks wait for one another with an error
+
+
+def train(options, ranks: int) -> int:
+    """Start as many ranks on the same arguments; returns the exit status."""
+    names = ("config", "runtime", "backend", "stage", "steps", "save", "log", "json")
+    given = {name: getattr(options, name) for name in names}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    command = ["-m", "dtlib", "train", options.workload, *flags, *["--resume"] * options.resume]
+    with tempfile.TemporaryDirectory(prefix="dtlib-train-") as folder:
+        sentence = Path(folder) / "sentence"
+        status = run_ranks(command, ranks, env={SAYS: str(sentence)})
+        if sentence.exists():
+            raise DtlibError(sentence.read_text(encoding="utf-8"))
+    if status not in (0, 2):
+        raise DtlibError(f"The ranks ended with status {status} and the words above: `dtlib doctor` looks for a cause.")
+    return status
+
+
+def train_on_this_rank(options) -> int:
+    from dtlib.training.run import train as train_here
+    from dtlib.world import init
+
+    comm = init().comm
+    ending = comm.split(0)
+    ending.time_limit = SECONDS
+    try:
+        if options.json:
+            _check_can_be_written(options.json, comm)
+        if options.backend and options.runtime != "torch":
+            raise DtlibError(f"--backend={options.backend} is of torch.distributed: use it with --runtime=torch.")
+        if options.backend == "dtlib":
+            import torch
+
+            import dtlib.backend  # noqa: F401, which makes it known
+
+            torch.distributed.init_process_group("dtlib")
+        result = train_here(
+            options.workload, options.config, options.runtime, save=options.save, resume=options.resume,
+            log=options.log, stage=options.stage, steps=options.steps,
+        )  # fmt: skip
+    except DtlibError as problem:
+        return _all_say(problem, ending)
+    if comm.rank == 0:
+        if options.json:
+            Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(_table(result))
+    return 0
+
+
+def _check_can_be_written(path, comm) -> None:
+    from dtlib.checkpoint.folder import together
+
+    def check():
+        if comm.rank == 0 and not Path(path).absolute().parent.is_dir():
+            raise DtlibError(f"{path} cannot be written, as its folder is not there: make it first.")
+
+    together(comm, check)
+
+
+def _all_say(problem: DtlibError, ending) -> int:
+    """Of an error that all ranks have one sentence is enough; one that a rank has alone ends the others too."""
+    try:
+        ending.barrier()
+    except DtlibError:
+        print(f"dtlib train: rank {ending.rank}: {problem}", file=sys.stderr, flush=True)
+        os._exit(2)  # mpiexec ends the others, which wait
+    where = os.environ.get(SAYS)
+    if ending.rank == 0 and where:
+        Path(where).write_text(str(problem), encoding="utf-8")
+    elif ending.rank == 0:
+        print(f"dtlib train: {problem}", file=sys.stderr)
+    return 0 if where else 2
+
+
+def _table(result: dict) -> str:
+    from tabulate import tabulate
+
+    stages = f", {result['stages']} stages of a pipeline" if result["stages"] > 1 else ""
+    of = f"{result['workload']}, {result['runtime']}, {result['ranks']} ranks, ZeRO stage {result['stage']}{stages}"
+    rows = [("run", of), ("steps", result["steps"]), ("time", f"{result['seconds']:.3g} s")]
+    if result["losses"]:
+        rows += [("loss", f"{result['losses'][0]:.4f} at first, {result['loss']:.4f} at last")]
+        rows += [("samples per second", f"{result['samples_per_second']:,.0f}")]
+        rows += [("model states a rank", ", ".join(f"{held / 1e6:.3g} MB" for held in result["bytes_per_rank"]))]
+    for name in ("accuracy", "rouge_l", "lead_rouge_l"):
+        if name in result:
+            rows.append((name.replace("_", " "), f"{result[name]:.4f}"))
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)

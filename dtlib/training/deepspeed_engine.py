@@ -1,0 +1,166 @@
+"""Our engine's methods on DeepSpeed's: the same loop, the same data, the same measurements."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_map
+
+from dtlib.checkpoint import pointed_to
+from dtlib.errors import DtlibError
+from dtlib.production import deepspeed as production
+from dtlib.training.checkpoints import LATEST
+from dtlib.training.data import RankLoader
+from dtlib.training.engine import Engine
+from dtlib.world import init
+
+
+class DeepSpeedEngine(Engine):
+    """``theirs`` is a ``DeepSpeedEngine`` or, with ``stages``, a ``PipelineEngine``; the class is ours."""
+
+    def __init__(self, theirs, scheduler, config, comm, loader, stages: int):
+        # comm: the ranks that have the same stage
+        self.theirs, self.module, self.optimizer, self.lr_scheduler = theirs, theirs.module, theirs.optimizer, scheduler
+        self.config, self.comm, self.stages = config, comm, stages
+        self.micro_steps = 0
+        self.before_step_hooks = []
+        self._loader, self._batches = loader, loader.forever() if loader is not None else None
+
+    @property
+    def global_steps(self) -> int:
+        return self.theirs.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.theirs.skipped_steps
+
+    def __call__(self, *args, **kwargs):
+        if self.stages > 1:
+            raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
+        return self.theirs(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss):
+        self.theirs.backward(loss)
+        return loss
+
+    def step(self) -> None:
+        self.micro_steps += 1
+        if self.theirs.is_gradient_accumulation_boundary():
+            for hook in self.before_step_hooks:
+                hook()
+        self.theirs.step()
+
+    def train_batch(self, data_iter=None, loss_fn=None):
+        if self.stages == 1:
+            return super().train_batch(data_iter, loss_fn)
+        if loss_fn is not None:
+            raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
+        for hook in self.before_step_hooks:
+            hook()
+        return self.theirs.train_batch(data_iter if data_iter is not None else self._batches)
+
+    def zero_grad(self) -> None:
+        self.theirs.zero_grad()
+
+    def train(self, mode: bool = True):
+        self.theirs.train(mode)
+        return self
+
+    def get_lr(self) -> list[float]:
+        return self.theirs.get_lr()
+
+    def get_global_grad_norm(self):
+        return self.theirs.get_global_grad_norm()
+
+    def loss_scale(self) -> float:
+        return self.theirs.loss_scale
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.theirs.is_gradient_accumulation_boundary()
+
+    def check_portable(self) -> None:
+        """Its checkpoints are for as many ranks as have saved them."""
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
+        """DeepSpeed's own, with the position in the data beside it."""
+        loader = self._loader.state_dict() if self._loader is not None else None
+        state = {"client_state": client_state or {}, "loader": loader, "ranks": self.world_size}
+        self.theirs.save_checkpoint(str(save_dir), tag=tag, client_state=state, save_latest=save_latest)
+
+    def load_checkpoint(self, load_dir, tag=None, load_lr_scheduler_states: bool = True):
+        if tag is None and pointed_to(Path(load_dir) / LATEST, self.comm) is None:
+            return None, None
+        folder, state = self.theirs.load_checkpoint(
+            str(load_dir), tag=tag, load_lr_scheduler_states=load_lr_scheduler_states
+        )
+        if state["ranks"] != self.world_size:
+            raise DtlibError(f"{folder} was saved on {state['ranks']} ranks, and DeepSpeed loads it on as many only.")
+        if self._loader is not None and state["loader"]:
+            self._loader.load_state_dict(state["loader"])
+            self._batches = self._loader.forever()
+        return folder, state["client_state"]
+
+    def held(self) -> dict[str, list]:
+        """What its ZeRO optimizers keep in memory of their own."""
+        theirs = self.optimizer
+        gradients = [*getattr(theirs, "averaged_gradients", {}).values()]
+        masters = [*getattr(theirs, "single_partition_of_fp32_groups", [])]
+        masters += [*getattr(theirs, "fp32_partitioned_groups_flat", [])]
+        shards = [p.ds_tensor for p in self.module.parameters() if hasattr(p, "ds_tensor")]
+        found = {"gradients": _tensors(gradients), "masters": _tensors(masters), "parameters": shards}
+        found["gradients"] += _tensors(
+            getattr(theirs, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})
+        )
+        return found
+
+    def _whole(self, mine, like):
+        return production.whole(mine)
+
+    def gather(self, model) -> None:
+        if self.stages == 1:
+            return super().gather(model)
+        # Layers are called by their number alone, and each is on the ranks of one stage.
+        everyone, tied = init().comm, {"remove_duplicate": False}
+        tensors = [*self.module.named_parameters(**tied), *self.module.named_buffers(**tied)]
+        own = {f"layers.{name}": tensor.detach() for name, tensor in tensors}
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                owners = everyone.all_gather_object(name in own)
+                value = own.get(name, tensor).clone()
+                tensor.copy_(everyone.broadcast(value, root=owners.index(True)))
+
+
+def data_ranks(model, comm):
+    """The ranks among which batches are dealt out: all, or those with the same stage of DeepSpeed's pipeline."""
+    if comm is not init().comm:
+        raise DtlibError("DeepSpeed trains on all ranks of the world: leave comm out, or use runtime='dtlib'.")
+    if not production.is_pipeline(model):
+        return comm
+    return comm.split(model.stage_id)
+
+
+def deepspeed_engine(model, settings, config, groups, make_optimizer, scheduler, data, collate_fn, comm):
+    """What ``initialize`` returns, with DeepSpeed inside; arguments as read there."""
+    stages = getattr(model, "num_stages", 1) if production.is_pipeline(model) else 1
+    if settings.pipeline.stages not in (None, stages):
+        raise DtlibError(f"pipeline.stages is {settings.pipeline.stages}, and the module has {stages}: give the same.")
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        raise DtlibError("DeepSpeed does not average float64: train in float32 (run.float64 of a config is false).")
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in groups]
+    trained = [parameter for name, parameter in model.named_parameters() if name in names]
+    make = partial(make_optimizer, [groups[name] for name in names])
+    theirs, made = production.engine(model, config, make, trained, scheduler)
+    loader = None
+    if data is not None:
+        micro = settings.train_micro_batch_size_per_gpu
+        loader = RankLoader(data, micro, comm.rank, comm.size, settings.seed, collate_fn)
+    engine = DeepSpeedEngine(theirs, made, settings, comm, loader, stages)
+    return engine, engine.optimizer, loader, made
+
+
+def _tensors(things) -> list[torch.Tensor]:
+    found = []
+    tree_map(lambda thing: found.append(thing) if isinstance(thing, torch.Tensor) else None, things)
+    return found

@@ -1,0 +1,232 @@
+"""``dtlib train``: a workload, a config and a runtime; the loop is the same for each of them.
+
+    config {"workload": ..., "run": ..., DeepSpeed's keys}
+      |
+    workload -> initialize -> train_batch, train_batch, ... -> evaluate -> result
+                   ^              |          |
+                   |              v          v
+                 resume         log      checkpoint
+
+The section ``workload`` is for the workload's own module; ``run`` says how long, and on what; the rest is what
+``dtlib.initialize`` reads.
+"""
+
+import copy
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from dtlib.checkpoint import pointed_to
+from dtlib.checkpoint.folder import together
+from dtlib.errors import DtlibError
+from dtlib.measure.memory import memory
+from dtlib.measure.progress import RankProgress
+from dtlib.training import config as configuration
+from dtlib.training.checkpoints import LATEST
+from dtlib.training.config import ConfigError
+from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
+from dtlib.world import init
+from dtlib.world.machine import gpu_names
+
+WORKLOADS = ("vision", "summarization")
+CONFIGS = Path(__file__).parents[1] / "course" / "notebooks" / "configs"
+STATES = ("parameters", "gradients", "master_weights", "optimizer_states", "padding")
+
+
+@dataclass
+class Run:
+    """The config's section ``run``.
+
+    ``steps``, or ``epochs``: how long to train, together with what a checkpoint has already. ``save_every`` so many
+    steps, beside the end. ``gpus``: how many the run needs, one a rank; 0 takes what there is. ``float64``: compute in
+    it. ``seed``: that of dropout, which is another on each rank.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    save_every: int | None = None
+    gpus: int = 0
+    float64: bool = False
+    seed: int = 0
+
+
+def train(
+    workload, config=None, runtime: str = "dtlib", comm=None, save=None, resume: bool = False, log=None,
+    stage: int | None = None, steps: int | None = None,
+) -> dict:  # fmt: skip
+    """Train a workload as its config says; all ranks call it, and get the same result.
+
+    Args:
+        workload: ``vision`` or ``summarization``, or a function that makes a ``Workload`` of the config's section.
+        config: a dictionary, or the path of a JSON file; by default the lessons' own of that name.
+        runtime: ``dtlib``, ``torch`` or ``deepspeed``.
+        save: a folder for checkpoints.
+        resume: go on from the last checkpoint in ``save``, also on another number of ranks; from the beginning where
+            there is none yet.
+        log: a file to which each step adds a line of JSON.
+        stage, steps: in place of the config's.
+
+    Returns:
+        ``workload, runtime, stage, stages`` (of a pipeline)``, ranks, seconds, steps, loss``, what the workload
+        measures (``accuracy``, or ``rouge_l`` and ``lead_rouge_l``), ``samples_per_second``, ``bytes_per_rank``
+        (parameters, gradients and the optimizer's states), and ``losses``, of each step. Seconds, samples and losses
+        are those of this call.
+
+    Raises:
+        DtlibError: on all ranks, for what cannot be.
+    """
+    world = init()
+    comm = comm if comm is not None else world.comm
+    if runtime not in RUNTIMES:
+        raise DtlibError(f"runtime is {runtime!r}: choose one of {', '.join(RUNTIMES)}.")
+    if resume and save is None:
+        raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
+    work, run, settings = together(comm, lambda: _read(workload, config, comm, stage, steps))
+    return _Training(work, run, settings, runtime, comm, world, save, resume, log).result()
+
+
+class _Training:
+    """A run: made, trained, measured."""
+
+    def __init__(self, work, run, settings, runtime, comm, world, save, resume, log):
+        self.work, self.run, self.runtime, self.comm, self.save = work, run, runtime, comm, save
+        first = comm.rank == 0 and log
+        self.log = together(comm, lambda: _appended(log) if first else nullcontext())
+        self.stages = settings.get("pipeline", {}).get("stages") or 1
+        self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
+        model = work.model
+        if self.stages > 1:
+            ranks = None if comm is world.comm else comm
+            model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, ranks)
+        # The test needs a model that is whole on every rank; until then it takes no memory.
+        self.whole = copy.deepcopy(work.model).to("meta")
+        self.buffers = {name: buffer.clone() for name, buffer in work.model.named_buffers()}
+        self.engine, _, self.loader, _ = initialize(
+            model=model.to(self.device, self.dtype), config=settings, runtime=runtime, comm=comm,
+            training_data=work.train, collate_fn=work.collate,
+        )  # fmt: skip
+        self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)  # bf16, fp16
+        self.batch = self.engine.train_batch_size()
+        if save is not None:
+            self.engine.check_portable()
+        torch.manual_seed(1000 * run.seed + comm.rank)
+        if resume and pointed_to(Path(save) / LATEST, comm) is not None:
+            self.engine.load_checkpoint(save)
+        self.first = self.engine.global_steps
+        self.last = run.steps or (run.epochs or 1) * max(1, len(work.train) // self.batch)
+
+    def result(self) -> dict:
+        losses, seconds, held = self._train()
+        measured = self.work.evaluate(self._gathered(), self.comm)
+        return {
+            "workload": self.work.name, "runtime": self.runtime, "stage": self.engine.config.zero_optimization.stage,
+            "stages": self.stages, "ranks": self.comm.size, "seconds": seconds, "steps": self.engine.global_steps,
+            "loss": losses[-1] if losses else None, **measured,
+            "samples_per_second": len(losses) * self.batch / max(seconds, 1e-9), "bytes_per_rank": held,
+            "losses": losses,
+        }  # fmt: skip
+
+    def _train(self) -> tuple[list[float], float, list[int] | None]:
+        batches, losses, held = self._batches(), [], None
+        steps = range(self.first, self.last)
+        with self.log as file, RankProgress(self.comm, len(steps) * self.batch, "samples", in_step=True) as progress:
+            began = time.perf_counter()
+            for step in steps:
+                if step == steps[min(1, len(steps) - 1)]:  # the second has all states
+                    counter = memory(self.engine)
+                    self.engine.before_step_hooks.append(counter.sample)
+                    losses.append(self._step(batches))
+                    self.engine.before_step_hooks.remove(counter.sample)
+                    counter.sample()
+                    held = self.comm.all_gather_object(sum(counter.sampled[name] for name in STATES))
+                else:
+                    losses.append(self._step(batches))
+                seconds = time.perf_counter() - began
+                progress(self.batch, curve=losses, held=held)
+                if file is not None:
+                    rate = len(losses) * self.batch / seconds
+                    row = {"step": step + 1, "loss": losses[-1], "seconds": seconds, "samples_per_second": rate}
+                    print(json.dumps({**row, "bytes_per_rank": held}), file=file, flush=True)
+                every = self.run.save_every or self.last
+                if self.save is not None and ((step + 1) % every == 0 or step == steps[-1]):
+                    self.engine.save_checkpoint(self.save)
+            return losses, time.perf_counter() - began, held
+
+    def _step(self, batches) -> float:
+        return float(self.engine.train_batch(batches, **({} if self.stages > 1 else {"loss_fn": self.work.loss_fn})))
+
+    def _batches(self):
+        """Micro-batches without end, where and as the model takes them."""
+
+        def ready(tensor):
+            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+        batches = self.loader.forever()
+        while True:
+            several = [next(batches) for _ in range(self.engine.gradient_accumulation_steps())]
+            for batch in alike(several) if self.stages > 1 else several:
+                yield tree_map(ready, tuple(batch))
+
+    def _gathered(self):
+        """The trained model, whole on every rank, in float32."""
+        model = self.whole.to_empty(device=self.device).to(self.dtype)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():  # those that no state_dict has
+                buffer.copy_(self.buffers[name])
+        self.engine.gather(model)
+        return model.float()
+
+
+def _appended(log):
+    return open(log, "a", encoding="utf-8")
+
+
+def alike(batches: list) -> list:
+    """Batches whose tensors differ in length, padded with zeros to the longest, as those of a pipeline's step are one
+    tensor."""
+
+    def padded(*same):
+        longest = torch.tensor([tensor.shape for tensor in same]).amax(0).tolist()
+        # pad() wants, from the last dimension on, how much before and behind; samples stay as many as they are.
+        short = [[most - n for most, n in zip(longest[:0:-1], t.shape[:0:-1], strict=True)] for t in same]
+        rooms = [[room for behind in each for room in (0, behind)] for each in short]
+        return [torch.nn.functional.pad(t, room) if any(room) else t for t, room in zip(same, rooms, strict=True)]
+
+    leaves = [tree_flatten(tuple(batch)) for batch in batches]
+    columns = [padded(*same) for same in zip(*(flat for flat, _ in leaves), strict=True)]
+    return [tree_unflatten(row, shape) for row, (_, shape) in zip(zip(*columns, strict=True), leaves, strict=True)]
+
+
+def _read(workload, config, comm, stage, steps):
+    """The workload, and the checked sections of the config."""
+    config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
+    run = configuration.section(Run, config.pop("run", {}), "run.", [])
+    if stage is not None:
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    run.steps = steps or run.steps
+    if steps is None and run.steps and run.epochs:
+        raise ConfigError("run.steps and run.epochs are both given: leave one of them out.")
+    gpus = len(gpu_names())
+    if run.gpus and (run.gpus > gpus or run.gpus != comm.size):
+        raise ConfigError(
+            f"run.gpus is {run.gpus}, and there are {gpus} GPUs here and {comm.size} ranks: give as many as both, or "
+            "leave it out, to train on what there is."
+        )
+    own = config.pop("workload", {})
+    if isinstance(workload, str):
+        if workload not in WORKLOADS:
+            raise DtlibError(f"There is no workload {workload!r}: choose one of {', '.join(WORKLOADS)}.")
+        workload = import_module(f"dtlib.workloads.{workload}").workload
+    if not isinstance(own, dict):
+        raise ConfigError(f"workload is {own!r:.60}: give a dictionary.")
+    stages = (config.get("pipeline") or {}).get("stages") or 1
+    if not isinstance(stages, int) or comm.size % stages:
+        raise ConfigError(f"pipeline.stages is {stages}, and there are {comm.size} ranks: give a number that divides.")
+    configuration.read(config, comm.size // stages, rank=1)  # initialize() warns
+    return workload(own), run, config

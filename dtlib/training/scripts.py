@@ -1,0 +1,45 @@
+"""What scripts written for DeepSpeed call before ``initialize``: ``import dtlib as deepspeed`` is all that changes."""
+
+import os
+
+from dtlib.errors import DtlibError
+from dtlib.world import init
+
+
+def add_config_arguments(parser):
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a script's ``argparse`` parser; returns the parser.
+
+    Counterpart: ``deepspeed.add_config_arguments``.
+    """
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script; nothing here reads it")
+    group.add_argument("--deepspeed_config", default=None, help="the path of a config in JSON")
+    return parser
+
+
+def init_distributed(
+    dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None, init_method=None,
+    dist_init_required=None, config=None, rank=-1, world_size=-1,
+) -> None:  # fmt: skip
+    """Join the world, and make torch's default group of its ranks, unless there is one: on the backend ``dtlib``.
+
+    Sets ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, where scripts look for them. How ranks meet needs no arguments:
+    those of DeepSpeed are taken, whatever they say.
+
+    Raises:
+        DtlibError: for a ``rank`` or ``world_size`` that is not the world's.
+
+    Counterpart: ``deepspeed.init_distributed``.
+    """
+    from torch import distributed
+
+    import dtlib.backend  # noqa: F401, which makes it known
+
+    world = init()
+    for name, given, there in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
+        if given not in (-1, there):
+            raise DtlibError(f"init_distributed({name}={given}): here it is {there}, so leave it out.")
+    if not distributed.is_initialized():
+        distributed.init_process_group("dtlib")
+    # Afterwards: torch would take them for a launcher's, who says where ranks meet, too.
+    os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.local_rank), WORLD_SIZE=str(world.size))

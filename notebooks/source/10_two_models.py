@@ -1,0 +1,348 @@
+# %% [markdown] tags=["two-hours", "half-day"]
+# # 10 Two real models
+#
+# An hour and a half; a quarter of an hour in the two-hour workshop. Two models, one that reads digits and one that sums
+# up texts, are trained by one config each: on our engines, on torch's and, where it is installed, on DeepSpeed.
+#
+# **Questions.** What does a config decide, and what not? Do the frameworks learn the same? Do they perform alike? Which
+# one is for whom?
+#
+# **Afterwards you can** train a model by a config, on any number of ranks and under any of three runtimes; read its loss,
+# time and memory; go on from a checkpoint; tell a mistake in a listing before you run it.
+#
+# **You need** [04 Data parallelism](04_data_parallel.ipynb) and the table of stages in [06 ZeRO](06_zero.ipynb).
+
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
+
+# %% tags=["two-hours", "half-day"]
+import json
+
+from dtlib.lab.lessons.l10 import figures
+from dtlib.training.run import CONFIGS
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+
+import dtlib as deepspeed
+import dtlib
+import torch
+from dtlib.training.run import CONFIGS, train
+from torch import nn
+
+world = dtlib.init()
+comm = world.comm
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## One config
+#
+# This is all that is said about a run: which model and data (`workload`), how long (`run`), and what DeepSpeed's config
+# says. The file lies in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same
+# as the cells below.
+
+# %% tags=["two-hours", "half-day"]
+vision = json.loads((CONFIGS / "vision.json").read_text())
+print(json.dumps(vision, indent=1))
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# The net is that of the tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
+#
+# **Predict.** Which fraction of 357 digits that it has never seen does it get right, after thirty passes?
+
+# %% tags=["two-hours", "half-day", "stub"]
+lab.predict("accuracy-on-digits", None)
+
+# %% tags=["two-hours", "half-day", "solution"]
+lab.predict("accuracy-on-digits", 0.97)
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# While the ranks train, the line below the cell shows how far they are, and the loss as it falls.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+result = train("vision")
+assert result["accuracy"] > 0.95
+if world.rank == 0:
+    print(f"{result['steps']} steps on {result['ranks']} ranks, accuracy {result['accuracy']:.3f}")
+
+# %% tags=["half-day"]
+figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits")
+
+# %% [markdown] tags=["half-day"]
+# ## Change the stage
+#
+# One number in the config. `train` counts what a rank holds of parameters, gradients and the optimizer's states, in the
+# second step, when all of them are there.
+#
+# **Predict.** On these two ranks, what fraction of the bytes of stage 0 does a rank hold at stage 3?
+
+# %% tags=["half-day", "stub"]
+lab.predict("bytes-at-stage-3", None)
+
+# %% tags=["half-day", "solution"]
+lab.predict("bytes-at-stage-3", 0.5)
+
+# %% tags=["half-day"]
+# %%px
+of_stage = {stage: train("vision", stage=stage, steps=40) for stage in range(4)}
+for one in of_stage.values():
+    apart = max(abs(a - b) for a, b in zip(one["losses"], of_stage[0]["losses"], strict=True))
+    assert apart < 1e-4
+
+# %% tags=["half-day", "nbval-ignore-output"]
+of_stage = lab.values("of_stage")[0]
+figures.runs({f"stage {stage}": one for stage, one in of_stage.items()})
+
+# %% [markdown] tags=["half-day"]
+# The loss does not move, the bars do. And the time? On two cores the messages of stage 3 are what one sees of it.
+#
+# ## Change the runtime
+#
+# `runtime="torch"` gives the same config to torch's own classes: `DistributedDataParallel`, `ZeroRedundancyOptimizer`,
+# FSDP2, its pipelines. `runtime="deepspeed"` gives it to DeepSpeed, which has to be installed for that; the cell takes
+# it where it is.
+#
+# **Predict.** Is it one curve or are there several?
+
+# %% tags=["half-day", "stub"]
+lab.predict("curves-of-runtimes", None)
+
+# %% tags=["half-day", "solution"]
+lab.predict("curves-of-runtimes", "one curve")
+
+# %% tags=["half-day"]
+# %%px
+from importlib.util import find_spec
+
+runtimes = ["dtlib", "torch"] + ["deepspeed"] * (find_spec("deepspeed") is not None)
+of_runtime = {name: train("vision", runtime=name, steps=40) for name in runtimes}
+
+# %% tags=["half-day", "nbval-ignore-output"]
+of_runtime = lab.values("of_runtime")[0]
+figures.curves(of_runtime, title="one config, several runtimes")
+
+# %% [markdown] tags=["half-day"]
+# They compute the same sums. So what is left to compare is time and memory. "Horovod, DDP and DeepSpeed perform alike",
+# says a tutorial.
+#
+# **Predict.** Are the times of a step here within a tenth of each other? Answer "yes" or "no".
+
+# %% tags=["half-day", "stub"]
+lab.predict("perform-alike", None)
+
+# %% tags=["half-day", "solution"]
+lab.predict("perform-alike", "no")
+
+# %% tags=["half-day"]
+# %%px
+import time
+from statistics import median
+
+import dtlib.horovod as hvd
+from dtlib.training.initialization import initialize
+from torch.nn.functional import cross_entropy
+
+hvd.init()
+chance = torch.Generator().manual_seed(world.rank)
+x, y = torch.randn(32, 784, generator=chance), torch.randint(0, 10, (32,), generator=chance)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+# %% [markdown] tags=["half-day"]
+# Small differences need care: the steps below take turns, forty times, and the median counts.
+
+# %% tags=["half-day"]
+# %%px
+def by_engine(runtime):
+    config = {"train_micro_batch_size_per_gpu": 32, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+    engine, *_ = initialize(model=net(), config=config, runtime=runtime)
+    return lambda: engine.train_batch(iter([(x, y)]))
+
+
+def by_horovod():
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    sgd = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+
+    def step():
+        sgd.zero_grad()
+        cross_entropy(model(x), y).backward()
+        sgd.step()
+
+    return step
+
+# %% tags=["half-day"]
+# %%px
+steps = {"Horovod's API": by_horovod(), **{name: by_engine(name) for name in ("dtlib", "torch")}}
+times = {name: [] for name in steps}
+for _ in range(40):
+    for name, step in steps.items():
+        comm.barrier()
+        began = time.perf_counter()
+        step()
+        times[name].append(time.perf_counter() - began)
+seconds = {name: median(some) for name, some in times.items()}
+
+# %% tags=["half-day", "nbval-ignore-output"]
+seconds = lab.values("seconds")[0]
+lab.table([(name, f"{1e3 * one:.2f}") for name, one in seconds.items()], ("", "ms a step"))
+
+# %% [markdown] tags=["half-day"]
+# An honest box: two cores, a small model, one machine, messages in shared memory. What differs here is what each spends
+# on a *small* message and on bookkeeping. On GPUs, with large models, the three move the same bytes through the same
+# NCCL, and then the sentence is nearly true. `python -m benchmarks training` measures it with intervals.
+#
+# ## News, or nearly
+#
+# The second model sums up. Its data is the documentation of fifty-odd Python libraries: the description of a function is
+# the article, the line above it the reference. The model is a transformer of 2.6 million parameters, with a pointer that
+# copies words of the article. It comes trained, on all libraries but one. We go on with that one, for two minutes at
+# most.
+#
+# ROUGE-L is the longest common subsequence of words with the reference, from 0 to 1. The *lead*, the article's
+# first sentence, is what every model must beat.
+#
+# **Predict.** On held-out functions, who has the higher ROUGE-L: "model" or "lead"?
+
+# %% tags=["half-day", "stub"]
+lab.predict("best-rouge", None)
+
+# %% tags=["half-day", "solution"]
+lab.predict("best-rouge", "model")
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+folder = comm.broadcast_object(mkdtemp() if world.rank == 0 else None)
+tuned = train("summarization", save=folder)
+if world.rank == 0:
+    print(f"ROUGE-L {tuned['rouge_l']:.2f}, lead {tuned['lead_rouge_l']:.2f}")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# Figures are one thing; read three.
+
+# %% tags=["two-hours", "half-day"]
+# %%px
+from dtlib.lab.lessons.l10.reading import three_articles
+
+three = three_articles(folder, comm)
+if world.rank == 0:
+    print(three)
+
+# %% [markdown] tags=["half-day"]
+# **Discuss.** Which would you take, and why? What does ROUGE not see?
+#
+# ## Listings, mended
+#
+# Tutorials of these libraries are full of listings that were never run. With `import dtlib as deepspeed` they run here,
+# once they are right. This one was meant to train by data parallelism:
+#
+#     print(deepspeed.comm.get_rank())                     # 1
+#     net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10), nn.ReLU())     # 2
+#     engine, _, _, _ = deepspeed.initialize(model=net, config={"train_batch_size": 64, ...})
+#     for images, labels in train_loader:                  # 3
+#         outputs = engine(images)                         # 4
+#         engine.backward(outputs)                         # 5
+#         engine.step()
+#
+# 1. Nobody has a rank before the world is there: first `init_distributed()`, or `initialize`.
+# 2. The last layer has ReLU: scores below 0 become 0, and their gradients too.
+# 3. `train_loader` does not exist. `training_data=` makes `initialize` return one.
+# 4. 64 rows on *every* rank are a batch of 128 on two, and the config says 64: `train_batch_size` is that of all ranks.
+# 5. `backward` wants a loss, one number; outputs are 64 x 10.
+
+# %% tags=["half-day"]
+# %%px
+deepspeed.init_distributed()
+labels, noise = torch.arange(1280) % 10, torch.Generator().manual_seed(0)
+images = torch.randn(10, 784, generator=noise)[labels] + torch.randn(1280, 784, generator=noise)
+data = torch.utils.data.TensorDataset(images, labels)
+config = {
+    "train_batch_size": 64,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+    "zero_optimization": {"stage": 2},
+}
+engine, _, train_loader, _ = deepspeed.initialize(model=net(), config=config, training_data=data)
+losses = []
+for batch, classes in train_loader:
+    loss = cross_entropy(engine(batch), classes)
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+assert len(batch) == 64 // world.size and losses[-1] < losses[0]
+if world.rank == 0:
+    print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {engine.zero_optimization_stage()}")
+
+# %% [markdown] tags=["half-day"]
+# Another one cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline has some
+# of the layers only, so there is nothing to call; the schedule runs, and `train_batch` does a whole step.
+
+# %% tags=["half-day"]
+# %%px
+from dtlib.pipe import LayerSpec, PipelineModule
+
+layers = [LayerSpec(nn.Linear, 784, 128), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 128, 10)]
+model = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.CrossEntropyLoss())
+config = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 16,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+}
+engine, *_ = deepspeed.initialize(model=model, config=config, training_data=data)
+losses = [engine.train_batch().item() for _ in range(10)]
+assert losses[-1] < losses[0]
+try:
+    engine(images)
+except dtlib.DtlibError as sentence:
+    if world.rank == 0:
+        print(f"Losses fall over {len(losses)} steps. And called: {sentence}")
+
+# %% [markdown] tags=["half-day"]
+# The same tutorials launch with `--num_nodes 2 --num_gpus 8` and speak of eight GPUs. `num_gpus` is per node: two times
+# eight is sixteen. A config for more GPUs than there are is refused:
+
+# %% tags=["half-day"]
+# %%px
+try:
+    train("vision", {**dict(train_batch_size=64), "run": {"gpus": 16}})
+except dtlib.DtlibError as sentence:
+    assert "16" in str(sentence)
+    if world.rank == 0:
+        print(type(sentence).__name__, "names run.gpus and how many there are.")
+
+# %% [markdown] tags=["two-hours", "half-day"]
+# ## Which one for what?
+#
+# | you have | take |
+# |---|---|
+# | a model that fits on a GPU | torch's DDP: nothing to install, and it is what all others are compared with |
+# | one that does not | FSDP2, or DeepSpeed's stage 3 where a config file and offload suit you better |
+# | layers in a row, slow links | a pipeline: torch's, DeepSpeed's, Megatron-LM's |
+# | an old script with `hvd.` | leave it, on `dtlib.horovod` or Horovod; write new ones on torch |
+# | a class, and two cores | this one |
+#
+# **Discuss.** For your own model: which line, and what would make you change?
+#
+# What is the same by name and argument, what differs and what is refused: the tables of
+# [torch](../../docs/conformance/torch.md), [DeepSpeed](../../docs/conformance/deepspeed.md) and
+# [Horovod](../../docs/conformance/horovod.md).
+#
+# ## Summary
+#
+# - One config, any number of ranks, any runtime: the curve is the same. Time and memory are what one chooses by.
+# - The stage moves memory, not the loss.
+# - A summary is judged beside the lead; then one reads some.
+# - `train_batch_size` is that of all ranks. A loss is one number. A pipeline is not called.
+#
+# Now the [exercises](../exercises/10_two_models_exercises.ipynb).
+#
+# ## References
+#
+# - J. Rasley et al.: DeepSpeed: system optimizations enable training deep learning models with over 100 billion
+#   parameters. KDD, 2020.
+# - A. Sergeev, M. Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799, 2018.
+# - S. Li et al.: PyTorch distributed. VLDB 13(12), 2020.
+# - A. See et al.: Get to the point: summarization with pointer-generator networks. ACL, 2017.
+# - C.-Y. Lin: ROUGE: a package for automatic evaluation of summaries. ACL workshop, 2004.

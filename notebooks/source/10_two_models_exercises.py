@@ -1,0 +1,136 @@
+# %% [markdown] tags=["half-day"]
+# # 10 Two real models: exercises
+#
+# Four exercises: *predict* GPUs (one minute), *choose* a config that fits (ten minutes), *mend* a run that two ranks make no
+# faster (five minutes), *build* a workload of your own (thirty minutes). A check looks at your answer on all ranks.
+#
+# **You need** the lecture [10 Two real models](../lectures/10_two_models.ipynb). Answers:
+# [solutions](../solutions/10_two_models_exercises.ipynb).
+
+# %% tags=["half-day", "nbval-ignore-output"]
+from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
+
+# %% tags=["half-day"]
+# %%px
+import dtlib
+import torch
+from dtlib.workloads import digits
+from dtlib.workloads.workload import Workload
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+world = dtlib.init()
+
+# %% [markdown] tags=["half-day"]
+# ## Predict: how many GPUs?
+#
+# `deepspeed --num_nodes 2 --num_gpus 8 train.py` starts a rank for each GPU. How many ranks train?
+
+# %% tags=["half-day", "stub"]
+lab.predict("gpus-of-the-listing", None)
+
+# %% tags=["half-day", "solution"]
+lab.predict("gpus-of-the-listing", 16)
+
+# %% [markdown] tags=["half-day"]
+# ## Choose: 200 MB a rank
+#
+# A model of 24 million parameters is trained with AdamW on these three ranks, in batches of 96, of which at most 8 samples
+# are in memory at a time. A rank has 200 MB (10^6 bytes) for parameters, gradients and the optimizer. Which config fits, and
+# sends no more than data parallelism does? Nothing is trained here: the check computes.
+
+# %% tags=["half-day", "stub"]
+# %%px
+config = {
+    "train_batch_size": 96,
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+}
+
+# %% tags=["half-day", "solution"]
+# %%px
+config = {
+    "train_batch_size": 96,
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+
+# %% tags=["half-day"]
+lab.check("fits-200-mb")
+
+# %% [markdown] tags=["half-day"]
+# Stage 2 fits in float32, too, but with four micro-batches it sends gradients four times. Stage 3 fits easily, and sends most.
+#
+# ## Mend: two ranks, no faster
+#
+# Each rank trains on `images[places_of(...)]`, and gradients are averaged. The losses are right, and on two ranks it takes as
+# long as on one. Why? Mend `places_of`: the places in the data that *this* rank takes in a step. All ranks together take `batch`
+# of them, from `step * batch` on; `batch` need not divide by `ranks`.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def places_of(step, batch, rank, ranks):
+    first = step * batch
+    return range(first, first + batch)
+
+# %% tags=["half-day", "solution"]
+# %%px
+def places_of(step, batch, rank, ranks):
+    first = step * batch
+    return range(first + rank, first + batch, ranks)
+
+# %% tags=["half-day"]
+lab.check("slower-mend")
+
+# %% [markdown] tags=["half-day"]
+# The mean of equal gradients is that gradient: so nothing looked wrong. A run that gets no faster is the only sign; look at samples a
+# second, not at the loss.
+#
+# ## Build: a model of your own
+#
+# Write `my_workload(config)`, which returns a `Workload` for digits of 8 x 8 points, so that `train(my_workload, ...)` trains it:
+#
+# - `model`: any `nn.Module` from images (n, 64) to scores (n, 10), with the same parameters on all ranks.
+# - `train`, `test`: data sets of pairs of an image and its label; `digits.split()` gives two pairs of tensors.
+# - `loss_fn(outputs, targets)`: a mean over samples, as ranks average what each has computed.
+# - `evaluate(model, comm)`: `{"accuracy": ...}`, the same on all ranks, of all test images. They may share them out.
+# - `name`, `layers=[]` (they are for pipelines), `seed`, `collate=None`.
+
+# %% tags=["half-day", "stub"]
+# %%px
+def my_workload(config):
+    torch.manual_seed(0)
+    model = ...
+
+# %% tags=["half-day", "solution"]
+# %%px
+def my_workload(config):
+    (x, y), (test_x, test_y) = digits.split()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def evaluate(model, comm):
+        mine = slice(comm.rank, None, comm.size)
+        with torch.no_grad():
+            right = (model(test_x[mine]).argmax(1) == test_y[mine]).sum()
+        return {"accuracy": comm.all_reduce(right).item() / len(test_y)}
+
+    pairs = torch.utils.data.TensorDataset
+    return Workload(
+        name="mine", model=model, layers=[], seed=0, train=pairs(x, y), test=pairs(test_x, test_y),
+        collate=None, loss_fn=cross_entropy, evaluate=evaluate,
+    )
+
+# %% tags=["half-day"]
+lab.check("wrap-a-model")
+
+# %% [markdown] tags=["half-day"]
+# It now runs under every runtime and at every stage. A `transformers` model goes the same way: its `forward` gives an object, so wrap
+# it in a module that returns `.logits`.
+#
+# ## If you have time
+#
+# - Train your workload under `runtime="torch"` at stage 3. Is it one curve?
+# - Kill `dtlib train vision --save DIR` in a terminal, and start it again with `--resume` on another number of ranks.

@@ -1,0 +1,76 @@
+"""Programs written for DeepSpeed, Horovod and torch, on our ranks: their import lines are all that changes."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dtlib.world.launch import start_ranks
+from tests.conftest import ROOT
+
+IMPORTS = {
+    r"^import deepspeed$": "import dtlib as deepspeed",
+    r"^from deepspeed\.": "from dtlib.",
+    r"^import horovod\.torch as hvd$": "import dtlib.horovod as hvd",
+    r"^from torch\.nn\.parallel import DistributedDataParallel as DDP$":
+        "from dtlib.parallel.data import DataParallel as DDP",
+    r"^from torch\.distributed\.optim import ZeroRedundancyOptimizer$":
+        "from dtlib.parallel.zero import ZeroOptimizer as ZeroRedundancyOptimizer",
+}  # fmt: skip
+
+
+def losses(program, folder, ranks, *arguments, torchrun=False):
+    """Of the program, with its imports changed, on so many ranks of MPI or of torchrun."""
+    text = (ROOT / "tests" / "programs" / f"{program}.py").read_text()
+    for before, after in IMPORTS.items():
+        text = re.sub(before, after, text, flags=re.MULTILINE)
+    script, out = folder / f"{program}.py", folder / f"losses{ranks}.json"
+    script.write_text(text)
+    command = [str(script), f"--losses={out}", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if torchrun:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        process = subprocess.Popen([*start, *command], **pipes)
+    else:
+        process = start_ranks(command, ranks, **pipes)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    return json.loads(out.read_text())
+
+
+def config(folder, **keys):
+    optimizer = {"type": "Adam", "params": {"lr": 0.002, "eps": 1e-4}}
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}}
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({
+        "train_batch_size": 24, "steps_per_print": 2000, "optimizer": optimizer, "scheduler": scheduler,
+        "wall_clock_breakdown": False, **keys,
+    }))  # fmt: skip
+    return f"--deepspeed_config={path}"
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_program_for_deepspeed(tmp_path, stage):
+    flag = config(tmp_path, zero_optimization={"stage": stage, "contiguous_gradients": True})
+    two = losses("deepspeed_images", tmp_path, 2, "--deepspeed", flag)
+    assert two == pytest.approx(losses("deepspeed_images", tmp_path, 1, "--deepspeed", flag), rel=1e-5)
+    assert two[-1] < two[0]
+
+
+def test_a_pipeline_for_deepspeed(tmp_path):
+    flag = config(tmp_path, train_micro_batch_size_per_gpu=6)
+    two = losses("deepspeed_pipeline", tmp_path, 2, flag)
+    assert two == pytest.approx(losses("deepspeed_pipeline", tmp_path, 1, flag, "--pipeline-parallel-size=1"), rel=1e-5)
+
+
+def test_a_program_for_horovod(tmp_path):
+    two = losses("horovod_digits", tmp_path, 2)
+    assert len(two) == 8 and two[-1] < two[0]
+    assert two == pytest.approx(losses("horovod_digits", tmp_path, 1, "--batch-size=16"), rel=1e-5)
+
+
+def test_a_program_for_torch(tmp_path):
+    two = losses("torch_ddp", tmp_path, 2, torchrun=True)
+    assert two == pytest.approx(losses("torch_ddp", tmp_path, 1, torchrun=True), rel=1e-5)

@@ -1,0 +1,223 @@
+"""``dtlib train``: one config, any runtime, any number of ranks, with the same curve."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+import dtlib
+from dtlib.errors import DtlibError
+from dtlib.training.data import RankLoader
+from dtlib.training.run import CONFIGS, train
+from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, end_processes, with_descendants
+from tests.ranks import on_ranks
+
+EXACT = {
+    "run": {"steps": 5, "float64": True},
+    "train_batch_size": 24,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}},
+    "gradient_clipping": 1.0,
+}
+WORKLOADS = {
+    "vision": {"model": "mlp"},
+    "summarization": {"model": "tiny", "dropout": 0.0, "test_articles": 4, "article_tokens": 24, "summary_tokens": 12},
+}
+
+
+def config_of(workload, **more):
+    return {**EXACT, "workload": WORKLOADS[workload], **more}
+
+
+def made(workload):
+    """A workload, and a function that gives it anew: to read and to cut its texts takes longer than to train."""
+    work = import_module(f"dtlib.workloads.{workload}").workload(WORKLOADS[workload])
+    return work, lambda own: replace(work, model=copy.deepcopy(work.model))
+
+
+def by_hand(work):
+    """The losses of one process with torch alone, on whole batches."""
+    model = copy.deepcopy(work.model).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, eps=1e-4, weight_decay=0.0)
+    loader = RankLoader(work.train, 24, 0, 1, 0, work.collate)
+    losses = []
+    for _, (x, y) in zip(range(5), loader.forever(), strict=False):
+        loss = work.loss_fn(model(_double(x)), _double(y))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _double(batch):
+    if isinstance(batch, tuple):
+        return tuple(map(_double, batch))
+    return batch.double() if batch.is_floating_point() else batch
+
+
+@on_ranks(2, 3, time_limit=150)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world, workload):
+    work, again = made(workload)
+    expected, measured = by_hand(work), set()
+    for runtime in ("dtlib", "torch"):
+        for more in (
+            *({"zero_optimization": {"stage": stage}} for stage in range(4)),
+            *({"pipeline": {"stages": 2, "schedule": kind}} for kind in ("gpipe", "1f1b") if world.size == 2),
+        ):
+            if "pipeline" in more and (runtime, workload) == ("torch", "summarization"):
+                with pytest.raises(DtlibError, match="several inputs with whole numbers among them"):
+                    train(again, config_of(workload, **more), runtime)
+                continue
+            result = train(again, config_of(workload, **more), runtime)
+            assert result["losses"] == pytest.approx(expected, abs=1e-12), (runtime, more)
+            assert len(result["bytes_per_rank"]) == world.size and result["steps"] == 5
+            measured.add(tuple(result[name] for name in ("accuracy", "rouge_l") if name in result))
+    assert len(measured) == 1  # the trained model is whole again, whoever had cut it
+
+
+@on_ranks(2)
+def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_divide(world):
+    for more, words in (
+        ({"pipeline": {"stages": 3}}, "pipeline.stages is 3, and there are 2 ranks"),
+        ({"run": {"gpus": 16}}, "run.gpus is 16, and there are . GPUs here and 2 ranks"),
+        ({"run": {"steps": 5, "epochs": 5}}, "run.steps and run.epochs are both given"),
+        ({"run": {"step": 5}}, "run.step is no key of the config: did you mean 'steps'"),
+        ({"workload": {"modle": "mlp"}}, "did you mean 'model'"),
+        ({"workload": {"data": "/nowhere"}}, "no folder '/nowhere'"),
+        ({"pipeline": {"stages": 2, "schedule": "zero_bubble_h1"}}, "choose gpipe or 1f1b"),
+        ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "torch's pipelines take"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            train("vision", {**config_of("vision"), **more}, "torch")
+    for arguments, words in (
+        ({"runtime": "jax"}, "runtime is 'jax': choose one of dtlib, torch, deepspeed"),
+        ({"resume": True}, "say where it is"),
+        ({"runtime": "torch", "stage": 3, "save": "/tmp/nowhere"}, "torch has sharded this engine"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            train("vision", config_of("vision"), **arguments)
+    with pytest.raises(DtlibError, match="no workload 'audio': choose one of vision, summarization"):
+        train("audio", config_of("vision"))
+    with pytest.raises(DtlibError, match="Stage 0 of the pipeline has no parameter to train"):
+        layers = [nn.ReLU(), nn.Linear(4, 4)]
+        dtlib.initialize(
+            dtlib.PipelineModule(layers, 2, partition_method="uniform"),
+            {"train_batch_size": 2, "optimizer": EXACT["optimizer"]},
+        )
+    with pytest.raises(DtlibError, match=r"pipeline.stages is 2, and the model is no PipelineModule"):
+        dtlib.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 2, "pipeline": {"stages": 2}})
+
+
+@on_ranks(2, 3)
+def test_training_goes_on_with_the_same_curve(world, tmp_path):
+    """Into the second pass over the data; stages of a pipeline each have a checkpoint of their own."""
+    more = {"pipeline": {"stages": 2}} if world.size == 2 else {"zero_optimization": {"stage": 3}}
+    config = config_of("vision", **more) | {"train_batch_size": 480, "gradient_accumulation_steps": 1}
+    unbroken = train("vision", config)["losses"]
+    assert train("vision", config, save=tmp_path, steps=2)["losses"] == unbroken[:2]
+    log = tmp_path / "log.jsonl"
+    if "pipeline" in more:
+        assert train("vision", config, save=tmp_path, resume=True, log=log)["losses"] == unbroken[2:]
+    else:
+        fewer = world.comm.split(0 if world.rank < 2 else None)
+        if fewer:
+            config["zero_optimization"] = {"stage": 1}
+            went_on = train("vision", config, comm=fewer, save=tmp_path, resume=True, log=log)["losses"]
+            assert went_on == pytest.approx(unbroken[2:], abs=1e-12)
+    world.comm.barrier()
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    assert [row["loss"] for row in rows] == pytest.approx(unbroken[2:], abs=1e-12)
+    assert {"seconds", "samples_per_second", "bytes_per_rank"} <= rows[0].keys()
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "dtlib", "train", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+
+
+def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
+    out = tmp_path / "result.json"
+    ran = run("vision", "--ranks=2", "--steps=30", f"--json={out}", f"--log={tmp_path / 'log.jsonl'}")
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(out.read_text())
+    assert {"seconds", "steps", "loss", "accuracy", "samples_per_second", "bytes_per_rank"} <= result.keys()
+    assert (result["steps"], result["ranks"], len(result["bytes_per_rank"])) == (30, 2, 2)
+    assert result["losses"][-1] < result["losses"][0] and "accuracy" in ran.stdout
+    (tmp_path / "wrong.json").write_text('{"train_batch_size": 63}')
+    for arguments, words in (
+        (["vision", "--ranks=2", f"--config={tmp_path / 'wrong.json'}"], "make train_batch_size a multiple of 2"),
+        (["audio"], "invalid choice: 'audio'"),
+        (["vision", "--runtime=jax"], "invalid choice: 'jax'"),
+        (["vision", "--steps=0"], "0 steps train nothing"),
+    ):
+        ran = run(*arguments)
+        assert (ran.returncode, ran.stdout) == (2, ""), ran
+        assert ran.stderr.count("\n") == 1 and words in ran.stderr, ran.stderr
+
+
+@pytest.mark.slow
+def test_joins_the_ranks_that_torchrun_started(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "dtlib"]
+    ran = subprocess.run([*command, "train", "vision", "--steps=3", f"--json={out}"], capture_output=True, timeout=150)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(out.read_text())["ranks"] == 2
+
+
+def test_killed_in_the_middle_and_started_again(tmp_path):
+    config, save, log = tmp_path / "config.json", tmp_path / "save", tmp_path / "log.jsonl"
+    many = config_of("vision") | {"run": {"steps": 4000, "float64": True, "save_every": 5}}
+    config.write_text(json.dumps(many))
+    command = ["-m", "dtlib", "train", "vision", f"--config={config}", f"--save={save}", f"--log={log}"]
+    ranks = start_ranks(command, 2, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (save / "latest").exists() and ranks.poll() is None:
+        time.sleep(0.02)
+    everyone = with_descendants(Process.of(ranks.pid))
+    with suppress(ProcessLookupError):
+        os.kill(ranks.pid, signal.SIGKILL)
+    end_processes(everyone)
+    ranks.wait()
+    there = int((save / "latest").read_text().removeprefix("global_step"))
+    assert 5 <= there < 4000
+    killed = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+    out = tmp_path / "result.json"
+    ran = run(
+        "vision",
+        "--ranks=3",
+        f"--config={config}",
+        f"--save={save}",
+        "--resume",
+        f"--steps={there + 5}",
+        f"--json={out}",
+    )
+    assert ran.returncode == 0, ran.stderr
+    again = json.loads(out.read_text())
+    assert again["steps"] == there + 5
+    ran = run("vision", "--ranks=1", f"--config={config}", f"--steps={there + 5}", f"--json={out}")
+    unbroken = json.loads(out.read_text())["losses"]
+    assert killed[:there] == pytest.approx(unbroken[:there], abs=1e-12)
+    assert again["losses"] == pytest.approx(unbroken[there:], abs=1e-12)
+
+
+def test_configs_of_the_lessons_are_read():
+    from dtlib.training import config
+
+    for path in CONFIGS.glob("*.json"):
+        given = config.dictionary_of(path)
+        given.pop("workload"), given.pop("run")
+        config.read(given, ranks=2)
