@@ -225,7 +225,7 @@ def test_states_that_do_not_fit_are_refused():
         Loader(Numbers(10), 2, seed=1).load_state_dict([state, ahead])
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_ranks_share_an_epoch(world, tmp_path):
     """Real ranks with workers, which fork processes that speak MPI: saved on all, resumed on fewer."""
     folder = tmp_path / "samples"
@@ -433,7 +433,7 @@ def test_a_file_that_is_missing_while_staging_is_told_as_the_source(folder_of, t
     assert raised.value.file == str(folder / "shard-00001.bin")
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_all_ranks_learn_that_staging_failed(world, tmp_path):
     with pytest.raises(DtlibError, match="no samples to stage"):
         stage(tmp_path / "nothing", tmp_path / "local", comm=world.comm)
@@ -479,7 +479,7 @@ def test_the_cache_in_memory_is_read_once_and_shared_by_workers(folder_of):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is cached")
 def test_the_systems_cache_is_emptied_and_looked_at(folder_of):
-    folder = folder_of("shards", 40_000)
+    folder = folder_of("one-file", 20_000)
     [path.read_bytes() for path in folder.iterdir()]
     assert page_cache.cached(folder) == 1.0
     left = page_cache.drop(folder)

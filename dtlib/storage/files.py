@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import torch
@@ -36,19 +36,15 @@ class Counters:
     def __init__(self):
         self._rows = torch.zeros(MOST_PROCESSES, len(COUNTED) + len(SIZES) + 1, dtype=torch.int64).share_memory_()
 
-    def add(self, **counts: int) -> None:
+    def add(self, sizes: list[int] = (), **counts: int) -> None:
+        """``sizes`` of reads, and counts by name: of a whole batch, as one addition here costs as much as a small read."""
         row = self._row()
         for name, count in counts.items():
             row[COUNTED.index(name)] += count
-
-    def add_reads(self, sizes: list[int], jumps: int) -> None:
-        """Several reads at once: an addition to shared memory costs as much as a small read."""
-        row = self._row()
-        row[1] += len(sizes)
-        row[2] += sum(sizes)
-        row[3] += jumps
-        for size in sizes:
-            row[len(COUNTED) + next((at for at, end in enumerate(SIZES) if size <= end), len(SIZES))] += 1
+        row[COUNTED.index("reads")] += len(sizes)
+        row[COUNTED.index("bytes")] += sum(sizes)
+        for size, count in Counter(sizes).items():
+            row[len(COUNTED) + next((at for at, end in enumerate(SIZES) if size <= end), len(SIZES))] += count
 
     def _row(self):
         worker = torch.utils.data.get_worker_info()
@@ -72,7 +68,7 @@ class Counters:
 
 
 class Files:
-    """The files of a folder, opened when they are first read; the last ``MOST_OPEN`` of them stay open.
+    """The files of a folder, opened when they are first read; ``MOST_OPEN`` of them stay open.
 
     ``elsewhere``: a folder with those that this one has not. ``open_delay``: seconds that every open waits, which
     stands for a busy metadata server: INJECTED, not measured.
@@ -81,13 +77,14 @@ class Files:
     def __init__(self, folder: Path, elsewhere: Path | None = None, open_delay: float = 0.0):
         self.folder, self.elsewhere, self.open_delay = Path(folder), elsewhere, open_delay
         self.counters = Counters()
-        self._open = OrderedDict()  # name -> [descriptor, size, where its last read ended]
-        self._process = os.getpid()
-        self._sizes, self._jumps = [], 0  # of reads that are not yet counted
+        # name -> [descriptor, size, where its last read ended]; a worker may inherit it, as no read uses the position
+        # that the system keeps with a descriptor.
+        self._open = OrderedDict()
+        self._sizes, self._jumps, self._opens = [], 0, 0  # not yet counted
 
     def path(self, name: str) -> Path:
         here = self.folder / name
-        return here if self.elsewhere is None or here.exists() else self.elsewhere / name
+        return here if self.elsewhere is None or here.exists() else Path(self.elsewhere) / name
 
     def size(self, name: str) -> int:
         return self._opened(name)[1]
@@ -113,39 +110,35 @@ class Files:
 
     def count(self) -> None:
         """Tell the counters what has been read since."""
-        self.counters.add_reads(self._sizes, self._jumps)
-        self._sizes, self._jumps = [], 0
+        self.counters.add(self._sizes, jumps=self._jumps, opens=self._opens)
+        self._sizes, self._jumps, self._opens = [], 0, 0
 
     def _opened(self, name: str) -> list:
-        if self._process != os.getpid():  # a worker shares no place in a file with its parent
-            self._open, self._process = OrderedDict(), os.getpid()
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
+        opened = self._open.get(name)
+        if opened is not None:
+            return opened
         if self.open_delay:
             time.sleep(self.open_delay)
-        self.counters.add(opens=1)
-        path = self.path(name)
+        self._opens += 1
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(f"{self.folder}/{name}" if self.elsewhere is None else self.path(name), os.O_RDONLY)
         except OSError as problem:
+            path = self.path(name)
             raise StorageError(
                 path, 0, f"{path} cannot be opened ({problem.strerror}): copy it anew, or read with damaged='skip'."
             ) from None
         if len(self._open) >= MOST_OPEN:
             os.close(self._open.popitem(last=False)[1][0])
-        self._open[name] = [descriptor, os.fstat(descriptor).st_size, 0]
-        return self._open[name]
+        self._open[name] = opened = [descriptor, os.fstat(descriptor).st_size, 0]
+        return opened
 
     def close(self) -> None:
         """Close what is open; a later read opens it again."""
-        if self._process == os.getpid():
-            for descriptor, *_ in self._open.values():
-                os.close(descriptor)
-        self._open.clear()
+        while self._open:
+            os.close(self._open.popitem()[1][0])
 
     def __del__(self):
         self.close()
 
     def __getstate__(self):
-        return {**self.__dict__, "_open": OrderedDict(), "_sizes": [], "_jumps": 0}
+        return {**self.__dict__, "_open": OrderedDict(), "_sizes": [], "_jumps": 0, "_opens": 0}

@@ -59,9 +59,9 @@ def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, ro
         counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
         first += counts[name]
     index = {"format": form, "dtype": np.lib.format.dtype_to_descr(dtype), "counts": counts, "row_group": row_group}
-    with open(folder / INDEX, "w") as file:
-        json.dump(index, file)
-        _to_disk(file)
+    (folder / INDEX).write_text(json.dumps(index))
+    if hasattr(os, "sync"):
+        os.sync()
     return folder
 
 
@@ -90,13 +90,7 @@ def _write_file(path: Path, records: Iterable[bytes], dtype: np.dtype, form: str
                 file.write(record)
             if form != "files":
                 file.write(END)
-        _to_disk(file)
     return count
-
-
-def _to_disk(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _write_parquet(file, records: Iterable[bytes], dtype: np.dtype, row_group: int) -> int:

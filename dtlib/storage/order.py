@@ -40,4 +40,7 @@ def slice_of_rank(order: np.ndarray, taken: int, batch_size: int, rank: int, ran
 
     What is left at the end is dealt evenly: batches get shorter, and the last ranks' may be empty.
     """
-    return np.array_split(order[taken : taken + batch_size * ranks], ranks)[rank]
+    step = order[taken : taken + batch_size * ranks]
+    each, more = divmod(len(step), ranks)  # the first ``more`` ranks get one more
+    first = rank * each + min(rank, more)
+    return step[first : first + each + (rank < more)]

@@ -95,7 +95,7 @@ class Reader(Dataset):
 
     def place(self, number: int) -> tuple[int, int]:
         """Which file has this sample, and how many samples stand before it there."""
-        if not 0 <= number < len(self):
+        if not 0 <= number < self._starts[-1]:
             raise IndexError(f"sample {number} of {len(self)}")
         file = bisect_right(self._starts, number) - 1
         return file, number - self._starts[file]
@@ -127,7 +127,7 @@ class _Pieces(Reader):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.stride = self._stride()
+        self.stride, self._checked = self._stride(), set()
         self.block, self.window = max(1, PIECE // self.stride), WINDOW
 
     def will_need(self, numbers) -> None:
@@ -149,7 +149,8 @@ class RawReader(_Pieces):
 
     def _read_into(self, memory, number: int) -> None:
         file, at = self.place(number)
-        self._check(file)
+        if file not in self._checked:
+            self._check(file)
         if self.files.read_into([memory], self.names[file], at * self.stride) < self.stride:
             raise self._ends_early(self.names[file], at * self.stride)
 
@@ -158,6 +159,7 @@ class RawReader(_Pieces):
         name, count = self.names[file], self.counts[file]
         size, wanted = self.files.size(name), count * self.stride + len(END)
         if size == wanted:
+            self._checked.add(file)
             return
         end = bytearray(len(END))
         self.files.read_into([memoryview(end)], name, max(0, size - len(END)))

@@ -11,7 +11,7 @@ late the accelerator has waited.
 import time
 from dataclasses import dataclass, field
 
-from dtlib.measure.trace import phase
+from dtlib.comm.watch import recorder
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,16 @@ class Utilisation:
 
 
 class EmulatedAccelerator:
-    """Computes for ``seconds`` a step, by sleeping: the host's cores are free for the loader, as beside a GPU."""
+    """Computes for ``seconds`` a step, by sleeping: the host's cores are free for the loader, as beside a GPU.
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    A timeline shows its steps as those of ``rank``.
+    """
+
+    def __init__(self, seconds: float, rank: int = 0):
+        self.seconds, self.rank = seconds, rank
 
     def step(self, batch) -> None:
-        with phase("computes"):
+        with recorder.phase("computes", self.rank):
             time.sleep(self.seconds)
 
 
