@@ -1,4 +1,4 @@
-"""How others read the same bytes: each function gives batches, uint8 of (samples, bytes), and reads no faster than it must.
+"""How others read the same bytes: each function gives batches, uint8 of (samples, bytes).
 
 ``PEERS`` names them; those that are not installed are left out. Their data are written once, by ``prepare``.
 """
@@ -112,7 +112,11 @@ def webdataset(folder, workload, per_shard, numbers, workers):
     urls = sorted(str(path) for path in folder.glob("*.tar"))
     kept = max(2, SHUFFLED // workload.record_bytes)
     data = wds.WebDataset(urls, shardshuffle=len(urls), workersplitter=wds.split_by_worker, seed=1)
-    data = data.shuffle(kept, initial=kept // 2).map(lambda x: np.frombuffer(x["bin"], np.uint8)).batched(workload.batch, collation_fn=np.stack)
+    data = (
+        data.shuffle(kept, initial=kept // 2)
+        .map(lambda x: np.frombuffer(x["bin"], np.uint8))
+        .batched(workload.batch, collation_fn=np.stack)
+    )
     return (torch.as_tensor(batch) for batch in wds.WebLoader(data, batch_size=None, num_workers=workers))
 
 

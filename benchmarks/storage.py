@@ -28,7 +28,7 @@ STEPS = {"unet3d": 12, "bert": 150}
 
 @dataclass
 class StorageRow(Row):
-    """Beside the ratio of times: utilisation in % (ours once more, taken by hand), samples a second, what was cached."""
+    """Beside the ratio: utilisation in % (ours once more, taken by hand), samples a second, what was cached."""
 
     au: float
     peer_au: float
@@ -79,28 +79,32 @@ def _compared(folder, workload, workers: int, repeats: int):
     contestants = {}
     for form in FORMATS:
         contestants["ours", form] = folder / form, _ours(folder / form, workload, workers, ahead=2 * bool(workers))
-        contestants["plain DataLoader", form] = folder / form, _theirs(input_peers.plain, folder / form, workload, workers)
+        contestants["plain DataLoader", form] = (
+            folder / form,
+            _theirs(input_peers.plain, folder / form, workload, workers),
+        )
         if not workers:
             contestants["ours, a thread ahead", form] = folder / form, _ours(folder / form, workload, 0, ahead=2)
     for name, (_, data, _, read) in input_peers.installed().items():
         contestants[name, data] = folder / data, _theirs(read, folder / data, workload, workers)
-    seconds, used, left = {}, {}, []
+    seconds, used, left = {}, {}, {}
     for repeat in range(repeats):
         turn = list(contestants)
         random.Random(repeat).shuffle(turn)
         for who in turn:
             data, batches = contestants[who]
-            left.append(page_cache.drop(data))
+            left.setdefault(who, []).append(page_cache.drop(data))
             accelerator = Watched(workload.compute_seconds)
             found = measure(batches(), accelerator, STEPS[workload.name])
             assert found.steps == STEPS[workload.name], f"{who} had {found.steps} steps only"
             seconds.setdefault(who, []).append(found.seconds)
             used.setdefault(who, []).append((found.au, found.samples_a_second, accelerator.au_by_hand()))
-    cached = page_cache.in_words(None if None in left else max(left))
     for ours, theirs in _pairs(contestants):
         times = [np.array(seconds[who]) for who in (ours, theirs)]
         (au, rate, by_hand), (peer_au, peer_rate, _) = (np.median(used[who], axis=0) for who in (ours, theirs))
         case = f"{workload.name}, {workers} workers, {ours[1]}: {ours[0]}"
+        cached = left[ours] + left[theirs]
+        cached = page_cache.in_words(None if None in cached else max(cached))
         compared = row(case, theirs[0], *times)
         yield StorageRow(
             **vars(compared), au=100 * au, peer_au=100 * peer_au, au_by_hand=100 * by_hand, samples_a_second=rate,

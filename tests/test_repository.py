@@ -35,7 +35,7 @@ FLOORS = (
     ("pi", "parallel", "horovod", "backend"),
     ("checkpoint", "pipe"),
     ("production",),
-    ("training", "workloads"),
+    ("training", "workloads", "storage"),
     ("lab",),
     ("cli", "__main__"),
 )

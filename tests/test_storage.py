@@ -1,14 +1,14 @@
 """Samples in files, and loaders that lose none of them: each exactly once an epoch, whoever reads and resumes."""
 
 import errno
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
-import threading
-import time
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,10 @@ class Numbers(torch.utils.data.Dataset):
 
     def will_need(self, numbers):
         pass
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
 
 
 def numbers_in(batches):
@@ -168,7 +172,8 @@ def test_each_sample_once_an_epoch_however_often_it_is_resumed(data):
 @pytest.mark.parametrize("form", FORMATS)
 def test_workers_may_change_in_the_middle_too(folder_of, form):
     """With real files and real workers; and the samples of a step are the same for any number of ranks and workers."""
-    reader, state, seen, alone = open_samples(folder_of(form)), None, [], Loader(open_samples(folder_of(form, name="b")), 12)
+    reader, state, seen = open_samples(folder_of(form)), None, []
+    alone = Loader(open_samples(folder_of(form, name="alone")), 12)
     steps = [sorted(batch["number"].tolist()) for batch in alone]
     for ranks, workers, batch_size, count in ((2, 2, 6, 2), (3, 0, 4, 2), (1, 1, 12, 1), (4, 0, 3, 99)):
         together = []
@@ -180,9 +185,9 @@ def test_workers_may_change_in_the_middle_too(folder_of, form):
             together.append(got)
             ended = loader.state_dict()
         state = ended
-        seen += [sorted(sum(batches, [])) for batches in zip(*together, strict=True)]
+        seen += [sorted(flat(batches)) for batches in zip(*together, strict=True)]
     assert seen == steps
-    assert sorted(sum(steps, [])) == list(range(SAMPLES))
+    assert sorted(flat(steps)) == list(range(SAMPLES))
     assert state["epoch"] == 1 and len(Loader(reader, 3, 1, 4)) == 9
 
 
@@ -236,7 +241,7 @@ def test_ranks_share_an_epoch(world, tmp_path):
     loader = Loader(reader, 4, world.rank, world.size, workers=1, seed=3)
     mine = numbers_in(batch for _, batch in zip(range(3), loader, strict=False))
     states = world.comm.all_gather_object(loader.state_dict())
-    seen = sum(world.comm.all_gather_object(mine), [])
+    seen = flat(world.comm.all_gather_object(mine))
     fewer = world.size - 1
     if world.rank < fewer:
         loader = Loader(reader, 5, world.rank, fewer, seed=3)
@@ -244,7 +249,7 @@ def test_ranks_share_an_epoch(world, tmp_path):
         mine = numbers_in(loader)
     else:
         mine = []
-    seen += sum(world.comm.all_gather_object(mine), [])
+    seen += flat(world.comm.all_gather_object(mine))
     assert sorted(seen) == list(range(SAMPLES))
 
 
@@ -324,7 +329,7 @@ def shorter_member(path):
         for at, (name, data) in enumerate(members):
             member = tarfile.TarInfo(name)
             member.size = len(data) - 5 * (at == 2)
-            tar.addfile(member, __import__("io").BytesIO(data))
+            tar.addfile(member, io.BytesIO(data))
 
 
 THIRD = range(32, 48)  # the samples of shard-00002
@@ -364,7 +369,7 @@ def test_damage_is_told_with_file_and_offset_or_skipped_and_counted(
 
     loaders = [Loader(open_samples(folder, damaged="skip"), 8, rank, 2, workers=workers) for rank in range(2)]
     came = [numbers_in(loader) for loader in loaders]
-    assert sorted(sum(came, [])) == [number for number in range(SAMPLES) if number not in lost]
+    assert sorted(flat(came)) == [number for number in range(SAMPLES) if number not in lost]
     skipped = [error for loader in loaders for error in loader.skipped]
     assert sorted(error.sample for error in skipped) == list(lost)
     assert all(error.file == str(folder / name) for error in skipped)
@@ -408,10 +413,11 @@ def test_a_full_disk_while_staging(folder_of, tmp_path, monkeypatch):
         def __exit__(self, *_):
             self._file.close()
 
-    monkeypatch.setattr(
-        cache, "open", lambda path, mode, **more: Full(real_open(path, mode, **more)) if "w" in mode else real_open(path, mode),
-        raising=False,
-    )  # fmt: skip
+    def opened(path, mode, **settings):
+        file = real_open(path, mode, **settings)
+        return Full(file) if "w" in mode else file
+
+    monkeypatch.setattr(cache, "open", opened, raising=False)
     room[0] = 3 * 520 + 100
     with pytest.raises(StorageError, match=r"shard-00003\.bin cannot be written at byte 100 \(No space left") as raised:
         stage(folder, tmp_path / "local")
@@ -503,7 +509,9 @@ def test_an_injected_delay_says_so(folder_of):
 def test_utilisation_is_compute_time_over_all_time_without_the_first_step(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("dtlib.storage.utilisation.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("dtlib.storage.utilisation.time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(
+        "dtlib.storage.utilisation.time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
 
     def batches():
         for read in (100, 2, 3, 1):

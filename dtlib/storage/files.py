@@ -37,7 +37,7 @@ class Counters:
         self._rows = torch.zeros(MOST_PROCESSES, len(COUNTED) + len(SIZES) + 1, dtype=torch.int64).share_memory_()
 
     def add(self, sizes: list[int] = (), **counts: int) -> None:
-        """``sizes`` of reads, and counts by name: of a whole batch, as one addition here costs as much as a small read."""
+        """``sizes`` of reads, and counts by name; of a whole batch, as an addition here costs as much as a read."""
         row = self._row()
         for name, count in counts.items():
             row[COUNTED.index(name)] += count

@@ -86,8 +86,9 @@ def _write_file(path: Path, records: Iterable[bytes], dtype: np.dtype, form: str
                     member.size = len(record)
                     tar.addfile(member, io.BytesIO(record))
         else:
-            for count, record in enumerate(records, start=1):
+            for record in records:
                 file.write(record)
+                count += 1
             if form != "files":
                 file.write(END)
     return count

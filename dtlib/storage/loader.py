@@ -15,10 +15,12 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dtlib.errors import DtlibError
 from dtlib.storage.order import order, slice_of_rank
+from dtlib.storage.readers import SHARED
 
 
 class Loader:
@@ -142,10 +144,11 @@ class Loader:
         """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
         source = _Batches(self.reader)
         if self.workers:
-            return DataLoader(
+            read_by_workers = DataLoader(
                 source, batch_size=None, sampler=_Sampler(steps, count), num_workers=self.workers,
                 prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
+            return map(_as_tensors, read_by_workers)
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -160,7 +163,10 @@ class _Batches(Dataset):
         try:
             if len(announced):
                 self.reader.will_need(announced)
-            return self.reader.read(numbers)
+            batch, skipped = self.reader.read(numbers)
+            if get_worker_info() is not None and sum(x.nbytes for x in batch.values()) < SHARED:
+                batch = {name: x.numpy() for name, x in batch.items()}  # a small one goes through the pipe itself
+            return batch, skipped
         except DtlibError as error:
             return error
 
@@ -180,6 +186,12 @@ class _Sampler:
 
 def _as_it_is(batch):
     return batch
+
+
+def _as_tensors(got):
+    if isinstance(got, DtlibError):
+        return got
+    return {name: torch.as_tensor(values) for name, values in got[0].items()}, got[1]
 
 
 def _in_thread(read, steps, ahead: int):
@@ -202,8 +214,6 @@ def _in_thread(read, steps, ahead: int):
 
 def _copied_ahead(batches, device):
     """Each batch on a GPU, while the next one is on its way there, from memory that its copy engine can reach."""
-    import torch
-
     stream, ahead = torch.cuda.Stream(device), None
     for got in batches:
         if not isinstance(got, DtlibError):
@@ -219,8 +229,6 @@ def _copied_ahead(batches, device):
 
 def _arrived(got, copied):
     """Work that is given to the GPU from here on waits for the copy; the host does not."""
-    import torch
-
     torch.cuda.current_stream().wait_event(copied)
     for x in () if isinstance(got, DtlibError) else got[0].values():
         x.record_stream(torch.cuda.current_stream())

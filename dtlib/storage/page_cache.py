@@ -26,7 +26,7 @@ def drop(folder) -> float | None:
 
 
 def cached(folder) -> float | None:
-    """The fraction of a folder's bytes that is in the system's cache, by ``mincore``; None where that cannot be told."""
+    """The fraction of a folder's bytes that is in the system's cache, by ``mincore``; None where nobody can tell."""
     if sys.platform != "linux":
         return None
     found = [_pages(path) for path in _files(folder)]

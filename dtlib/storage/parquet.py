@@ -100,7 +100,9 @@ class ColumnReader(Reader):
             kind = self.dtype[column]
             wanted = pa.binary(kind.itemsize) if kind.subdtype else pa.from_numpy_dtype(kind)
             if column not in schema.names:
-                raise self._damaged(name, self.files.size(name), f"no column {column!r}, only {', '.join(schema.names)}")
+                raise self._damaged(
+                    name, self.files.size(name), f"no column {column!r}, only {', '.join(schema.names)}"
+                )
             if schema.field(column).type != wanted:
                 came = schema.field(column).type
                 raise self._damaged(name, self.files.size(name), f"column {column!r} as {came} instead of {wanted}")

@@ -6,6 +6,7 @@ any batch, and there is no state to be saved here. ``open_samples(folder)`` find
 
 import json
 from bisect import bisect_right
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dtlib.storage.formats import END, FORMATS, INDEX
 
 CURE = "copy it anew, or read with damaged='skip'."
 PIECE = 2**18  # bytes of a shard that are read together
+SHARED = 2**20  # bytes of a batch from which on a worker hands it over in shared memory, as setting that up takes time
 WINDOW = 16  # pieces whose samples are mixed
 
 
@@ -49,7 +51,7 @@ class Reader(Dataset):
 
     def __init__(self, folder: Path, index: dict, damaged: str = "stop", columns=None, open_delay: float = 0.0):
         if damaged not in ("stop", "skip"):
-            raise DtlibError(f"damaged={damaged!r} is not known: 'stop' at what cannot be read, or 'skip' and count it.")
+            raise DtlibError(f"damaged={damaged!r} is not known: 'stop' at it, or 'skip' it and count.")
         descr = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
         self.format, self.dtype, self.damaged = index["format"], np.dtype(descr), damaged
         self.columns = list(columns or self.dtype.names)
@@ -135,10 +137,8 @@ class _Pieces(Reader):
         ends = (np.diff(numbers) != 1) | np.isin(numbers[1:], self._starts)
         for run in np.split(numbers, 1 + np.flatnonzero(ends)):
             file, at = self.place(int(run[0]))
-            try:
+            with suppress(StorageError):  # is told when it is read
                 self.files.will_need(self.names[file], at * self.stride, len(run) * self.stride)
-            except StorageError:
-                pass  # is told when it is read
 
 
 class RawReader(_Pieces):
@@ -193,8 +193,8 @@ class TarReader(_Pieces):
 
 
 def _memory_for(size: int) -> torch.Tensor:
-    """``size`` bytes; in a worker in shared memory, so that nobody has to copy the batch to hand it over."""
-    if get_worker_info() is None or not size:
+    """``size`` bytes; in a worker in shared memory, so that nobody has to copy a large batch to hand it over."""
+    if get_worker_info() is None or size < SHARED:
         return torch.empty(size, dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 

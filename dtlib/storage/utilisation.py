@@ -93,8 +93,8 @@ def _length(batch) -> int:
 def modelled(compute: float, read: float, ranks: int, ahead: bool = True) -> float:
     """AU where ``ranks`` accelerators share one storage: MODELLED. Seconds of a step, and of reading a batch alone.
 
-        one after the other    compute / (compute + ranks x read)
-        read ahead             compute / max(compute, ranks x read)
+    one after the other    compute / (compute + ranks x read)
+    read ahead             compute / max(compute, ranks x read)
     """
     needed = ranks * read
     return compute / (max(compute, needed) if ahead else compute + needed)

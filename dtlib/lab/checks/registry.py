@@ -34,6 +34,10 @@ HOMES = {
     "row-mend": "dtlib.lab.lessons.l08.judge_layers",
     "mlp-build": "dtlib.lab.lessons.l08.judge_layers",
     "step-build": "dtlib.lab.lessons.l08.judge_replicator",
+    "shard-mend": "dtlib.lab.lessons.l09.judge_input",
+    "twice-mend": "dtlib.lab.lessons.l09.judge_input",
+    "format-budget": "dtlib.lab.lessons.l09.judge_input",
+    "resume-build": "dtlib.lab.lessons.l09.judge_resuming",
 }
 
 
