@@ -533,3 +533,42 @@ def test_published_workloads_and_their_demand():
     small = bert.scaled(samples=100, record_bytes=2500, batch=48, compute_seconds=0.006)
     assert len(list(small.records())) == 100 and small.scale.startswith("SCALED: samples / 1.57e+06")
     assert np.isclose(small.bytes_a_second, 48 * 2500 / 0.006)
+
+
+# --- beside others -------------------------------------------------------------------------------
+
+
+def test_resuming_with_other_workers_beside_torchdata(folder_of):
+    """Its state has an entry for each worker, and as many have to come back. Ours is one number."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata").StatefulDataLoader
+    reader = open_samples(folder_of("shards"))
+
+    def theirs(workers):
+        return stateful(reader, 8, num_workers=workers)
+
+    def ours(workers):
+        return Loader(reader, 8, workers=workers, shuffle=False)
+
+    def resumed(loader, workers, others):
+        first, second = loader(workers), loader(others)
+        batches = iter(first)
+        taken = numbers_in([next(batches) for _ in range(3)])
+        second.load_state_dict(first.state_dict())
+        del batches, first
+        return taken + numbers_in(second)
+
+    assert resumed(theirs, 1, 1) == resumed(ours, 1, 1) == resumed(ours, 1, 2) == list(range(SAMPLES))
+    with pytest.raises(AssertionError):
+        resumed(theirs, 1, 2)
+
+
+@pytest.mark.gpu
+def test_batches_are_on_the_gpu_one_ahead(folder_of):
+    reader = open_samples(folder_of("shards"))
+    for workers in (0, 1):
+        batches = list(Loader(reader, 8, workers=workers, device="cuda"))
+        assert all(x.device.type == "cuda" for batch in batches for x in batch.values())
+        here = [{name: x.cpu() for name, x in batch.items()} for batch in batches]
+        assert sorted(numbers_in(here)) == list(range(SAMPLES))
+        rows = {n: row for batch in here for n, row in zip(batch["number"].tolist(), batch["data"], strict=True)}
+        assert all((rows[n] == n % 251).all() for n in range(SAMPLES))
