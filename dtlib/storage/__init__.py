@@ -16,6 +16,6 @@ from dtlib.storage.cache import Cached, stage
 from dtlib.storage.files import StorageError
 from dtlib.storage.formats import FORMATS, write
 from dtlib.storage.loader import Loader
-from dtlib.storage.readers import open_samples
+from dtlib.storage.opening import open_samples
 
 __all__ = ["FORMATS", "Cached", "Loader", "StorageError", "open_samples", "stage", "write"]

@@ -131,7 +131,6 @@ def _copy_file(source: Path, target: Path) -> int:
                     done, piece = done + written, piece[written:]
                 reading = True
             reading = False
-            os.fsync(ours.fileno())
         os.replace(partial, target)
         return done
     except OSError as problem:

@@ -1,10 +1,9 @@
 """Samples by their numbers, from each format. A reader is a torch data set: ``reader[7]``, ``reader[[7, 2, 4]]``.
 
 Readers know nothing of ranks, epochs or orders: whoever asks says which samples. So any worker of any rank can read
-any batch, and there is no state to be saved here. ``open_samples(folder)`` finds the reader of a folder.
+any batch, and there is no state to be saved here. ``open_samples(folder)`` (``opening.py``) finds a folder's reader.
 """
 
-import json
 from bisect import bisect_right
 from contextlib import suppress
 from itertools import accumulate
@@ -16,32 +15,12 @@ from torch.utils.data import Dataset, get_worker_info
 
 from dtlib.errors import DtlibError
 from dtlib.storage.files import Files, StorageError
-from dtlib.storage.formats import END, FORMATS, INDEX
+from dtlib.storage.formats import END
 
 CURE = "copy it anew, or read with damaged='skip'."
 PIECE = 2**18  # bytes of a shard that are read together
 SHARED = 2**20  # bytes of a batch from which on a worker hands it over in shared memory, as setting that up takes time
 WINDOW = 16  # pieces whose samples are mixed
-
-
-def open_samples(folder, damaged: str = "stop", columns=None, open_delay: float = 0.0) -> "Reader":
-    """The reader of what ``write`` has written to ``folder``.
-
-    ``damaged="skip"``: what cannot be read is left out, and told beside each batch; else it is an error.
-    ``columns``: the names of some fields; from Parquet no others are read. ``open_delay``: seconds, INJECTED.
-
-    Raises:
-        DtlibError: for a folder without samples, or a column that they do not have.
-    """
-    folder = Path(folder)
-    try:
-        index = json.loads((folder / INDEX).read_text())
-    except FileNotFoundError:
-        raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
-    from dtlib.storage.parquet import ColumnReader
-
-    readers = (FileReader, RawReader, RawReader, TarReader, ColumnReader)
-    return readers[FORMATS.index(index["format"])](folder, index, damaged, columns, open_delay)
 
 
 class Reader(Dataset):
