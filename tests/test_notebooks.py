@@ -14,7 +14,7 @@ from tests.tracks import missing
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
-WITHOUT_ENGINES = ("07_schedule_puzzle_exercises",)
+WITHOUT_ENGINES = ("07_schedule_puzzle_exercises", "09_data_input_exercises")
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 

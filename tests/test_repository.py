@@ -35,7 +35,7 @@ FLOORS = (
     ("pi", "parallel", "horovod", "backend"),
     ("checkpoint", "pipe", "accelerator", "utils"),
     ("production",),
-    ("training", "workloads"),
+    ("training", "workloads", "storage"),
     ("lab",),
     ("cli", "__main__"),
 )

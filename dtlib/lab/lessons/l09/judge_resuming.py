@@ -1,0 +1,131 @@
+"""Lesson 09: an epoch that is resumed, again and again, by other numbers of ranks: each sample exactly once."""
+
+import json
+
+from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.lessons.l09.judge_input import numbers_of, order_of
+
+# samples, then for each run: ranks, batch size, steps (None: to the end)
+RUNS = (
+    (63, ((2, 5, 2), (2, 5, None))),
+    (60, ((2, 5, 2), (3, 4, None))),
+    (60, ((3, 4, 2), (1, 6, None))),
+    (60, ((2, 5, 2), (3, 4, 2), (1, 6, None))),
+    (47, ((3, 4, 1), (4, 3, 1), (2, 5, 2), (3, 2, None))),
+    (10, ((1, 4, 1), (4, 2, None))),
+)
+
+
+def observe_resuming(Epoch, comm):
+    """For each run of each case: what each rank got, the state of rank 0 as text, whether all ranks have the same."""
+    seen = []
+    for samples, runs in RUNS:
+        state, case = None, []
+        for ranks, batch_size, steps in runs:
+            got, states = [], []
+            for rank in range(ranks):
+                epoch = Epoch(order_of(samples), batch_size, rank, ranks)
+                if state is not None:
+                    epoch.load_state_dict(json.loads(state))
+                batches = iter(epoch)
+                taken = []
+                while (steps is None or len(taken) < steps) and (batch := next(batches, None)) is not None:
+                    taken.append(numbers_of(batch))
+                    if len(taken) > 10 * samples:
+                        break
+                got.append(taken)
+                states.append(_as_text(epoch.state_dict()) if steps is not None else "")
+            state = states[0]
+            case.append((got, state, all(one == state for one in states)))
+            if state.startswith("no JSON"):
+                break
+        seen.append(case)
+    return seen
+
+
+def _as_text(state) -> str:
+    try:
+        return json.dumps(state, sort_keys=True)
+    except TypeError:
+        return f"no JSON: {state!r:.60}"
+
+
+def judge_resuming(observations) -> None:
+    """Whoever resumes, each sample comes once, and batches have the size that was asked for."""
+    for (samples, runs), case in zip(RUNS, observations[0], strict=True):
+        order, seen = order_of(samples), []
+        for number, ((ranks, batch_size, _), (got, state, alike)) in enumerate(zip(runs, case, strict=False)):
+            run = f"{samples} samples; run {number + 1} of {len(runs)}: {ranks} ranks, batch size {batch_size}"
+            _judge_run(run, got, state, alike, batch_size)
+            before, now = list(seen), [n for rank in got for batch in rank for n in batch]
+            seen += now
+            _judge_again(run, order, before, now, got, number, runs)
+        if lost := [n for n in order if n not in seen]:
+            first, last = runs[0][0], runs[-1][0]
+            came = f"{len(lost)} never came, in {len(runs)} runs that resumed one another: {lost[:5]}"
+            everything = "Save how many samples *all* ranks have taken, not one rank's batches or samples."
+            if first != last:
+                hint = f"{first} ranks saved, and others go on: does the state mean the same for both?"
+                raise Wrong("other-ranks", None, f"all {samples} samples", came, hint, everything)
+            raise Wrong(
+                "lost", None, f"all {samples} samples", came,
+                "Does the last batch come, if it is a short one? Does the state count batches that nobody had yet?",
+                everything,
+            )  # fmt: skip
+
+
+def _judge_run(run, got, state, alike, batch_size) -> None:
+    for rank, batches in enumerate(got):
+        if wrong := [batch for batch in batches if isinstance(batch, str)]:
+            raise Wrong("type", rank, f"{run}: batches that are lists of numbers", wrong[0], "Yield a list of numbers.")
+        if large := [batch for batch in batches if len(batch) > batch_size]:
+            raise Wrong(
+                "batch-size", rank, f"{run}: at most {batch_size} samples in a batch", f"{len(large[0])}",
+                "batch_size is what one rank takes.",
+            )  # fmt: skip
+    if state.startswith("no JSON"):
+        raise Wrong("no-json", None, f"{run}: a state of plain numbers and lists", state, "One number is enough.")
+    if not alike:
+        raise Wrong(
+            "states-differ", None, f"{run}: the same state on all ranks, after as many batches", "they differ",
+            "Only one rank saves: its state has to speak for all of them.",
+            "After each batch all ranks together have taken batch_size * ranks samples more.",
+        )  # fmt: skip
+
+
+def _judge_again(run, order, before, now, got, number, runs) -> None:
+    again = [n for n in now if n in before]
+    if len(set(now)) < len(now):
+        twice = next(n for n in now if now.count(n) > 1)
+        raise Wrong(
+            "overlap", None, f"{run}: each sample once", f"sample {twice} {now.count(twice)} times in this run",
+            "In a step all ranks together take the next batch_size * ranks samples: which of them are this rank's?",
+        )  # fmt: skip
+    if not again:
+        return
+    first = order.index(again[0])
+    came = f"sample {again[0]}, number {first} of the order, came before it was saved"
+    if len(again) == len(before):
+        raise Wrong(
+            "from-the-start", None, f"{run}: what was left", came, "load_state_dict has no effect on what is yielded.",
+        )  # fmt: skip
+    if number == 1 and runs[0][0] == runs[1][0]:
+        raise Wrong(
+            "batch-in-hand", None, f"{run}: what was left", came,
+            "The state was saved while the loop had a batch in hand: does it count that batch?",
+            "A generator stops at yield. Count a batch before it is yielded, not behind it.",
+        )  # fmt: skip
+    if number > 1:
+        raise Wrong(
+            "second-resume", None, f"{run}: what was left", came,
+            "The first resume was right, the next one not: does the state count what was taken before, too?",
+            "Go on counting from the number that was loaded.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-ranks", None, f"{run}: what was left", came,
+        f"{runs[number - 1][0]} ranks saved, and {runs[number][0]} go on: does the state mean the same for both?",
+        "Save how many samples *all* ranks have taken, not one rank's batches or samples.",
+    )  # fmt: skip
+
+
+EXERCISES = {"resume-build": Exercise("Epoch", observe_resuming, judge_resuming, needs_ranks=False)}

@@ -1,0 +1,115 @@
+"""One set of samples in five forms. A sample is a record: a numpy structured dtype, the same length for all.
+
+    files      a file a sample             sample-0000007.bin
+    one-file   all in one file             samples.bin             raw records, one after the other
+    shards     many in each of some files  shard-00003.bin         raw records, one after the other
+    tar        the same as tar files       shard-00003.tar         a member a sample; webdataset reads them
+    parquet    the same by columns         shard-00003.parquet     row groups, in each all values of a column together
+
+``index.json`` beside them says which form it is, what a record is made of, and how many each file has. After the
+last record of a raw file stands ``END``: who cuts such a file off takes it away, so that a file which is too short
+and one that has a record of another length can be told apart.
+"""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from dtlib.errors import DtlibError
+
+FORMATS = ("files", "one-file", "shards", "tar", "parquet")
+END = b"\ndtlib.\n"  # 8 bytes
+INDEX = "index.json"
+
+
+def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, row_group: int = 64) -> Path:
+    """Write ``records`` (arrays of no dimension, or anything of ``dtype.itemsize`` bytes) as ``form``; the folder.
+
+    ``per_shard``: samples in a shard, a tar file or a Parquet file. ``row_group``: rows that Parquet reads together.
+    All of it reaches the disk before this returns, so that the system's cache can be emptied of it.
+
+    Raises:
+        DtlibError: for a form that there is not, a folder that has samples already, or a record of another length.
+    """
+    folder, dtype = Path(folder), np.dtype(dtype)
+    if form not in FORMATS:
+        raise DtlibError(f"There is no format {form!r}: choose one of {', '.join(FORMATS)}.")
+    if (folder / INDEX).exists():
+        raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
+    if form == "parquet" and per_shard % row_group:
+        raise DtlibError(f"per_shard={per_shard} is no multiple of row_group={row_group}: files have whole row groups.")
+    folder.mkdir(parents=True, exist_ok=True)
+    records = (_bytes_of(record, dtype) for record in records)
+    if form == "files":
+        named = ((f"sample-{number:07}.bin", (record,)) for number, record in enumerate(records))
+    elif form == "one-file":
+        named = [("samples.bin", records)]
+    else:
+        suffix = {"shards": "bin"}.get(form, form)
+        pieces = iter(lambda: list(islice(records, per_shard)), [])
+        named = ((f"shard-{at:05}.{suffix}", piece) for at, piece in enumerate(pieces))
+    counts, first = {}, 0
+    for name, piece in named:
+        counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
+        first += counts[name]
+    index = {"format": form, "dtype": np.lib.format.dtype_to_descr(dtype), "counts": counts, "row_group": row_group}
+    (folder / INDEX).write_text(json.dumps(index))
+    if hasattr(os, "sync"):
+        os.sync()
+    return folder
+
+
+def _bytes_of(record, dtype: np.dtype) -> bytes:
+    data = record.tobytes() if hasattr(record, "tobytes") else bytes(record)
+    if len(data) != dtype.itemsize:
+        raise DtlibError(f"A record has {len(data)} bytes, and its dtype {dtype.itemsize}: all have the same length.")
+    return data
+
+
+def _write_file(path: Path, records: Iterable[bytes], dtype: np.dtype, form: str, first: int, row_group: int) -> int:
+    """How many records were written; the first of them is sample number ``first``."""
+    count = 0
+    with open(path, "wb") as file:
+        if form == "parquet":
+            count = _write_parquet(file, records, dtype, row_group)
+        elif form == "tar":
+            # In the oldest form a header is one block of 512 bytes, so that where a record lies can be computed.
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+                for count, record in enumerate(records, start=1):
+                    member = tarfile.TarInfo(f"{first + count - 1:07}.bin")
+                    member.size = len(record)
+                    tar.addfile(member, io.BytesIO(record))
+        else:
+            for record in records:
+                file.write(record)
+                count += 1
+            if form != "files":
+                file.write(END)
+    return count
+
+
+def _write_parquet(file, records: Iterable[bytes], dtype: np.dtype, row_group: int) -> int:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = np.frombuffer(b"".join(records), dtype)
+    table = pa.table({name: _column(np.ascontiguousarray(rows[name])) for name in dtype.names})
+    # As bytes are in memory: what is measured is reading, and random bytes cannot be compressed.
+    parquet.write_table(table, file, row_group_size=row_group, compression="none", use_dictionary=False)
+    return len(rows)
+
+
+def _column(values: np.ndarray):
+    """Numbers as numbers; arrays as that many bytes a row."""
+    import pyarrow as pa
+
+    if values.ndim == 1:
+        return pa.array(values)
+    width = values[0].nbytes
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(values), [None, pa.py_buffer(values.tobytes())])

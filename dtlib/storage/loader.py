@@ -1,0 +1,235 @@
+"""Batches for a rank: workers, prefetch, copies to a device, and resuming in the middle of an epoch.
+
+    loader = Loader(open_samples(folder), batch_size=32, rank=world.rank, ranks=world.size, workers=2)
+    for batch in loader:                     # an epoch; the next loop is the next one, in another order
+        ...
+        state = loader.state_dict()          # {"epoch": 0, "samples": 640, ...}
+
+    loader.load_state_dict(state)            # here, or on any other number of ranks and workers
+
+All ranks take their batches off the front of one order (``order.py``), so where they are is one number: the samples
+that all of them have taken. Workers and threads read ahead, but a batch counts from when the loop has got it.
+"""
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from dtlib.errors import DtlibError
+from dtlib.storage.order import order, slice_of_rank
+from dtlib.storage.readers import SHARED
+
+
+class Loader:
+    """An epoch of this rank's batches, each a dict of tensors; every rank gets the same number of batches.
+
+    Each sample comes exactly once an epoch, on whatever rank. Where samples run out the last batches are shorter, or
+    empty (weigh by their length), unless ``drop_last`` leaves out what is less than a batch for every rank. Whoever
+    leaves a loop early goes on from there with the next one.
+
+    ``workers``: processes that read; with none, a thread does. ``prefetch``: batches that each of them reads ahead; 0
+    with no workers: a batch is read when it is asked for. ``device``: where batches go, copied one ahead. ``block``
+    and ``window``: how the order is shuffled, if otherwise than the reader is best read; ``shuffle=False``: not at all.
+
+    What a reader with ``damaged="skip"`` leaves out is in ``skipped``, a list of errors.
+
+    Raises:
+        DtlibError: for numbers of ranks, samples or workers with which there is nothing to do.
+        StorageError: for a sample that cannot be read, in the loop; it goes on behind that batch.
+    """
+
+    def __init__(
+        self, reader, batch_size: int, rank: int = 0, ranks: int = 1, *, seed: int = 0, workers: int = 0,
+        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False, device=None, block: int | None = None,
+        window: int | None = None,
+    ):  # fmt: skip
+        if batch_size < 1 or not 0 <= rank < ranks or workers < 0 or prefetch < bool(workers):
+            raise DtlibError(
+                f"A loader with batch_size={batch_size}, rank={rank}, ranks={ranks}, workers={workers}, "
+                f"prefetch={prefetch} has nothing to do: batch_size, and prefetch where there are workers, are at "
+                "least 1, and rank is less than ranks."
+            )
+        if drop_last and len(reader) < batch_size * ranks:
+            raise DtlibError(
+                f"{len(reader)} samples are less than {ranks} batches of {batch_size}, and drop_last would leave out "
+                "all of them: give a smaller batch_size."
+            )
+        self.reader, self.batch_size, self.rank, self.ranks = reader, batch_size, rank, ranks
+        self.workers, self.prefetch, self.drop_last, self.device = workers, prefetch, drop_last, device
+        self.skipped = []
+        self._epoch, self._taken = 0, 0  # samples that all ranks have taken
+        self._order = {
+            "seed": seed, "shuffle": shuffle, "block": block or reader.block, "window": window or reader.window,
+        }  # fmt: skip
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return -(-self._end // (self.batch_size * self.ranks))
+
+    @property
+    def epoch(self) -> int:
+        return self._position()[0]
+
+    @property
+    def _end(self) -> int:
+        """How many samples of an epoch come."""
+        together = self.batch_size * self.ranks
+        return len(self.reader) // together * together if self.drop_last else len(self.reader)
+
+    def _position(self) -> tuple[int, int]:
+        return (self._epoch, self._taken) if self._taken < self._end else (self._epoch + 1, 0)
+
+    def state_dict(self) -> dict:
+        """Where the loop is, for all ranks: whichever rank saves it, after as many batches as the others."""
+        epoch, taken = self._position()
+        return {"epoch": epoch, "samples": taken, "of": len(self.reader), **self._order}
+
+    def load_state_dict(self, state: dict | list[dict]) -> None:
+        """Go on from there. Of a list, the states of several ranks, all have to be the same.
+
+        Raises:
+            DtlibError: for a state of other samples or another order, or of ranks that were not in step.
+        """
+        states = state if isinstance(state, list) else [state]
+        if different := [one for one in states if one != states[0]]:
+            raise DtlibError(
+                f"One rank had taken {states[0]['samples']} samples of epoch {states[0]['epoch']}, another "
+                f"{different[0]['samples']} of epoch {different[0]['epoch']}: save after the same number of batches."
+            )
+        for name, ours in {"of": len(self.reader), **self._order}.items():
+            if states[0][name] != ours:
+                raise DtlibError(
+                    f"The state has {name}={states[0][name]} and this loader {ours}, so that its order is another one "
+                    "and samples would come twice, or not at all: make the loader alike."
+                )
+        self._epoch, self._taken = states[0]["epoch"], states[0]["samples"]
+
+    def __iter__(self):
+        self._epoch, self._taken = self._position()
+        numbers = np.arange(len(self.reader))
+        if self._order["shuffle"]:
+            of_it = (self._order[name] for name in ("block", "window"))
+            numbers = order(len(numbers), self._order["seed"], self._epoch, *of_it)
+        together = self.batch_size * self.ranks
+        firsts = range(self._taken, self._end, together)
+        batches = self._read(self._steps(numbers, firsts), len(firsts))
+        if self.device is not None:
+            batches = _copied_ahead(batches, self.device)
+        for first, got in zip(firsts, batches, strict=True):
+            self._taken = min(first + together, self._end)
+            if isinstance(got, DtlibError):
+                raise got
+            batch, skipped = got
+            self.skipped += skipped
+            yield batch
+
+    def _steps(self, numbers, firsts):
+        """For each step the numbers that this rank reads, and those that the system may read ahead.
+
+        Pieces that lie together are announced together, with the first batch that needs some of them.
+        """
+        piece = self._order["block"] * self._order["window"]
+        announced = self._taken // piece * piece
+        for first in firsts:
+            ahead = first + self.batch_size * self.ranks if self._order["block"] > 1 else 0
+            until = max(announced, -(-ahead // piece) * piece)
+            mine = slice_of_rank(numbers, first, self.batch_size, self.rank, self.ranks)
+            yield mine.tolist(), numbers[announced:until]
+            announced = until
+
+    def _read(self, steps, count: int):
+        """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
+        source = _Batches(self.reader)
+        if self.workers:
+            read_by_workers = DataLoader(
+                source, batch_size=None, sampler=_Sampler(steps, count), num_workers=self.workers,
+                prefetch_factor=self.prefetch, collate_fn=_as_it_is,
+            )  # fmt: skip
+            return map(_as_tensors, read_by_workers)
+        return _in_thread(source.__getitem__, steps, self.prefetch)
+
+
+class _Batches(Dataset):
+    """A batch for each step; an error is returned, as one that is raised in a worker arrives as a page of text."""
+
+    def __init__(self, reader):
+        self.reader = reader
+
+    def __getitem__(self, step):
+        numbers, announced = step
+        try:
+            if len(announced):
+                self.reader.will_need(announced)
+            batch, skipped = self.reader.read(numbers)
+            if get_worker_info() is not None and sum(x.nbytes for x in batch.values()) < SHARED:
+                batch = {name: x.numpy() for name, x in batch.items()}  # a small one goes through the pipe itself
+            return batch, skipped
+        except DtlibError as error:
+            return error
+
+
+class _Sampler:
+    """What torch's ``DataLoader`` asks for: steps, and how many there are."""
+
+    def __init__(self, steps, count: int):
+        self._steps, self._count = steps, count
+
+    def __iter__(self):
+        return self._steps
+
+    def __len__(self):
+        return self._count
+
+
+def _as_it_is(batch):
+    return batch
+
+
+def _as_tensors(got):
+    if isinstance(got, DtlibError):
+        return got
+    return {name: torch.as_tensor(values) for name, values in got[0].items()}, got[1]
+
+
+def _in_thread(read, steps, ahead: int):
+    """Each batch, while a thread reads the next ones: the system's calls leave Python's lock to the loop."""
+    if not ahead:
+        yield from map(read, steps)
+        return
+    thread = ThreadPoolExecutor(1)
+    try:
+        reading = deque()
+        for step in steps:
+            reading.append(thread.submit(read, step))
+            if len(reading) > ahead:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _copied_ahead(batches, device):
+    """Each batch on a GPU, while the next one is on its way there, from memory that its copy engine can reach."""
+    stream, ahead = torch.cuda.Stream(device), None
+    for got in batches:
+        if not isinstance(got, DtlibError):
+            with torch.cuda.stream(stream):
+                batch = {name: x.pin_memory().to(device, non_blocking=True) for name, x in got[0].items()}
+            got = batch, got[1]
+        behind, ahead = ahead, (got, stream.record_event())
+        if behind:
+            yield _arrived(*behind)
+    if ahead:
+        yield _arrived(*ahead)
+
+
+def _arrived(got, copied):
+    """Work that is given to the GPU from here on waits for the copy; the host does not."""
+    torch.cuda.current_stream().wait_event(copied)
+    for x in () if isinstance(got, DtlibError) else got[0].values():
+        x.record_stream(torch.cuda.current_stream())
+    return got

@@ -1,0 +1,61 @@
+"""Workloads of MLPerf Storage: what a model reads in a step and for how long it then computes. And a laptop's size.
+
+The published table is ``data/mlperf_storage_workloads.csv``; its demand is batch x record / time of a step.
+"""
+
+import csv
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``record_bytes`` (the mean), samples of a ``batch``, and seconds of a step; ``scale`` says if it was scaled."""
+
+    name: str
+    accelerator: str
+    form: str
+    samples: int
+    record_bytes: int
+    batch: int
+    compute_seconds: float
+    least_au: float | None
+    scale: str = "as published"
+
+    @property
+    def bytes_a_second(self) -> float:
+        """What storage has to deliver so that the accelerator never waits."""
+        return self.batch * self.record_bytes / self.compute_seconds
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype([("data", "u1", (self.record_bytes,))])
+
+    def records(self, seed: int = 0):
+        """So many records of random bytes, which no file system can compress."""
+        random = np.random.default_rng(seed)
+        return (random.bytes(self.record_bytes) for _ in range(self.samples))
+
+    def scaled(self, samples: int, record_bytes: int, batch: int, compute_seconds: float) -> "Workload":
+        """The same on a laptop; by which factors is in ``scale``."""
+        sizes = {"samples": samples, "record_bytes": record_bytes, "batch": batch, "compute_seconds": compute_seconds}
+        factors = [f"{name} / {getattr(self, name) / value:,.3g}" for name, value in sizes.items()]
+        return replace(self, **sizes, scale="SCALED: " + ", ".join(factors))
+
+
+def published(file) -> list[Workload]:
+    """The rows of the table."""
+    with open(file, newline="") as opened:
+        return [
+            Workload(
+                row["workload"], row["accelerator"], row["format"], int(row["files"]) * int(row["samples_per_file"]),
+                round(float(row["record_bytes"])), int(row["batch"]), float(row["compute_s_per_step"]),
+                float(row["min_AU"]) if row["min_AU"] else None,
+            )
+            for row in csv.DictReader(opened)
+        ]  # fmt: skip
+
+
+def named(file, name: str, accelerator: str) -> Workload:
+    return next(row for row in published(file) if (row.name, row.accelerator) == (name, accelerator))

@@ -1,0 +1,30 @@
+"""Which reader a folder of samples has."""
+
+import json
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.storage.formats import INDEX
+from dtlib.storage.parquet import ColumnReader
+from dtlib.storage.readers import FileReader, RawReader, Reader, TarReader
+
+READERS = {
+    "files": FileReader, "one-file": RawReader, "shards": RawReader, "tar": TarReader, "parquet": ColumnReader,
+}  # fmt: skip
+
+
+def open_samples(folder, damaged: str = "stop", columns=None, open_delay: float = 0.0) -> Reader:
+    """The reader of what ``write`` has written to ``folder``.
+
+    ``damaged="skip"``: what cannot be read is left out, and told beside each batch; else it is an error.
+    ``columns``: the names of some fields; from Parquet no others are read. ``open_delay``: seconds, INJECTED.
+
+    Raises:
+        DtlibError: for a folder without samples, or a column that they do not have.
+    """
+    folder = Path(folder)
+    try:
+        index = json.loads((folder / INDEX).read_text())
+    except FileNotFoundError:
+        raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
+    return READERS[index["format"]](folder, index, damaged, columns, open_delay)

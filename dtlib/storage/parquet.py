@@ -1,0 +1,143 @@
+"""Parquet: row groups, in each of which the values of one column lie together, so that others need not be read."""
+
+import io
+from collections import OrderedDict
+
+import numpy as np
+import torch
+
+from dtlib.storage.files import StorageError
+from dtlib.storage.readers import CURE, Reader
+
+KEPT = 4  # row groups, of which the order mixes the samples
+
+
+class ColumnReader(Reader):
+    """Reads whole row groups, as smaller pieces there are none, and keeps the last few of them.
+
+    Where several ranks or workers need samples of one row group, each of them reads it: see the counters.
+    """
+
+    def __init__(self, folder, index, damaged="stop", columns=None, open_delay=0.0):
+        super().__init__(folder, index, damaged, columns, open_delay)
+        self.block, self.window = index["row_group"], KEPT
+        self._groups = OrderedDict()  # (file, row group) -> its columns, as arrays
+        self._tables = {}  # file -> what pyarrow knows of it
+
+    def read(self, numbers):
+        places, skipped = [], []
+        for number in map(int, numbers):
+            file, at = self.place(number)
+            try:
+                self._group(file, at // self.block)
+                places.append((file, at // self.block, at % self.block))
+            except StorageError as error:
+                error.sample = number
+                if self.damaged == "stop":
+                    raise
+                skipped.append(error)
+        self.files.count()
+        places = np.array(places, dtype=np.int64).reshape(-1, 3)
+        batch = {}
+        for name in self.columns:
+            base, shape = self.dtype[name].subdtype or (self.dtype[name], ())
+            batch[name] = np.empty((len(places), *shape), base)
+        for file, group in {(file, group) for file, group, _ in places.tolist()}:
+            of_it = (places[:, 0] == file) & (places[:, 1] == group)
+            for name, values in self._group(file, group).items():
+                batch[name][of_it] = values[places[of_it, 2]]
+        while len(self._groups) > KEPT:
+            self._groups.popitem(last=False)
+        return {name: torch.from_numpy(values) for name, values in batch.items()}, skipped
+
+    def _group(self, file: int, group: int) -> dict[str, np.ndarray]:
+        if (file, group) not in self._groups:
+            name = self.names[file]
+            table = self._table(file)
+            try:
+                columns = table.read_row_group(group, self.columns, use_threads=False)
+            except Exception as problem:  # pyarrow raises whatever its decoders do
+                offset = table.metadata.row_group(group).column(0).data_page_offset
+                raise self._damaged(name, offset, problem) from None
+            self._groups[file, group] = {column: self._values(columns[column], column) for column in self.columns}
+        self._groups.move_to_end((file, group))
+        return self._groups[file, group]
+
+    def _values(self, column, name: str) -> np.ndarray:
+        base, shape = self.dtype[name].subdtype or (self.dtype[name], ())
+        chunk = column.combine_chunks()
+        if not shape:
+            return chunk.to_numpy(zero_copy_only=False)
+        width = self.dtype[name].itemsize
+        memory = memoryview(chunk.buffers()[1])[chunk.offset * width : (chunk.offset + len(chunk)) * width]
+        return np.frombuffer(memory, base).reshape(len(chunk), *shape)
+
+    def _table(self, file: int):
+        """The file's footer, read and compared once."""
+        if file not in self._tables:
+            import pyarrow as pa
+            from pyarrow import parquet
+
+            name = self.names[file]
+            source = pa.PythonFile(_Counted(self.files, name), mode="r")
+            try:
+                table = parquet.ParquetFile(source, pre_buffer=False)
+            except Exception as problem:
+                raise self._damaged(name, self.files.size(name), problem) from None
+            self._compare(name, table)
+            self._tables[file] = table
+        return self._tables[file]
+
+    def _compare(self, name: str, table) -> None:
+        """Do rows and columns come as the index says?"""
+        import pyarrow as pa
+
+        rows, schema = table.metadata.num_rows, table.schema_arrow
+        wanted = self.counts[self.names.index(name)]
+        if rows != wanted:
+            raise self._damaged(name, 0, f"{rows} rows instead of {wanted}")
+        for column in self.columns:
+            kind = self.dtype[column]
+            wanted = pa.binary(kind.itemsize) if kind.subdtype else pa.from_numpy_dtype(kind)
+            if column not in schema.names:
+                raise self._damaged(
+                    name, self.files.size(name), f"no column {column!r}, only {', '.join(schema.names)}"
+                )
+            if schema.field(column).type != wanted:
+                came = schema.field(column).type
+                raise self._damaged(name, self.files.size(name), f"column {column!r} as {came} instead of {wanted}")
+
+    def _damaged(self, name: str, offset: int, problem) -> StorageError:
+        path = self.files.path(name)
+        what = str(problem).splitlines()[0].rstrip(". ")
+        return StorageError(path, offset, f"{path} cannot be read as Parquet at byte {offset} ({what}): {CURE}")
+
+    def __getstate__(self):
+        return {**self.__dict__, "_groups": OrderedDict(), "_tables": {}}
+
+
+class _Counted(io.RawIOBase):
+    """A file as pyarrow reads it, through ``Files``, which counts."""
+
+    def __init__(self, files, name: str):
+        self._files, self._name, self._at = files, name, 0
+
+    def read(self, size: int = -1) -> bytes:
+        size = self._files.size(self._name) - self._at if size < 0 else size
+        memory = bytearray(size)
+        got = self._files.read_into([memoryview(memory)], self._name, self._at) if size else 0
+        self._at += got
+        return memory if got == size else memory[:got]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._files.size(self._name)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True

@@ -1,0 +1,189 @@
+"""Samples by their numbers, from each format. A reader is a torch data set: ``reader[7]``, ``reader[[7, 2, 4]]``.
+
+Readers know nothing of ranks, epochs or orders: whoever asks says which samples. So any worker of any rank can read
+any batch, and there is no state to be saved here. ``open_samples(folder)`` (``opening.py``) finds a folder's reader.
+"""
+
+from bisect import bisect_right
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from dtlib.errors import DtlibError
+from dtlib.storage.files import Files, StorageError
+from dtlib.storage.formats import END
+
+CURE = "copy it anew, or read with damaged='skip'."
+PIECE = 2**18  # bytes of a shard that are read together
+SHARED = 2**20  # bytes of a batch from which on a worker hands it over in shared memory, as setting that up takes time
+WINDOW = 16  # pieces whose samples are mixed
+
+
+class Reader(Dataset):
+    """What all readers share. A subclass reads one record, or a whole batch."""
+
+    block, window = 1, 1  # of the order in which it is best read; see order.py
+
+    def __init__(self, folder: Path, index: dict, damaged: str = "stop", columns=None, open_delay: float = 0.0):
+        if damaged not in ("stop", "skip"):
+            raise DtlibError(f"damaged={damaged!r} is not known: 'stop' at it, or 'skip' it and count.")
+        descr = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
+        self.format, self.dtype, self.damaged = index["format"], np.dtype(descr), damaged
+        self.columns = list(columns or self.dtype.names)
+        if absent := [name for name in self.columns if name not in self.dtype.names]:
+            raise DtlibError(f"{folder} has no column {absent[0]!r}: it has {', '.join(self.dtype.names)}.")
+        elsewhere = index.get("elsewhere")
+        self.files = Files(folder, elsewhere and Path(elsewhere), open_delay)
+        self.names, self.counts = list(index["counts"]), list(index["counts"].values())
+        self._starts = list(accumulate(self.counts, initial=0))  # the number of each file's first sample
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, numbers) -> dict[str, torch.Tensor]:
+        """A sample as a dict of tensors; of a sequence of numbers all of them, with a dimension more in front."""
+        if isinstance(numbers, int):
+            return {name: values[0] for name, values in self.read([numbers])[0].items()}
+        return self.read(numbers)[0]
+
+    @property
+    def injected(self) -> str:
+        """What was made slow on purpose, for whoever shows a measurement; "" if nothing was."""
+        delay = self.files.open_delay
+        return f"INJECTED: every open waits {1e3 * delay:g} ms" if delay else ""
+
+    def read(self, numbers) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
+        """The batch of these samples, and what was skipped: a batch has so many samples less."""
+        size, kept, skipped = self.dtype.itemsize, 0, []
+        rows = _memory_for(len(numbers) * size)
+        memory = memoryview(rows.numpy())
+        for number in map(int, numbers):
+            try:
+                self._read_into(memory[kept * size : (kept + 1) * size], number)
+                kept += 1
+            except StorageError as error:
+                error.sample = number
+                if self.damaged == "stop":
+                    raise
+                skipped.append(error)
+        self.files.count()
+        rows = rows[: kept * size].view(kept, size)
+        return {name: _field(rows, self.dtype, name) for name in self.columns}, skipped
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Which file has this sample, and how many samples stand before it there."""
+        if not 0 <= number < self._starts[-1]:
+            raise IndexError(f"sample {number} of {len(self)}")
+        file = bisect_right(self._starts, number) - 1
+        return file, number - self._starts[file]
+
+    def will_need(self, numbers) -> None:
+        """The system may read these already; without effect where each sample is a file."""
+
+    def _ends_early(self, name: str, offset: int) -> StorageError:
+        path, end, size = self.files.path(name), self.files.size(name), self.dtype.itemsize
+        sentence = f"{path} ends at byte {end}, and a record of {size} bytes should begin at byte {offset}: {CURE}"
+        return StorageError(path, offset, sentence)
+
+
+class FileReader(Reader):
+    """A file a sample: an open, a read and a close for each."""
+
+    def _read_into(self, memory, number: int) -> None:
+        name = self.names[self.place(number)[0]]
+        got, size = self.files.read_into([memory], name, 0), self.files.size(name)
+        if got < len(memory):
+            raise self._ends_early(name, 0)
+        if size != got:
+            path = self.files.path(name)
+            raise StorageError(path, got, f"{path} has {size} bytes, and a record {got}, where it should end: {CURE}")
+
+
+class _Pieces(Reader):
+    """Many samples in a file, each ``stride`` bytes behind the last one."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.stride, self._checked = self._stride(), set()
+        self.block, self.window = max(1, PIECE // self.stride), WINDOW
+
+    def will_need(self, numbers) -> None:
+        numbers = np.sort(numbers)
+        ends = (np.diff(numbers) != 1) | np.isin(numbers[1:], self._starts)
+        for run in np.split(numbers, 1 + np.flatnonzero(ends)):
+            file, at = self.place(int(run[0]))
+            with suppress(StorageError):  # is told when it is read
+                self.files.will_need(self.names[file], at * self.stride, len(run) * self.stride)
+
+
+class RawReader(_Pieces):
+    """Raw records, one after the other: where one lies is a multiplication."""
+
+    def _stride(self) -> int:
+        return self.dtype.itemsize
+
+    def _read_into(self, memory, number: int) -> None:
+        file, at = self.place(number)
+        if file not in self._checked:
+            self._check(file)
+        if self.files.read_into([memory], self.names[file], at * self.stride) < self.stride:
+            raise self._ends_early(self.names[file], at * self.stride)
+
+    def _check(self, file: int) -> None:
+        """A record of another length moves all that follow: then nothing in the file can be believed."""
+        name, count = self.names[file], self.counts[file]
+        size, wanted = self.files.size(name), count * self.stride + len(END)
+        if size == wanted:
+            self._checked.add(file)
+            return
+        end = bytearray(len(END))
+        self.files.read_into([memoryview(end)], name, max(0, size - len(END)))
+        if size > wanted or end == END:
+            path = self.files.path(name)
+            raise StorageError(
+                path, min(size, wanted),
+                f"{path} has {size} bytes, and {count} records of {self.stride} need {wanted}: one has another length, "
+                f"so none of its samples can be believed; {CURE}",
+            )  # fmt: skip
+
+
+class TarReader(_Pieces):
+    """A tar file: before each record a block of 512 bytes that tells its name and its length."""
+
+    def _stride(self) -> int:
+        return 512 + -(-self.dtype.itemsize // 512) * 512
+
+    def _read_into(self, memory, number: int) -> None:
+        file, at = self.place(number)
+        name, offset, header = self.names[file], at * self.stride, bytearray(512)
+        if self.files.read_into([memoryview(header), memory], name, offset) < 512 + len(memory):
+            raise self._ends_early(name, offset)
+        if header[124:135] != b"%011o" % len(memory) or not header.startswith(b"%07d.bin\0" % number):
+            path = self.files.path(name)
+            raise StorageError(
+                path, offset,
+                f"{path} has at byte {offset} no record {number:07} of {len(memory)} bytes: it, or one before it, has "
+                f"another length; {CURE}",
+            )  # fmt: skip
+
+
+def _memory_for(size: int) -> torch.Tensor:
+    """``size`` bytes; in a worker in shared memory, so that nobody has to copy a large batch to hand it over."""
+    if get_worker_info() is None or size < SHARED:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+
+
+def _field(rows: torch.Tensor, dtype: np.dtype, name: str) -> torch.Tensor:
+    """One field of records, ``rows`` of bytes, as a view of them where its place in a record allows it."""
+    kind, offset = dtype.fields[name][:2]
+    base, shape = kind.subdtype or (kind, ())
+    bytes_of_field = rows[:, offset : offset + kind.itemsize]
+    if offset % base.itemsize or dtype.itemsize % base.itemsize:
+        bytes_of_field = bytes_of_field.contiguous()
+    values = bytes_of_field.view(torch.from_numpy(np.empty(0, base)).dtype)
+    return values.view(len(rows), *shape)

@@ -1,0 +1,100 @@
+"""How well is an accelerator fed? It is EMULATED: a step takes as long as one is told, and nothing is computed.
+
+As DLIO measures it (H. Devarajan et al., CCGrid 2021), and MLPerf Storage with it:
+
+    accelerator utilisation (AU) = time in which the accelerator computes / time of all
+
+The first step is left out, as workers start in it. The accelerator's time is the nominal one: if the host wakes up
+late the accelerator has waited.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from dtlib.comm.watch import recorder
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """What one rank saw: ``seconds`` of ``steps`` steps (without the first) with ``samples``; AU is a fraction."""
+
+    steps: int
+    samples: int
+    compute_seconds: float  # nominal, of one step
+    seconds: float
+    counters: dict = field(default_factory=dict)  # of the reader; with the first step
+    skipped: int = 0
+    injected: str = ""  # what was made slow on purpose
+
+    @property
+    def au(self) -> float:
+        return self.steps * self.compute_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def samples_a_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def __str__(self):
+        text = f"AU {self.au:.0%}, {self.samples_a_second:,.0f} samples/s, {self.counters.get('bytes', 0):,} bytes read"
+        text += f", {self.skipped} samples SKIPPED" if self.skipped else ""
+        return text + (f" ({self.injected})" if self.injected else "")
+
+
+class EmulatedAccelerator:
+    """Computes for ``seconds`` a step, by sleeping: the host's cores are free for the loader, as beside a GPU.
+
+    A timeline shows its steps as those of ``rank``.
+    """
+
+    def __init__(self, seconds: float, rank: int = 0):
+        self.seconds, self.rank = seconds, rank
+
+    def step(self, batch) -> None:
+        with recorder.phase("computes", self.rank):
+            time.sleep(self.seconds)
+
+
+def measure(loader, accelerator: EmulatedAccelerator, steps: int | None = None, comm=None) -> Utilisation:
+    """Feed the accelerator from ``loader``, for so many steps or to the end of the epoch.
+
+    With ``comm`` ranks wait for each other after each step, as they do for their gradients.
+    """
+    reader = getattr(loader, "reader", None)
+    if reader is not None:
+        reader.files.counters.reset()
+    count = samples = 0
+    began = None
+    for batch in loader:
+        accelerator.step(batch)
+        if comm is not None:
+            comm.barrier()
+        ended = time.perf_counter()
+        if began is None:
+            began = ended
+        else:
+            count, samples = count + 1, samples + _length(batch)
+        if steps is not None and count >= steps:
+            break
+    seconds = ended - began if began is not None else 0.0
+    counters = {} if reader is None else reader.files.counters.totals()
+    return Utilisation(
+        count, samples, accelerator.seconds, seconds, counters, len(getattr(loader, "skipped", ())),
+        "" if reader is None else reader.injected,
+    )  # fmt: skip
+
+
+def _length(batch) -> int:
+    """Samples of a batch, as our loader and others make them."""
+    if isinstance(batch, dict):
+        batch = next(iter(batch.values()))
+    return _length(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)
+
+
+def modelled(compute: float, read: float, ranks: int, ahead: bool = True) -> float:
+    """AU where ``ranks`` accelerators share one storage: MODELLED. Seconds of a step, and of reading a batch alone.
+
+    one after the other    compute / (compute + ranks x read)
+    read ahead             compute / max(compute, ranks x read)
+    """
+    needed = ranks * read
+    return compute / (max(compute, needed) if ahead else compute + needed)

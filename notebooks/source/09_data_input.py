@@ -1,0 +1,454 @@
+# %% [markdown]
+# # 09 Feeding the accelerators
+#
+# Ninety minutes. An accelerator that waits for its data is an expensive heater. You write the same samples in several
+# formats, feed emulated accelerators from them, and see what makes them starve and what helps. Then you stop in the middle
+# of an epoch and go on with another number of ranks, and no sample is lost.
+#
+# **Questions.** How many bytes a second does a model eat? Which format, how many workers? What does an accelerator do while
+# it waits? How is an epoch resumed?
+#
+# **Afterwards you can** estimate what storage has to deliver; measure *accelerator utilisation* honestly; choose a
+# format by opens and bytes; say in one number where an epoch is.
+#
+# **You need** lesson 00, and to know what a batch is.
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from tabulate import tabulate
+
+from dtlib.lab.lessons.l09 import figures
+from dtlib.storage import Cached, Loader, StorageError, loader, mlperf, open_samples, order
+from dtlib.storage import page_cache, preprocessing, readers, stage, utilisation, write
+from dtlib.storage.utilisation import EmulatedAccelerator, measure
+
+# %%
+# %%px
+from pathlib import Path
+
+import dtlib
+from dtlib.storage import Loader, open_samples, page_cache
+from dtlib.storage.utilisation import EmulatedAccelerator, measure
+
+world = dtlib.init()
+comm = world.comm
+
+# %% [markdown]
+# ## On paper first
+#
+# A step takes `batch` samples and then computes for a while. If the accelerator is never to wait, storage has to deliver
+# batch x bytes / seconds. MLPerf Storage publishes these three numbers for real models.
+#
+# **Predict.** UNet3D on an A100: 7 samples of 146.6 MB, 0.636 s a step. How many GB/s? And how many times as much as BERT on a
+# V100, which takes 48 samples of 2500 bytes in 0.968 s?
+
+# %% tags=["stub"]
+lab.predict("demand-of-unet3d", None)
+lab.predict("times-the-demand", None)
+
+# %% tags=["solution"]
+lab.predict("demand-of-unet3d", 1.6)
+lab.predict("times-the-demand", 13_000)
+
+# %%
+here = Path.cwd()
+above = (folder / "data" for folder in (here, *here.parents))
+TABLE = next(data for data in above if data.is_dir()) / "mlperf_storage_workloads.csv"
+rows = [
+    (w.name, w.accelerator, w.form, f"{w.record_bytes:,}", w.batch, w.compute_seconds,
+     f"{w.bytes_a_second / 1e9:.4f}") for w in mlperf.published(TABLE)
+]
+headers = ("model", "accelerator", "format", "bytes a sample", "batch", "s a step", "GB/s")
+print("MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storage; GB/s derived")
+print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+
+# %% [markdown]
+# **Question the number.** One of these rows was not measured. UNet3D on a B200 has 0.162 s a step, and its file says where
+# from: the H100's 0.323 s, halved. Such a row tells what somebody expects; storage is bought for it all the same.
+#
+# ## From raw files to binary
+#
+# The first advice of every lecture on input: decode *once*, before training. A raw sample here is a JPEG, a JSON and a text. A
+# record has the same contents as arrays, and always the same length.
+
+# %%
+print(preprocessing.RECORD, preprocessing.RECORD.itemsize, "bytes")
+lab.read(preprocessing.record_of)
+
+# %% tags=["nbval-ignore-output"]
+raw = list(preprocessing.raw_samples(1920))
+began = time.perf_counter()
+records = [preprocessing.record_of(*sample) for sample in raw]
+decoded = time.perf_counter() - began
+began = time.perf_counter()
+stored = [np.frombuffer(record.tobytes(), preprocessing.RECORD) for record in records]
+copied = time.perf_counter() - began
+print(f"decoding takes {1e6 * decoded / 1920:.0f} us a sample,", end=" ")
+print(f"reading it as a record {1e6 * copied / 1920:.1f} us")
+print(f"raw {sum(len(part) for sample in raw for part in sample):,} bytes,", end=" ")
+print(f"binary {sum(record.nbytes for record in records):,} bytes")
+assert copied < decoded
+
+# %% [markdown]
+# The price: binary records are larger. (NVIDIA's DALI decodes on the GPU instead; `tf.data` does both in a graph of its own.)
+#
+# ## One set of samples, four formats
+#
+# *A file a sample*; *shards*, many records in a file; *tar*, the same as webdataset reads it; *Parquet*, by columns. A reader is
+# a torch data set that finds a sample by its number. This is all that reading a shard takes; where a record lies is a
+# multiplication.
+
+# %%
+lab.read(readers.RawReader)
+
+# %% [markdown]
+# **Predict.** 1920 samples, 384 in each shard. How many files are opened in an epoch, with a file a sample, and with shards?
+
+# %% tags=["stub"]
+lab.predict("opens-of-an-epoch", {"files": None, "shards": None})
+
+# %% tags=["solution"]
+lab.predict("opens-of-an-epoch", {"files": 1920, "shards": 5})
+
+# %%
+lab_folder = tempfile.TemporaryDirectory(prefix="dtlib-09-")
+folder = Path(lab_folder.name)
+counted = {}
+for form in ("files", "shards", "tar", "parquet"):
+    write(folder / form, records, preprocessing.RECORD, form, per_shard=384, row_group=64)
+    reader = open_samples(folder / form)
+    for batch in Loader(reader, batch_size=32, prefetch=0):
+        pass
+    counted[form] = reader.files.counters
+opens = {form: counters.totals()["opens"] for form, counters in counted.items()}
+
+# %%
+rows = [
+    (form, *(f"{c.totals()[count]:,}" for count in ("opens", "reads", "bytes")),
+     f"{c.randomness:.0%}") for form, c in counted.items()
+]
+headers = ("format", "opens", "reads", "bytes", "reads that jump")
+print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+
+# %% [markdown]
+# A file a sample never jumps *in* a file: its randomness is in the opens. Opening is a request to a *metadata server* on a
+# cluster's file system, which all users share; on Lustre a shard can also be striped over several disks, a small file not.
+#
+# ## Utilisation
+#
+# We need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take. Its
+# **utilisation (AU)** is compute time over all time, without the first step. MLPerf wants 90 % for most models.
+
+# %%
+lab.read(utilisation.measure)
+
+# %% [markdown]
+# Two workloads that could not differ more, scaled to a laptop:
+
+# %%
+large = mlperf.named(TABLE, "unet3d", "v100").scaled(
+    samples=32, record_bytes=2**22, batch=4, compute_seconds=0.03)
+small = mlperf.named(TABLE, "bert", "v100").scaled(
+    samples=1920, record_bytes=2500, batch=48, compute_seconds=0.006)
+workloads = {"large samples": large, "small samples": small}
+for name, work in workloads.items():
+    print(f"{name}: {work.name}, {work.bytes_a_second / 1e6:,.0f} MB/s. {work.scale}")
+    for form in ("files", "shards", "tar"):
+        where, per_shard = folder / name / form, work.samples // 4
+        write(where, work.records(), work.dtype, form, per_shard)
+
+# %% [markdown]
+# An honest measurement begins *cold*: the system keeps files in memory that were read, and then every format looks good. So
+# we empty that cache and look whether it is empty.
+
+# %%
+def fed(where, work, compute=None, **settings):
+    """AU from cold files; where the cache could not be emptied this says so."""
+    left = page_cache.drop(where)
+    if left is None or left > 0.01:
+        print(page_cache.in_words(left))
+    settings = {"prefetch": 2 if settings.get("workers") else 0, **settings}
+    loader = Loader(open_samples(where), work.batch, **settings)
+    return measure(loader, EmulatedAccelerator(compute or work.compute_seconds))
+
+# %% [markdown]
+# **Predict.** Workers are processes that read ahead. Where do they gain more, with large or with small samples in shards?
+# (Compare 2 workers with none.)
+
+# %% tags=["stub"]
+lab.predict("where-workers-help", None)
+
+# %% tags=["solution"]
+lab.predict("where-workers-help", "large samples")
+
+# %% tags=["nbval-ignore-output"]
+grid = {
+    name: {
+        (form, f"{workers} workers"): fed(folder / name / form, work, workers=workers)
+        for form in ("files", "shards", "tar") for workers in (0, 1, 2)
+    }
+    for name, work in workloads.items()
+}
+gains = {
+    name: found["shards", "2 workers"].au - found["shards", "0 workers"].au
+    for name, found in grid.items()
+}
+
+# %% tags=["nbval-ignore-output"]
+for name, found in grid.items():
+    figures.utilisation(found, name)
+
+# %% [markdown]
+# With no workers the accelerator waits for every read. Large samples leave much to hide. Small ones in shards are read so
+# quickly that a message from a worker costs about as much; on two cores workers can even hurt. **How many workers? Measure.**
+#
+# ## A faster accelerator starves
+#
+# The same reader, the same files, no workers; one accelerator computes for 60 ms, the other for 6.
+#
+# **Predict.** Whose utilisation is lower, that of "the slow one" or of "the fast one"?
+
+# %% tags=["stub"]
+lab.predict("starves-more", None)
+
+# %% tags=["solution"]
+lab.predict("starves-more", "the fast one")
+
+# %% tags=["nbval-ignore-output"]
+shards = folder / "large samples" / "shards"
+pace = {
+    "the slow one": fed(shards, large, compute=0.06),
+    "the fast one": fed(shards, large, compute=0.006),
+}
+for name, used in pace.items():
+    print(f"{name}: {used}")
+assert pace["the fast one"].au < pace["the slow one"].au
+
+# %% [markdown]
+# Ten times the accelerator is far from ten times the samples. On the ranks it looks like this: each feeds an accelerator of its
+# own. Where a lane is empty, the accelerator starves.
+
+# %%
+lab.push(shards=str(shards))
+
+# %%
+# %%px
+if world.rank == 0:
+    page_cache.drop(shards)
+comm.barrier()
+reader = open_samples(shards)
+mine = Loader(reader, 1, world.rank, world.size, prefetch=0)
+with dtlib.trace() as trace:
+    measure(mine, EmulatedAccelerator(0.008, world.rank), comm=comm)
+
+# %% tags=["nbval-ignore-output"]
+lab.pictures.timeline("trace")
+
+# %% [markdown]
+# ## Three ways to hide it
+#
+# **Prefetch**: a thread reads the next batch while this one computes. **Staging**: copy the files to the node's own disk
+# first. **Caching**: keep samples in memory after the first epoch. For staging we imitate a busy metadata server: every open
+# waits 2 ms. That is INJECTED, and every figure says so.
+
+# %% tags=["nbval-ignore-output"]
+for ahead in (0, 1, 2):
+    print(f"{ahead} batches ahead: {fed(shards, large, prefetch=ahead)}")
+
+# %% tags=["nbval-ignore-output"]
+one_each = folder / "small samples" / "files"
+slow = Loader(open_samples(one_each, open_delay=0.002), small.batch)
+print("far away:", measure(slow, EmulatedAccelerator(small.compute_seconds), steps=20))
+staged = stage(one_each, folder / "local disk")
+near = Loader(open_samples(staged.folder), small.batch)
+print("staged:  ", measure(near, EmulatedAccelerator(small.compute_seconds), steps=20))
+
+# %% tags=["nbval-ignore-output"]
+cached = Cached(open_samples(one_each, open_delay=0.002))
+keeps = Loader(cached, small.batch)
+for epoch in (1, 2):
+    used = measure(keeps, EmulatedAccelerator(small.compute_seconds))
+    print(f"epoch {epoch}: {used.counters['hits']:,} samples from memory; {used}")
+assert used.counters["opens"] == 0
+
+# %% [markdown]
+# ## Only the columns that are needed
+#
+# DLRM's table has 200 columns, and a model may want a few of them. Records give all or nothing; in Parquet the values of a
+# column lie together.
+#
+# **Predict.** A table has 40 columns of 4 bytes. We read 2 of them. Which fraction of the bytes is read? (0 to 1)
+
+# %% tags=["stub"]
+lab.predict("bytes-of-two-columns", None)
+
+# %% tags=["solution"]
+lab.predict("bytes-of-two-columns", 0.05)
+
+# %%
+wide = np.dtype([(f"feature_{number}", "<f4") for number in range(40)])
+values = np.random.default_rng(0).random((100_000, 40), np.float32).view(wide)[:, 0]
+write(folder / "table", values, wide, "parquet", per_shard=102_400, row_group=10_240)
+
+
+def bytes_of(columns):
+    reader = open_samples(folder / "table", columns=columns)
+    for batch in Loader(reader, 5_120, prefetch=0):
+        pass
+    return reader.files.counters.totals()["bytes"]
+
+
+part = bytes_of(["feature_3", "feature_7"]) / bytes_of(None)
+
+# %% [markdown]
+# A little more than 2 / 40: the *footer*, which says where everything lies, is read as well. The other side: rows come in
+# groups, and who wants one row reads its whole group. If several ranks want rows of one group, each reads all of it.
+#
+# ## More ranks, one storage
+#
+# Each rank adds an accelerator; the storage stays what it is. We measure up to four ranks, and model the rest: as long as
+# storage keeps up AU is full, beyond that it falls as 1 / ranks.
+
+# %% tags=["nbval-ignore-output"]
+# %%px
+def au_on(ranks, seconds):
+    """AU and seconds a step where the first ``ranks`` ranks read, each its own samples."""
+    if world.rank == 0:
+        page_cache.drop(shards)
+    some = comm.split(int(world.rank >= ranks))
+    if world.rank >= ranks:
+        return None
+    mine = Loader(open_samples(shards), 1, world.rank, ranks)
+    used = measure(mine, EmulatedAccelerator(seconds), comm=some)
+    return used.au, used.seconds / used.steps
+
+
+_, alone = au_on(1, 0.0) or (0, 0)
+comm.barrier()
+au = {}
+for ranks in (1, 2, 3, 4):
+    au[ranks] = (au_on(ranks, 0.008) or [0])[0]
+    comm.barrier()
+
+# %% tags=["nbval-ignore-output"]
+read = lab.values("alone")[0]
+model = {ranks: utilisation.modelled(0.008, read, ranks) for ranks in (1, 2, 4, 8, 16, 32, 64)}
+figures.against_ranks(lab.values("au")[0], model)
+
+# %% [markdown]
+# The model knows one storage and nothing of cores; four ranks on two cores also wait for each other. Where do they differ on
+# your machine, and why?
+#
+# ## Each sample once, and resuming
+#
+# Every epoch has an order of its own, made from the seed and the epoch's number alone: no rank and no worker comes into it. A
+# step takes ranks x batch samples off its front. **So one number says where an epoch is**: how many samples are gone.
+
+# %%
+lab.read(order.slice_of_rank)
+lab.read(loader.Loader.state_dict)
+
+# %% [markdown]
+# **Predict.** Four ranks take five batches of 16 each, reading ahead with a worker. Which number is in the state?
+
+# %% tags=["stub"]
+lab.predict("state-of-resuming", None)
+
+# %% tags=["solution"]
+lab.predict("state-of-resuming", 320)
+
+# %%
+lab.push(small_shards=str(folder / "shards"))
+
+# %%
+# %%px
+mine = Loader(open_samples(small_shards), 16, world.rank, world.size, workers=1, seed=9)
+seen = []
+for step, batch in enumerate(mine):
+    seen += [bytes(text) for text in batch["text"].numpy()]
+    if step == 4:
+        break
+saved = mine.state_dict()
+
+# %% [markdown]
+# What the worker has read ahead does not count: nobody has trained on it. Now three ranks go on, with another batch size and
+# without workers.
+
+# %%
+# %%px
+if world.rank < 3:
+    mine = Loader(open_samples(small_shards), 21, world.rank, 3, seed=9)
+    mine.load_state_dict(saved)
+    for batch in mine:
+        seen += [bytes(text) for text in batch["text"].numpy()]
+every = [text for of_rank in comm.all_gather_object(seen) for text in of_rank]
+
+# %%
+every = lab.values("every")[0]
+print(f"{len(every)} samples came, {len(set(every))} different ones")
+assert len(every) == len(set(every)) == 1920
+
+# %% [markdown]
+# Where libraries break here: they save a position *for each worker*, so that as many workers must come back; or they count
+# what was read ahead. Yours is next, in the exercises.
+#
+# ## What is damaged
+#
+# A shard was cut off by a copy that failed. A reader must not go on as if nothing were missing.
+
+# %%
+cut = folder / "shards" / "shard-00002.bin"
+cut.write_bytes(cut.read_bytes()[:1_000_000])
+try:
+    for batch in Loader(open_samples(folder / "shards"), 32):
+        pass
+except StorageError as error:
+    print(f"{Path(error.file).name}: sample {error.sample}, at byte {error.offset:,}")
+tolerant = Loader(open_samples(folder / "shards", damaged="skip"), 32)
+came = sum(len(batch["label"]) for batch in tolerant)
+print(f"{came} samples came, {len(tolerant.skipped)} were skipped")
+assert came + len(tolerant.skipped) == 1920
+
+# %% [markdown]
+# ## Seven characteristics, and where you saw them
+#
+# | input of deep learning | the counter that shows it |
+# |---|---|
+# | 1. it reads, and hardly writes | `bytes` grows each epoch, files stay as they are |
+# | 2. many files | `opens` |
+# | 3. small reads | `counters.read_sizes()` |
+# | 4. in random order | `jumps`, `randomness` |
+# | 5. the same again each epoch | `hits`; `page_cache.cached(folder)` |
+# | 6. in bursts, a batch a step | the gaps in the timeline |
+# | 7. by all ranks at once, from one storage | AU against ranks |
+
+# %%
+lab_folder.cleanup()
+
+# %% [markdown]
+# ## Summary
+#
+# - Demand is batch x bytes / seconds of a step; between models it differs by a factor of 13,000.
+# - Preprocess to binary; many samples in a file; columns where few of them are needed.
+# - Prefetch, stage, cache; as many workers as a measurement says. Measure cold, and say if it was not.
+# - AU = compute time / all time. A faster accelerator starves sooner, and so do more of them.
+# - An order from (seed, epoch) alone: each sample once, and one number to resume.
+#
+# **Discuss.** Your cluster charges for accelerators, not for disks. At which AU do you buy storage?
+#
+# Now the [exercises](../exercises/09_data_input_exercises.ipynb).
+#
+# ## References
+#
+# - H. Devarajan et al.: DLIO: a data-centric benchmark for scientific deep learning applications. CCGrid 2021.
+# - MLCommons: MLPerf Storage, versions 0.5 to 3.0, github.com/mlcommons/storage.
+# - N. Lewis, J. L. Bez, S. Byna: I/O in machine learning applications on HPC systems. ACM Computing Surveys, 2025.
+# - A. Aizman, G. Maltby, T. Breuel: High performance I/O for large scale deep learning. IEEE Big Data 2019 (webdataset).
+# - N. Dryden et al.: Clairvoyant prefetching for distributed machine learning I/O. SC 2021.

@@ -1,0 +1,180 @@
+# %% [markdown]
+# # 09 Feeding the accelerators: exercises
+#
+# *Predict* (two minutes), *mend* twice (five minutes each), *build* the cost of a format (ten minutes) and an epoch that can be
+# resumed (twenty-five minutes). They need no ranks: where one matters it is a number that you are given.
+#
+# **You need** the lecture [09 Feeding the accelerators](../lectures/09_data_input.ipynb). Answers:
+# [solutions](../solutions/09_data_input_exercises.ipynb).
+
+# %%
+from dtlib import lab  # no dtlib? Kernel > Change Kernel
+
+# %%
+import math
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+# %% [markdown]
+# ## Predict
+#
+# - 1000 samples, 3 ranks, batches of 32 on each. How many steps has an epoch, if no sample may be lost? How many samples has
+#   the last step, over all ranks?
+# - A loader has 8 samples in a batch, on one rank. Its two workers have read 4 batches ahead. The training has had 10 batches
+#   when it is killed. From which sample on does it have to resume?
+
+# %% tags=["stub"]
+lab.predict("batches-on-three-ranks", {"steps": None, "in the last step": None})
+lab.predict("read-ahead-and-killed", None)
+
+# %% tags=["solution"]
+lab.predict("batches-on-three-ranks", {"steps": 11, "in the last step": 40})
+lab.predict("read-ahead-and-killed", 80)
+
+# %% [markdown]
+# ## Mend: samples that nobody reads
+#
+# `my_samples(order, rank, ranks)` gives the samples of one rank. It runs, every rank is busy, and yet some samples are in no
+# epoch. Together the ranks must have each exactly once, and no rank two more than another.
+
+# %% tags=["stub"]
+def my_samples(order, rank, ranks):
+    each = len(order) // ranks
+    return order[rank * each : (rank + 1) * each]
+
+# %% tags=["solution"]
+def my_samples(order, rank, ranks):
+    return order[rank::ranks]
+
+# %%
+lab.check("shard-mend")
+
+# %% [markdown]
+# ## Mend: a loader that reads a sample twice
+#
+# An epoch of this stream takes twice as long since it has two workers, and the loss falls suspiciously well. Find out why:
+
+# %% tags=["stub"]
+class Stream(IterableDataset):
+    def __init__(self, order, rank, ranks):
+        self.order, self.rank, self.ranks = order, rank, ranks
+
+    def __iter__(self):
+        return iter(self.order[self.rank :: self.ranks])
+
+# %% tags=["solution"]
+class Stream(IterableDataset):
+    def __init__(self, order, rank, ranks):
+        self.order, self.rank, self.ranks = order, rank, ranks
+
+    def __iter__(self):
+        mine = self.order[self.rank :: self.ranks]
+        worker = get_worker_info()  # None where there are no workers
+        if worker is not None:
+            mine = mine[worker.id :: worker.num_workers]
+        return iter(mine)
+
+# %% tags=["nbval-ignore-output"]
+seen = list(DataLoader(Stream(list(range(8)), 0, 1), batch_size=None, num_workers=2))
+print(sorted(seen))
+
+# %%
+lab.check("twice-mend")
+
+# %% [markdown]
+# ## Build: a format for a budget
+#
+# Write `epoch_seconds(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)`: the time in which
+# a storage delivers an epoch. Files are opened one after the other, then read: the times add up.
+#
+# - `form` is `"files"` (a file a sample), `"shards"`, `"tar"` or `"parquet"`; the last three have `per_shard` samples in a file.
+# - In a tar file 512 bytes stand before each record, and a record takes whole blocks of 512 bytes.
+# - `columns_read`, a fraction of the bytes, is all that is read of Parquet; from the others whole records are.
+
+# %% tags=["stub"]
+def epoch_seconds(
+    form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
+):
+    ...
+
+# %% tags=["solution"]
+def epoch_seconds(
+    form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
+):
+    files = samples if form == "files" else math.ceil(samples / per_shard)
+    size = record_bytes
+    if form == "tar":
+        size = 512 + math.ceil(record_bytes / 512) * 512
+    if form == "parquet":
+        size = columns_read * record_bytes
+    return files / opens_a_second + samples * size / bytes_a_second
+
+# %%
+lab.check("format-budget")
+
+# %% [markdown]
+# Choose with it. A metadata server gives you 2,000 opens a second, the disks 1 GB/s. Which format for 1.2 million pictures of
+# 110 kB? For 10 million rows of 760 bytes, of which a model needs a tenth?
+
+# %%
+budgets = {
+    "pictures": (1_200_000, 110_000, 1000, 2000, 1e9, 1.0),
+    "rows": (10_000_000, 760, 100_000, 2000, 1e9, 0.1),
+}
+for what, budget in budgets.items():
+    for form in ("files", "shards", "tar", "parquet"):
+        print(f"{what} as {form}: {epoch_seconds(form, *budget):.1f} s")
+
+# %% [markdown]
+# ## Build: resume in the middle of an epoch
+#
+# Write a class `Epoch(order, batch_size, rank, ranks)`, one rank's batches of an epoch:
+#
+# - iterating gives lists of at most `batch_size` numbers of `order`; over all ranks each comes once, the short rest included;
+# - `state_dict()` says where the epoch is, in plain numbers that JSON can hold; one rank saves it for all of them, after each has
+#   had as many batches. It is called while the loop has a batch in hand, and that batch counts;
+# - `load_state_dict(state)` goes on from there, on any number of ranks and with any batch size. And then it is saved again.
+
+# %% tags=["stub"]
+class Epoch:
+    def __init__(self, order, batch_size, rank, ranks):
+        self.order, self.batch_size, self.rank, self.ranks = order, batch_size, rank, ranks
+
+    def __iter__(self):
+        ...
+
+    def state_dict(self):
+        ...
+
+    def load_state_dict(self, state):
+        ...
+
+# %% tags=["solution"]
+class Epoch:
+    def __init__(self, order, batch_size, rank, ranks):
+        self.order, self.batch_size, self.rank, self.ranks = order, batch_size, rank, ranks
+        self.taken = 0  # by all ranks
+
+    def __iter__(self):
+        while self.taken < len(self.order):
+            step = self.order[self.taken : self.taken + self.batch_size * self.ranks]
+            self.taken += len(step)
+            yield step[self.rank :: self.ranks]
+
+    def state_dict(self):
+        return {"samples": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["samples"]
+
+# %%
+lab.check("resume-build")
+
+# %% [markdown]
+# Save, resume, save, resume: the second time is where real libraries broke.
+#
+# ## If you have time
+#
+# - `dtlib.storage.Loader` is your class with files, workers and prefetch. Where does it keep `taken`, and who changes it?
+# - Make an epoch whose last step is as large as the others. Which samples do you leave out, and do they ever come?
+# - `pip install torchdata`: save a `StatefulDataLoader` with two workers in mid-epoch, and load it with three.

@@ -1,0 +1,574 @@
+"""Samples in files, and loaders that lose none of them: each exactly once an epoch, whoever reads and resumes."""
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtlib.errors import DtlibError
+from dtlib.storage import FORMATS, Cached, Loader, StorageError, cache, mlperf, open_samples, page_cache, stage, write
+from dtlib.storage.order import order, slice_of_rank
+from dtlib.storage.preprocessing import RECORD, raw_samples, record_of
+from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure, modelled
+from tests.conftest import ROOT
+from tests.ranks import on_ranks
+
+NUMBERED = np.dtype([("number", "<i4"), ("data", "u1", (28,))])  # 32 bytes: few, and no multiple of tar's 512
+SAMPLES, PER_SHARD = 103, 16
+
+
+def numbered(count=SAMPLES):
+    rows = np.zeros(count, NUMBERED)
+    rows["number"], rows["data"] = np.arange(count), np.arange(count)[:, None] % 251
+    return rows
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """A folder of numbered samples in a format."""
+
+    def write_them(form, count=SAMPLES, name="samples"):
+        return write(tmp_path / name / form, numbered(count), NUMBERED, form, per_shard=PER_SHARD, row_group=8)
+
+    return write_them
+
+
+class Numbers(torch.utils.data.Dataset):
+    """A reader of nothing: a sample is its number."""
+
+    block, window = 1, 1
+
+    def __init__(self, count, block=1, window=1):
+        self.count, self.block, self.window = count, block, window
+
+    def __len__(self):
+        return self.count
+
+    def read(self, numbers):
+        return {"number": torch.tensor(numbers)}, []
+
+    def will_need(self, numbers):
+        pass
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
+
+
+def numbers_in(batches):
+    return [number for batch in batches for number in batch["number"].tolist()]
+
+
+# --- formats and readers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_is_written_is_read(tmp_path, form):
+    records = [record_of(*sample) for sample in raw_samples(37)]
+    folder = write(tmp_path / form, records, RECORD, form, per_shard=16, row_group=8)
+    reader = open_samples(folder)
+    batch = reader[[5, 36, 17, 5]]
+    for name in RECORD.names:
+        expected = np.stack([records[number][name] for number in (5, 36, 17, 5)])
+        assert batch[name].numpy().dtype == expected.dtype
+        np.testing.assert_array_equal(batch[name].numpy(), expected)
+        np.testing.assert_array_equal(reader[17][name].numpy(), records[17][name])
+    assert len(reader) == 37 and [len(v) for v in reader[[]].values()] == [0, 0, 0]
+    only = open_samples(folder, columns=["label"])
+    assert list(only[[1, 2]]) == ["label"]
+    if form == "parquet":  # of another row group: its images stay on the disk
+        only.files.counters.reset()
+        assert len(only[[9, 12]]["label"]) == 2 and 0 < only.files.counters.totals()["bytes"] < 200
+    with pytest.raises(IndexError):
+        reader[[37]]
+
+
+def test_tar_files_are_those_that_others_read(folder_of):
+    with tarfile.open(folder_of("tar") / "shard-00001.tar") as tar:
+        members = tar.getmembers()
+        assert [member.name for member in members] == [f"{number:07}.bin" for number in range(16, 32)]
+        assert tar.extractfile(members[3]).read() == numbered()[19].tobytes()
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(DtlibError, match="'zip': choose one of files"):
+        write(tmp_path / "a", numbered(), NUMBERED, "zip")
+    with pytest.raises(DtlibError, match="31 bytes, and its dtype 32"):
+        write(tmp_path / "b", [b"x" * 31], NUMBERED, "shards")
+    with pytest.raises(DtlibError, match="per_shard=10 is no multiple of row_group=8"):
+        write(tmp_path / "c", numbered(), NUMBERED, "parquet", per_shard=10, row_group=8)
+    write(tmp_path / "d", numbered(), NUMBERED, "shards")
+    with pytest.raises(DtlibError, match="has samples already"):
+        write(tmp_path / "d", numbered(), NUMBERED, "shards")
+    with pytest.raises(DtlibError, match=r"has no index\.json"):
+        open_samples(tmp_path)
+    with pytest.raises(DtlibError, match="has no column 'colour': it has number, data"):
+        open_samples(tmp_path / "d", columns=["colour"])
+
+
+# --- each sample once, and resuming --------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=st.integers(1, 200), seed=st.integers(0, 2**40), epoch=st.integers(0, 9),
+       block=st.integers(1, 20), window=st.integers(1, 5))  # fmt: skip
+def test_an_order_has_every_number_once(samples, seed, epoch, block, window):
+    numbers = order(samples, seed, epoch, block, window)
+    assert sorted(numbers.tolist()) == list(range(samples))
+    for at in range(0, samples - samples % (block * window), block * window):
+        assert len(set(numbers[at : at + block * window] // block)) <= 2 * window, "it is read from a few blocks"
+
+
+def test_orders_differ_by_epoch_and_seed_and_stay_as_they_are():
+    assert order(8, 3, 0).tolist() == [0, 4, 7, 1, 5, 6, 3, 2], "in every version: a state is worth nothing otherwise"
+    several = {tuple(order(50, seed, epoch, block)) for seed in (0, 1) for epoch in (0, 1) for block in (1, 4)}
+    assert len(several) == 8
+
+
+def loop(reader, position, ranks, batch_size, steps, **settings):
+    """What ``ranks`` ranks take in ``steps`` steps, and their states; each rank's loader is a new one."""
+    loaders = [Loader(reader, batch_size, rank, ranks, prefetch=0, **settings) for rank in range(ranks)]
+    got, states = [], []
+    for loader in loaders:
+        if position:
+            loader.load_state_dict(position)
+        batches = [batch for _, batch in zip(range(steps), loader, strict=False)]
+        got.append([batch["number"].tolist() for batch in batches])
+        states.append(loader.state_dict())
+    return got, states
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_each_sample_once_an_epoch_however_often_it_is_resumed(data):
+    """Save, resume, save, resume within one epoch, each time on other numbers of ranks and with another batch size."""
+    samples = data.draw(st.integers(1, 120), "samples")
+    reader = Numbers(samples, data.draw(st.integers(1, 9), "block"), data.draw(st.integers(1, 3), "window"))
+    epoch, position, seen = data.draw(st.integers(0, 3), "epoch"), None, []
+    position = {**Loader(reader, 1).state_dict(), "epoch": epoch}
+    while position["epoch"] == epoch:
+        ranks, batch_size = data.draw(st.integers(1, 4), "ranks"), data.draw(st.integers(1, 13), "batch size")
+        got, states = loop(reader, position, ranks, batch_size, steps=data.draw(st.integers(1, 4), "steps"))
+        assert len({len(batches) for batches in got}) == 1, "all ranks get the same number of batches"
+        assert all(state == states[0] for state in states)
+        position = json.loads(json.dumps(states[0]))
+        seen += [number for batches in got for batch in batches for number in batch]
+    assert sorted(seen) == list(range(samples))
+    assert (position["epoch"], position["samples"]) == (epoch + 1, 0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_workers_may_change_in_the_middle_too(folder_of, form):
+    """With real files and real workers; and the samples of a step are the same for any number of ranks and workers."""
+    reader, state, seen = open_samples(folder_of(form)), None, []
+    alone = Loader(open_samples(folder_of(form, name="alone")), 12)
+    steps = [sorted(batch["number"].tolist()) for batch in alone]
+    for ranks, workers, batch_size, count in ((2, 2, 6, 2), (3, 0, 4, 2), (1, 1, 12, 1), (4, 0, 3, 99)):
+        together = []
+        for rank in range(ranks):
+            loader = Loader(reader, batch_size, rank, ranks, workers=workers)
+            if state:
+                loader.load_state_dict(state)
+            got = [batch["number"].tolist() for _, batch in zip(range(count), loader, strict=False)]
+            together.append(got)
+            ended = loader.state_dict()
+        state = ended
+        seen += [sorted(flat(batches)) for batches in zip(*together, strict=True)]
+    assert seen == steps
+    assert sorted(flat(steps)) == list(range(SAMPLES))
+    assert state["epoch"] == 1 and len(Loader(reader, 3, 1, 4)) == 9
+
+
+def test_what_was_read_ahead_does_not_count(folder_of):
+    loader = Loader(open_samples(folder_of("shards")), 5, workers=2, prefetch=4)
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert loader.state_dict()["samples"] == 10
+    del batches
+    rest = numbers_in(loader)  # whoever left early goes on
+    assert len(rest) == SAMPLES - 10 and loader.epoch == 1
+    assert numbers_in(loader) != numbers_in(loader)  # another order
+    assert loader.epoch == 3
+
+
+def test_drop_last_and_orders():
+    loaders = [Loader(Numbers(50), 8, rank, 3, drop_last=True, prefetch=0) for rank in range(3)]
+    assert [len(numbers_in(loader)) for loader in loaders] == [16, 16, 16]
+    assert [loader.state_dict()["epoch"] for loader in loaders] == [1, 1, 1] and len(loaders[0]) == 2
+    assert numbers_in(Loader(Numbers(7), 3, shuffle=False, prefetch=0)) == list(range(7))
+    assert slice_of_rank(np.arange(10), 8, 4, 2, 3).tolist() == []
+
+
+@pytest.mark.parametrize("arguments", [
+    {"batch_size": 0}, {"batch_size": 1, "rank": 2, "ranks": 2}, {"batch_size": 1, "workers": -1},
+    {"batch_size": 1, "workers": 1, "prefetch": 0}, {"batch_size": 6, "ranks": 2, "drop_last": True},
+])  # fmt: skip
+def test_a_loader_with_nothing_to_do_is_refused(arguments):
+    with pytest.raises(DtlibError):
+        Loader(Numbers(10), **arguments)
+
+
+def test_states_that_do_not_fit_are_refused():
+    state = Loader(Numbers(10), 2, seed=1).state_dict()
+    for loader in (Loader(Numbers(10), 2, seed=2), Loader(Numbers(11), 2, seed=1), Loader(Numbers(10, 4), 2, seed=1)):
+        with pytest.raises(DtlibError, match="make the loader alike"):
+            loader.load_state_dict(state)
+    ahead = {**state, "samples": 4}
+    with pytest.raises(DtlibError, match="0 samples of epoch 0, another 4 of epoch 0"):
+        Loader(Numbers(10), 2, seed=1).load_state_dict([state, ahead])
+
+
+@on_ranks(3)
+def test_ranks_share_an_epoch(world, tmp_path):
+    """Real ranks with workers, which fork processes that speak MPI: saved on all, resumed on fewer."""
+    folder = tmp_path / "samples"
+    if world.rank == 0:
+        write(folder, numbered(), NUMBERED, "shards", per_shard=PER_SHARD)
+    world.comm.barrier()
+    reader = open_samples(folder)
+    loader = Loader(reader, 4, world.rank, world.size, workers=1, seed=3)
+    mine = numbers_in(batch for _, batch in zip(range(3), loader, strict=False))
+    states = world.comm.all_gather_object(loader.state_dict())
+    seen = flat(world.comm.all_gather_object(mine))
+    fewer = world.size - 1
+    if world.rank < fewer:
+        loader = Loader(reader, 5, world.rank, fewer, seed=3)
+        loader.load_state_dict(states)
+        mine = numbers_in(loader)
+    else:
+        mine = []
+    seen += flat(world.comm.all_gather_object(mine))
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+KILLED = """
+import json, sys
+from dtlib.storage import Loader, open_samples
+loader = Loader(open_samples(sys.argv[1]), 7, workers=1)
+for batch in loader:
+    print(json.dumps([loader.state_dict(), batch["number"].tolist()]), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_killed_in_the_middle_and_resumed_on_other_ranks(folder_of):
+    folder = folder_of("tar")
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(folder)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        seen = []
+        for _ in range(4):
+            state, numbers = json.loads(process.stdout.readline())
+            seen += numbers
+            process.stdin.write("\n")
+            process.stdin.flush()
+        os.kill(process.pid, signal.SIGKILL)
+    got, _ = loop(open_samples(folder), state, ranks=3, batch_size=4, steps=99)
+    seen += [number for batches in got for batch in batches for number in batch]
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+# --- what is damaged -----------------------------------------------------------------------------
+
+
+def truncated(path):
+    os.truncate(path, 5 * path.stat().st_size // 8)
+
+
+def longer_inside(path):
+    """A record in the middle has three bytes more."""
+    data = path.read_bytes()
+    path.write_bytes(data[:70] + b"xyz" + data[70:])
+
+
+def shorter_inside(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:70] + data[73:])
+
+
+def another_column(path):
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    parquet.write_table(table.rename_columns(["nr", "data"]), path, row_group_size=8)
+
+
+def fewer_rows(path):
+    from pyarrow import parquet
+
+    parquet.write_table(parquet.read_table(path).slice(0, 9), path, row_group_size=8)
+
+
+def other_width(path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    wider = pa.array([value + b"x" for value in table["data"].to_pylist()], pa.binary(29))
+    parquet.write_table(table.set_column(1, "data", wider), path, row_group_size=8)
+
+
+def shorter_member(path):
+    """A tar file that is in order, with a record that is not."""
+    with tarfile.open(path) as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for at, (name, data) in enumerate(members):
+            member = tarfile.TarInfo(name)
+            member.size = len(data) - 5 * (at == 2)
+            tar.addfile(member, io.BytesIO(data))
+
+
+THIRD = range(32, 48)  # the samples of shard-00002
+DAMAGED = [  # format, file, damage, lost samples, the byte at which it is noticed, words of the sentence
+    ("files", "sample-0000040.bin", truncated, [40], 0, "ends at byte 20"),
+    ("files", "sample-0000040.bin", Path.unlink, [40], 0, "No such file"),
+    ("files", "sample-0000040.bin", lambda path: path.write_bytes(path.read_bytes() + b"x"), [40], 32, "has 33 bytes"),
+    ("one-file", "samples.bin", truncated, range(64, SAMPLES), None, "ends at byte 2065"),
+    ("shards", "shard-00002.bin", truncated, range(42, 48), None, "ends at byte 325"),
+    ("shards", "shard-00002.bin", Path.unlink, THIRD, 0, "No such file"),
+    ("shards", "shard-00002.bin", longer_inside, THIRD, 520, "523 bytes, and 16 records of 32 need 520"),
+    ("shards", "shard-00002.bin", shorter_inside, THIRD, 517, "517 bytes, and 16 records of 32 need 520"),
+    ("tar", "shard-00002.tar", truncated, range(44, 48), None, "ends at byte 12800"),
+    ("tar", "shard-00002.tar", Path.unlink, THIRD, 0, "No such file"),
+    ("tar", "shard-00002.tar", shorter_member, [34], 2048, "no record 0000034 of 32 bytes"),
+    ("parquet", "shard-00002.parquet", truncated, THIRD, None, "cannot be read as Parquet"),
+    ("parquet", "shard-00002.parquet", Path.unlink, THIRD, 0, "No such file"),
+    ("parquet", "shard-00002.parquet", another_column, THIRD, None, "no column 'number', only nr, data"),
+    ("parquet", "shard-00002.parquet", fewer_rows, THIRD, 0, "9 rows instead of 16"),
+    ("parquet", "shard-00002.parquet", other_width, THIRD, None, "binary[29]"),
+]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("form,name,damage,lost,offset,words", DAMAGED, ids=lambda x: getattr(x, "__name__", None))
+def test_damage_is_told_with_file_and_offset_or_skipped_and_counted(
+    folder_of, workers, form, name, damage, lost, offset, words
+):
+    folder = folder_of(form)
+    damage(folder / name)
+    with pytest.raises(StorageError) as raised:
+        numbers_in(Loader(open_samples(folder), 8, workers=workers))
+    assert raised.value.file == str(folder / name) and raised.value.sample in lost
+    assert words in str(raised.value) and name in str(raised.value) and "Traceback" not in str(raised.value)
+    assert raised.value.offset == offset if offset is not None else raised.value.offset > 0
+    assert "damaged='skip'" in str(raised.value)
+
+    loaders = [Loader(open_samples(folder, damaged="skip"), 8, rank, 2, workers=workers) for rank in range(2)]
+    came = [numbers_in(loader) for loader in loaders]
+    assert sorted(flat(came)) == [number for number in range(SAMPLES) if number not in lost]
+    skipped = [error for loader in loaders for error in loader.skipped]
+    assert sorted(error.sample for error in skipped) == list(lost)
+    assert all(error.file == str(folder / name) for error in skipped)
+    assert all(loader.state_dict()["epoch"] == 1 for loader in loaders), "ranks stay in step"
+
+
+def test_a_loader_goes_on_behind_what_could_not_be_read(folder_of):
+    folder = folder_of("files")
+    (folder / "sample-0000050.bin").unlink()
+    loader, seen, errors = Loader(open_samples(folder), 4), [], 0
+    while loader.epoch == 0:
+        try:
+            for batch in loader:
+                seen += batch["number"].tolist()
+        except StorageError:
+            errors += 1
+    assert errors == 1 and len(seen) == SAMPLES - 4
+
+
+def test_a_full_disk_while_staging(folder_of, tmp_path, monkeypatch):
+    """Injected, as only root could make a small disk: the third write finds no room."""
+    folder, real_open, room = folder_of("shards"), open, [3 * 520]
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def write(self, data):
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            part = data[: min(room[0], 500)]
+            room[0] -= len(part)
+            return self._file.write(part)
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self._file.close()
+
+    def opened(path, mode, **settings):
+        file = real_open(path, mode, **settings)
+        return Full(file) if "w" in mode else file
+
+    monkeypatch.setattr(cache, "open", opened, raising=False)
+    room[0] = 3 * 520 + 100
+    with pytest.raises(StorageError, match=r"shard-00003\.bin cannot be written at byte 100 \(No space left") as raised:
+        stage(folder, tmp_path / "local")
+    assert (raised.value.offset, raised.value.file) == (100, str(tmp_path / "local" / "shard-00003.bin"))
+    assert not (tmp_path / "local" / "index.json").exists(), "half of it is not taken for the whole"
+    assert not list((tmp_path / "local").glob("*.partial"))
+
+    room[0] = 2 * 520 + 100
+    staged = stage(folder, tmp_path / "local2", if_full="leave")
+    assert len(staged.copied) == 2 and len(staged.left) == 5 and staged.bytes == 2 * 520
+    assert sorted(numbers_in(Loader(open_samples(staged.folder), 8, workers=1))) == list(range(SAMPLES))
+
+
+def test_a_file_that_is_missing_while_staging_is_told_as_the_source(folder_of, tmp_path):
+    folder = folder_of("shards")
+    (folder / "shard-00001.bin").unlink()
+    with pytest.raises(StorageError, match="cannot be read at byte 0") as raised:
+        stage(folder, tmp_path / "local")
+    assert raised.value.file == str(folder / "shard-00001.bin")
+
+
+@on_ranks(3)
+def test_all_ranks_learn_that_staging_failed(world, tmp_path):
+    with pytest.raises(DtlibError, match="no samples to stage"):
+        stage(tmp_path / "nothing", tmp_path / "local", comm=world.comm)
+    source = tmp_path / "samples"
+    if world.rank == 0:
+        write(source, numbered(), NUMBERED, "shards", per_shard=PER_SHARD)
+    world.comm.barrier()
+    staged = stage(source, tmp_path / "local", comm=world.comm)
+    assert not staged.left and len(staged.copied) == 7
+    assert open_samples(staged.folder)[[50]]["number"].tolist() == [50]
+
+
+# --- counters, caches, utilisation ---------------------------------------------------------------
+
+
+def test_opens_reads_and_jumps_are_counted(folder_of):
+    reader = open_samples(folder_of("shards"))
+    numbers_in(Loader(reader, 8, shuffle=False, prefetch=0))
+    totals = reader.files.counters.totals()
+    assert (totals["opens"], totals["reads"], totals["bytes"]) == (7, SAMPLES, 32 * SAMPLES)
+    assert totals["jumps"] == 0 and reader.files.counters.read_sizes() == {1024: SAMPLES}
+    reader.files.counters.reset()
+    numbers_in(Loader(reader, 8, block=1))
+    assert reader.files.counters.randomness > 0.8
+    one_each = open_samples(folder_of("files"))
+    numbers_in(Loader(one_each, 8, prefetch=0))
+    assert one_each.files.counters.totals()["opens"] == SAMPLES
+
+
+def test_the_cache_in_memory_is_read_once_and_shared_by_workers(folder_of):
+    folder = folder_of("parquet")
+    (folder / "shard-00002.parquet").unlink()
+    reader = Cached(open_samples(folder, damaged="skip"))
+    for workers in (2, 0, 1):
+        loader = Loader(reader, 8, workers=workers)
+        assert sorted(numbers_in(loader)) == [n for n in range(SAMPLES) if n not in THIRD]
+        assert len(loader.skipped) == 16
+    assert reader.files.counters.totals()["hits"] == 2 * (SAMPLES - 16)
+    assert reader[5]["number"] == 5 and reader[[5, 6]]["data"].shape == (2, 28)
+    with pytest.raises(DtlibError, match="3,296 bytes and the cache may keep 100"):
+        Cached(open_samples(folder), most_bytes=100)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is cached")
+def test_the_systems_cache_is_emptied_and_looked_at(folder_of):
+    folder = folder_of("one-file", 20_000)
+    [path.read_bytes() for path in folder.iterdir()]
+    assert page_cache.cached(folder) == 1.0
+    left = page_cache.drop(folder)
+    if left:  # a file system in memory has no other place for its files
+        assert "ALL THE SAME" in page_cache.in_words(left)
+    else:
+        assert page_cache.in_words(left) == "cold: 0% of the bytes were cached"
+        reader = open_samples(folder)
+        reader[list(range(100))]
+        assert 0 < page_cache.cached(folder) < 1
+    assert "could not be emptied" in page_cache.in_words(None)
+
+
+def test_an_injected_delay_says_so(folder_of):
+    reader = open_samples(folder_of("files"), open_delay=0.001)
+    used = measure(Loader(reader, 8, prefetch=0), EmulatedAccelerator(0.0), steps=2)
+    assert used.injected == "INJECTED: every open waits 1 ms" and "INJECTED" in str(used)
+    assert open_samples(folder_of("shards")).injected == ""
+
+
+def test_utilisation_is_compute_time_over_all_time_without_the_first_step(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("dtlib.storage.utilisation.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(
+        "dtlib.storage.utilisation.time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
+
+    def batches():
+        for read in (100, 2, 3, 1):
+            clock[0] += read
+            yield torch.zeros(5, 3)
+
+    used = measure(batches(), EmulatedAccelerator(4.0))
+    assert (used.steps, used.samples, used.seconds) == (3, 15, 18.0)
+    assert used.au == 12 / 18 and used.samples_a_second == 15 / 18
+    assert Utilisation(0, 0, 1.0, 0.0).au == 0
+    assert modelled(4, 1, 2, ahead=False) == 4 / 6 and modelled(4, 1, 2) == 1 and modelled(4, 1, 8) == 0.5
+
+
+def test_published_workloads_and_their_demand():
+    file = ROOT / "data" / "mlperf_storage_workloads.csv"
+    rows = mlperf.published(file)
+    unet, bert = mlperf.named(file, "unet3d", "a100"), mlperf.named(file, "bert", "v100")
+    assert len(rows) == 11 and 13_000 < unet.bytes_a_second / bert.bytes_a_second < 13_100
+    small = bert.scaled(samples=100, record_bytes=2500, batch=48, compute_seconds=0.006)
+    assert len(list(small.records())) == 100 and small.scale.startswith("SCALED: samples / 1.57e+06")
+    assert np.isclose(small.bytes_a_second, 48 * 2500 / 0.006)
+
+
+# --- beside others -------------------------------------------------------------------------------
+
+
+def test_resuming_with_other_workers_beside_torchdata(folder_of):
+    """Its state has an entry for each worker, and as many have to come back. Ours is one number."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata").StatefulDataLoader
+    reader = open_samples(folder_of("shards"))
+
+    def theirs(workers):
+        return stateful(reader, 8, num_workers=workers)
+
+    def ours(workers):
+        return Loader(reader, 8, workers=workers, shuffle=False)
+
+    def resumed(loader, workers, others):
+        first, second = loader(workers), loader(others)
+        batches = iter(first)
+        taken = numbers_in([next(batches) for _ in range(3)])
+        second.load_state_dict(first.state_dict())
+        del batches, first
+        return taken + numbers_in(second)
+
+    assert resumed(theirs, 1, 1) == resumed(ours, 1, 1) == resumed(ours, 1, 2) == list(range(SAMPLES))
+    with pytest.raises(AssertionError):
+        resumed(theirs, 1, 2)
+
+
+@pytest.mark.gpu
+def test_batches_are_on_the_gpu_one_ahead(folder_of):
+    reader = open_samples(folder_of("shards"))
+    for workers in (0, 1):
+        batches = list(Loader(reader, 8, workers=workers, device="cuda"))
+        assert all(x.device.type == "cuda" for batch in batches for x in batch.values())
+        here = [{name: x.cpu() for name, x in batch.items()} for batch in batches]
+        assert sorted(numbers_in(here)) == list(range(SAMPLES))
+        rows = {n: row for batch in here for n, row in zip(batch["number"].tolist(), batch["data"], strict=True)}
+        assert all((rows[n] == n % 251).all() for n in range(SAMPLES))
