@@ -34,6 +34,7 @@ FLOORS = (
     ("measure",),
     ("pi", "parallel", "horovod", "backend"),
     ("checkpoint", "pipe"),
+    ("recovery",),
     ("production",),
     ("training", "workloads"),
     ("lab",),
