@@ -2,7 +2,7 @@
 
 import json
 import random
-import signal
+
 import time
 
 import psutil
@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from dtlib import checkpoint
 from dtlib.errors import DtlibError
 from dtlib.lab.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
@@ -122,16 +123,15 @@ def test_a_rank_that_is_stopped_ends_the_training_at_the_time_limit(tmp_path):
 
 
 def test_faults_that_are_no_accident_end_the_training_with_their_sentence(tmp_path):
-    """A disk that is full, and a gradient that is not finite however often the step is tried."""
+    """A disk that is full, and a program that ends as often as it is started."""
     faults = [fault("full disk", 1, 7)]
     run = Run(program(by="checkpoint", steps=20, every=5, faults=faults), 2, tmp_path / "disk").start()
     assert run.wait(SECONDS) != 0 and nobody_lives(run)
     assert "CheckpointError" in run.said[-1] and "rank1-" in run.said[-1] and "File too large" in run.said[-1]
     assert steps_told(run)[-1] == (10, 2)
 
-    faults = [fault("nan", 1, 12, "nan") for _ in range(9)]  # one is used up each time
-    with pytest.raises(DtlibError, match=r"gradient of rank 1 is not finite in step 12.* Three times"):
-        supervise(program(by="checkpoint", steps=20, faults=faults), 2, tmp_path / "nan", say=lambda sentence: None)
+    with pytest.raises(DtlibError, match=r"Rank 0 ended with status 3, .* Three times it has come no further"):
+        supervise(["-c", "raise SystemExit(3)"], 1, tmp_path / "exit", say=lambda sentence: None)
 
 
 def net():
@@ -201,5 +201,89 @@ def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
     assert torch.equal(chance, torch.get_rng_state()) and replica.steps == 0
     broken = False
     replica.step(world.comm)
-    assert replica.steps == 1 and not torch.equal(replica.state()["model"]["1.running_mean"], before["model"]["1.running_mean"])
+    assert replica.steps == 1 and not torch.equal(
+        replica.state()["model"]["1.running_mean"], before["model"]["1.running_mean"]
+    )
     assert torch.isfinite(replica.model[0].weight).all()
+
+
+# Chance
+
+
+def random_faults(chance, by: str, ranks: int, steps: int) -> list[dict]:
+    """Up to three, none of which leaves nobody alive; kills at given moments of a step, and at any time."""
+    moments = ["begin", "backward", "update", "later", "later"]
+    kinds = {
+        "shrink": ["kill"],
+        "memory": ["kill", "nan", "raise"],
+        "checkpoint": ["kill", "nan", "raise", "ask to end"],
+    }
+    faults, victims = [], chance.sample(range(ranks), ranks)
+    for step in sorted(chance.sample(range(steps - 2), 3)):
+        kind, at = chance.choice(kinds[by]), chance.choice(moments)
+        if kind == "kill" and by != "checkpoint" and len(victims) == 1:
+            continue
+        rank = victims.pop() if kind == "kill" and by != "checkpoint" else chance.randrange(ranks)
+        later = {"seconds": chance.uniform(0.001, 0.05)} if kind == "kill" and at == "later" else {}
+        at = "nan" if kind == "nan" else "begin" if at == "later" else at
+        faults.append(fault(kind, rank, step, at, **later))
+    return faults
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("by", ["shrink", "memory", "checkpoint"])
+def test_ten_random_faults(tmp_path, by):
+    """No hang, no process left over, and the result of a run that nothing happened to."""
+    chance, planned, happened, number = random.Random(by), 0, 0, 0
+    while planned < 10:
+        ranks, folder = chance.choice((2, 3, 4)), tmp_path / f"run{number}"
+        options = {"by": by, "steps": 30, "every": 7, "time_limit": 30}
+        options["faults"] = random_faults(chance, by, ranks, 30)
+        before = set(psutil.Process().children(recursive=True))
+        if by == "checkpoint":
+            runs = supervise(program(**options), ranks, folder, say=lambda sentence: None)
+            check_outcome(folder, runs[-1], options)
+        else:
+            trained(folder, ranks, **options)
+        left = set(psutil.Process().children(recursive=True)) - before
+        assert not left, (options, left)
+        planned += len(options["faults"])
+        happened += len(list(folder.glob("fault-*")))
+        number += 1
+    assert happened >= planned - 1, "a rank may have died before its next fault was due"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime, stage", [("dtlib", 3), ("torch", 0)])
+def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(tmp_path, runtime, stage):
+    options = {
+        "by": "engine",
+        "runtime": runtime,
+        "stage": stage,
+        "steps": 12,
+        "every": 4,
+        "faults": [fault("kill", 1, 6)],
+    }
+    runs = supervise(program(**options), 3, tmp_path, replace=False, say=lambda sentence: None)
+    assert [run.ranks for run in runs] == [3, 2] and steps_told(runs[1])[0] == (5, 2)
+    expected, model = alone(options)[0], alone({"steps": 0})[0]
+    checkpoint.load(tmp_path / "global_step12", model)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-9
+    assert nobody_lives(runs[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_runs_with_one_kill_each(tmp_path):
+    chance = random.Random(1)
+    for number in range(10):
+        later = {"seconds": chance.uniform(0.001, 0.05)} if number % 2 else {}
+        killed = fault(
+            "kill", number % 4, chance.randrange(2, 26), ("begin", "backward", "update")[number % 3], **later
+        )
+        run = trained(tmp_path / f"{number}", 4, by="shrink", steps=30, time_limit=30, faults=[killed])
+        assert [e["lost"] for e in run.events if e["what"] == "lost"] in ([[number % 4]], []), (
+            "it may die when all is done"
+        )

@@ -2,6 +2,7 @@
 
     {"at": 12.31, "what": "started", "rank": 2, "ranks": 4, "pid": 4711, ...}
     {"at": 12.40, "what": "step", "rank": 0, "ranks": 4, "step": 7, "loss": 0.93}       by the lowest rank alone
+    {"at": 12.42, "what": "fault", "rank": 2, "kind": "kill", "step": 7}                planted, just before it happens
     {"at": 12.44, "what": "lost", "rank": 0, "ranks": 3, "lost": [2]}
     {"at": 12.91, "what": "raised", "rank": 1, "sentence": "NotFinite: ..."}
 
@@ -71,3 +72,17 @@ def read(folder, start: int = 0) -> tuple[list[dict], int]:
         return [], start
     whole = text[: text.rfind(b"\n") + 1]
     return [json.loads(line) for line in whole.splitlines()], start + len(whole)
+
+
+def seconds_to_go_on(events: list[dict]) -> list[float]:
+    """After each kill that the journal knows of (``fault``), the seconds until a step that had not been done before."""
+    found, furthest, since = [], -1, None
+    for event in sorted(events, key=lambda event: event["at"]):
+        if event["what"] == "fault" and event["kind"] == "kill":
+            since = event["at"]
+        elif event["what"] == "step" and event["step"] > furthest:
+            furthest = event["step"]
+            if since is not None:
+                found.append(event["at"] - since)
+                since = None
+    return found

@@ -67,7 +67,9 @@ class Replica:
     def gradient(self, name: str) -> torch.Tensor:
         gradient = self.trained[name].grad
         if gradient is None:
-            raise DtlibError(f"Replica: {name} got no gradient in step {self.steps}: freeze what the loss does not use.")
+            raise DtlibError(
+                f"Replica: {name} got no gradient in step {self.steps}: freeze what the loss does not use."
+            )
         return gradient.flatten()
 
     def cut(self, flat):
@@ -105,7 +107,9 @@ class Replica:
 
 
 def _refuse_shards(model, optimizer) -> None:
-    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "slice") or hasattr(p, "placements")), None)
+    sharded = next(
+        (name for name, p in model.named_parameters() if hasattr(p, "slice") or hasattr(p, "placements")), None
+    )
     kind = None
     if hasattr(optimizer, "shard_of") or hasattr(optimizer, "consolidate_state_dict"):
         kind = f"{type(optimizer).__name__} keeps its states in shards"

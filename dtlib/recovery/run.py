@@ -1,11 +1,11 @@
 """A training, seen from outside: started on ranks, watched, and told in one sentence why it ended.
 
-    what became of it                    who knows                        what is said
-    a rank raised an error               its last words in the journal    the error's own sentence, with the rank
-    a rank was killed, or crashed        mpiexec; ULFM: its process       the signal, and what that may mean
-    a rank is stopped                    the state of its process         that it counts as alive, and how to go on
-    a node was cut off                   mpiexec, by its daemon there     the node
-    a rank computes too long             the others, in each step         how many times as long as they
+what became of it                    who knows                        what is said
+a rank raised an error               its last words in the journal    the error's own sentence, with the rank
+a rank was killed, or crashed        mpiexec; ULFM: its process       the signal, and what that may mean
+a rank is stopped                    the state of its process         that it counts as alive, and how to go on
+a node was cut off                   mpiexec, by its daemon there     the node
+a rank computes too long             the others, in each step         how many times as long as they
 """
 
 import re
@@ -32,7 +32,9 @@ CAUSES = {
 }
 BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)")
 BY_STATUS = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
-BY_NODE = re.compile(r"(?:lost communication|Lost connection|daemon.*failed).*?(?:node|host|Remote host)[:\s]+(\S+)", re.I | re.S)
+BY_NODE = re.compile(
+    r"(?:lost communication|Lost connection|daemon.*failed).*?(?:node|host|Remote host)[:\s]+(\S+)", re.I | re.S
+)
 
 
 @dataclass
@@ -108,8 +110,10 @@ class Run:
         self.status = self.mpiexec.wait() if self.status is None else self.status
 
     def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a rank."""
+        """Send a signal to a rank, and note it."""
         if found := self.processes[rank].find():
+            kind = signal.Signals(number).name.removeprefix("SIG").lower()
+            self.events.append({"at": time.time(), "what": "fault", "rank": rank, "kind": kind})
             found.send_signal(number)
 
     def output(self) -> str:

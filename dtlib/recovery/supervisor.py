@@ -33,7 +33,9 @@ def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: 
         why, reached = run.said[-1], max((e["step"] for e in run.events if e["what"] == "step"), default=-1)
         in_vain, furthest = (in_vain + 1, furthest) if reached <= furthest else (0, reached)
         if in_vain == 3:
-            raise DtlibError(f"{why} Three times it has come no further than step {furthest}, so it will not by itself.")
+            raise DtlibError(
+                f"{why} Three times it has come no further than step {furthest}, so it will not by itself."
+            )
         if not replace:
             ranks -= len(run.lost)
         if ranks < fewest:

@@ -34,6 +34,8 @@ HOMES = {
     "row-mend": "dtlib.lab.lessons.l08.judge_layers",
     "mlp-build": "dtlib.lab.lessons.l08.judge_layers",
     "step-build": "dtlib.lab.lessons.l08.judge_replicator",
+    "resume-mend": "dtlib.lab.lessons.l11b.judge_recovery",
+    "shrink-build": "dtlib.lab.lessons.l11b.judge_recovery",
 }
 
 

@@ -23,7 +23,9 @@ from dtlib import recovery
 from dtlib.workloads import digits
 
 OPTIONS = {
-    "by": "checkpoint",  # or "memory", "shrink"
+    "by": "checkpoint",  # or "memory", "shrink", or "engine": from its checkpoint, by dtlib.initialize
+    "runtime": "dtlib",  # of that engine
+    "stage": 0,  # of ZeRO, of that engine
     "steps": 60,
     "every": 10,  # steps from one checkpoint to the next
     "seconds": 0.0,  # EMULATED computing in a step, in which the core is idle
@@ -33,8 +35,6 @@ OPTIONS = {
 }
 BATCH = 48
 PARAMETERS = "parameters.safetensors"
-KINDS = ("kill", "stop", "ask to end", "raise", "nan", "late", "full disk")
-MOMENTS = ("begin", "backward", "update")
 
 
 def make(options: dict):
@@ -69,22 +69,27 @@ def alone(options: dict) -> tuple[nn.Module, list[float]]:
 
 
 class Accidents:
-    """Those of this rank, each of which happens once, however often its step is done."""
+    """Those of this rank, each of which happens once, however often its step is done, or else ``always``."""
 
-    def __init__(self, faults: list[dict], rank: int, folder: Path):
+    def __init__(self, faults: list[dict], rank: int, folder: Path, journal):
         self.faults = [(folder / f"fault-{number}", f) for number, f in enumerate(faults) if f["rank"] == rank]
+        self.journal = journal
 
     def due(self, step: int, moment: str) -> list[dict]:
         found = []
         for mark, fault in self.faults:
             if (fault["step"], fault.get("at", "begin")) == (step, moment) and not mark.exists():
-                mark.touch()
+                if not fault.get("always"):
+                    mark.touch()
+                self.journal.write("fault", kind=fault["kind"], step=step)
                 found.append(fault)
         return found
 
     def happen(self, step: int, moment: str) -> None:
         for fault in self.due(step, moment):
             match fault["kind"]:
+                case "kill" if "seconds" in fault:  # some time later, whatever it does then
+                    signal.setitimer(signal.ITIMER_REAL, fault["seconds"])
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stop":
@@ -97,10 +102,10 @@ class Accidents:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
-def with_accidents(replica, options: dict, rank: int, folder: Path):
+def with_accidents(replica, options: dict, accidents: Accidents):
     """The same replica; what is planned for this rank happens to it."""
-    accidents, batch_of = Accidents(options["faults"], rank, folder), replica.batch_of
-    late = [fault for fault in options["faults"] if fault["kind"] == "late" and fault["rank"] == rank]
+    batch_of = replica.batch_of
+    late = [fault for _, fault in accidents.faults if fault["kind"] == "late"]
 
     def eventful(step):
         time.sleep(options["seconds"] + sum(fault["seconds"] for fault in late if step >= fault["step"]))
@@ -116,6 +121,30 @@ def with_accidents(replica, options: dict, rank: int, folder: Path):
     return replica
 
 
+def train_by_engine(options: dict, world, folder: Path, journal) -> None:
+    """The same training by ``dtlib.initialize``: at any stage of ZeRO, and on torch's own classes too."""
+    model, _, _, batch_of = make(options)
+    config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": options["stage"]},
+    }
+    engine, *_ = dtlib.initialize(model=model, config=config, runtime=options["runtime"])
+    accidents, losses = Accidents(options["faults"], world.rank, folder, journal), []
+    if (folder / "latest").exists():
+        losses = engine.load_checkpoint(folder)[1]["losses"]
+    while engine.global_steps < options["steps"]:
+        step = engine.global_steps
+        time.sleep(options["seconds"])
+        accidents.happen(step, "begin")
+        x, y = batch_of(step)
+        losses.append(float(engine.train_batch(iter([(x[world.rank :: world.size], y[world.rank :: world.size])]))))
+        if world.rank == 0:
+            journal.write("step", ranks=world.size, step=step + 1, loss=losses[-1])
+        if engine.global_steps % options["every"] == 0 or engine.global_steps == options["steps"]:
+            engine.save_checkpoint(folder, client_state={"losses": losses})
+
+
 def main() -> None:
     options, folder = OPTIONS | json.loads(sys.argv[1]), Path(sys.argv[2])
     ways = {
@@ -127,7 +156,10 @@ def main() -> None:
     world.comm.time_limit = options["time_limit"]
     journal = recovery.Journal(folder, world)
     with journal.last_words():
-        replica = with_accidents(recovery.Replica(*make(options)), options, world.rank, folder)
+        if options["by"] == "engine":
+            return train_by_engine(options, world, folder, journal)
+        accidents = Accidents(options["faults"], world.rank, folder, journal)
+        replica = with_accidents(recovery.Replica(*make(options)), options, accidents)
         replica.signs.listen()
         comm = ways[options["by"]](replica, world.comm, options["steps"], tell=journal)
         if comm.rank == 0:
