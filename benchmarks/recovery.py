@@ -1,7 +1,7 @@
 """Three recoveries: seconds from the kill of one of four ranks to the next step that had not been done before.
 
-Start all again: from a checkpoint that is three steps old, by mpiexec anew, so most of it is the start of four processes that
-import torch. The other two go on in processes that are there.
+Start all again: from a checkpoint that is three steps old, by mpiexec anew, so most of it is the start of four
+processes that import torch. The other two go on in processes that are there.
 """
 
 import json

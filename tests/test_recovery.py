@@ -2,7 +2,6 @@
 
 import json
 import random
-
 import time
 
 import psutil
@@ -97,7 +96,7 @@ def test_all_start_again_from_the_checkpoint_on_fewer_ranks(tmp_path):
 
 
 def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tmp_path):
-    """SIGSTOP: MPI does not notice, so somebody outside must say it. A rank that computes long is named by the others."""
+    """SIGSTOP: MPI does not notice, so somebody outside must say it. One that computes long is named too."""
     faults = [fault("stop", 1, 14), fault("late", 2, 0, seconds=0.05)]
     run = Run(program(by="shrink", steps=20, faults=faults), 3, tmp_path, survive=True).start()
     deadline = time.monotonic() + SECONDS
@@ -173,7 +172,7 @@ def test_states_in_shards_are_refused(world):
 
     model = net()
     zero = ZeroOptimizer(model.parameters(), torch.optim.AdamW, world.comm, stage=1)
-    with pytest.raises(DtlibError, match="ZeroOptimizer keeps its states in shards.*start all ranks again"):
+    with pytest.raises(DtlibError, match=r"ZeroOptimizer keeps its states in shards.*start all ranks again"):
         Replica(model, zero, None, None)
     model = fully_shard(net(), world.comm)
     with pytest.raises(DtlibError, match="weight is a shard"):

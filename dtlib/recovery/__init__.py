@@ -1,13 +1,13 @@
 """A rank dies: what is lost, and three ways to go on.
 
-                                  needs                 goes on with   does again             costs meanwhile
-    restart.py   start all again  nothing               any number     steps since it saved   a checkpoint now and then
-    memory.py    commit, restore  ULFM                  those left     steps since a commit   a copy in memory a commit
-    shrink.py    shrink, go on    ULFM, whole steps     those left     the step under way     nothing
+                                  needs               goes on with   does again             costs meanwhile
+    restart.py   start all again  nothing             any number     steps since it saved   a checkpoint now and then
+    memory.py    commit, restore  ULFM                those left     steps since a commit   a copy in memory a commit
+    shrink.py    shrink, go on    ULFM, whole steps   those left     the step under way     nothing
 
-The last two need all of the model on every rank. What is in shards (ZeRO) or in stages (pipelines) is lost with its rank,
-and goes back to the checkpoint. From outside, run.py says in a sentence why a training ended, and supervisor.py starts it
-again.
+The last two need all of the model on every rank. What is in shards (ZeRO) or in stages (pipelines) is lost with its
+rank, and goes back to the checkpoint. From outside, run.py says in a sentence why a training ended, and supervisor.py
+starts it again.
 """
 
 from dtlib.recovery.journal import Journal

@@ -5,9 +5,9 @@
     rank 2   step 7   commit   killed
     rank 3   step 7   commit   step 8   commit   revoked  Shrink -> 2 of 3   restore   rank 0's commit   step 8
 
-It costs a copy of parameters and optimizer states a commit, in memory as well as in time. What it buys beside shrink.py:
-the step may fail anywhere, in the middle of the optimizer too, and it need not be a rank that dies. A step that came to
-nothing for another reason, such as NaN or an error on one rank, is undone on all of them and tried once more.
+It costs a copy of parameters and optimizer states a commit, in memory as well as in time. What it buys beside
+shrink.py: the step may fail anywhere, in the middle of the optimizer too, and it need not be a rank that dies. A step
+that came to nothing for another reason, such as NaN or an error on one rank, is undone on all and tried once more.
 """
 
 from dtlib.errors import DtlibError
@@ -19,7 +19,7 @@ from dtlib.world.launch import survives
 def train_and_commit(replica, comm, steps: int, every: int = 1, tell=lambda what, **facts: None):
     """Train until ``replica.steps == steps``, on the ranks that are left; returns their communicator.
 
-    Contract and arguments as in ``train_and_shrink``. With a commit ``every`` k steps, k - 1 at most are done once more.
+    Contract and arguments as in ``train_and_shrink``. With a commit ``every`` k steps, up to k - 1 are done once more.
     A step that fails twice without a rank having died ends the training with its error.
     """
     if not survives():

@@ -3,8 +3,8 @@
     batch of step 7      on 4 ranks  | rank 0 | rank 1 | rank 2 | rank 3 |
     the same batch       on 3 ranks  |  rank 0   |  rank 1  |  rank 2    |
 
-The batch belongs to the step, and not to a rank: each takes its slice, whatever the number of ranks. The gradient is the
-mean over the whole batch, so that training goes on as if nobody had been lost.
+The batch belongs to the step, and not to a rank: each takes its slice, whatever the number of ranks. The gradient is
+the mean over the whole batch, so that training goes on as if nobody had been lost.
 """
 
 import copy
@@ -19,7 +19,7 @@ from dtlib.recovery.signs import Signs
 
 
 class Replica:
-    """A model that is trained on all ranks, each of which has all of it. ``steps`` are done; ``losses`` has one for each.
+    """A model that is trained on all ranks, each of which has all of it. ``steps`` are done, ``losses`` has their losses.
 
     Args:
         model: an ``nn.Module`` whose trained parameters are all float32 or all float64, and each get a gradient.

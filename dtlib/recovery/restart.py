@@ -3,8 +3,8 @@
     4 ranks   step 1 ... step 10  save  step 11 ... step 17   rank 2 is killed, and mpiexec ends the others
     3 ranks                       load  step 11 ... step 17   step 18 ...
 
-Nothing of the job outlives it, so somebody outside has to start it again: a scheduler, or ``supervise``. Steps since the
-last checkpoint are done once more. What is in shards can be loaded on any number of ranks (dtlib.checkpoint).
+Nothing of the job outlives it, so somebody outside has to start it again: a scheduler, or ``supervise``. Steps since
+the last checkpoint are done once more. What is in shards can be loaded on any number of ranks (dtlib.checkpoint).
 """
 
 from pathlib import Path

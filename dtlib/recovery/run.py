@@ -39,8 +39,8 @@ BY_NODE = re.compile(
 
 @dataclass
 class Run:
-    """``program`` (a Python program's arguments) on ``ranks`` ranks. It keeps a journal in ``folder``, which it is told as
-    its last argument. ``survive``: where a rank dies the others live on (ULFM)."""
+    """``program`` (a Python program's arguments) on ``ranks`` ranks. It keeps a journal in ``folder``, which it is told
+    as its last argument. ``survive``: where a rank dies the others live on (ULFM)."""
 
     program: list[str]
     ranks: int
@@ -56,7 +56,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._read = journal.read(self.folder)[1]  # what an earlier run has written is not ours
         self._stopped = {}  # rank -> since when
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read until somebody asks no more)
         self.mpiexec = start_ranks(
             [*self.program, str(self.folder)], self.ranks, self.survive, stderr=self._errors, stdout=self._errors
         )
@@ -141,8 +141,8 @@ class Run:
                 self._stopped[rank] = float("inf")  # said once
                 self.said.append(
                     f"Rank {rank} (process {process.pid}) is stopped, by SIGSTOP, Ctrl-Z or a debugger: it counts as "
-                    f"alive, so all wait for it. `kill -CONT {process.pid}` lets it go on; after `kill -9 {process.pid}` "
-                    "it counts as dead."
+                    f"alive, so all wait for it. `kill -CONT {process.pid}` lets it go on; after "
+                    f"`kill -9 {process.pid}` it counts as dead."
                 )
 
     def _why_it_ended(self) -> str:

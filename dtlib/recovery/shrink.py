@@ -5,9 +5,9 @@
     rank 2   killed
     rank 3   step 7   step 8   revoked     Revoke   Shrink -> 2 of 3   state of rank 0   step 7   step 8
 
-Only a rank that talks with the dead one notices. Revoke tells the others, whatever they wait for. Shrink gives those who
-live a new communicator, in their old order. They may stand one step apart, as rank 3 had what it needed of step 7: so
-the lowest one says where they go on. It has a whole state, for a step is done as a whole or not at all.
+Only a rank that talks with the dead one notices. Revoke tells the others, whatever they wait for. Shrink gives those
+who live a new communicator, in their old order. They may stand one step apart, as rank 3 had what it needed of step 7:
+so the lowest one says where they go on. It has a whole state, for a step is done as a whole or not at all.
 
 Start the ranks with ``mpiexec --with-ft ulfm``. Revoke, Shrink and their errors are extensions of Open MPI and MPICH;
 they are not in the MPI standard yet.
@@ -25,8 +25,8 @@ from dtlib.world.launch import survives
 def train_and_shrink(replica, comm, steps: int, tell=lambda what, **facts: None):
     """Train until ``replica.steps == steps``, on the ranks that are left; returns their communicator.
 
-    Contract: what is trained is whole on every rank (replica.py). Rank 0's values hold at the beginning. Rank 0 may die,
-    and several at once, also while the others recover: as long as one lives, it goes on.
+    Contract: what is trained is whole on every rank (replica.py). Rank 0's values hold at the beginning. Rank 0 may
+    die, and several at once, also while the others recover: as long as one lives, it goes on.
 
     Args:
         comm: dtlib's communicator over all ranks.
@@ -79,5 +79,5 @@ def leave(comm) -> None:
     os._exit(0)
 
 
-# memory.py does the same with a copy of the last good step, so that a step may also fail in the middle; restart.py works
-# for what is cut into shards, and without ULFM: all start again, from the checkpoint.
+# memory.py does the same with a copy of the last good step, so that a step may also fail in the middle; restart.py
+# works for what is cut into shards, and without ULFM: all start again, from the checkpoint.

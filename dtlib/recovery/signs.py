@@ -63,13 +63,13 @@ class Signs:
         self._compare(dict(zip(members, seconds, strict=True)))
         if any(broken):
             raise NotFinite(
-                f"The gradient of {ranks_in(broken, members)} is not finite in step {step}, and the mean would not be on "
-                "any rank: no parameter has changed. Look at that rank's data and learning rate, or clip gradients."
+                f"The gradient of {ranks_in(broken, members)} is not finite in step {step}, and the mean would not be "
+                "on any rank: no parameter has changed. Look at that rank's data and learning rate, or clip gradients."
             )
         if any(asked):
             raise AskedToEnd(
-                f"{ranks_in(asked, members).capitalize()} was asked to end, as a scheduler does at the time limit: training "
-                f"ends after {step} steps."
+                f"{ranks_in(asked, members).capitalize()} was asked to end, as a scheduler does at the time limit: "
+                f"training ends after {step} steps."
             )
 
     def _compare(self, seconds: dict) -> None:

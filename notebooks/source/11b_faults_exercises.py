@@ -38,11 +38,18 @@ lab.predict("lost-after-the-update", {
 lab.predict("slices-of-three", {0: 16, 1: 16, 2: 16})
 
 # %% [markdown]
-# ## One step
+# ## What is given
 #
-# The step is given. In the exercises a death is SIMULATED, as the engines have to live on: `comm.all_reduce` raises MPI's own
-# error on ranks that notice it, some others still get the result, and from then on every call on that communicator fails.
-# `shrunk(comm)` gives the one of those who live; all of them have to call it.
+# In the exercises a death is SIMULATED, as the engines have to live on: in some step `comm.all_reduce` raises MPI's own error
+# on ranks that notice the death, some others still get the result, and from then on every call on that communicator fails.
+# `shrunk(comm)` gives the one of those who live; all of them have to call it. Which errors say that a rank has died:
+
+# %%
+import inspect
+
+from dtlib.recovery.shrink import failure_of_a_rank
+
+print(inspect.getsource(failure_of_a_rank))
 
 # %%
 # %%px
@@ -79,8 +86,7 @@ def train_after_deaths(comm, model, optimizer, batch_of, steps):
             while step < steps:
                 step_on(comm, model, optimizer, batch_of(step))
                 step += 1
-            comm.barrier()
-            return
+            return comm.barrier()
         except Exception as error:
             if not failure_of_a_rank(error):
                 raise
@@ -93,15 +99,14 @@ def train_after_deaths(comm, model, optimizer, batch_of, steps):
     while True:
         try:
             if failed:
-                state = comm.broadcast_object((model.state_dict(), optimizer.state_dict(), step))
+                state = model.state_dict(), optimizer.state_dict()
+                *state, step = comm.broadcast_object((*state, step))
                 model.load_state_dict(state[0])
                 optimizer.load_state_dict(state[1])
-                step = state[2]
             while step < steps:
                 step_on(comm, model, optimizer, batch_of(step))
                 step += 1
-            comm.barrier()
-            return
+            return comm.barrier()
         except Exception as error:
             if not failure_of_a_rank(error):
                 raise
@@ -130,7 +135,7 @@ def shrink_and_go_on(comm, model, optimizer, batch_of, steps):
 # %% tags=["solution"]
 # %%px
 def shrink_and_go_on(comm, model, optimizer, batch_of, steps):
-    step, parameters = 0, list(model.parameters())
+    step = 0
     while True:
         try:
             state = model.state_dict(), optimizer.state_dict(), step
@@ -139,15 +144,15 @@ def shrink_and_go_on(comm, model, optimizer, batch_of, steps):
             optimizer.load_state_dict(of_optimizer)
             while step < steps:
                 x, y = batch_of(step)
-                x, y = x.tensor_split(comm.size)[comm.rank], y.tensor_split(comm.size)[comm.rank]
+                mine = slice(comm.rank, None, comm.size)
                 optimizer.zero_grad()
-                (cross_entropy(model(x), y, reduction="sum") / len(batch_of(step)[0])).backward()
-                for parameter in parameters:
+                loss = cross_entropy(model(x[mine]), y[mine], reduction="sum") / len(x)
+                loss.backward()
+                for parameter in model.parameters():
                     comm.all_reduce(parameter.grad)
                 optimizer.step()
                 step += 1
-            comm.barrier()
-            return
+            return comm.barrier()
         except Exception as error:
             if not failure_of_a_rank(error):
                 raise

@@ -1,4 +1,4 @@
-"""The fault lab: a training on ranks of its own, a button that kills one of them, a sentence, and the curve that goes on.
+"""The fault lab: a training on ranks of its own, a button that kills one, a sentence, a curve that goes on.
 
 The ranks are no engines: what dies here takes nothing of the notebook along.
 """

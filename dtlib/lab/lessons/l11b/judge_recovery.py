@@ -8,14 +8,14 @@ from dtlib.recovery.shrink import failure_of_a_rank
 STEPS = 6
 SAMPLES = 12
 MISTAKE = "batch_of raises an error"
-# Who dies in which call, and who of the others still gets that call's result.
+# Who dies in which step, and who of the others still gets the result of that step's first all_reduce.
 DEATHS = {
     "nobody dies": (None, 0, ()),
-    "the last rank dies in step 2": (-1, 3, ()),
-    "rank 0 dies in step 3": (0, 4, ()),
-    "the last rank dies in step 2, of which rank 1 has the result": (-1, 3, (1,)),
-    "the last rank dies in step 3, of which rank 0 has the result": (-1, 4, (0,)),
-    "rank 0 dies in the last step, of which rank 1 has the result": (0, STEPS, (1,)),
+    "the last rank dies in step 2": (-1, 2, ()),
+    "rank 0 dies in step 3": (0, 3, ()),
+    "the last rank dies in step 2, of which rank 1 has the result": (-1, 2, (1,)),
+    "the last rank dies in step 3, of which rank 0 has the result": (-1, 3, (0,)),
+    "rank 0 dies in the last step, of which rank 1 has the result": (0, STEPS - 1, (1,)),
 }
 
 
@@ -68,10 +68,10 @@ class _Mistake(Exception):
     """Not a rank's failure: nothing that an answer should catch."""
 
 
-def _train(train, comm, case: str, rank=None, call=0, ahead=()) -> dict:
+def _train(train, comm, case: str, rank=None, death=0, ahead=()) -> dict:
     """``before`` and ``after`` are the steps that were begun before and after the ranks shrank."""
     model, optimizer = make_model()
-    dying = Dying(comm.split(0), None if rank is None else rank % comm.size, call, ahead)
+    dying = Dying(comm.split(0), None if rank is None else rank % comm.size, death, ahead)
     came = {"case": case, "before": [], "after": [], "end": "returned"}
 
     def batch(step):
@@ -84,6 +84,7 @@ def _train(train, comm, case: str, rank=None, call=0, ahead=()) -> dict:
         if len(steps) > 3 * STEPS:
             raise Endless
         steps.append(step)
+        dying.at = step
         return batch_of(step)
 
     try:
@@ -123,7 +124,8 @@ def _judge_ends(name: str, living: dict) -> None:
         if name == MISTAKE and case["end"] != "_Mistake":
             raise Wrong(
                 "swallowed", rank, "an error of batch_of, which is no death, ends the training", "it was caught",
-                "Not every error means that a rank has died.", "In the except clause: if not failure_of_a_rank(error): raise",
+                "Not every error means that a rank has died.",
+                "In the except clause: if not failure_of_a_rank(error): raise",
             )  # fmt: skip
         if case["end"] == "failed":
             raise Wrong(
@@ -138,7 +140,8 @@ def _judge_ends(name: str, living: dict) -> None:
             )  # fmt: skip
         if case["end"] == "left":
             raise Wrong(
-                "left-early", rank, f"{name}: nobody leaves as long as others may need it", "it had all it needed, and left",
+                "left-early", rank, f"{name}: nobody leaves as long as others may need it",
+                "it had all it needed, and left",
                 "This rank had the result of the last step. The others had not, and call shrunk, which is for all.",
                 "After the last step, still inside of try: comm.barrier().",
             )  # fmt: skip
@@ -168,7 +171,8 @@ def _explain(name: str, living: dict, rank: int) -> None:
         )  # fmt: skip
     if waited := [r for r, c in living.items() if c["end"] == "waited"]:
         raise Wrong(
-            "out-of-step", waited[0], f"{name}: all ranks call the same, in the same order", "they do not, after the death",
+            "out-of-step", waited[0], f"{name}: all ranks call the same, in the same order",
+            "they do not, after the death",
             "After the death, which calls does each rank make? Ranks that were one step further make the same ones.",
         )  # fmt: skip
     if len({tuple(round(value, 9) for value in c["parameters"]) for c in living.values()}) > 1:

@@ -1,8 +1,8 @@
 """A rank that dies without dying: SIMULATED, so that an exercise on engines can lose one and keep it.
 
-    call 1 .. k - 1   as always
-    call k            all ranks take part; then the one that dies leaves, some get an error, the others what they waited for
-    calls after that  an error on all who are left, until they have a new communicator from ``shrunk(comm)``
+    before the step       as always
+    its first all_reduce  all ranks take part; then one dies, some get an error, the others what they waited for
+    calls after that      an error on all who are left, until they have a new communicator from ``shrunk(comm)``
 
 The error is MPI's own, and ``shrunk`` does what that of dtlib.recovery does: with it an answer runs under ULFM too.
 """
@@ -21,20 +21,19 @@ class Endless(BaseException):
 
 
 class Dying:
-    """``comm`` with one death on it: that of ``rank`` in its ``call``-th all_reduce, from 1 on; those in ``ahead`` still
-    get what that call returns. With ``rank=None`` nobody dies."""
+    """``comm`` with one death on it: that of ``rank`` in step ``step``, counted from 0, in its first all_reduce; those
+    in ``ahead`` still get what that call returns. With ``rank=None`` nobody dies. ``at`` is the step that is under way."""
 
-    def __init__(self, comm, rank: int | None = None, call: int = 0, ahead=(), shrinks: int = 0):
-        self.rank, self.size = comm.rank, comm.size
-        self._comm, self._dies, self._call, self._ahead = comm, rank, call, ahead
-        self._calls, self._failed, self._shrinks = 0, False, shrinks
+    def __init__(self, comm, rank: int | None = None, step: int = 0, ahead=(), shrinks: int = 0):
+        self.rank, self.size, self.at = comm.rank, comm.size, None
+        self._comm, self._dies, self._step, self._ahead = comm, rank, step, ahead
+        self._failed, self._shrinks = False, shrinks
 
     def all_reduce(self, tensor, op="sum"):
         self._refuse_if_failed()
         before = tensor.clone()
         self._comm.all_reduce(tensor, op)
-        self._calls += 1
-        if self._dies is not None and self._calls == self._call:
+        if self._dies is not None and self.at == self._step:
             self._failed = True
             if self.rank == self._dies:
                 raise Died
@@ -67,7 +66,8 @@ class Dying:
 
     def __getattr__(self, name):
         raise DtlibError(
-            f"comm.{name}: here comm has rank, size, all_reduce, broadcast, broadcast_object, all_gather_object, barrier."
+            f"comm.{name}: here comm has rank, size, all_reduce, broadcast, broadcast_object, all_gather_object and "
+            "barrier."
         )
 
     def leave(self) -> None:

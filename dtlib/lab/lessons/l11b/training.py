@@ -1,8 +1,8 @@
 """A training whose ranks have accidents: ``python -m dtlib.lab.lessons.l11b.training OPTIONS FOLDER``, on ranks.
 
-OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, in float64, 48 images a step over all
-ranks together, so that runs can be compared to the last digits. FOLDER gets the journal, checkpoints if they are asked for,
-and at the end the parameters.
+OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, in float64, 48 images a step
+over all ranks together, so that runs can be compared to the last digits. FOLDER gets the journal, checkpoints if they
+are asked for, and at the end the parameters.
 """
 
 import json
