@@ -19,7 +19,7 @@ from dtlib.recovery.signs import Signs
 
 
 class Replica:
-    """A model that is trained on all ranks, each of which has all of it. ``steps`` are done, ``losses`` has their losses.
+    """A model that is trained on all ranks, each of which has all of it. ``steps`` are done; each left a loss.
 
     Args:
         model: an ``nn.Module`` whose trained parameters are all float32 or all float64, and each get a gradient.

@@ -63,7 +63,7 @@ def step_on(comm, model, optimizer, batch):
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     comm.all_reduce(flat)
     pieces = flat.split([parameter.numel() for parameter in model.parameters()])
-    for parameter, piece in zip(model.parameters(), pieces):
+    for parameter, piece in zip(model.parameters(), pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
     optimizer.step()
 

@@ -22,7 +22,7 @@ class Endless(BaseException):
 
 class Dying:
     """``comm`` with one death on it: that of ``rank`` in step ``step``, counted from 0, in its first all_reduce; those
-    in ``ahead`` still get what that call returns. With ``rank=None`` nobody dies. ``at`` is the step that is under way."""
+    in ``ahead`` still get what that call returns. With ``rank=None`` nobody dies. ``at`` is the step under way."""
 
     def __init__(self, comm, rank: int | None = None, step: int = 0, ahead=(), shrinks: int = 0):
         self.rank, self.size, self.at = comm.rank, comm.size, None
