@@ -12,11 +12,17 @@ from torch import nn
 
 from dtlib import checkpoint
 from dtlib.errors import DtlibError
+from dtlib.lab.checks.predictions import predictions
+from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lessons.l11b import figures
 from dtlib.lab.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica, Run, supervise
+from dtlib.recovery.journal import seconds_to_go_on
 from dtlib.world.launch import survives
 from tests.ranks import on_ranks
+from tests.wrong_answers import recovery_wrong
+from tests.wrong_answers.cases import judged_soon
 
 PROGRAM = ["-m", "dtlib.lab.lessons.l11b.training"]
 SECONDS = 150  # until a run counts as stuck, on a busy machine
@@ -91,8 +97,8 @@ def test_all_start_again_from_the_checkpoint_on_fewer_ranks(tmp_path):
     check_outcome(tmp_path, runs[-1], options)
     assert [run.ranks for run in runs] == [3, 2, 2]
     assert [steps_told(run)[0][0] for run in runs] == [1, 11, 18]
-    assert said[0].startswith("Rank 1 on ") and "was ended by SIGKILL" in said[0] and "again on 2 ranks" in said[0]
-    assert "Rank 0 was asked to end" in said[1] and "ends after 17 steps. They are saved" in said[1]
+    assert said[0].startswith("Rank 1 on ") and "was ended by SIGKILL" in said[0] and "again on 2 ranks" in said[1]
+    assert "Rank 0 was asked to end" in said[2] and "ends after 17 steps. They are saved" in said[2]
 
 
 def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tmp_path):
@@ -131,6 +137,22 @@ def test_faults_that_are_no_accident_end_the_training_with_their_sentence(tmp_pa
 
     with pytest.raises(DtlibError, match=r"Rank 0 ended with status 3, .* Three times it has come no further"):
         supervise(["-c", "raise SystemExit(3)"], 1, tmp_path / "exit", say=lambda sentence: None)
+
+
+PRTERUN_SAYS = """PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-here-1@0,0] on node here
+  Remote daemon: [prterun-here-1@0,2] on node there7
+
+This is usually due to either a failure of the TCP network connection to the node.
+"""
+
+
+def test_a_node_that_is_cut_off_is_named(tmp_path, monkeypatch):
+    """As prterun says it; that is from its texts, as there is one node here."""
+    run = Run([], 2, tmp_path)
+    monkeypatch.setattr(run, "output", lambda: PRTERUN_SAYS)
+    assert run._why_it_ended() == "Node there7 does not answer any more: it is down, or cut off from the network."
 
 
 def net():
@@ -204,6 +226,26 @@ def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
         replica.state()["model"]["1.running_mean"], before["model"]["1.running_mean"]
     )
     assert torch.isfinite(replica.model[0].weight).all()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("exercise", ["resume-mend", "shrink-build"])
+def test_a_right_recovery_passes(world, exercise):
+    verdict = judged_soon(exercise, {EXERCISES[exercise].name: recovery_wrong.right})
+    assert verdict.passed, verdict.text()
+
+
+def test_seconds_count_until_a_step_that_had_not_been_done_before():
+    """A rank is killed at 5.0 after step 3; step 3 is done once more, so step 4 is the first good one."""
+    steps = [(1.0, 1), (2.0, 2), (3.0, 3), (7.0, 3), (8.0, 4), (9.0, 5)]
+    events = [{"at": at, "what": "step", "step": step, "ranks": 4 - (at > 5), "loss": 0.5} for at, step in steps]
+    events.append({"at": 5.0, "what": "fault", "kind": "kill", "rank": 2})
+    assert seconds_to_go_on(events) == [3.0]
+    name = figures.NAMES["checkpoint"]
+    ordered = sorted(events, key=lambda event: event["at"])
+    assert figures.times({"checkpoint": ordered}) == [(name, "3.00", "4 -> 3", 1)]
+    assert figures.png(figures.draw({"checkpoint": ordered}, [0.5] * 5)).startswith(b"\x89PNG")
+    assert predictions()["steps-done-twice"].came(ordered) == 1 and predictions()["ranks-left"].came(ordered) == 3
 
 
 # Chance

@@ -24,10 +24,10 @@ def train_and_commit(replica, comm, steps: int, every: int = 1, tell=lambda what
     """
     if not survives():
         raise DtlibError("Where a rank dies, this job ends: start the ranks with mpiexec --with-ft ulfm to go on.")
-    replica.check_same(comm)
     committed, tried = replica.state(), set()
     while True:
         try:
+            replica.check_same(comm)
             committed = comm.broadcast_object(committed)
             replica.load(committed)
             while replica.steps < steps:

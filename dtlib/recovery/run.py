@@ -12,6 +12,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,23 +33,23 @@ CAUSES = {
 }
 BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)")
 BY_STATUS = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
-BY_NODE = re.compile(
-    r"(?:lost communication|Lost connection|daemon.*failed).*?(?:node|host|Remote host)[:\s]+(\S+)", re.I | re.S
-)
+BY_NODE = re.compile(r"lost communication with a remote daemon.*?Remote daemon\s*: \S+ on node (\S+)", re.DOTALL)
 
 
 @dataclass
 class Run:
     """``program`` (a Python program's arguments) on ``ranks`` ranks. It keeps a journal in ``folder``, which it is told
-    as its last argument. ``survive``: where a rank dies the others live on (ULFM)."""
+    as its last argument. ``survive``: where a rank dies the others live on (ULFM). ``say`` is told each sentence, as
+    soon as what it says comes to light."""
 
     program: list[str]
     ranks: int
     folder: Path
     survive: bool = False
+    say: Callable[[str], None] = lambda sentence: None
     processes: dict[int, Process] = field(default_factory=dict)  # by the rank in the world
     events: list[dict] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)  # sentences, in the order in which things came to light
+    said: list[str] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     status: int | None = None
 
@@ -71,17 +72,18 @@ class Run:
             if event["what"] == "started":
                 self.processes[event["rank"]] = Process(event["pid"], event["created"])
             elif event["what"] == "late":
-                self.said.append(event["sentence"])
+                self._say(event["sentence"])
             elif event["what"] == "undone":
                 sentence = f"{event['sentence']} The step is undone on all ranks, and tried once more."
-                self.said += [sentence] if sentence not in self.said else []
+                if sentence not in self.said:  # which several ranks may have written
+                    self._say(sentence)
         if self.survive and over is None:
             self._note_the_dead({event["rank"] for event in self.events if event["what"] in ("ended", "raised")})
         self._look_for_stopped_ones()
         if over is not None and self.status is None:
             self.status = over
             if over:
-                self.said.append(self._why_it_ended())
+                self._say(self._why_it_ended())
         return fresh
 
     def wait(self, seconds: float | None = None) -> int:
@@ -91,7 +93,7 @@ class Run:
             while self.status is None:
                 self.look()
                 if time.monotonic() > deadline:
-                    self.said.append(f"The training was ended from outside, as it took longer than {seconds:g} s.")
+                    self._say(f"The training was ended from outside, as it took longer than {seconds:g} s.")
                     break
                 time.sleep(LOOK_SECONDS)
         finally:
@@ -121,11 +123,15 @@ class Run:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
+    def _say(self, sentence: str) -> None:
+        self.said.append(sentence)
+        self.say(sentence)
+
     def _note_the_dead(self, left: set[int]) -> None:
         for rank, process in self.processes.items():
             if rank not in self.lost | left and not process.find():
                 self.lost.add(rank)
-                self.said.append(f"Rank {rank} has died: {self.ranks - len(self.lost)} ranks are left, and go on.")
+                self._say(f"Rank {rank} has died: {self.ranks - len(self.lost)} ranks are left, and go on.")
 
     def _look_for_stopped_ones(self) -> None:
         now = time.monotonic()
@@ -139,7 +145,7 @@ class Run:
                 self._stopped.pop(rank, None)
             elif now - self._stopped.setdefault(rank, now) > STOPPED_SECONDS:
                 self._stopped[rank] = float("inf")  # said once
-                self.said.append(
+                self._say(
                     f"Rank {rank} (process {process.pid}) is stopped, by SIGSTOP, Ctrl-Z or a debugger: it counts as "
                     f"alive, so all wait for it. `kill -CONT {process.pid}` lets it go on; after "
                     f"`kill -9 {process.pid}` it counts as dead."
@@ -160,6 +166,6 @@ class Run:
             self.lost.add(int(found[1]))
             return f"Rank {found[1]} ended with status {found[2]}, without a word: look at what it printed."
         if found := BY_NODE.search(said):
-            return f"Node {found[1].rstrip('.,')} does not answer any more: it is down, or cut off from the network."
+            return f"Node {found[1]} does not answer any more: it is down, or cut off from the network."
         last = next((line for line in reversed(said.splitlines()) if line.strip(" -")), "it said nothing")
         return f"mpiexec ended with status {self.status}: {last}"

@@ -34,9 +34,9 @@ def train_and_shrink(replica, comm, steps: int, tell=lambda what, **facts: None)
     """
     if not survives():
         raise DtlibError("Where a rank dies, this job ends: start the ranks with mpiexec --with-ft ulfm to go on.")
-    replica.check_same(comm)
     while True:
         try:
+            replica.check_same(comm)
             replica.load(comm.broadcast_object(replica.state()))
             while replica.steps < steps:
                 replica.step(comm)

@@ -16,7 +16,7 @@ def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: 
         fewest: with how many it may go on.
         replace: whether a rank that has died gets a successor, as on a machine that is whole; otherwise it goes on with
             the ranks that are left.
-        say: told, in a sentence, why a run has ended and how it goes on.
+        say: told, in sentences, what happens to a run, why it has ended and how it goes on.
         watch: told of each run that has begun.
 
     Raises:
@@ -24,7 +24,7 @@ def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: 
     """
     runs, furthest, in_vain = [], -1, 0
     while True:
-        run = Run(program, ranks, Path(folder)).start()
+        run = Run(program, ranks, Path(folder), say=say).start()
         runs.append(run)
         if watch:
             watch(run)
@@ -40,4 +40,4 @@ def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: 
             ranks -= len(run.lost)
         if ranks < fewest:
             raise DtlibError(f"{why} {ranks} ranks are left, and {fewest} are wanted.")
-        say(f"{why} It starts again on {ranks} ranks, from the last checkpoint.")
+        say(f"It starts again on {ranks} ranks, from the last checkpoint.")

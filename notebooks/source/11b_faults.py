@@ -193,8 +193,7 @@ print(inspect.getsource(signs.Signs.of_this_rank))
 
 # %% tags=["nbval-ignore-output"]
 nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}
-training = fault_lab.Training("memory", ranks=3, steps=20, faults=[nan]).go()
-training.tell_sentences()
+training = fault_lab.Training("memory", ranks=2, steps=20, faults=[nan]).go()
 training.end()
 
 # %% [markdown]
@@ -203,8 +202,7 @@ training.end()
 
 # %% tags=["nbval-ignore-output"]
 stop = {"kind": "stop", "rank": 1, "step": 12, "at": "begin"}
-training = fault_lab.Training("shrink", ranks=3, steps=20, time_limit=5, faults=[stop]).go()
-training.tell_sentences()
+training = fault_lab.Training("shrink", ranks=2, steps=20, time_limit=3, faults=[stop]).go()
 training.end()
 
 # %% [markdown]

@@ -27,7 +27,7 @@ class Training:
     def __init__(self, by: str, ranks: int = 4, say=print, **options):
         if by not in figures.NAMES:
             raise DtlibError(f"by={by!r}: choose one of {', '.join(map(repr, figures.NAMES))}.")
-        self.by, self.ranks, self.say, self.runs, self._told = by, ranks, say, [], 0
+        self.by, self.ranks, self.say, self.runs = by, ranks, say, []
         self._folder = tempfile.TemporaryDirectory(prefix="dtlib-faults-")
         options = {"by": by, "steps": STEPS, "seconds": SECONDS, "time_limit": 30, **options}
         self._program = ["-m", "dtlib.lab.lessons.l11b.training", json.dumps(options)]
@@ -40,7 +40,7 @@ class Training:
             if self.by == "checkpoint":
                 supervise(self._program, self.ranks, folder, say=self.say, watch=self.runs.append)
             else:
-                self.runs.append(Run(self._program, self.ranks, folder, survive=True).start())
+                self.runs.append(Run(self._program, self.ranks, folder, survive=True, say=self.say).start())
                 self.runs[0].wait(LIMIT)
         except DtlibError as problem:
             self.say(f"{problem}")
@@ -55,13 +55,6 @@ class Training:
         if self.runs and rank in self.runs[-1].processes:
             self.runs[-1].strike(rank)
 
-    def tell_sentences(self) -> None:
-        """What a run says by itself; of a run that is started again the supervisor has told it."""
-        if self.by != "checkpoint" and self.runs:
-            for sentence in self.runs[-1].said[self._told :]:
-                self._told += 1
-                self.say(sentence)
-
     def end(self) -> None:
         atexit.unregister(self.end)
         for run in self.runs:
@@ -74,8 +67,7 @@ def run(by: str, rank: int = 2, step: int = 25, **options) -> list[dict]:
     killed = {"kind": "kill", "rank": rank, "step": step, "at": "begin"}
     training = Training(by, faults=[killed], **options)
     try:
-        training.go().tell_sentences()
-        return training.events
+        return training.go().events
     finally:
         training.end()
 
@@ -131,7 +123,6 @@ class FaultLab:
 
     def _look(self) -> None:
         training = self.training
-        training.tell_sentences()
         self.histories[training.by] = training.events
         living = training.runs[-1] if training.runs else None
         for rank, button in enumerate(self.kill_buttons):
