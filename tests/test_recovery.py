@@ -148,11 +148,11 @@ This is usually due to either a failure of the TCP network connection to the nod
 """
 
 
-def test_a_node_that_is_cut_off_is_named(tmp_path, monkeypatch):
-    """As prterun says it; that is from its texts, as there is one node here."""
-    run = Run([], 2, tmp_path)
-    monkeypatch.setattr(run, "output", lambda: PRTERUN_SAYS)
-    assert run._why_it_ended() == "Node there7 does not answer any more: it is down, or cut off from the network."
+def test_a_node_that_is_cut_off_is_named_although_mpiexec_ends_well(tmp_path):
+    """Its words, and its status, as with two nodes of which one was ended; here a rank says them."""
+    run = Run(["-c", f"print({PRTERUN_SAYS!r})"], 1, tmp_path).start()
+    assert run.wait(SECONDS) == 1
+    assert run.said == ["Node there7 does not answer any more: it is down, or cut off from the network."]
 
 
 def net():

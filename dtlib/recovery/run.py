@@ -8,6 +8,7 @@ a node was cut off                   mpiexec, by its daemon there     the node
 a rank computes too long             the others, in each step         how many times as long as they
 """
 
+import os
 import re
 import signal
 import tempfile
@@ -81,8 +82,8 @@ class Run:
             self._note_the_dead({event["rank"] for event in self.events if event["what"] in ("ended", "raised")})
         self._look_for_stopped_ones()
         if over is not None and self.status is None:
-            self.status = over
-            if over:
+            self.status = over or int(not self._all_well())
+            if self.status:
                 self._say(self._why_it_ended())
         return fresh
 
@@ -120,8 +121,8 @@ class Run:
 
     def output(self) -> str:
         """All that was printed so far."""
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace")
+        # Without moving the place at which the ranks write.
+        return os.pread(self._errors.fileno(), os.fstat(self._errors.fileno()).st_size, 0).decode(errors="replace")
 
     def _say(self, sentence: str) -> None:
         self.said.append(sentence)
@@ -150,6 +151,12 @@ class Run:
                     f"alive, so all wait for it. `kill -CONT {process.pid}` lets it go on; after "
                     f"`kill -9 {process.pid}` it counts as dead."
                 )
+
+    def _all_well(self) -> bool:
+        """After status 0, which mpiexec of Open MPI 5.0.11 also gives when it has lost a node: have the ranks ended?"""
+        started, ended = ({e["rank"] for e in self.events if e["what"] == what} for what in ("started", "ended"))
+        told = bool(ended) if self.survive else started == ended
+        return (told or not started) and not BY_NODE.search(self.output())
 
     def _why_it_ended(self) -> str:
         """Whatever comes first of: an error's own sentence, what mpiexec says of a process or of a node."""

@@ -182,6 +182,7 @@ if world.rank == 0:
 # | NaN on one rank | a flag that travels with the gradients | all ranks raise the same, before any parameter changes |
 # | a straggler | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
 # | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | a sentence from outside; killed, it counts as dead |
+# | a node is cut off | mpiexec, by its daemon there | it ends with status 0: believe last words, not that |
 # | the disk is full | the rank that saves | all raise the same; the checkpoint before is whole |
 # | the scheduler's time limit | a handler of SIGTERM and SIGUSR1 | all save after the same step, and end |
 #
