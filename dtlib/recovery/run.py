@@ -1,11 +1,13 @@
 """A training, seen from outside: started on ranks, watched, and told in one sentence why it ended.
 
-what became of it                    who knows                        what is said
-a rank raised an error               its last words in the journal    the error's own sentence, with the rank
-a rank was killed, or crashed        mpiexec; ULFM: its process       the signal, and what that may mean
-a rank is stopped                    the state of its process         that it counts as alive, and how to go on
-a node was cut off                   mpiexec, by its daemon there     the node
-a rank computes too long             the others, in each step         how many times as long as they
+    what became of it                    who knows                        what is said
+    a rank raised an error               its last words in the journal    the error's own sentence, with the rank
+    a rank was killed, or crashed        mpiexec; ULFM: its process       the signal, and what that may mean
+    a rank is stopped                    the state of its process         that it counts as alive, and how to go on
+    a node was cut off                   mpiexec, by its daemon there     the node; its status may be 0 all the same
+    a rank computes too long             the others, in each step         how many times as long as they
+
+What is said is in ``Run.said``, in the order in which it came to light.
 """
 
 import os
