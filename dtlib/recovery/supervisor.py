@@ -12,6 +12,7 @@ def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: 
     Args:
         program: it is given ``folder`` as its last argument, keeps a journal there (journal.py), saves checkpoints and
             goes on from the last one when it is started again: any strategy that dtlib.checkpoint can load will do.
+            Without a journal its progress is not known, and it is started three times at most.
         ranks: how many ranks it begins with.
         fewest: with how many it may go on.
         replace: whether a rank that has died gets a successor, as on a machine that is whole; otherwise it goes on with

@@ -18,7 +18,7 @@ def steps_of(events: list[dict]) -> list[dict]:
 
 
 def draw(histories: dict, undisturbed: list[float]):
-    """A figure: losses against steps, over those of one process, and against seconds, with what died when.
+    """A figure: losses against steps, over those of one process; and when each step was done, and who died when.
 
     ``histories`` maps a recovery (a key of ``NAMES``) to the events of its runs, in order.
     """
@@ -27,23 +27,24 @@ def draw(histories: dict, undisturbed: list[float]):
 
     with matplotlib.rc_context(FONT):
         figure = Figure(figsize=(11, 3.9), layout="constrained")
-        by_step, by_time = figure.subplots(1, 2, sharey=True)
+        by_step, by_time = figure.subplots(1, 2)
         by_step.plot(range(1, len(undisturbed) + 1), undisturbed, color="black", lw=6, alpha=0.2, label="undisturbed")
-        for number, (by, events) in enumerate(histories.items()):
-            steps = steps_of(events)
-            style = {"color": RANK_COLOURS[number], "marker": _MARKERS[by], "markersize": 4, "lw": 1}
+        for lane, (by, events) in enumerate(histories.items()):
+            steps, colour = steps_of(events), RANK_COLOURS[lane]
+            style = {"color": colour, "marker": _MARKERS[by], "markersize": 6, "lw": 1, "markevery": (lane, 3)}
             by_step.plot([e["step"] for e in steps], [e["loss"] for e in steps], label=NAMES[by], **style)
-            if steps:
-                began = steps[0]["at"]
-                by_time.plot([e["at"] - began for e in steps], [e["loss"] for e in steps], **style)
-                for event in events:
-                    if event["what"] == "fault":
-                        by_time.axvline(event["at"] - began, color=RANK_COLOURS[number], linestyle=":")
-                        where = (event["at"] - began, by_time.get_ylim()[1])
-                        by_time.annotate(f" rank {event['rank']}", where, va="top", color=RANK_COLOURS[number])
+            began = steps[0]["at"] if steps else 0.0
+            by_time.scatter([e["at"] - began for e in steps], [lane] * len(steps), marker="|", s=250, color=colour)
+            for event in events:
+                if event["what"] == "fault":
+                    by_time.plot(event["at"] - began, lane, marker="X", color="black", markersize=10)
+                    by_time.text(event["at"] - began, lane - 0.2, f"rank {event['rank']}", ha="center")
         by_step.set(xlabel="step", ylabel="loss", ylim=(0, None), xlim=(0, len(undisturbed) + 1))
-        by_time.set(xlabel="seconds since the first step; dotted: a rank is killed")
         by_step.legend(frameon=False, fontsize=11)
+        by_time.set(xlabel="seconds; a cross: a rank dies", ylim=(2.6, -0.6))
+        by_time.set_yticks(
+            range(len(histories)), [NAMES[by].replace(" from", "\nfrom").replace(" and", "\nand") for by in histories]
+        )
     return figure
 
 
@@ -74,6 +75,6 @@ def compare(histories: dict, undisturbed: list[float]) -> None:
     from IPython.display import Image, display
     from tabulate import tabulate
 
-    alt = f"Losses against steps and against seconds, a line each: {', '.join(NAMES[by] for by in histories)}."
+    alt = f"Losses against steps, and steps against seconds, for each of: {', '.join(NAMES[by] for by in histories)}."
     display(Image(png(draw(histories, undisturbed)), alt=alt))
     print(tabulate(times(histories), HEADERS, disable_numparse=True))
