@@ -30,6 +30,8 @@ def main() -> int:
     if is_rank():
         return _on_this_rank(module, options)
     try:
+        if not module.RANKS:  # it starts ranks itself
+            return _show(module.rows(None, options.repeats), options)
         return run_ranks(["-m", "benchmarks", *sys.argv[1:]], options.ranks or module.RANKS)
     except DtlibError as problem:
         parser.exit(2, f"benchmarks: {problem}\n")
@@ -39,14 +41,18 @@ def _on_this_rank(module, options) -> int:
     from dtlib.world import init
 
     world = init()
-    rows = [asdict(row) for row in module.rows(world, options.repeats)]
-    if world.rank == 0:
-        from tabulate import tabulate
+    rows = list(module.rows(world, options.repeats))
+    return _show(rows, options) if world.rank == 0 else 0
 
-        print(tabulate([{**row, "ratio": f"{row['ratio']:.3g}"} for row in rows], headers="keys", floatfmt=".3g"))
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump(rows, file, indent=2)
+
+def _show(rows, options) -> int:
+    from tabulate import tabulate
+
+    rows = [asdict(row) for row in rows]
+    print(tabulate([{**row, "ratio": f"{row['ratio']:.3g}"} for row in rows], headers="keys", floatfmt=".3g"))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=2)
     return 0
 
 

@@ -34,6 +34,7 @@ FLOORS = (
     ("measure",),
     ("pi", "parallel", "horovod", "backend"),
     ("checkpoint", "pipe", "accelerator", "utils"),
+    ("recovery",),
     ("production",),
     ("training", "workloads", "storage"),
     ("lab",),

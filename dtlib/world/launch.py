@@ -77,13 +77,19 @@ def check_mpiexec(path: str) -> str:
     return theirs
 
 
-def mpiexec_command(ranks: int | None = None) -> list[str]:
-    """The command that starts ``ranks`` ranks (without ``-n`` if None), checked against mpi4py."""
+def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str]:
+    """The command that starts ``ranks`` ranks (without ``-n`` if None), checked against mpi4py.
+
+    ``survive``: where a rank dies the others live on, and may go on by MPI's ULFM (recovery/shrink.py).
+    """
     path = find_mpiexec()
     command = [path]
-    if check_mpiexec(path).startswith("Open MPI"):
+    if (found := check_mpiexec(path)).startswith("Open MPI"):
         # More ranks than cores are welcome in a classroom, and ranks run threads.
         command = [*loopback.closed(path), "--oversubscribe", "--bind-to", "none"]
+        command += ["--with-ft", "ulfm"] if survive else []
+    elif survive:
+        raise DtlibError(f"{path} starts {found}, and ranks that survive others need Open MPI 5: {INSTALL_MPI}.")
     return command if ranks is None else [*command, "-n", str(ranks)]
 
 
@@ -104,6 +110,11 @@ def rank_environment(ranks: int) -> dict[str, str]:
     }
 
 
+def survives() -> bool:
+    """True in a rank that lives on when another one dies."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false", "")  # noqa: SIM112
+
+
 def is_rank() -> bool:
     """True in a process that an MPI launcher started."""
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
@@ -115,10 +126,13 @@ def in_engine() -> bool:
     return app is not None and app.IPEngine.initialized()
 
 
-def start_ranks(command: list[str], ranks: int, **popen) -> subprocess.Popen:
-    """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process."""
+def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen) -> subprocess.Popen:
+    """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process.
+
+    ``survive``: they do not end with the first one that dies.
+    """
     return subprocess.Popen(
-        ends_with_this_process([*mpiexec_command(ranks), sys.executable, *command]),
+        ends_with_this_process([*mpiexec_command(ranks, survive), sys.executable, *command]),
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
         **popen,

@@ -18,6 +18,7 @@ from tests.wrong_answers import (
     one_f_one_b_wrong,
     pi_wrong,
     pipelines_wrong,
+    recovery_wrong,
     replicator_wrong,
     sizes_wrong,
     start_wrong,
@@ -31,7 +32,7 @@ from tests.wrong_answers import (
 LESSONS = (
     pi_wrong, collectives_wrong, data_parallel_wrong, buckets_wrong, byte_golf_wrong, large_batches_wrong, zero_wrong,
     zero2_wrong, zero3_wrong, pipelines_wrong, clock_wrong, one_f_one_b_wrong, tensor_wrong, mlp_wrong,
-    replicator_wrong,
+    replicator_wrong, recovery_wrong,
 )  # fmt: skip
 
 

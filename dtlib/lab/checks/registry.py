@@ -41,6 +41,8 @@ HOMES = {
     "fits-200-mb": "dtlib.lab.lessons.l10.judge_runs",
     "slower-mend": "dtlib.lab.lessons.l10.judge_runs",
     "wrap-a-model": "dtlib.lab.lessons.l10.judge_runs",
+    "resume-mend": "dtlib.lab.lessons.l11b.judge_recovery",
+    "shrink-build": "dtlib.lab.lessons.l11b.judge_recovery",
 }
 
 

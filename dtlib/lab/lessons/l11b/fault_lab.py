@@ -1,0 +1,148 @@
+"""The fault lab: a training on ranks of its own, a button that kills one, a sentence, a curve that goes on.
+
+The ranks are no engines: what dies here takes nothing of the notebook along.
+"""
+
+import atexit
+import html
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.lab.lessons.l11b import figures
+from dtlib.lab.lessons.l11b.training import alone
+from dtlib.recovery import Run, supervise
+
+STEPS, SECONDS = 60, 0.05  # EMULATED computing of a rank in a step
+DRAW_SECONDS = 0.3
+LIMIT = 180.0  # seconds of a run
+
+
+class Training:
+    """One training by ``by`` ("checkpoint", "memory" or "shrink") on ``ranks`` ranks; ``say`` is told each sentence."""
+
+    def __init__(self, by: str, ranks: int = 4, say=print, **options):
+        if by not in figures.NAMES:
+            raise DtlibError(f"by={by!r}: choose one of {', '.join(map(repr, figures.NAMES))}.")
+        self.by, self.ranks, self.say, self.runs = by, ranks, say, []
+        self._folder = tempfile.TemporaryDirectory(prefix="dtlib-faults-")
+        options = {"by": by, "steps": STEPS, "seconds": SECONDS, "time_limit": 30, **options}
+        self._program = ["-m", "dtlib.lab.lessons.l11b.training", json.dumps(options)]
+        atexit.register(self.end)
+
+    def go(self) -> "Training":
+        """Run it to its end, and start it again if that is its way."""
+        folder = Path(self._folder.name)
+        try:
+            if self.by == "checkpoint":
+                supervise(self._program, self.ranks, folder, say=self.say, watch=self.runs.append)
+            else:
+                self.runs.append(Run(self._program, self.ranks, folder, survive=True, say=self.say).start())
+                self.runs[0].wait(LIMIT)
+        except DtlibError as problem:
+            self.say(f"{problem}")
+        return self
+
+    @property
+    def events(self) -> list[dict]:
+        return [event for run in list(self.runs) for event in list(run.events)]
+
+    def kill(self, rank: int) -> None:
+        """kill -9, if it lives."""
+        if self.runs and rank in self.runs[-1].processes:
+            self.runs[-1].strike(rank)
+
+    def end(self) -> None:
+        atexit.unregister(self.end)
+        for run in self.runs:
+            run.end()
+        self._folder.cleanup()
+
+
+def run(by: str, rank: int = 2, step: int = 25, **options) -> list[dict]:
+    """A training in which one rank is killed at the beginning of a step; returns its events."""
+    killed = {"kind": "kill", "rank": rank, "step": step, "at": "begin"}
+    training = Training(by, faults=[killed], **options)
+    try:
+        return training.go().events
+    finally:
+        training.end()
+
+
+class FaultLab:
+    """The widgets; ``box`` is shown. Drawn by a thread, so that cells can be run meanwhile."""
+
+    def __init__(self, ranks: int = 4):
+        import ipywidgets
+
+        self.ranks, self.histories, self.training, self._thread = ranks, {}, None, None
+        self.undisturbed = alone({"steps": STEPS})[1]
+        names = {name: by for by, name in figures.NAMES.items()}
+        self.way = ipywidgets.Dropdown(options=names, value="shrink", description="recovery", layout={"width": "430px"})
+        self.start_button = ipywidgets.Button(description="start a training", button_style="primary")
+        self.kill_buttons = [
+            ipywidgets.Button(description=f"kill rank {rank}", disabled=True, button_style="danger")
+            for rank in range(ranks)
+        ]
+        self.sentences, self.picture, self.table = ipywidgets.HTML(), ipywidgets.Image(format="png"), ipywidgets.HTML()
+        self.picture.layout.max_width = "100%"
+        self.start_button.on_click(lambda _: self.start())
+        for rank, button in enumerate(self.kill_buttons):
+            button.on_click(lambda _, rank=rank: self.kill(rank))
+        first, second = ipywidgets.HBox([self.way, self.start_button]), ipywidgets.HBox(self.kill_buttons)
+        self.box = ipywidgets.VBox([first, second, self.sentences, self.picture, self.table])
+        self._said = []
+        self._draw()
+
+    def start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self.start_button.disabled, self._said = True, []
+        self._say(f"{self.ranks} processes are starting, which takes some seconds.")
+        self.training = Training(self.way.value, self.ranks, self._say)
+        worker = threading.Thread(target=self.training.go, daemon=True)
+        self._thread = threading.Thread(target=self._follow, args=(worker,), daemon=True)
+        worker.start()
+        self._thread.start()
+
+    def kill(self, rank: int) -> None:
+        self.training.kill(rank)
+
+    def _follow(self, worker) -> None:
+        while worker.is_alive():
+            time.sleep(DRAW_SECONDS)
+            self._look()
+        self._look()
+        done = len(figures.steps_of(self.training.events)) and figures.steps_of(self.training.events)[-1]["step"]
+        self._say(f"The training has ended, after step {done} of {STEPS}.")
+        self.training.end()
+        self.start_button.disabled = False
+
+    def _look(self) -> None:
+        training = self.training
+        self.histories[training.by] = training.events
+        living = training.runs[-1] if training.runs else None
+        for rank, button in enumerate(self.kill_buttons):
+            process = living and living.processes.get(rank)
+            button.disabled = not (process and process.find() and figures.steps_of(living.events))
+        self._draw()
+
+    def _say(self, sentence: str) -> None:
+        self._said.append(sentence)
+        self.sentences.value = "".join(f"<div style='font-size:16px'>{html.escape(each)}</div>" for each in self._said)
+
+    def _draw(self) -> None:
+        from tabulate import tabulate
+
+        self.picture.value = figures.png(figures.draw(self.histories, self.undisturbed))
+        self.table.value = tabulate(figures.times(self.histories), figures.HEADERS, "html", disable_numparse=True)
+
+
+def fault_lab(ranks: int = 4) -> None:
+    """Show it: choose a recovery, start, and kill."""
+    from IPython.display import display
+
+    display(FaultLab(ranks).box)

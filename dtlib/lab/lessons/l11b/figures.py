@@ -1,0 +1,80 @@
+"""The figures of lesson 11b: what a training did before and after a rank died, and how long it took to go on."""
+
+import io
+
+from dtlib.lab.colours import RANK_COLOURS
+
+NAMES = {
+    "checkpoint": "start all again from the checkpoint",
+    "memory": "commit and restore in memory",
+    "shrink": "shrink and go on",
+}
+_MARKERS = {"checkpoint": "s", "memory": "^", "shrink": "o"}
+FONT = {"font.size": 12}
+
+
+def steps_of(events: list[dict]) -> list[dict]:
+    return [event for event in events if event["what"] == "step"]
+
+
+def draw(histories: dict, undisturbed: list[float]):
+    """A figure: losses against steps, over those of one process; and when each step was done, and who died when.
+
+    ``histories`` maps a recovery (a key of ``NAMES``) to the events of its runs, in order.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(FONT):
+        figure = Figure(figsize=(11, 3.9), layout="constrained")
+        by_step, by_time = figure.subplots(1, 2)
+        by_step.plot(range(1, len(undisturbed) + 1), undisturbed, color="black", lw=6, alpha=0.2, label="undisturbed")
+        for lane, (by, events) in enumerate(histories.items()):
+            steps, colour = steps_of(events), RANK_COLOURS[lane]
+            style = {"color": colour, "marker": _MARKERS[by], "markersize": 6, "lw": 1, "markevery": (lane, 3)}
+            by_step.plot([e["step"] for e in steps], [e["loss"] for e in steps], label=NAMES[by], **style)
+            began = steps[0]["at"] if steps else 0.0
+            by_time.scatter([e["at"] - began for e in steps], [lane] * len(steps), marker="|", s=250, color=colour)
+            for event in events:
+                if event["what"] == "fault":
+                    by_time.plot(event["at"] - began, lane, marker="X", color="black", markersize=10)
+                    by_time.text(event["at"] - began, lane - 0.2, f"rank {event['rank']}", ha="center")
+        by_step.set(xlabel="step", ylabel="loss", ylim=(0, None), xlim=(0, len(undisturbed) + 1))
+        by_step.legend(frameon=False, fontsize=11)
+        by_time.set(xlabel="seconds; a cross: a rank dies", ylim=(2.6, -0.6))
+        by_time.set_yticks(
+            range(len(histories)), [NAMES[by].replace(" from", "\nfrom").replace(" and", "\nand") for by in histories]
+        )
+    return figure
+
+
+def png(figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()
+
+
+def times(histories: dict) -> list[tuple]:
+    """A row for each recovery: seconds to go on, ranks before and after, steps done twice."""
+    from dtlib.recovery.journal import seconds_to_go_on
+
+    rows = []
+    for by, events in histories.items():
+        steps = steps_of(events)
+        seconds = ", ".join(f"{taken:.2f}" for taken in seconds_to_go_on(events)) or "-"
+        ranks = f"{steps[0]['ranks']} -> {steps[-1]['ranks']}" if steps else "-"
+        rows.append((NAMES[by], seconds, ranks, len(steps) - len({event["step"] for event in steps})))
+    return rows
+
+
+HEADERS = ("recovery", "seconds from the kill to the next good step", "ranks", "steps done twice")
+
+
+def compare(histories: dict, undisturbed: list[float]) -> None:
+    """The figure, and its table."""
+    from IPython.display import Image, display
+    from tabulate import tabulate
+
+    alt = f"Losses against steps, and steps against seconds, for each of: {', '.join(NAMES[by] for by in histories)}."
+    display(Image(png(draw(histories, undisturbed)), alt=alt))
+    print(tabulate(times(histories), HEADERS, disable_numparse=True))

@@ -1,0 +1,40 @@
+"""Lesson 11b: what is predicted in it, and where the answers come from."""
+
+from dtlib.lab.checks.exercise import Prediction
+
+_LOST = ("nothing", "optimizer states", "parameters and optimizer states")
+
+
+def _done_twice(of_checkpoint: list) -> int:
+    steps = [event["step"] for event in of_checkpoint if event["what"] == "step"]
+    return len(steps) - len(set(steps))
+
+
+def _ranks_left(of_shrink: list) -> int:
+    return [event["ranks"] for event in of_shrink if event["what"] == "step"][-1]
+
+
+PREDICTIONS = {
+    "steps-done-twice": Prediction(
+        came=_done_twice, hint="It was at step 25, and the last checkpoint was at a multiple of 10."
+    ),
+    "ranks-left": Prediction(came=_ranks_left, hint="Nobody takes the place of the one that died."),
+    "lost-with-a-rank": Prediction(
+        came=lambda: {
+            "data parallelism": _LOST[0],
+            "ZeRO stage 1": _LOST[1],
+            "ZeRO stage 3": _LOST[2],
+            "pipeline": _LOST[2],
+        },
+        choices=_LOST,
+        hint="Of which of them do the other ranks have a copy?",
+    ),
+    # The exercises
+    "lost-after-the-update": Prediction(
+        came=lambda: {"shrink": 0, "a commit every 5 steps": 2, "a checkpoint every 10 steps": 7},
+        hint="What each of them goes on with is a state after some step: which one, when 17 are done?",
+    ),
+    "slices-of-three": Prediction(
+        came=lambda: {0: 16, 1: 16, 2: 16}, hint="48 samples a step, whatever the number of ranks."
+    ),
+}

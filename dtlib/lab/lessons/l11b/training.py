@@ -1,0 +1,171 @@
+"""A training whose ranks have accidents: ``python -m dtlib.lab.lessons.l11b.training OPTIONS FOLDER``, on ranks.
+
+OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, in float64, 48 images a step
+over all ranks together, so that runs can be compared to the last digits. FOLDER gets the journal, checkpoints if they
+are asked for, and at the end the parameters.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import dtlib
+from dtlib import recovery
+from dtlib.workloads import digits
+
+OPTIONS = {
+    "by": "checkpoint",  # or "memory", "shrink", or "engine": from its checkpoint, by dtlib.initialize
+    "runtime": "dtlib",  # of that engine
+    "stage": 0,  # of ZeRO, of that engine
+    "steps": 60,
+    "every": 10,  # steps from one checkpoint to the next
+    "seconds": 0.0,  # EMULATED computing in a step, in which the core is idle
+    "hidden": 32,
+    "time_limit": None,  # seconds that a rank waits for others
+    "faults": [],  # each {"kind": "kill", "rank": 2, "step": 20, "at": "begin"}
+}
+BATCH = 48
+PARAMETERS = "parameters.safetensors"
+
+
+def make(options: dict):
+    """Model, optimizer, loss and batches: the same wherever they are made."""
+    torch.manual_seed(0)
+    hidden = options["hidden"]
+    model = nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    images, labels = digits.load()
+    images = images.double()
+
+    def batch_of(step):
+        places = (torch.arange(BATCH) + BATCH * step) % len(images)
+        return images[places], labels[places]
+
+    return model, optimizer, nn.functional.cross_entropy, batch_of
+
+
+def alone(options: dict) -> tuple[nn.Module, list[float]]:
+    """The same training in this process, without accidents and without anything of dtlib.recovery."""
+    options = OPTIONS | options
+    model, optimizer, loss_fn, batch_of = make(options)
+    losses = []
+    for step in range(options["steps"]):
+        x, y = batch_of(step)
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+class Accidents:
+    """Those of this rank, each of which happens once, however often its step is done, or else ``always``."""
+
+    def __init__(self, faults: list[dict], rank: int, folder: Path, journal):
+        self.faults = [(folder / f"fault-{number}", f) for number, f in enumerate(faults) if f["rank"] == rank]
+        self.journal = journal
+
+    def due(self, step: int, moment: str) -> list[dict]:
+        found = []
+        for mark, fault in self.faults:
+            if (fault["step"], fault.get("at", "begin")) == (step, moment) and not mark.exists():
+                if not fault.get("always"):
+                    mark.touch()
+                self.journal.write("fault", kind=fault["kind"], step=step)
+                found.append(fault)
+        return found
+
+    def happen(self, step: int, moment: str) -> None:
+        for fault in self.due(step, moment):
+            match fault["kind"]:
+                case "kill" if "seconds" in fault:  # some time later, whatever it does then
+                    signal.setitimer(signal.ITIMER_REAL, fault["seconds"])
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "ask to end":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                case "raise":
+                    raise RuntimeError("this rank's data cannot be read.")
+                case "full disk":
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+
+def with_accidents(replica, options: dict, accidents: Accidents):
+    """The same replica; what is planned for this rank happens to it."""
+    batch_of = replica.batch_of
+    late = [fault for _, fault in accidents.faults if fault["kind"] == "late"]
+
+    def eventful(step):
+        time.sleep(options["seconds"] + sum(fault["seconds"] for fault in late if step >= fault["step"]))
+        due = [fault["kind"] for fault in accidents.due(step, "nan")]
+        accidents.happen(step, "begin")
+        x, y = batch_of(step)
+        return (x * torch.nan if due else x), y
+
+    replica.batch_of = eventful
+    first = next(iter(replica.trained.values()))
+    first.register_hook(lambda gradient: accidents.happen(replica.steps, "backward"))
+    replica.optimizer.register_step_post_hook(lambda *_: accidents.happen(replica.steps, "update"))
+    return replica
+
+
+def train_by_engine(options: dict, world, folder: Path, journal) -> None:
+    """The same training by ``dtlib.initialize``: at any stage of ZeRO, and on torch's own classes too."""
+    model, _, _, batch_of = make(options)
+    config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": options["stage"]},
+    }
+    engine, *_ = dtlib.initialize(model=model, config=config, runtime=options["runtime"])
+    accidents, losses = Accidents(options["faults"], world.rank, folder, journal), []
+    if (folder / "latest").exists():
+        losses = engine.load_checkpoint(folder)[1]["losses"]
+    while engine.global_steps < options["steps"]:
+        step = engine.global_steps
+        time.sleep(options["seconds"])
+        accidents.happen(step, "begin")
+        x, y = batch_of(step)
+        losses.append(float(engine.train_batch(iter([(x[world.rank :: world.size], y[world.rank :: world.size])]))))
+        if world.rank == 0:
+            journal.write("step", ranks=world.size, step=step + 1, loss=losses[-1])
+        if engine.global_steps % options["every"] == 0 or engine.global_steps == options["steps"]:
+            engine.save_checkpoint(folder, client_state={"losses": losses})
+
+
+def main() -> None:
+    options, folder = OPTIONS | json.loads(sys.argv[1]), Path(sys.argv[2])
+    ways = {
+        "checkpoint": partial(recovery.train_and_save, folder=folder / "checkpoint", every=options["every"]),
+        "memory": recovery.train_and_commit,
+        "shrink": recovery.train_and_shrink,
+    }
+    world = dtlib.init()
+    world.comm.time_limit = options["time_limit"]
+    journal = recovery.Journal(folder, world)
+    with journal.last_words():
+        if options["by"] == "engine":
+            return train_by_engine(options, world, folder, journal)
+        accidents = Accidents(options["faults"], world.rank, folder, journal)
+        replica = with_accidents(recovery.Replica(*make(options)), options, accidents)
+        replica.signs.listen()
+        comm = ways[options["by"]](replica, world.comm, options["steps"], tell=journal)
+        if comm.rank == 0:
+            save_file(dict(replica.model.state_dict()), folder / PARAMETERS, {"losses": json.dumps(replica.losses)})
+    recovery.leave(comm)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What every rank has whole: a model, its optimizer and how far they are; and a step of data parallelism on them.
+
+    batch of step 7      on 4 ranks  | rank 0 | rank 1 | rank 2 | rank 3 |
+    the same batch       on 3 ranks  |  rank 0   |  rank 1  |  rank 2    |
+
+The batch belongs to the step, and not to a rank: each takes its slice, whatever the number of ranks. The gradient is
+the mean over the whole batch, so that training goes on as if nobody had been lost.
+"""
+
+import copy
+import time
+from contextlib import contextmanager
+
+import torch
+
+from dtlib.errors import DtlibError
+from dtlib.gradients.same_model import check_same_model
+from dtlib.recovery.signs import Signs
+
+
+class Replica:
+    """A model that is trained on all ranks, each of which has all of it. ``steps`` are done; each left a loss.
+
+    Args:
+        model: an ``nn.Module`` whose trained parameters are all float32 or all float64, and each get a gradient.
+        optimizer: one of torch's, over parameters of the model.
+        loss_fn: ``loss_fn(output, target)``, the mean over the samples.
+        batch_of: ``batch_of(step)`` returns the batch of all ranks together, the same on each: input and target.
+
+    Raises:
+        DtlibError: for states that are cut into shards: those of a rank are lost with it.
+    """
+
+    def __init__(self, model, optimizer, loss_fn, batch_of):
+        self.model, self.optimizer, self.loss_fn, self.batch_of = model, optimizer, loss_fn, batch_of
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.steps, self.losses = 0, []
+        self.signs = Signs()
+        _refuse_shards(model, optimizer)
+        if {parameter.dtype for parameter in self.trained.values()} not in ({torch.float32}, {torch.float64}):
+            kinds = sorted({str(parameter.dtype) for parameter in self.trained.values()})
+            raise DtlibError(f"Replica: trained parameters are {kinds}: take one of float32 and float64.")
+
+    def step(self, comm) -> None:
+        """One step on the batch of all ranks; it is done as a whole, or, where an error ends it, not at all."""
+        began = time.monotonic()
+        x, y = self.batch_of(self.steps)
+        if len(x) < comm.size:
+            raise DtlibError(f"Step {self.steps} has a batch of {len(x)} samples for {comm.size} ranks: take more.")
+        mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
+        with self.undone_by_an_error():
+            self.optimizer.zero_grad()
+            loss = self.loss_fn(self.model(x[mine]), y[mine]) * len(x[mine]) / len(x)
+            loss.backward()
+            gradients = [self.gradient(name) for name in self.trained]
+            signs = self.signs.of_this_rank(comm, gradients, time.monotonic() - began)
+            flat = torch.cat([loss.detach().flatten(), signs.to(loss.dtype), *gradients])
+            comm.all_reduce(flat)  # here a rank notices that another one has died; nothing has changed yet
+            loss, signs, gradients = flat.split([1, len(signs), len(flat) - 1 - len(signs)])
+            self.signs.check(signs, self.steps, comm)
+        for parameter, gradient in zip(self.trained.values(), self.cut(gradients), strict=True):
+            parameter.grad.copy_(gradient.view_as(parameter))
+        self.optimizer.step()
+        self.steps += 1
+        self.losses.append(loss.item())
+
+    def gradient(self, name: str) -> torch.Tensor:
+        gradient = self.trained[name].grad
+        if gradient is None:
+            raise DtlibError(
+                f"Replica: {name} got no gradient in step {self.steps}: freeze what the loss does not use."
+            )
+        return gradient.flatten()
+
+    def cut(self, flat):
+        return flat.split([parameter.numel() for parameter in self.trained.values()])
+
+    @contextmanager
+    def undone_by_an_error(self):
+        """A forward pass changes buffers, and draws random numbers: put both back if the step comes to nothing."""
+        buffers, chance = [buffer.clone() for buffer in self.model.buffers()], torch.get_rng_state()
+        try:
+            yield
+        except BaseException:
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            torch.set_rng_state(chance)
+            raise
+
+    def state(self) -> dict:
+        """A copy of all that a step changes; random numbers are each rank's own, and stay out of it."""
+        return copy.deepcopy({
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps, "losses": self.losses,
+        })  # fmt: skip
+
+    def load(self, state: dict) -> None:
+        """Be as ``state`` says, which stays as it is."""
+        state = copy.deepcopy(state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps, self.losses = state["steps"], state["losses"]
+
+    def check_same(self, comm) -> None:
+        """Refuse other models on other ranks; all ranks call it."""
+        check_same_model(self.trained, comm, "Replica")
+
+
+def _refuse_shards(model, optimizer) -> None:
+    sharded = next(
+        (name for name, p in model.named_parameters() if hasattr(p, "slice") or hasattr(p, "placements")), None
+    )
+    kind = None
+    if hasattr(optimizer, "shard_of") or hasattr(optimizer, "consolidate_state_dict"):
+        kind = f"{type(optimizer).__name__} keeps its states in shards"
+    elif sharded is not None:
+        kind = f"{sharded} is a shard"
+    elif hasattr(model, "stage_indices"):
+        kind = f"{type(model).__name__} has the layers of its stages alone"
+    if kind:
+        raise DtlibError(
+            f"{kind}, and those of a rank that dies are lost with it: save with dtlib.checkpoint, and start all ranks "
+            "again from there (dtlib.recovery.supervise)."
+        )

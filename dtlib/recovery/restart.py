@@ -1,0 +1,43 @@
+"""Start all again from the checkpoint: the recovery that needs nothing of MPI, and works for every strategy.
+
+    4 ranks   step 1 ... step 10  save  step 11 ... step 17   rank 2 is killed, and mpiexec ends the others
+    3 ranks                       load  step 11 ... step 17   step 18 ...
+
+Nothing of the job outlives it, so somebody outside has to start it again: a scheduler, or ``supervise``. Steps since
+the last checkpoint are done once more. What is in shards can be loaded on any number of ranks (dtlib.checkpoint).
+"""
+
+from pathlib import Path
+
+from dtlib import checkpoint
+from dtlib.checkpoint.folder import INDEX
+from dtlib.recovery.signs import AskedToEnd
+
+
+def train_and_save(replica, comm, steps: int, folder, every: int = 10, tell=lambda what, **facts: None):
+    """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; returns ``comm``.
+
+    Saves ``every`` so many steps, at the end, and before it ends because somebody asks it to (signs.py).
+    """
+    folder = Path(folder)
+
+    def save():
+        state = {"steps": replica.steps, "losses": replica.losses}
+        checkpoint.save(folder, replica.model, replica.optimizer, comm, extra=state)
+
+    replica.check_same(comm)
+    if comm.broadcast_object((folder / INDEX).exists()):
+        extra = checkpoint.load(folder, replica.model, replica.optimizer, comm)
+        replica.steps, replica.losses = extra["steps"], extra["losses"]
+    else:
+        replica.load(comm.broadcast_object(replica.state()))
+    while replica.steps < steps:
+        try:
+            replica.step(comm)
+        except AskedToEnd as asked:
+            save()
+            raise AskedToEnd(f"{asked} They are saved: start it again, and it goes on from there.") from None
+        tell("step", replica=replica, comm=comm)
+        if replica.steps % every == 0 or replica.steps == steps:
+            save()
+    return comm

@@ -1,0 +1,180 @@
+"""A training, seen from outside: started on ranks, watched, and told in one sentence why it ended.
+
+    what became of it                    who knows                        what is said
+    a rank raised an error               its last words in the journal    the error's own sentence, with the rank
+    a rank was killed, or crashed        mpiexec; ULFM: its process       the signal, and what that may mean
+    a rank is stopped                    the state of its process         that it counts as alive, and how to go on
+    a node was cut off                   mpiexec, by its daemon there     the node; its status may be 0 all the same
+    a rank computes too long             the others, in each step         how many times as long as they
+
+What is said is in ``Run.said``, in the order in which it came to light.
+"""
+
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from dtlib.recovery import journal
+from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, end_processes, with_descendants
+
+LOOK_SECONDS = 0.02
+STOPPED_SECONDS = 3.0
+CAUSES = {
+    signal.SIGKILL: "kill -9, or the system for want of memory (`dmesg` says so)",
+    signal.SIGTERM: "somebody asked it to end, as a scheduler does at the time limit",
+    signal.SIGSEGV: "it reached for memory that is not its own: a bug in a library",
+    signal.SIGBUS: "a file that it had in memory is gone, or /dev/shm is full",
+    signal.SIGABRT: "it gave up by itself; what it printed before says why",
+}
+BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)")
+BY_STATUS = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
+BY_NODE = re.compile(r"lost communication with a remote daemon.*?Remote daemon\s*: \S+ on node (\S+)", re.DOTALL)
+
+
+@dataclass
+class Run:
+    """``program`` (a Python program's arguments) on ``ranks`` ranks. It keeps a journal in ``folder``, which it is told
+    as its last argument. ``survive``: where a rank dies the others live on (ULFM). ``say`` is told each sentence, as
+    soon as what it says comes to light."""
+
+    program: list[str]
+    ranks: int
+    folder: Path
+    survive: bool = False
+    say: Callable[[str], None] = lambda sentence: None
+    processes: dict[int, Process] = field(default_factory=dict)  # by the rank in the world
+    events: list[dict] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    status: int | None = None
+
+    def start(self) -> "Run":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._read = journal.read(self.folder)[1]  # what an earlier run has written is not ours
+        self._stopped = {}  # rank -> since when
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read until somebody asks no more)
+        self.mpiexec = start_ranks(
+            [*self.program, str(self.folder)], self.ranks, self.survive, stderr=self._errors, stdout=self._errors
+        )
+        return self
+
+    def look(self) -> list[dict]:
+        """Note what has happened since the last look, and return it; ``status`` is set once the run is over."""
+        over = self.mpiexec.poll()
+        fresh, self._read = journal.read(self.folder, self._read)
+        self.events += fresh
+        for event in fresh:
+            if event["what"] == "started":
+                self.processes[event["rank"]] = Process(event["pid"], event["created"])
+            elif event["what"] == "late":
+                self._say(event["sentence"])
+            elif event["what"] == "undone":
+                sentence = f"{event['sentence']} The step is undone on all ranks, and tried once more."
+                if sentence not in self.said:  # which several ranks may have written
+                    self._say(sentence)
+        if self.survive and over is None:
+            self._note_the_dead({event["rank"] for event in self.events if event["what"] in ("ended", "raised")})
+        self._look_for_stopped_ones()
+        if over is not None and self.status is None:
+            self.status = over or int(not self._all_well())
+            if self.status:
+                self._say(self._why_it_ended())
+        return fresh
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Look until the run is over, and return mpiexec's status; it is ended after so many seconds."""
+        deadline = time.monotonic() + seconds if seconds else float("inf")
+        try:
+            while self.status is None:
+                self.look()
+                if time.monotonic() > deadline:
+                    self._say(f"The training was ended from outside, as it took longer than {seconds:g} s.")
+                    break
+                time.sleep(LOOK_SECONDS)
+        finally:
+            self.end()
+        return self.status
+
+    def end(self) -> None:
+        """End whatever of it still lives."""
+        living = [process for process in self.processes.values() if process.find()]
+        if self.mpiexec.poll() is None or living:
+            family = with_descendants(Process.of(self.mpiexec.pid)) if self.mpiexec.poll() is None else []
+            for process in living:  # one that is stopped hears no polite word
+                if found := process.find():
+                    found.kill()
+            end_processes([*family, *living])
+        self.status = self.mpiexec.wait() if self.status is None else self.status
+
+    def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank, and note it."""
+        if found := self.processes[rank].find():
+            kind = signal.Signals(number).name.removeprefix("SIG").lower()
+            self.events.append({"at": time.time(), "what": "fault", "rank": rank, "kind": kind})
+            found.send_signal(number)
+
+    def output(self) -> str:
+        """All that was printed so far."""
+        # Without moving the place at which the ranks write.
+        return os.pread(self._errors.fileno(), os.fstat(self._errors.fileno()).st_size, 0).decode(errors="replace")
+
+    def _say(self, sentence: str) -> None:
+        self.said.append(sentence)
+        self.say(sentence)
+
+    def _note_the_dead(self, left: set[int]) -> None:
+        for rank, process in self.processes.items():
+            if rank not in self.lost | left and not process.find():
+                self.lost.add(rank)
+                self._say(f"Rank {rank} has died: {self.ranks - len(self.lost)} ranks are left, and go on.")
+
+    def _look_for_stopped_ones(self) -> None:
+        now = time.monotonic()
+        for rank, process in self.processes.items():
+            found = process.find()
+            try:
+                stopped = found is not None and found.status() == psutil.STATUS_STOPPED
+            except psutil.Error:
+                stopped = False
+            if not stopped:
+                self._stopped.pop(rank, None)
+            elif now - self._stopped.setdefault(rank, now) > STOPPED_SECONDS:
+                self._stopped[rank] = float("inf")  # said once
+                self._say(
+                    f"Rank {rank} (process {process.pid}) is stopped, by SIGSTOP, Ctrl-Z or a debugger: it counts as "
+                    f"alive, so all wait for it. `kill -CONT {process.pid}` lets it go on; after "
+                    f"`kill -9 {process.pid}` it counts as dead."
+                )
+
+    def _all_well(self) -> bool:
+        """After status 0, which mpiexec of Open MPI 5.0.11 also gives when it has lost a node: have the ranks ended?"""
+        started, ended = ({e["rank"] for e in self.events if e["what"] == what} for what in ("started", "ended"))
+        told = bool(ended) if self.survive else started == ended
+        return (told or not started) and not BY_NODE.search(self.output())
+
+    def _why_it_ended(self) -> str:
+        """Whatever comes first of: an error's own sentence, what mpiexec says of a process or of a node."""
+        for event in self.events:
+            if event["what"] == "raised":
+                return f"Rank {event['rank']} ended with {event['kind']}: {event['sentence']}"
+        said = self.output()
+        if found := BY_SIGNAL.search(said):
+            rank, node, number = int(found[1]), found[2], int(found[3])
+            self.lost.add(rank)
+            name = signal.Signals(number).name
+            return f"Rank {rank} on {node} was ended by {name}: {CAUSES.get(number, 'look at what it printed')}."
+        if found := BY_STATUS.search(said):
+            self.lost.add(int(found[1]))
+            return f"Rank {found[1]} ended with status {found[2]}, without a word: look at what it printed."
+        if found := BY_NODE.search(said):
+            return f"Node {found[1]} does not answer any more: it is down, or cut off from the network."
+        last = next((line for line in reversed(said.splitlines()) if line.strip(" -")), "it said nothing")
+        return f"mpiexec ended with status {self.status}: {last}"

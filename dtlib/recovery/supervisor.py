@@ -1,0 +1,44 @@
+"""Start a training, and start it again from its checkpoint as often as it takes: a scheduler in forty lines."""
+
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.recovery.run import Run
+
+
+def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: bool = True, say=print, watch=None):
+    """Run ``program`` (a Python program's arguments) on ranks until it ends well; returns its runs.
+
+    Args:
+        program: it is given ``folder`` as its last argument, keeps a journal there (journal.py), saves checkpoints and
+            goes on from the last one when it is started again: any strategy that dtlib.checkpoint can load will do.
+            Without a journal its progress is not known, and it is started three times at most.
+        ranks: how many ranks it begins with.
+        fewest: with how many it may go on.
+        replace: whether a rank that has died gets a successor, as on a machine that is whole; otherwise it goes on with
+            the ranks that are left.
+        say: told, in sentences, what happens to a run, why it has ended and how it goes on.
+        watch: told of each run that has begun.
+
+    Raises:
+        DtlibError: where three runs in a row have come no further: then it is no accident.
+    """
+    runs, furthest, in_vain = [], -1, 0
+    while True:
+        run = Run(program, ranks, Path(folder), say=say).start()
+        runs.append(run)
+        if watch:
+            watch(run)
+        if run.wait() == 0:
+            return runs
+        why, reached = run.said[-1], max((e["step"] for e in run.events if e["what"] == "step"), default=-1)
+        in_vain, furthest = (in_vain + 1, furthest) if reached <= furthest else (0, reached)
+        if in_vain == 3:
+            raise DtlibError(
+                f"{why} Three times it has come no further than step {furthest}, so it will not by itself."
+            )
+        if not replace:
+            ranks -= len(run.lost)
+        if ranks < fewest:
+            raise DtlibError(f"{why} {ranks} ranks are left, and {fewest} are wanted.")
+        say(f"It starts again on {ranks} ranks, from the last checkpoint.")

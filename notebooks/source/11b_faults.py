@@ -1,0 +1,236 @@
+# %% [markdown]
+# # 11b Faults: a rank dies, and training goes on
+#
+# Forty-five minutes. On a thousand GPUs something dies every few hours. You kill ranks of a training with `kill -9`, read the
+# sentence that names them, and see three ways in which it goes on.
+#
+# **Questions.** What does a rank that dies take along? Who notices, and how do the others learn of it? How long does it take
+# to go on, and what is done twice?
+#
+# **Afterwards you can** say for each strategy what is lost with a rank; choose between a checkpoint, a commit in memory and
+# shrinking; read and write a recovery with ULFM.
+#
+# **You need** lesson 04, and the checkpoints of lesson 06 for one section.
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+import inspect
+
+from dtlib.lab.lessons.l11b import fault_lab, figures
+from dtlib.lab.lessons.l11b.training import alone
+from dtlib.recovery import replica, restart, shrink, signs
+from dtlib.recovery import memory as memory_commit
+
+# %% [markdown]
+# ## The fault lab
+#
+# Choose a recovery, start a training on four ranks, and kill one of them while it runs. The ranks of the lab are processes of
+# their own, so nothing of this notebook dies along. Each step has 0.05 s of EMULATED computing, so that there is time to aim.
+
+# %% tags=["nbval-ignore-output"]
+fault_lab.fault_lab(4)
+
+# %% [markdown]
+# The grey line is a training in one process that nothing happened to. The dots should lie on it, whatever you killed.
+#
+# The same without buttons, to be compared below: rank 2 is killed at the beginning of step 25.
+
+# %% [markdown]
+# ## One: start all again from the checkpoint
+#
+# By default MPI ends the whole job when a rank dies. Somebody outside, such as a scheduler, starts it again, and it loads the
+# last checkpoint. Here one is saved every 10 steps.
+#
+# **Predict.** Rank 2 dies in step 25. How many steps are done twice?
+
+# %% tags=["stub"]
+lab.predict("steps-done-twice", None)
+
+# %% tags=["solution"]
+lab.predict("steps-done-twice", 5)
+
+# %% tags=["nbval-ignore-output"]
+of_checkpoint = fault_lab.run("checkpoint")
+histories = {"checkpoint": of_checkpoint}
+
+# %% [markdown]
+# The sentence comes from outside of the job: `mpiexec` tells which rank ended on which signal. The core of it:
+
+# %%
+print(inspect.getsource(restart.train_and_save))
+
+# %% [markdown]
+# This way works for every strategy, and on any number of ranks: `dtlib.checkpoint` saves shards with full names. Most of
+# its time is the start of four processes that import torch. On a cluster the queue comes on top.
+#
+# ## Two: shrink and go on
+#
+# `mpiexec --with-ft ulfm` starts ranks that survive others (user-level failure mitigation). Then a call that talks with a dead
+# rank raises an error. Three things are left to do:
+#
+# 1. `Revoke` the communicator: ranks that wait for somebody else get an error too.
+# 2. `Shrink` it: a new one, of those who live, in their old order.
+# 3. Agree where to go on. Here the lowest rank broadcasts its state, with the step.
+#
+# **Discuss.** Rank 2 dies in an all-reduce. Why can rank 3 have the result, and rank 0 not?
+#
+# **Predict.** On how many ranks does the training end?
+
+# %% tags=["stub"]
+lab.predict("ranks-left", None)
+
+# %% tags=["solution"]
+lab.predict("ranks-left", 3)
+
+# %% tags=["nbval-ignore-output"]
+of_shrink = fault_lab.run("shrink")
+histories["shrink"] = of_shrink
+
+# %%
+print(inspect.getsource(shrink.train_and_shrink))
+print(inspect.getsource(shrink.shrunk))
+
+# %% [markdown]
+# Two things make it so short. The *batch belongs to the step*, not to a rank: each takes its slice of it, and with three
+# ranks the slices are larger. And a *step is done as a whole or not at all*: an error comes before anything has changed.
+
+# %%
+print(inspect.getsource(replica.Replica.step))
+
+# %% [markdown]
+# `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard yet*. Known open bugs: `Agree`
+# across nodes may hang (so the core above does without it), and so may `MPI_Finalize` after a failure (so it ends by
+# `os._exit` after a barrier).
+#
+# ## Three: commit in memory
+#
+# What if a step fails in the middle, or without anybody's death? Elastic Horovod keeps a copy of the last good state in memory,
+# and goes back to it.
+
+# %% tags=["nbval-ignore-output"]
+of_memory = fault_lab.run("memory")
+histories["memory"] = of_memory
+
+# %%
+print(inspect.getsource(memory_commit.train_and_commit))
+
+# %% [markdown]
+# ## Side by side
+
+# %% tags=["nbval-ignore-output"]
+undisturbed = alone({"steps": fault_lab.STEPS})[1]
+figures.compare(histories, undisturbed)
+
+# %% [markdown]
+# Left, all three lie on the undisturbed curve: the global batch has stayed. Right, the price in seconds. Is it really the same?
+
+# %%
+def furthest_off(events):
+    """The largest distance of a loss from the one of the same step in one process."""
+    return max(abs(e["loss"] - undisturbed[e["step"] - 1]) for e in figures.steps_of(events))
+
+for name, events in histories.items():
+    print(f"{figures.NAMES[name]:36} {'equal to 1e-9' if furthest_off(events) < 1e-9 else 'not equal'}")
+    assert furthest_off(events) < 1e-9
+
+# %% [markdown]
+# ## What is lost with a rank
+#
+# Shrinking needs a copy of everything on those who live. **Predict** for each strategy what a rank takes along that nobody
+# else has: "nothing", "optimizer states", or "parameters and optimizer states".
+
+# %% tags=["stub"]
+lab.predict("lost-with-a-rank", {
+    "data parallelism": None, "ZeRO stage 1": None, "ZeRO stage 3": None, "pipeline": None,
+})
+
+# %% tags=["solution"]
+lab.predict("lost-with-a-rank", {
+    "data parallelism": "nothing",
+    "ZeRO stage 1": "optimizer states",
+    "ZeRO stage 3": "parameters and optimizer states",
+    "pipeline": "parameters and optimizer states",
+})
+
+# %% [markdown]
+# So ZeRO and pipelines go back to the checkpoint, and say so:
+
+# %% tags=["raises-exception"]
+# %%px
+import dtlib
+import torch
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.recovery import Replica
+
+world = dtlib.init()
+model = torch.nn.Linear(4, 2)
+zero = ZeroOptimizer(model.parameters(), torch.optim.AdamW, world.comm, stage=1)
+if world.rank == 0:
+    Replica(model, zero, torch.nn.functional.cross_entropy, batch_of=None)
+
+# %% [markdown]
+# ## Who says what
+#
+# A dead rank is the simple case. Others are worse, because nobody has died:
+#
+# | fault | who notices | what happens |
+# |---|---|---|
+# | a rank is killed, or crashes | mpiexec; with ULFM whoever talks with it | as above |
+# | an error on one rank | its last words, in a journal | all end with that sentence; a commit is tried once more |
+# | NaN on one rank | a flag that travels with the gradients | all ranks raise the same, before any parameter changes |
+# | a straggler | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
+# | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | a sentence from outside; killed, it counts as dead |
+# | a node is cut off | mpiexec, by its daemon there | it ends with status 0: believe last words, not that |
+# | the disk is full | the rank that saves | all raise the same; the checkpoint before is whole |
+# | the scheduler's time limit | a handler of SIGTERM and SIGUSR1 | all save after the same step, and end |
+#
+# NaN, for instance. A mean with one NaN in it is NaN on every rank, and then nobody knows whose it was. So each rank
+# sends along a flag, in a place of its own:
+
+# %%
+print(inspect.getsource(signs.Signs.of_this_rank))
+
+# %% tags=["nbval-ignore-output"]
+nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}
+training = fault_lab.Training("memory", ranks=2, steps=20, faults=[nan]).go()
+training.end()
+
+# %% [markdown]
+# A rank that is stopped is the nastiest: MPI has no word for "alive, but it does not come". Only a limit on waiting helps
+# (`comm.time_limit`), or somebody who looks at the processes.
+
+# %% tags=["nbval-ignore-output"]
+stop = {"kind": "stop", "rank": 1, "step": 12, "at": "begin"}
+training = fault_lab.Training("shrink", ranks=2, steps=20, time_limit=3, faults=[stop]).go()
+training.end()
+
+# %% [markdown]
+# ## Which one?
+#
+# | | needs | loses | costs meanwhile |
+# |---|---|---|---|
+# | checkpoint | a disk that all see | steps since it, and the start of the job | a save now and then |
+# | commit in memory | ULFM or its like; whole copies | steps since the commit | a copy of the model a commit |
+# | shrink | the same, and steps that are whole | the step under way | nothing |
+#
+# Large trainings use the first, often with copies of shards in a neighbour's memory, and keep spare nodes in place of
+# shrinking. torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI has to offer.
+#
+# ## Summary
+#
+# - What a rank has alone is lost with it. Data parallelism has nothing alone, ZeRO and pipelines have.
+# - A death is noticed by those who talk with the dead one; revoking tells the others.
+# - Survivors may stand one step apart: the state and its step travel together.
+# - The batch belongs to the step: so the curve goes on without a kink.
+# - A checkpoint is the only one that survives everybody's death.
+#
+# Now the [exercises](../exercises/11b_faults_exercises.ipynb).
+#
+# ## References
+#
+# - W. Bland et al.: Post-failure recovery of MPI communication capability. IJHPCA 27, 2013.
+# - Elastic Horovod, horovod.readthedocs.io/en/stable/elastic_include.html.
+# - Z. Wang et al.: GEMINI: fast failure recovery in distributed training with in-memory checkpoints. SOSP 2023.
+# - A. Kokolis et al.: Revisiting reliability in large-scale machine learning research clusters. HPCA 2025.

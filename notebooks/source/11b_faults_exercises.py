@@ -1,0 +1,169 @@
+# %% [markdown]
+# # 11b Faults: exercises
+#
+# Three exercises: *predict* (three minutes), *mend* a recovery (five minutes), *build* one (thirty minutes). A check looks at
+# your answer on all ranks and says what is wrong; check again for the next hint.
+#
+# **You need** the lecture [11b Faults](../lectures/11b_faults.ipynb). Answers: [solutions](../solutions/11b_faults_exercises.ipynb).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px
+import dtlib
+import torch
+from dtlib.lab.lessons.l11b.simulated_death import shrunk
+from dtlib.recovery.shrink import failure_of_a_rank
+from torch.nn.functional import cross_entropy
+
+world = dtlib.init()
+
+# %% [markdown]
+# ## Predict
+#
+# Seventeen steps are done on all ranks, and in the next one a rank is killed, before its gradients have left. How many of the
+# seventeen are done once more? And of 48 samples a step on 4 ranks, how many has each of the three that are left?
+
+# %% tags=["stub"]
+lab.predict("lost-after-the-update", {
+    "shrink": None, "a commit every 5 steps": None, "a checkpoint every 10 steps": None,
+})
+lab.predict("slices-of-three", {0: None, 1: None, 2: None})
+
+# %% tags=["solution"]
+lab.predict("lost-after-the-update", {
+    "shrink": 0, "a commit every 5 steps": 2, "a checkpoint every 10 steps": 7,
+})
+lab.predict("slices-of-three", {0: 16, 1: 16, 2: 16})
+
+# %% [markdown]
+# ## What is given
+#
+# In the exercises a death is SIMULATED, as the engines have to live on: in some step `comm.all_reduce` raises MPI's own error
+# on ranks that notice the death, some others still get the result, and from then on every call on that communicator fails.
+# `shrunk(comm)` gives the one of those who live; all of them have to call it. Which errors say that a rank has died:
+
+# %%
+import inspect
+
+from dtlib.recovery.shrink import failure_of_a_rank
+
+print(inspect.getsource(failure_of_a_rank))
+
+# %%
+# %%px
+def step_on(comm, model, optimizer, batch):
+    """A step on the batch of all ranks; where all_reduce raises, nothing has changed."""
+    x, y = batch
+    mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x[mine]), y[mine]) * len(x[mine]) / len(x)
+    loss.backward()
+    flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    comm.all_reduce(flat)
+    pieces = flat.split([parameter.numel() for parameter in model.parameters()])
+    for parameter, piece in zip(model.parameters(), pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    optimizer.step()
+
+# %% [markdown]
+# ## Mend: one step too late on one rank
+#
+# This recovery is right in most runs: they go on, and the loss falls. Now and then one rank goes on with another step than the
+# others, and its gradients are those of another batch. Mend it.
+
+# %% tags=["stub"]
+# %%px
+def train_after_deaths(comm, model, optimizer, batch_of, steps):
+    step, failed = 0, False
+    while True:
+        try:
+            if failed:
+                state = comm.broadcast_object((model.state_dict(), optimizer.state_dict()))
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+            while step < steps:
+                step_on(comm, model, optimizer, batch_of(step))
+                step += 1
+            return comm.barrier()
+        except Exception as error:
+            if not failure_of_a_rank(error):
+                raise
+            comm, failed = shrunk(comm), True
+
+# %% tags=["solution"]
+# %%px
+def train_after_deaths(comm, model, optimizer, batch_of, steps):
+    step, failed = 0, False
+    while True:
+        try:
+            if failed:
+                state = model.state_dict(), optimizer.state_dict()
+                *state, step = comm.broadcast_object((*state, step))
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+            while step < steps:
+                step_on(comm, model, optimizer, batch_of(step))
+                step += 1
+            return comm.barrier()
+        except Exception as error:
+            if not failure_of_a_rank(error):
+                raise
+            comm, failed = shrunk(comm), True
+
+# %%
+lab.check("resume-mend")
+
+# %% [markdown]
+# ## Build: shrink and go on
+#
+# Write `shrink_and_go_on(comm, model, optimizer, batch_of, steps)`: data parallelism from step 0 to the end, on the ranks
+# that are left. Do not use the one above, and write the step yourself too.
+#
+# - `batch_of(step)` is the batch of *all* ranks together: `x, y`. The gradient of a step is the mean over it, however many
+#   ranks there are.
+# - Model and optimizer are the same on all ranks at the beginning. The optimizer has momentum.
+# - When it returns, whoever lives has the parameters of a training that nothing happened to.
+# - An error that is no death ends it.
+
+# %% tags=["stub"]
+# %%px
+def shrink_and_go_on(comm, model, optimizer, batch_of, steps):
+    ...
+
+# %% tags=["solution"]
+# %%px
+def shrink_and_go_on(comm, model, optimizer, batch_of, steps):
+    step = 0
+    while True:
+        try:
+            state = model.state_dict(), optimizer.state_dict(), step
+            of_model, of_optimizer, step = comm.broadcast_object(state)
+            model.load_state_dict(of_model)
+            optimizer.load_state_dict(of_optimizer)
+            while step < steps:
+                x, y = batch_of(step)
+                mine = slice(comm.rank, None, comm.size)
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x[mine]), y[mine], reduction="sum") / len(x)
+                loss.backward()
+                for parameter in model.parameters():
+                    comm.all_reduce(parameter.grad)
+                optimizer.step()
+                step += 1
+            return comm.barrier()
+        except Exception as error:
+            if not failure_of_a_rank(error):
+                raise
+            comm = shrunk(comm)
+
+# %%
+lab.check("shrink-build")
+
+# %% [markdown]
+# ## If you have time
+#
+# - Kill two ranks at once in the fault lab of the lecture, or one while the others recover.
+# - Where must a line be added so that dropout draws the same random numbers after a death? Is that possible with fewer ranks?
+# - What would a buddy look like: each rank keeps the shard of its neighbour. Which two deaths does it not survive?

@@ -1,0 +1,330 @@
+"""Ranks die, and training goes on: the same parameters as in one process that nothing happened to."""
+
+import json
+import random
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from dtlib import checkpoint
+from dtlib.errors import DtlibError
+from dtlib.lab.checks.predictions import predictions
+from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lessons.l11b import figures
+from dtlib.lab.lessons.l11b.training import PARAMETERS, alone
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.recovery import Replica, Run, supervise
+from dtlib.recovery.journal import seconds_to_go_on
+from dtlib.world.launch import survives
+from tests.ranks import on_ranks
+from tests.wrong_answers import recovery_wrong
+from tests.wrong_answers.cases import judged_soon
+
+PROGRAM = ["-m", "dtlib.lab.lessons.l11b.training"]
+SECONDS = 150  # until a run counts as stuck, on a busy machine
+_alone = {}
+
+
+def program(**options) -> list[str]:
+    return [*PROGRAM, json.dumps(options)]
+
+
+def fault(kind, rank, step, at="begin", **more):
+    return {"kind": kind, "rank": rank, "step": step, "at": at, **more}
+
+
+def trained(folder, ranks, survive=True, **options) -> Run:
+    """A run that has ended well, or fails the test."""
+    run = Run(program(**options), ranks, folder, survive).start()
+    status = run.wait(SECONDS)
+    assert status == 0, (options, run.said, run.output()[-3000:])
+    check_outcome(folder, run, options)
+    return run
+
+
+def check_outcome(folder, run, options) -> None:
+    """Parameters and losses of a run that was never disturbed; nobody is left over."""
+    steps = options.get("steps", 60)
+    if steps not in _alone:
+        _alone[steps] = alone({"steps": steps})
+    model, losses = _alone[steps]
+    with safe_open(folder / PARAMETERS, "pt") as file:
+        for name, expected in model.state_dict().items():
+            assert (file.get_tensor(name) - expected).abs().max() < 1e-9, name
+        came = json.loads(file.metadata()["losses"])
+    assert len(came) == steps
+    assert max(abs(a - b) for a, b in zip(came, losses, strict=True)) < 1e-9
+    assert nobody_lives(run)
+
+
+def nobody_lives(run) -> bool:
+    return run.mpiexec.poll() is not None and not any(process.find() for process in run.processes.values())
+
+
+def steps_told(run) -> list[tuple[int, int]]:
+    return [(event["step"], event["ranks"]) for event in run.events if event["what"] == "step"]
+
+
+def test_shrink_from_four_ranks_to_two(tmp_path):
+    """Rank 0 dies in the backward pass, and another one when its step is done and others may still be in it."""
+    faults = [fault("kill", 0, 8, "backward"), fault("kill", 3, 14, "update")]
+    run = trained(tmp_path, 4, by="shrink", steps=20, faults=faults)
+    assert [event["lost"] for event in run.events if event["what"] == "lost"] == [[0], [3]]
+    assert run.said == [
+        "Rank 0 has died: 3 ranks are left, and go on.", "Rank 3 has died: 2 ranks are left, and go on."
+    ]  # fmt: skip
+    told = steps_told(run)
+    assert (8, 4) in told and (9, 3) in told and (20, 2) in told
+
+
+def test_a_step_is_undone_in_memory_and_tried_once_more(tmp_path):
+    faults = [fault("kill", 2, 6, "update"), fault("nan", 1, 10, "nan"), fault("raise", 0, 14, "backward")]
+    run = trained(tmp_path, 3, by="memory", steps=20, faults=faults)
+    assert run.said[0] == "Rank 2 has died: 2 ranks are left, and go on."
+    assert run.said[1].startswith("The gradient of rank 1 is not finite in step 10")
+    assert run.said[2] == "this rank's data cannot be read. The step is undone on all ranks, and tried once more."
+
+
+def test_all_start_again_from_the_checkpoint_on_fewer_ranks(tmp_path):
+    """A rank is killed between two checkpoints; then a scheduler asks for the end, and all is saved."""
+    faults = [fault("kill", 1, 13), fault("ask to end", 0, 17)]
+    options, said = {"by": "checkpoint", "steps": 20, "every": 5, "faults": faults}, []
+    runs = supervise(program(**options), 3, tmp_path, replace=False, say=said.append)
+    check_outcome(tmp_path, runs[-1], options)
+    assert [run.ranks for run in runs] == [3, 2, 2]
+    assert [steps_told(run)[0][0] for run in runs] == [1, 11, 18]
+    assert said[0].startswith("Rank 1 on ") and "was ended by SIGKILL" in said[0] and "again on 2 ranks" in said[1]
+    assert "Rank 0 was asked to end" in said[2] and "ends after 17 steps. They are saved" in said[2]
+
+
+def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tmp_path):
+    """SIGSTOP: MPI does not notice, so somebody outside must say it. One that computes long is named too."""
+    faults = [fault("stop", 1, 14), fault("late", 2, 0, seconds=0.05)]
+    run = Run(program(by="shrink", steps=20, faults=faults), 3, tmp_path, survive=True).start()
+    deadline = time.monotonic() + SECONDS
+    while not any("is stopped" in sentence for sentence in run.said) and time.monotonic() < deadline:
+        run.look()
+        time.sleep(0.02)
+    assert steps_told(run)[-1] == (14, 3), "nobody goes on without it"
+    run.strike(1)
+    assert run.wait(SECONDS) == 0, run.output()
+    check_outcome(tmp_path, run, {"steps": 20})
+    late, stopped, died = run.said
+    assert late.startswith("Rank 2 computes ") and "all wait for it" in late
+    assert stopped.startswith(f"Rank 1 (process {run.processes[1].pid}) is stopped") and "kill -CONT" in stopped
+    assert died == "Rank 1 has died: 2 ranks are left, and go on."
+
+
+def test_a_rank_that_is_stopped_ends_the_training_at_the_time_limit(tmp_path):
+    faults = [fault("stop", 1, 5)]
+    run = Run(program(by="shrink", steps=20, time_limit=2, faults=faults), 2, tmp_path, survive=True).start()
+    assert run.wait(SECONDS) != 0
+    assert "WaitTimeout: Waited 2 s in all_reduce" in run.said[-1] and "rank 1 has not come" in run.said[-1]
+    assert nobody_lives(run)
+
+
+def test_faults_that_are_no_accident_end_the_training_with_their_sentence(tmp_path):
+    """A disk that is full, and a program that ends as often as it is started."""
+    faults = [fault("full disk", 1, 7)]
+    run = Run(program(by="checkpoint", steps=20, every=5, faults=faults), 2, tmp_path / "disk").start()
+    assert run.wait(SECONDS) != 0 and nobody_lives(run)
+    assert "CheckpointError" in run.said[-1] and "rank1-" in run.said[-1] and "File too large" in run.said[-1]
+    assert steps_told(run)[-1] == (10, 2)
+
+    with pytest.raises(DtlibError, match=r"Rank 0 ended with status 3, .* Three times it has come no further"):
+        supervise(["-c", "raise SystemExit(3)"], 1, tmp_path / "exit", say=lambda sentence: None)
+
+
+PRTERUN_SAYS = """PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-here-1@0,0] on node here
+  Remote daemon: [prterun-here-1@0,2] on node there7
+
+This is usually due to either a failure of the TCP network connection to the node.
+"""
+
+
+def test_a_node_that_is_cut_off_is_named_although_mpiexec_ends_well(tmp_path):
+    """Its words, and its status, as with two nodes of which one was ended; here a rank says them."""
+    run = Run(["-c", f"print({PRTERUN_SAYS!r})"], 1, tmp_path).start()
+    assert run.wait(SECONDS) == 1
+    assert run.said == ["Node there7 does not answer any more: it is down, or cut off from the network."]
+
+
+def net():
+    return nn.Linear(4, 2)
+
+
+def test_what_cannot_be_recovered_from_a_replica_is_refused():
+    def replica(model, optimizer=None, batch=4):
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        samples = torch.ones(batch, 4), torch.zeros(batch).long()
+        return Replica(model, optimizer, nn.functional.cross_entropy, lambda step: samples)
+
+    from dtlib.comm import solo
+    from dtlib.recovery import train_and_shrink
+
+    with pytest.raises(DtlibError, match=r"\['torch.float32', 'torch.float64'\]: take one"):
+        replica(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double()))
+    with pytest.raises(DtlibError, match="batch of 4 samples for 5 ranks"):
+        replica(net()).step(solo(0, 5))
+    with pytest.raises(DtlibError, match="extra got no gradient in step 0"):
+        replica(_Unused()).step(solo(0, 1))
+    assert not survives()
+    with pytest.raises(DtlibError, match="mpiexec --with-ft ulfm"):
+        train_and_shrink(replica(net()), solo(0, 1), 1)
+
+
+class _Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.extra = net(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@on_ranks(2)
+def test_states_in_shards_are_refused(world):
+    from dtlib.parallel.zero.sharded import fully_shard
+
+    model = net()
+    zero = ZeroOptimizer(model.parameters(), torch.optim.AdamW, world.comm, stage=1)
+    with pytest.raises(DtlibError, match=r"ZeroOptimizer keeps its states in shards.*start all ranks again"):
+        Replica(model, zero, None, None)
+    model = fully_shard(net(), world.comm)
+    with pytest.raises(DtlibError, match="weight is a shard"):
+        Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+
+
+@on_ranks(2)
+def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
+    """Batch norm's buffers and the random numbers are as before; the next step is a whole one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2)).double()
+    broken = world.rank == 1
+
+    def batch_of(step):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        return (x * torch.nan if broken else x), torch.zeros(8).long()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = Replica(model, optimizer, nn.functional.cross_entropy, batch_of)
+    before, chance = replica.state(), torch.get_rng_state()
+    with pytest.raises(DtlibError, match="gradient of rank 1 is not finite in step 0"):
+        replica.step(world.comm)
+    for name, value in replica.state()["model"].items():
+        assert torch.equal(value, before["model"][name]), name
+    assert torch.equal(chance, torch.get_rng_state()) and replica.steps == 0
+    broken = False
+    replica.step(world.comm)
+    assert replica.steps == 1 and not torch.equal(
+        replica.state()["model"]["1.running_mean"], before["model"]["1.running_mean"]
+    )
+    assert torch.isfinite(replica.model[0].weight).all()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("exercise", ["resume-mend", "shrink-build"])
+def test_a_right_recovery_passes(world, exercise):
+    verdict = judged_soon(exercise, {EXERCISES[exercise].name: recovery_wrong.right})
+    assert verdict.passed, verdict.text()
+
+
+def test_seconds_count_until_a_step_that_had_not_been_done_before():
+    """A rank is killed at 5.0 after step 3; step 3 is done once more, so step 4 is the first good one."""
+    steps = [(1.0, 1), (2.0, 2), (3.0, 3), (7.0, 3), (8.0, 4), (9.0, 5)]
+    events = [{"at": at, "what": "step", "step": step, "ranks": 4 - (at > 5), "loss": 0.5} for at, step in steps]
+    events.append({"at": 5.0, "what": "fault", "kind": "kill", "rank": 2})
+    assert seconds_to_go_on(events) == [3.0]
+    name = figures.NAMES["checkpoint"]
+    ordered = sorted(events, key=lambda event: event["at"])
+    assert figures.times({"checkpoint": ordered}) == [(name, "3.00", "4 -> 3", 1)]
+    assert figures.png(figures.draw({"checkpoint": ordered}, [0.5] * 5)).startswith(b"\x89PNG")
+    assert predictions()["steps-done-twice"].came(ordered) == 1 and predictions()["ranks-left"].came(ordered) == 3
+
+
+# Chance
+
+
+def random_faults(chance, by: str, ranks: int, steps: int) -> list[dict]:
+    """Up to three, none of which leaves nobody alive; kills at given moments of a step, and at any time."""
+    moments = ["begin", "backward", "update", "later", "later"]
+    kinds = {
+        "shrink": ["kill"],
+        "memory": ["kill", "nan", "raise"],
+        "checkpoint": ["kill", "nan", "raise", "ask to end"],
+    }
+    faults, victims = [], chance.sample(range(ranks), ranks)
+    for step in sorted(chance.sample(range(steps - 2), 3)):
+        kind, at = chance.choice(kinds[by]), chance.choice(moments)
+        if kind == "kill" and by != "checkpoint" and len(victims) == 1:
+            continue
+        rank = victims.pop() if kind == "kill" and by != "checkpoint" else chance.randrange(ranks)
+        later = {"seconds": chance.uniform(0.001, 0.05)} if kind == "kill" and at == "later" else {}
+        at = "nan" if kind == "nan" else "begin" if at == "later" else at
+        faults.append(fault(kind, rank, step, at, **later))
+    return faults
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("by", ["shrink", "memory", "checkpoint"])
+def test_ten_random_faults(tmp_path, by):
+    """No hang, no process left over, and the result of a run that nothing happened to."""
+    chance, planned, happened, number = random.Random(by), 0, 0, 0
+    while planned < 10:
+        ranks, folder = chance.choice((2, 3, 4)), tmp_path / f"run{number}"
+        options = {"by": by, "steps": 30, "every": 7, "time_limit": 30}
+        options["faults"] = random_faults(chance, by, ranks, 30)
+        before = set(psutil.Process().children(recursive=True))
+        if by == "checkpoint":
+            runs = supervise(program(**options), ranks, folder, say=lambda sentence: None)
+            check_outcome(folder, runs[-1], options)
+        else:
+            trained(folder, ranks, **options)
+        left = set(psutil.Process().children(recursive=True)) - before
+        assert not left, (options, left)
+        planned += len(options["faults"])
+        happened += len(list(folder.glob("fault-*")))
+        number += 1
+    assert happened >= planned - 1, "a rank may have died before its next fault was due"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime, stage", [("dtlib", 3), ("torch", 0)])
+def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(tmp_path, runtime, stage):
+    options = {
+        "by": "engine",
+        "runtime": runtime,
+        "stage": stage,
+        "steps": 12,
+        "every": 4,
+        "faults": [fault("kill", 1, 6)],
+    }
+    runs = supervise(program(**options), 3, tmp_path, replace=False, say=lambda sentence: None)
+    assert [run.ranks for run in runs] == [3, 2] and steps_told(runs[1])[0] == (5, 2)
+    expected, model = alone(options)[0], alone({"steps": 0})[0]
+    checkpoint.load(tmp_path / "global_step12", model)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-9
+    assert nobody_lives(runs[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_runs_with_one_kill_each(tmp_path):
+    chance = random.Random(1)
+    for number in range(10):
+        later = {"seconds": chance.uniform(0.001, 0.05)} if number % 2 else {}
+        killed = fault(
+            "kill", number % 4, chance.randrange(2, 26), ("begin", "backward", "update")[number % 3], **later
+        )
+        run = trained(tmp_path / f"{number}", 4, by="shrink", steps=30, time_limit=30, faults=[killed])
+        assert [e["lost"] for e in run.events if e["what"] == "lost"] in ([[number % 4]], []), (
+            "it may die when all is done"
+        )
