@@ -19,7 +19,6 @@ from IPython.display import publish_display_data
 from dtlib.errors import DtlibError
 from dtlib.lab.colours import rank_prefix
 from dtlib.lab.engines import completion
-from dtlib.lab.engines.engine_processes import interrupt
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 
 INTERRUPT_SECONDS = 5
@@ -116,7 +115,7 @@ class RankMagics(ParallelMagics):
         try:
             _wait(result, self.engines, view)
         except KeyboardInterrupt:
-            interrupt(self.engines.pids())
+            self.engines.interrupt()
             result.wait(INTERRUPT_SECONDS)
             if not result.done():
                 raise DtlibError(
