@@ -10,6 +10,7 @@ import pytest
 from traitlets.config import PyFileConfigLoader
 
 from dtlib.errors import DtlibError
+from dtlib.lab import doctor
 from dtlib.lab.engines import starting, workshop
 from dtlib.world import launch
 from dtlib.world.allocation import Allocation, allocation
@@ -47,7 +48,7 @@ def config_of(profile: str):
 
 
 def test_what_a_scheduler_has_given(no_job, tmp_path):
-    assert allocation() is None and workshop.profile().name == "profile_local_mpi"
+    assert allocation() is None and workshop.profile_name().name == "profile_local_mpi"
     for told, expected, profile in (
         ({}, Allocation("Slurm", "7", 2, 8, False), "profile_slurm"),
         ({"SLURM_NTASKS_PER_NODE": "2", "SLURMD_NODENAME": "n1"}, Allocation("Slurm", "7", 2, 4, True),
@@ -60,13 +61,15 @@ def test_what_a_scheduler_has_given(no_job, tmp_path):
         with no_job.context() as inner:
             for name, value in {**SLURM, **told}.items():
                 inner.setenv(name, value)
-            assert allocation() == expected and workshop.profile().name == profile
+            assert allocation() == expected and workshop.profile_name().name == profile
+            said = doctor._scheduler(), doctor._ports() if not expected.is_here else "encrypt nothing"
+            assert f"in its job 7: {expected.nodes} node" in said[0] and "encrypt nothing" in said[1]
             assert expected.is_here or (starting.suitable_number(), starting.warning(64)) == (expected.ranks, None)
     nodefile = tmp_path / "nodes"
     nodefile.write_text("n1\nn1\nn2\nn2\n")
     no_job.setenv("PBS_JOBID", "8.server")
     no_job.setenv("PBS_NODEFILE", str(nodefile))
-    assert allocation() == Allocation("PBS", "8.server", 2, 4, True) and workshop.profile().name == "profile_pbs"
+    assert allocation() == Allocation("PBS", "8.server", 2, 4, True) and workshop.profile_name().name == "profile_pbs"
     assert launch.rank_environment(4) == {**launch.rank_environment(2), "DTLIB_RANKS": "4"}  # two a node either way
 
 
@@ -137,6 +140,13 @@ def test_the_script_for_polaris_asks_for_what_it_has(render):
     assert '-n 8 --hostfile "$PBS_NODEFILE"' in text and "--mca btl_tcp_if_include hsn0" in text
     wrong = subprocess.run([sys.executable, PROFILES / "render.py", "lsf"], capture_output=True, text=True)
     assert wrong.returncode == 1 and "one of deepspeed, mpiexec, pbs, slurm, torchrun" in wrong.stderr
+
+
+def test_the_page_names_every_script_and_profile():
+    page = (PROFILES / "README.md").read_text()
+    for path in (*PROFILES.glob("jobs/*.sh"), *PROFILES.glob("profile_*")):
+        assert f"render.py {path.stem} " in page or f"`{path.name}`" in page, f"{path.name} is not on the page"
+    assert page.index("mpiexec -n 4 python notebooks/pi_mpi4py.py") < page.index("sbatch")
 
 
 def test_pi_in_plain_mpi4py():

@@ -88,7 +88,7 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
     if in_engine():
         raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
     ranks = _checked_number(n)
-    profile = Path(profile or workshop.profile())
+    profile = Path(profile or workshop.folder() / workshop.profile_name())
     if not (profile / "ipcluster_config.py").is_file():
         raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
     record = workshop.Record(profile)

@@ -39,12 +39,11 @@ def folder() -> Path:
     )
 
 
-def profile() -> Path:
-    """The workshop's profile for where this runs: the job's, if it has other machines than this one, else the local."""
+def profile_name() -> Path:
+    """The profile for where this runs, in a workshop: the job's, if it has other machines than this one, else the local
+    one."""
     job = allocation()
-    if job is None or job.is_here:
-        return folder() / PROFILE
-    return folder() / PROFILE.with_name(OF_SCHEDULERS[job.scheduler])
+    return PROFILE if job is None or job.is_here else PROFILE.with_name(OF_SCHEDULERS[job.scheduler])
 
 
 class Record:
