@@ -108,7 +108,7 @@ class Hosts:
             place = "root handle 1:"
             for discipline in shaped:  # each inside of the one before
                 lines.append(f"tc qdisc add dev wire {place} {discipline}")
-                place = "parent 1: handle 2:"
+                place = "parent 1:1 handle 10:"
             for line in ["ip link set lo up", *lines]:
                 self.run(name, line.split())
 
@@ -130,25 +130,38 @@ class Hosts:
         self._started.append(started)
         return started
 
+    def agent(self) -> Path:
+        """A program that is called as ssh is, with a host and a command line, and runs that there."""
+        path = self.folder / "agent"
+        enter = "".join(f"{name}) pid={pid};; " for name, pid in self.pids.items())
+        path.write_text(
+            f'#!/bin/sh\ncase "$1" in {enter}*) echo "no host $1" >&2; exit 1;; esac\nshift\n'
+            f'exec nsenter --target $pid --net --uts --mount --wd={ROOT} -- sh -c "$*"\n'
+        )
+        path.chmod(0o755)
+        return path
+
     def run_ranks(self, command: list[str], a_host: int = 1, timeout: float = 120, **settings) -> str:
         """Run a Python program on ranks of both hosts, which mpiexec reaches by an rsh agent; returns what they print.
 
         ``settings`` are environment variables for mpiexec and for the ranks.
         """
-        agent = self.folder / "agent"  # is called with a host and a command line
-        enter = "".join(f"{name}) pid={pid};; " for name, pid in self.pids.items())
-        agent.write_text(
-            f'#!/bin/sh\ncase "$1" in {enter}*) echo "no host $1" >&2; exit 1;; esac\nshift\n'
-            f'exec nsenter --target $pid --net --uts --mount --wd={ROOT} -- sh -c "$*"\n'
-        )
-        agent.chmod(0o755)
         ranks = 2 * a_host
         told = {
             **rank_environment(ranks), "PYTHONPATH": str(ROOT), "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp",
             "OMPI_MCA_btl_tcp_if_include": f"{NETWORK}.0/24", **settings,
         }  # fmt: skip
         hosts = ",".join(f"{name}:{a_host}" for name in self.names)
-        mpiexec = [find_mpiexec(), "--prtemca", "plm_ssh_agent", str(agent), "--host", hosts, "--bind-to", "none"]
+        mpiexec = [
+            find_mpiexec(),
+            "--prtemca",
+            "plm_ssh_agent",
+            str(self.agent()),
+            "--host",
+            hosts,
+            "--bind-to",
+            "none",
+        ]
         exported = [word for name in told for word in ("-x", name)]
         whole = [*mpiexec, *exported, "-n", str(ranks), sys.executable, *command]
         return self.run("h1", whole, timeout, env={**os.environ, **told})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,20 +90,33 @@ def cluster(tmp_path_factory):
     assert not running.inside(), "a process of the cluster is left over"
 
 
-def listeners(cluster, host: str) -> list[tuple[str, str]]:
-    """Program and address of all that listens there, Slurm's own aside."""
-    lines = cluster.run(host, ["ss", "-Hltnp"]).splitlines()
-    found = [(re.search(r'\(\("([^"]+)"', line)[1], line.split()[3].rpartition(":")[0].strip("[]")) for line in lines]
-    return [each for each in found if each[0] not in ("slurmctld", "slurmd", "slurmstepd", "srun", "salloc")]
+def listeners(cluster, host: str, program: str) -> set[str]:
+    """The addresses on which processes listen that have ``program`` in their command line."""
+    found = set()
+    for line in cluster.run(host, ["ss", "-Hltnp"]).splitlines():
+        for pid in re.findall(r"pid=(\d+)", line):
+            with suppress(OSError):
+                if program in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.add(line.split()[3].rpartition(":")[0].strip("[]"))
+    return found
 
 
 @needs_slurm
-@pytest.mark.parametrize("inside", [True, False], ids=["in a job", "as a job"])
-def test_lesson_02_on_engines_of_a_slurm_job(cluster, workshop_folder, inside):
-    """In a job of two nodes lab.engines() takes all of it; outside, the profile asks Slurm for one."""
+@pytest.mark.parametrize("where", ["in a job", "as a job", "over ssh"])
+def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
+    """In a job of two nodes lab.engines() takes all of it; outside, the profile asks Slurm for one, or does without."""
+    inside, name = where == "in a job", "profile_ssh" if where == "over ssh" else "profile_slurm"
+    site = workshop_folder / "cluster_profiles" / "site.toml"
+    told = {"ranks_a_node = 4": "ranks_a_node = 2", "hosts = []": 'hosts = ["h1", "h2"]'}
+    told['ssh = "ssh"'] = f'ssh = "{cluster.agent()}"'
+    text = site.read_text()
+    for before, after in told.items():
+        assert before in text
+        text = text.replace(before, after)
+    site.write_text(text)
     (workshop_folder / "session.py").write_text(SESSION)
     (workshop_folder / "solutions.json").write_text(json.dumps(solutions()))
-    profile = "" if inside else str(workshop_folder / "cluster_profiles" / "profile_slurm")
+    profile = "" if inside else str(workshop_folder / "cluster_profiles" / name)
     session = [sys.executable, "session.py", profile, "solutions.json"]
     launch = ["salloc", "--quiet", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"] if inside else []
     in_folder = ["env", f"--chdir={workshop_folder}", f"PYTHONPATH={ROOT}", *launch, *session]
@@ -113,22 +127,22 @@ def test_lesson_02_on_engines_of_a_slurm_job(cluster, workshop_folder, inside):
         while "\nready" not in log.read_text() and program.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         said = log.read_text()
-        logs = workshop_folder / "cluster_profiles" / "profile_slurm" / "log"
+        logs = workshop_folder / "cluster_profiles" / name / "log"
         assert "\nready" in said, said + "".join(path.read_text()[-1500:] for path in logs.glob("*.log"))
         jobs = cluster.run("h1", ["squeue", "--noheader", "--format=%D %C"]).split()
-        found = {host: listeners(cluster, host) for host in cluster.names}
+        controller = listeners(cluster, "h1", "ipyparallel.controller")
+        session_itself = listeners(cluster, "h1", "session.py")
         program.stdin.write("end\n" if inside else "killed\n")  # either way the job ends, too
         program.stdin.close()
         program.wait(60)
-    assert "profile profile_slurm" in said and "hosts h1 h1 h2 h2" in said
+    assert f"profile {name}\n" in said and "hosts h1 h1 h2 h2" in said
     assert sorted(re.findall(r"sum (\d) (\S+)", said)) == [("0", "10.0")] * 2 + [("1", "10.0")] * 2
-    assert jobs == ["2", "4"]
+    assert jobs == ([] if where == "over ssh" else ["2", "4"])
     assert [said.count(f"Passed: {exercise}.") for exercise in EXERCISES] == [1, 1], said
     assert "interrupted True" in said
     # Keys are their owner's alone, and nobody gets in without them.
     assert "modes 0o0\n" in said and "without keys CONNECTED\n" in said
-    controller = {address for name, address in found["h1"] if name.startswith("python")} - {"0.0.0.0", "::", "*"}
-    assert controller == {"127.0.0.1", f"{hosts.NETWORK}.1"}, found
+    assert controller == {"127.0.0.1", f"{hosts.NETWORK}.1"} and session_itself <= {"127.0.0.1"}
     deadline = time.monotonic() + 30
     while cluster.run("h1", ["squeue", "--noheader"]) and time.monotonic() < deadline:
         time.sleep(0.2)
