@@ -1,4 +1,4 @@
-# make lab | test | test-all | tour | notebooks | book | lint | clean
+# make lab | test | test-all | test-gpu | tour | notebooks | book | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   ARGS="..."           arguments for dtlib lab
@@ -9,7 +9,7 @@ BIN := .venv/bin
 TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: lab test test-slow test-all tour notebooks book lint clean
+.PHONY: lab test test-slow test-gpu test-all tour notebooks book lint clean
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
@@ -19,6 +19,9 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow
+
+test-gpu: .venv/ready
+	$(BIN)/python -m pytest -m gpu
 
 test-all: test test-slow
 

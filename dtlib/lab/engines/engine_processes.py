@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,9 +68,12 @@ def end(record) -> None:
     record.remove("set.json")
 
 
-def interrupt(pids: list[int]) -> None:
-    """Stop what these ranks are doing, as Ctrl-C would."""
-    for pid in pids:
+def interrupt(client, places: list[tuple[str, int]]) -> None:
+    """Stop what the ranks that run at these places, host and process id, are doing, as Ctrl-C would."""
+    if any(host != socket.gethostname() for host, _ in places):
+        client.send_signal(signal.SIGINT, block=True)  # by the helper beside each of them
+        return
+    for _, pid in places:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGINT)
 

@@ -45,8 +45,9 @@ class EngineSet:
     def size(self) -> int:
         return len(self.view.targets)
 
-    def pids(self) -> list[int]:
-        return [row["pid"] for row in self.table.rows]
+    def interrupt(self) -> None:
+        """Stop what the ranks are doing, as Ctrl-C would."""
+        interrupt(self.client, [(row["host"], row["pid"]) for row in self.table.rows])
 
     def check_held(self) -> None:
         """Raise unless the ranks still run and still hold this notebook's names. Ranks that have ended are replaced."""
@@ -112,7 +113,8 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
         n: how many ranks; by default the number that suits the cores, GPUs and free memory of this machine, or
             the set that runs.
         restart: end the ranks that run and start new ones.
-        profile: folder of an ipyparallel profile; by default the workshop's for this machine.
+        profile: folder of an ipyparallel profile; by default the workshop's for this machine, or inside a job of
+            several nodes for its scheduler.
 
     Run again, it changes nothing: names on the ranks stay. A notebook that takes over starts with clean ranks.
     Afterwards ``%%px`` runs a cell on all ranks. The ranks end with the last notebook that is attached.
@@ -124,7 +126,7 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
     if in_engine():
         raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
     ranks = _checked_number(n)
-    profile = Path(profile or workshop.folder() / workshop.PROFILE)
+    profile = Path(profile or workshop.folder() / workshop.profile_name())
     if not (profile / "ipcluster_config.py").is_file():
         raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
     record = workshop.Record(profile)
@@ -271,7 +273,7 @@ def _join_world(found: EngineSet, record, note):
 
     known = record.read("ranks.json")
     if known.get("name") == note["name"]:
-        interrupt(known["pids"])  # whatever the last notebook left running
+        interrupt(found.client, known["places"])  # whatever the last notebook left running
     clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
     joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
     try:
@@ -279,7 +281,7 @@ def _join_world(found: EngineSet, record, note):
         rows = sorted(joined.get(START_SECONDS), key=lambda row: row["rank"])
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return None
-    record.write("ranks.json", {"name": note["name"], "pids": [row["pid"] for row in rows]})
+    record.write("ranks.json", {"name": note["name"], "places": [(row["host"], row["pid"]) for row in rows]})
     return rows
 
 

@@ -97,6 +97,7 @@ def _start(profile: Path, ranks: int, name: str):
     _clean(profile, "log/*dtlib-*")  # those of the last set, which were kept in case they were needed
     # A keeper that is itself killed takes controller and engines along, where the system can do that.
     launcher.Popen = lambda command, **popen: subprocess.Popen(ends_with_this_process(command), **popen)
+    os.environ["DTLIB_RANKS"] = str(ranks)  # for a profile that asks a scheduler for room
     overrides = Config({"EngineLauncher": {"environment": rank_environment(ranks)}})
     cluster = ipp.Cluster(n=ranks, profile_dir=str(profile), cluster_id=name, config=overrides, shutdown_atexit=False)
     cluster.start_cluster_sync()

@@ -19,7 +19,7 @@ from IPython.display import publish_display_data
 from dtlib.errors import DtlibError
 from dtlib.lab import last_outputs
 from dtlib.lab.engines import completion, outputs
-from dtlib.lab.engines.engine_processes import STUCK, interrupt
+from dtlib.lab.engines.engine_processes import STUCK
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
@@ -123,7 +123,7 @@ class RankMagics(ParallelMagics):
         try:
             _wait(result, self.engines, view)
         except KeyboardInterrupt:
-            interrupt(self.engines.pids())
+            self.engines.interrupt()
             result.wait(INTERRUPT_SECONDS)
             if not result.done():
                 raise DtlibError(STUCK) from None

@@ -148,4 +148,4 @@ def _import_torch(ready_folder: str) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    (Path(ready_folder) / f"torch-{os.getpid()}").touch()
+    (Path(ready_folder) / f"torch-{socket.gethostname()}-{os.getpid()}").touch()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 IMPORT_SECONDS = 60  # after which the table no longer waits for torch
@@ -16,7 +17,7 @@ class RankTable:
         self.handle = None  # of a display, whose place the table takes
 
     def ready(self) -> list[bool]:
-        return [(self._state / f"torch-{row['pid']}").exists() for row in self.rows]
+        return [(self._state / f"torch-{row['host']}-{row['pid']}").exists() for row in self.rows]
 
     def show(self) -> None:
         from IPython.display import display
@@ -36,9 +37,10 @@ class RankTable:
         handle.update(self)
 
     def _cells(self):
-        sharing = len(self.rows)
+        sharing = Counter(row["host"] for row in self.rows)
         for row, ready in zip(self.rows, self.ready(), strict=True):
-            cores = f"{row['cores']}, shared by {sharing}" if sharing > 1 else str(row["cores"])
+            beside = sharing[row["host"]]
+            cores = f"{row['cores']}, shared by {beside}" if beside > 1 else str(row["cores"])
             yield row["rank"], row["host"], str(row["pid"]), row["device"], cores, "yes" if ready else "importing"
 
     _HEADERS = ("rank", "host", "process id", "device", "cores", "torch ready")

@@ -6,6 +6,7 @@ import psutil
 from IPython import get_ipython
 from IPython.display import display
 
+from dtlib.world.allocation import allocation
 from dtlib.world.machine import gpu_names, usable_cores
 
 BYTES_A_RANK = 0.7e9  # an engine with torch imported, and room for a lesson's arrays
@@ -39,7 +40,10 @@ class StartingLine:
 
 
 def suitable_number() -> int:
-    """A rank a GPU; without GPUs a rank a core, at least two and at most four; fewer where memory is short."""
+    """A job's ranks; else a rank a GPU; without GPUs a rank a core, at least two and at most four, fewer where memory
+    is short."""
+    if (job := allocation()) and not job.is_here:
+        return job.ranks
     wanted = len(gpu_names()) or min(4, max(2, usable_cores()))
     return max(1, min(wanted, int(psutil.virtual_memory().available / BYTES_A_RANK)))
 
@@ -47,6 +51,8 @@ def suitable_number() -> int:
 def warning(ranks: int) -> str | None:
     """A sentence about cores and memory, where this many ranks are too much for this machine."""
     cores, free = usable_cores(), psutil.virtual_memory().available
+    if (job := allocation()) and not job.is_here:  # this machine is not what they run on
+        return None
     if ranks <= CROWDED * cores and ranks * BYTES_OF_TORCH < free:
         return None
     shared = f"{ranks / cores:.0f} share a core, and " if ranks > CROWDED * cores else ""

@@ -11,9 +11,11 @@ import psutil
 from filelock import FileLock, Timeout
 
 from dtlib.errors import DtlibError
+from dtlib.world.allocation import allocation
 from dtlib.world.processes import Process
 
 PROFILE = Path("cluster_profiles") / "profile_local_mpi"
+OF_SCHEDULERS = {"Slurm": "profile_slurm", "PBS": "profile_pbs"}
 LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
 
 
@@ -35,6 +37,13 @@ def folder() -> Path:
         f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
         "clone of the repository."
     )
+
+
+def profile_name() -> Path:
+    """The profile for where this runs, in a workshop: the job's, if it has other machines than this one, else the local
+    one."""
+    job = allocation()
+    return PROFILE if job is None or job.is_here else PROFILE.with_name(OF_SCHEDULERS[job.scheduler])
 
 
 class Record:

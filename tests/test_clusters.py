@@ -1,0 +1,183 @@
+"""A real Slurm on this machine: engines as a job of two nodes, and the course's exercise on them."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import time
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests import hosts, slurm
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+needs_slurm = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
+
+# What a notebook's cells do, in a program that runs on a node.
+SESSION = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+from dtlib import lab
+shell.user_ns['lab'] = lab
+profile = sys.argv[1] or None
+ranks = lab.engines(4 if profile else None, profile=profile)
+print("profile", ranks.record.profile.name, flush=True)
+print("hosts", *[row["host"] for row in ranks.table.rows], flush=True)
+
+def cell(text):
+    shell.run_cell(text).raise_error()
+
+cell("%%px\\nimport dtlib, torch\\nfrom dtlib import pi\\nworld = dtlib.init()")
+cell("%%px\\nprint('sum', world.node, world.comm.all_reduce(torch.tensor(world.rank + 1.0)).item())")
+security = ranks.record.profile / "security"
+print("modes", *{oct(path.stat().st_mode & 0o77) for path in [security, *security.iterdir()]}, flush=True)
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+note = json.loads(next(security.glob("*-engine.json")).read_text())
+stranger = zmq.Context.instance().socket(zmq.DEALER)
+events = stranger.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+stranger.connect(f"{note['interface']}:{note['registration']}")
+seen = []
+while events.poll(1000):
+    seen.append(zmq.Event(recv_monitor_message(events)["event"]).name)
+    if len(seen) > 5:
+        break
+print("without keys", *set(seen), flush=True)
+stranger.disable_monitor()
+stranger.close(0)
+
+for name, solution in json.loads(Path(sys.argv[2]).read_text()).items():
+    cell("%%px\\n" + solution)
+    cell(f"lab.check({name!r})")
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+began = time.monotonic()
+try:
+    cell("%%px\\nimport time; time.sleep(40)")
+except BaseException:
+    print("interrupted", time.monotonic() - began < 20, flush=True)
+print("ready", flush=True)
+if sys.stdin.readline() == "killed\\n":
+    os.kill(os.getpid(), signal.SIGKILL)
+ranks.end()
+"""
+EXERCISES = {"pi-streams": "count_my_points", "pi-on-ranks": "estimate_pi"}
+
+
+def solutions() -> dict[str, str]:
+    """The stored solutions of lesson 02's judged exercises, by the exercise's name."""
+    source = (ROOT / "notebooks" / "source" / "02_pi_exercises.py").read_text()
+    cells = re.findall(r"^# %%(.*?)\n(.*?)(?=^# %%(?!px)|\Z)", source, re.DOTALL | re.MULTILINE)
+    found = {}
+    for exercise, function in EXERCISES.items():
+        (found[exercise],) = [
+            text.replace("# %%px\n", "") for tags, text in cells if '"solution"' in tags and f"def {function}(" in text
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm.Slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+    assert not running.inside(), "a process of the cluster is left over"
+
+
+def listeners(cluster, host: str, program: str) -> set[str]:
+    """The addresses on which processes listen that have ``program`` in their command line."""
+    found = set()
+    for line in cluster.run(host, ["ss", "-Hltnp"]).splitlines():
+        for pid in re.findall(r"pid=(\d+)", line):
+            with suppress(OSError):
+                if program in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.add(line.split()[3].rpartition(":")[0].strip("[]"))
+    return found
+
+
+@needs_slurm
+@pytest.mark.parametrize("where", ["in a job", "as a job", "over ssh"])
+def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
+    """In a job of two nodes lab.engines() takes all of it; outside, the profile asks Slurm for one, or does without."""
+    inside, name = where == "in a job", "profile_ssh" if where == "over ssh" else "profile_slurm"
+    site = workshop_folder / "cluster_profiles" / "site.toml"
+    told = {"ranks_a_node = 4": "ranks_a_node = 2", "hosts = []": 'hosts = ["h1", "h2"]'}
+    told['ssh = "ssh"'] = f'ssh = "{cluster.agent()}"'
+    text = site.read_text()
+    for before, after in told.items():
+        assert before in text
+        text = text.replace(before, after)
+    site.write_text(text)
+    (workshop_folder / "session.py").write_text(SESSION)
+    (workshop_folder / "solutions.json").write_text(json.dumps(solutions()))
+    profile = "" if inside else str(workshop_folder / "cluster_profiles" / name)
+    session = [sys.executable, "session.py", profile, "solutions.json"]
+    launch = ["salloc", "--quiet", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"] if inside else []
+    in_folder = ["env", f"--chdir={workshop_folder}", f"PYTHONPATH={ROOT}", *launch, *session]
+    log = workshop_folder / "said"
+    with open(log, "w") as output:
+        program = cluster.start("h1", in_folder, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True)
+        deadline = time.monotonic() + 150
+        while "\nready" not in log.read_text() and program.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        said = log.read_text()
+        logs = workshop_folder / "cluster_profiles" / name / "log"
+        assert "\nready" in said, said + "".join(path.read_text()[-1500:] for path in logs.glob("*.log"))
+        jobs = cluster.run("h1", ["squeue", "--noheader", "--format=%D %C"]).split()
+        controller = listeners(cluster, "h1", "ipyparallel.controller")
+        session_itself = listeners(cluster, "h1", "session.py")
+        program.stdin.write("end\n" if inside else "killed\n")  # either way the job ends, too
+        program.stdin.close()
+        program.wait(60)
+    assert f"profile {name}\n" in said and "hosts h1 h1 h2 h2" in said
+    assert sorted(re.findall(r"sum (\d) (\S+)", said)) == [("0", "10.0")] * 2 + [("1", "10.0")] * 2
+    assert jobs == ([] if where == "over ssh" else ["2", "4"])
+    assert [said.count(f"Passed: {exercise}.") for exercise in EXERCISES] == [1, 1], said
+    assert "interrupted True" in said
+    # Keys are their owner's alone, and nobody gets in without them.
+    assert "modes 0o0\n" in said and "without keys CONNECTED\n" in said
+    assert controller == {"127.0.0.1", f"{hosts.NETWORK}.1"} and session_itself <= {"127.0.0.1"}
+    deadline = time.monotonic() + 30
+    while cluster.run("h1", ["squeue", "--noheader"]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not cluster.run("h1", ["squeue", "--noheader"]), "the job outlives its notebook"
+
+
+PROGRAM = """
+import os, socket, torch, dtlib
+world = dtlib.init()
+total = world.comm.all_reduce(torch.tensor(world.rank + 1.0)).item()
+print("rank", world.rank, world.node, world.local_rank, socket.gethostname(), total, flush=True)
+"""
+
+
+@needs_slurm
+@pytest.mark.parametrize("job", ["slurm", "torchrun"])
+def test_a_batch_script_runs_a_program_on_all_nodes(cluster, tmp_path, job):
+    """The script is the course's, filled in for this cluster; here Python is at home elsewhere than in the course."""
+    render = runpy.run_path(str(ROOT / "cluster_profiles" / "render.py"))["render"]
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    as_root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    prepare = f"export PYTHONPATH={ROOT} {as_root} GLOO_SOCKET_IFNAME=wire"
+    site = tomllib.loads((ROOT / "cluster_profiles" / "site.toml").read_text())
+    site |= {"ranks_a_node": 2, "course": str(tmp_path), "prepare": prepare, "interface": "wire"}
+    (tmp_path / "job.sh").write_text(render(job, ["program.py"], site))
+    output = tmp_path / "output"
+    command = ["sbatch", "--wait", f"--output={output}", str(tmp_path / "job.sh")]
+    try:
+        cluster.run("h1", command, timeout=120)
+    except RuntimeError as problem:
+        pytest.fail(f"{problem}\n{output.read_text() if output.exists() else ''}")
+    said = sorted(line.split()[1:] for line in output.read_text().splitlines() if line.startswith("rank "))
+    assert [[rank, node, local, total] for rank, node, local, _, total in said] == [
+        [str(rank), str(rank // 2), str(rank % 2), "10.0"] for rank in range(4)
+    ]
+    assert {host for *_, host, _ in said[:2]} != {host for *_, host, _ in said[2:]}
