@@ -19,6 +19,11 @@ def is_lecture(source: Path) -> bool:
     return not source.stem.endswith("_exercises")
 
 
+def number(source: Path) -> str:
+    """``03``, or ``11b``."""
+    return source.stem.partition("_")[0]
+
+
 def title(source: Path) -> str:
     """``03 Collectives``, from the first lines of a source."""
     return re.search(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)[1]
@@ -42,7 +47,6 @@ def _minutes(number: str, unit: str) -> int:
 def links(source: Path, version: str, sources: list[Path]) -> str:
     """The links of one notebook, as a line of Markdown. They lead somewhere in JupyterLab and in the book."""
     lectures = [other for other in sources if is_lecture(other)]
-    number = source.stem[:2]
     found = ["[Start page](../start.md)"]
     if is_lecture(source):
         here = lectures.index(source)
@@ -50,12 +54,12 @@ def links(source: Path, version: str, sources: list[Path]) -> str:
         found += [f"[← {title(other)}]({other.stem}.ipynb)" for other in before]
         found += [f"[{title(other)} →]({other.stem}.ipynb)" for other in after]
         for other in sources:
-            if other.stem.startswith(number) and not is_lecture(other):
+            if number(other) == number(source) and not is_lecture(other):
                 found.append(f"[{_name_of_exercises(other)}](../exercises/{other.stem}.ipynb)")
         there = "solutions" if version == "learner" else "lectures"
     else:
-        mine = next(other for other in lectures if other.stem.startswith(number))
-        following = [other for other in lectures if other.stem[:2] > number][:1]
+        mine = next(other for other in lectures if number(other) == number(source))
+        following = [other for other in lectures if number(other) > number(source)][:1]
         found.append(f"[lecture {title(mine)}](../lectures/{mine.stem}.ipynb)")
         found += [f"[{title(other)} →](../lectures/{other.stem}.ipynb)" for other in following]
         there = "solutions" if version == "learner" else "exercises"

@@ -78,7 +78,7 @@ class EngineSet:
     def reset(self) -> None:
         """End what the ranks do, and bring them back into step: from any thread, also while a cell waits for them."""
         self.reset_wanted = True
-        interrupt(self.pids())
+        self.interrupt()
         if not self.turn.acquire(timeout=ANSWER_SECONDS):
             self.reset_wanted = False
             raise DtlibError(STUCK)
