@@ -290,42 +290,6 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     picture(other, "last")
 
 
-@pytest.mark.slow
-def test_the_way_from_the_start_page_through_a_lesson_and_back(page, address, course_folder):
-    """Two clicks to any lesson; what was guessed and solved shows on the start page; git sees nothing of it."""
-    git = ["git", "status", "--porcelain", "notebooks", "data"]
-    before = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
-    page.goto(address)
-    page.wait_for_selector(".jp-MarkdownViewer td a", timeout=60_000)
-    lessons = page.locator(".jp-MarkdownViewer td:first-child a").all_inner_texts()
-    assert len(lessons) == len(list((ROOT / "notebooks" / "lectures").glob("*.ipynb")))
-    picture(page, "start")
-    page.locator(".jp-MarkdownViewer a", has_text="02 MPI and pi").click()
-    page.locator(".jp-Notebook a", has_text="00 Start here").first.click(timeout=60_000)
-    notebook = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
-    notebook.locator("h1", has_text="00 Start here").wait_for(timeout=60_000)
-    picture(page, "navigation")
-    page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-NotebookPanel-toolbar >> text=Python 3")
-    guess = notebook.locator(".jp-CodeCell", has_text="lab.predict(").first
-    first = notebook.locator(".jp-CodeCell").first
-    first.locator(".cm-content").click()
-    page.keyboard.press("Control+A")
-    page.keyboard.insert_text("from dtlib import lab")
-    page.keyboard.press("Shift+Enter")
-    guess.locator(".cm-content").click()
-    page.keyboard.press("Control+A")
-    page.keyboard.insert_text('lab.predict("sum-for-eight", 28)')
-    page.keyboard.press("Shift+Enter")
-    guess.locator("text=right").wait_for(timeout=60_000)
-    page.keyboard.press("Control+S")
-    page.keyboard.press("Escape")
-    assert "lecture 1 of 2" in (course_folder / "notebooks" / "start.md").read_text()
-    notebook.locator("a", has_text="Start page").first.click()
-    page.locator(".jp-MarkdownViewer").wait_for()
-    picture(page, "start-again")
-    assert subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout == before
-
-
 TORCHS_DDP = """%%px
 import os, torch, dtlib.backend
 from torch import distributed as dist, nn
