@@ -96,13 +96,13 @@ class Table:
         natural = [max(map(len, column)) for column in columns]
         # No word is broken.
         least = [
-            max(
+            max([
                 min(width, NARROWEST) if side == "l" else 0,
                 *(len(word) + PADDING for word in column[0].split()),
                 *(len(word) for cell in column[1:] for word in cell.split()),
-            )
+            ])
             for column, width, side in zip(columns, natural, self.align, strict=True)
-        ]
+        ]  # fmt: skip
         begin, last = (1 if len(columns) > 1 else 0), len(columns)
         while begin < last:
             end = last
