@@ -13,7 +13,7 @@ def darts(points):
     """
     import numpy as np
 
-    figure, axes = subplots(height=5, width=6.6)
+    figure, axes = subplots(height=5, width=7.8)
     rows = []
     for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
