@@ -25,6 +25,7 @@ def test_a_table_is_html_and_text():
     assert html.count("<tr>") == 3 and "&lt;recv&gt;" in html and "&#9632;</span> 1<" in html
     assert '<td style="text-align:right;white-space:nowrap">1,234,567</td>' in html
     assert str(Table([("a", 1.25)], floats=".1f", title="a title")).startswith("a title\n\n")
+    assert str(Table([("a", None), ("b", "")])).split() == ["-", "a", "b", "-"], "an empty column"
     assert "<caption" in Table([("a", 1)], title="a title")._repr_html_()
 
 

@@ -13,21 +13,21 @@ def darts(points):
     """
     import numpy as np
 
-    figure, axes = subplots(height=5, width=6.6)
+    figure, axes = subplots(height=5, width=7.8)
     rows = []
     for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
         inside = x * x + y * y < 1
         style = {"marker": MARKERS[rank % len(MARKERS)], "edgecolors": rank_colour(rank), "s": 24}
-        axes.scatter(x[inside], y[inside], c=rank_colour(rank), label=f"rank {rank}", **style)
+        axes.scatter(x[inside], y[inside], c=rank_colour(rank), label=f"rank {rank}: {4 * inside.mean():.3f}", **style)
         axes.scatter(x[~inside], y[~inside], facecolors="none", **style)
         rows.append((rank, len(x), int(inside.sum())))
     arc = np.linspace(0, np.pi / 2, 200)
-    axes.plot(np.cos(arc), np.sin(arc), color="black")
-    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
     estimates = [(*row, f"{4 * row[2] / row[1]:.3f}") for row in rows]
+    axes.plot(np.cos(arc), np.sin(arc), color="black", label=f"all together: {estimates[-1][-1]}")
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title="Filled: inside the quarter circle")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="estimates of pi")
     alt = f"Random points of {len(points)} ranks in a square, a colour and shape a rank, filled in the quarter circle."
     return figure, alt, Table(estimates, ("rank", "points", "inside", "estimate of pi"))
 

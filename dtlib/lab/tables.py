@@ -12,7 +12,7 @@ from dtlib.lab.colours import rank_badge
 
 WIDEST = 95  # columns of text: what is stored of an output, and read in a terminal or a narrow window
 LONGEST = 10_000  # letters of a line that is folded: nobody reads longer ones
-NARROWEST = 14  # columns of a cell that is wrapped, at least
+NARROWEST = 14  # columns of a text that is wrapped, at least
 GAP = 2  # columns between two columns of a table
 PADDING = 2  # of a header, by tabulate
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(%|[a-zA-Zµ]{1,2}))?")
@@ -96,13 +96,13 @@ class Table:
         natural = [max(map(len, column)) for column in columns]
         # No word is broken.
         least = [
-            max(
-                min(width, NARROWEST),
+            max([
+                min(width, NARROWEST) if side == "l" else 0,
                 *(len(word) + PADDING for word in column[0].split()),
                 *(len(word) for cell in column[1:] for word in cell.split()),
-            )
-            for column, width in zip(columns, natural, strict=True)
-        ]
+            ])
+            for column, width, side in zip(columns, natural, self.align, strict=True)
+        ]  # fmt: skip
         begin, last = (1 if len(columns) > 1 else 0), len(columns)
         while begin < last:
             end = last

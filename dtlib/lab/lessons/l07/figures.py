@@ -80,6 +80,8 @@ def summary(panels: dict) -> Table:
 
 
 def _draw(axes, simulation, longest: float) -> None:
+    from matplotlib.colors import to_rgb
+
     ranks = len(simulation.schedule)
     for rank, actions in enumerate(simulation.schedule):
         axes.barh(rank, simulation.makespan, height=0.8, color="#e4e4e4", lw=0)
@@ -88,8 +90,9 @@ def _draw(axes, simulation, longest: float) -> None:
             begin, took = simulation.start[action], simulation.end[action] - simulation.start[action]
             paler = 0.5 if action.stage >= ranks else 1
             style = {"hatch": hatch, "edgecolor": "white", "lw": 0.6}
-            axes.barh(rank, took, left=begin, height=0.8, color="white", lw=0)  # no grey below what is pale
-            axes.barh(rank, took, left=begin, height=0.8, color=rank_colour(rank), alpha=alpha * paler, **style)
+            # Mixed with white, and not transparent: there is grey below.
+            shade = [1 - alpha * paler * (1 - part) for part in to_rgb(rank_colour(rank))]
+            axes.barh(rank, took, left=begin, height=0.8, color=shade, **style)
             if fits(action.microbatch, 0.88 * WIDTH * took / longest):
                 box = {"facecolor": "white", "pad": 0.8, "lw": 0, "alpha": 0.85}
                 middle = begin + took / 2, rank
