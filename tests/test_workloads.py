@@ -72,7 +72,8 @@ def test_ranks_share_an_evaluation(world):
     right = (guesses == one.test.labels).double().mean().item()
     assert abs(one.evaluate(one.model, world.comm)["accuracy"] - right) < 1e-12
     one = summarization.workload({**TINY, "test_articles": 3, "summary_tokens": 8})
-    shown = one.test.stories[:3]
+    shown = stories.spread(one.test.stories, 3)
+    assert len({story.name.split("/")[0] for story in shown}) == 3
     written = beam.summarize(one.model, one.test, [each.article for each in shown], 1)
     figures = one.evaluate(one.model, world.comm)
     assert abs(figures["rouge_l"] - rouge.mean_rouge_l(shown, written)) < 1e-12
@@ -146,6 +147,8 @@ def test_unknown_keys_and_values_are_refused():
     assert "There is no folder" in refusal(vision.workload, {"data": "/nowhere"})
     assert "choose 'scratch' or 'pretrained'" in refusal(summarization.workload, {"start": "warm"})
     assert "that of model 'small'" in refusal(summarization.workload, {"start": "pretrained", "model": "tiny"})
+    assert "beams of the summarization workload is 0: give 1" in refusal(summarization.workload, {"beams": 0})
+    assert "dropout of the summarization workload is 1.5" in refusal(summarization.workload, {"dropout": 1.5})
     assert "choose 'networkx'" in refusal(summarization.workload, {"library": "numpy"})
 
 

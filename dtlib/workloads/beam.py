@@ -6,7 +6,7 @@ from torch import Tensor
 from dtlib.workloads import text
 
 BATCH = 32  # articles at a time
-LENGTH_POWER = 0.8  # of a summary's length, by which its log-probability is divided: 0 favours short ones
+LENGTH_POWER = 1.6  # of a summary's length, by which its log-probability is divided: 0 favours short ones
 
 
 def summarize(model, data, articles: list[str], beams: int = 4) -> list[str]:

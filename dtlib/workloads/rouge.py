@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from functools import cache
 
-from dtlib.workloads.stories import Story
+from dtlib.workloads.stories import Story, spread
 
 
 @cache
@@ -36,7 +36,7 @@ def lead(article: str) -> str:
 
 def best_constant(train: list[Story], samples: int = 300, words: int = 12) -> str:
     """One text for all articles: as long as it helps, the word is added to it that helps most."""
-    sample = train[:: -(-len(train) // samples)]
+    sample = spread(train, samples)
     common = Counter(word for story in train for word in story.summary.lower().split()).most_common(30)
     text, best = [], 0.0
     for _ in range(words):

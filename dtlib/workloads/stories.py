@@ -75,6 +75,11 @@ def _embedded() -> dict[str, list[Story]]:
     return found
 
 
+def spread(found: list[Story], count: int) -> list[Story]:
+    """At most ``count`` of them, at equal distances; 0 for all."""
+    return found[:: max(1, len(found) // count)][:count] if count else found
+
+
 def read_folder(folder: str) -> tuple[list[Story], list[Story], list[Broken]]:
     """Stories to train on, stories to test with, and what was left out.
 

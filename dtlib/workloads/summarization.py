@@ -79,20 +79,31 @@ def workload(config: dict) -> Workload:
         config: ``model``, one of ``PRESETS``; ``data``, a folder with stories, or None for those that come with dtlib;
             ``library``, ``"networkx"`` for the library that the checkpoint has not seen; ``start``, ``"scratch"`` or
             ``"pretrained"`` for that checkpoint; ``vocabulary``, tokens at most; ``article_tokens``,
-            ``summary_tokens``, where texts are cut off; ``dropout``; ``test_articles``, how many are evaluated, 0 for
-            all; ``beams``, 1 for greedy decoding; ``seed``.
+            ``summary_tokens``, where texts are cut off; ``dropout``; ``test_articles``, how many are evaluated, spread
+            over all, 0 for all; ``beams``, 1 for greedy decoding; ``seed``.
 
     Raises:
         DtlibError: for an unknown key or preset, and for a folder without good stories.
     """
     config = settings(config, DEFAULTS, "summarization")
     preset = chosen(PRESETS, config["model"], "summarization")
+    for key, least in (
+        ("vocabulary", 50),
+        ("article_tokens", 1),
+        ("summary_tokens", 2),
+        ("test_articles", 0),
+        ("beams", 1),
+    ):
+        if config[key] < least:
+            raise DtlibError(f"{key} of the summarization workload is {config[key]}: give {least} or more.")
+    if not 0 <= config["dropout"] < 1:
+        raise DtlibError(f"dropout of the summarization workload is {config['dropout']}: give 0 or more, below 1.")
     pretrained = _pretrained(config)
     train, test = _stories(config)
     if config["vocabulary"] == VOCABULARY and (pretrained or config["data"] is None):
         tokenizer = text.load_tokenizer(TOKENIZER)
     else:
-        sample = train[:: -(-len(train) // CORPUS_SAMPLE)]
+        sample = stories.spread(train, CORPUS_SAMPLE)
         tokenizer = text.train_tokenizer((each for s in sample for each in s[1:]), config["vocabulary"])
     sizes = config["article_tokens"], config["summary_tokens"]
     train, test = Summaries(train, tokenizer, *sizes), Summaries(test, tokenizer, *sizes)
@@ -153,7 +164,7 @@ def load_checkpoint(model) -> None:
 
 def evaluate(model, comm, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
     """``rouge_l`` of the model's summaries and ``lead_rouge_l`` of the articles' first sentences, means of F."""
-    mine = data.stories[: articles or None][comm.rank :: comm.size]
+    mine = stories.spread(data.stories, articles)[comm.rank :: comm.size]
     written = summarize(model, data, [story.article for story in mine], beams)
     scores = [rouge_l(story.summary, guess) for story, guess in zip(mine, written, strict=True)]
     leads = [rouge_l(story.summary, lead(story.article)) for story in mine]

@@ -136,4 +136,4 @@ def confusion(model, data: Images, comm) -> Tensor:
 def evaluate(model, data: Images, comm) -> dict:
     """``accuracy``: the fraction of the images that the model gets right."""
     table = confusion(model, data, comm)
-    return {"accuracy": (table.trace() / table.sum()).item()}
+    return {"accuracy": table.trace().item() / table.sum().item()}
