@@ -311,7 +311,7 @@ try:
 except dtlib.DtlibError as sentence:
     assert "16" in str(sentence)
     if world.rank == 0:
-        print(type(sentence).__name__, "names run.gpus and how many there are.")
+        print("Refused: it names run.gpus, and how many there are.")
 
 # %% [markdown] tags=["half-day"]
 # ## Which one for what?
