@@ -57,7 +57,12 @@ def engine(model, config: dict, optimizer, parameters, scheduler):
     theirs = {"gradient_clipping": 0.0, "steps_per_print": 10**9}
     theirs |= {key: value for key, value in config.items() if key not in OURS}
     pipeline = {k: v for k, v in config.get("pipeline", {}).items() if k not in ("schedule", "stages")}
-    made = library().initialize(
+    deepspeed = library()
+    if not is_pipeline(model):
+        from deepspeed.utils import groups
+
+        groups.mpu = None  # the grid of an earlier pipeline, which it would take for that of this model
+    made = deepspeed.initialize(
         model=model, optimizer=optimizer, model_parameters=parameters, lr_scheduler=scheduler,
         config={**theirs, **({"pipeline": pipeline} if pipeline else {}), **FOR_ITS_OPTIMIZERS},
     )  # fmt: skip

@@ -61,13 +61,13 @@ def train_on_this_rank(options) -> int:
 
 
 def _check_can_be_written(path, comm) -> None:
-    from dtlib.checkpoint.folder import together
+    from dtlib.training.run import agreed
 
     def check():
         if comm.rank == 0 and not Path(path).absolute().parent.is_dir():
             raise DtlibError(f"{path} cannot be written, as its folder is not there: make it first.")
 
-    together(comm, check)
+    agreed(comm, check)
 
 
 def _all_say(problem: DtlibError, ending) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dtlib.checkpoint import pointed_to
-from dtlib.checkpoint.folder import together
+from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.errors import DtlibError
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress
@@ -87,7 +87,7 @@ def train(
         raise DtlibError(f"runtime is {runtime!r}: choose one of {', '.join(RUNTIMES)}.")
     if resume and save is None:
         raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
-    work, run, settings = together(comm, lambda: _read(workload, config, comm, stage, steps))
+    work, run, settings = agreed(comm, lambda: _read(workload, config, comm, stage, steps))
     return _Training(work, run, settings, runtime, comm, world, save, resume, log).result()
 
 
@@ -97,7 +97,7 @@ class _Training:
     def __init__(self, work, run, settings, runtime, comm, world, save, resume, log):
         self.work, self.run, self.runtime, self.comm, self.save = work, run, runtime, comm, save
         first = comm.rank == 0 and log
-        self.log = together(comm, lambda: _appended(log) if first else nullcontext())
+        self.log = agreed(comm, lambda: _appended(log) if first else nullcontext())
         self.stages = settings.get("pipeline", {}).get("stages") or 1
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
         model = work.model
@@ -181,6 +181,14 @@ class _Training:
                 buffer.copy_(self.buffers[name])
         self.engine.gather(model)
         return model.float()
+
+
+def agreed(comm, work):
+    """``work()`` on every rank; what is refused on one of them is refused on all, in its words."""
+    try:
+        return together(comm, work)
+    except CheckpointError as problem:
+        raise DtlibError(str(problem)) from problem.__cause__
 
 
 def _appended(log):

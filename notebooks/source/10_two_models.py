@@ -15,7 +15,7 @@
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 import json
 
 from dtlib.lab.lessons.l10 import figures
@@ -23,11 +23,12 @@ from dtlib.training.run import CONFIGS
 
 # %% tags=["two-hours", "half-day"]
 # %%px
+from tempfile import mkdtemp
 
-import dtlib as deepspeed
 import dtlib
+import dtlib as deepspeed
 import torch
-from dtlib.training.run import CONFIGS, train
+from dtlib.training.run import train
 from torch import nn
 
 world = dtlib.init()
@@ -40,19 +41,19 @@ comm = world.comm
 # says. The file lies in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same
 # as the cells below.
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 vision = json.loads((CONFIGS / "vision.json").read_text())
 print(json.dumps(vision, indent=1))
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # The net is that of the tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
 #
 # **Predict.** Which fraction of 357 digits that it has never seen does it get right, after thirty passes?
 
-# %% tags=["two-hours", "half-day", "stub"]
+# %% tags=["half-day", "stub"]
 lab.predict("accuracy-on-digits", None)
 
-# %% tags=["two-hours", "half-day", "solution"]
+# %% tags=["half-day", "solution"]
 lab.predict("accuracy-on-digits", 0.97)
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -190,7 +191,7 @@ seconds = {name: median(some) for name, some in times.items()}
 seconds = lab.values("seconds")[0]
 lab.table([(name, f"{1e3 * one:.2f}") for name, one in seconds.items()], ("", "ms a step"))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown] tags=["two-hours", "half-day"]
 # An honest box: two cores, a small model, one machine, messages in shared memory. What differs here is what each spends
 # on a *small* message and on bookkeeping. On GPUs, with large models, the three move the same bytes through the same
 # NCCL, and then the sentence is nearly true. `python -m benchmarks training` measures it with intervals.
@@ -310,9 +311,9 @@ try:
 except dtlib.DtlibError as sentence:
     assert "16" in str(sentence)
     if world.rank == 0:
-        print(type(sentence).__name__, "names run.gpus and how many there are.")
+        print("Refused: it names run.gpus, and how many there are.")
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # ## Which one for what?
 #
 # | you have | take |
