@@ -177,4 +177,4 @@ class Run:
         if found := BY_NODE.search(said):
             return f"Node {found[1]} does not answer any more: it is down, or cut off from the network."
         last = next((line for line in reversed(said.splitlines()) if line.strip(" -")), "it said nothing")
-        return f"mpiexec ended with status {self.status}: {last}"
+        return f"mpiexec ended with status {self.status}: {last.rstrip('.')}."
