@@ -1,7 +1,7 @@
 """The figures of lesson 01, each with its text, and what the lecture says of claims about distributed training."""
 
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
-from dtlib.lab.drawing import MARKERS, shown, subplots, units
+from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
 
 KINDS = {
@@ -11,6 +11,7 @@ KINDS = {
     "tensor": "cut within each layer",
 }
 LAYERS = 4
+BELOW = ("MT-NLG", "LLaMA 65B")  # whose names stand below their points, as there are others above
 
 
 @shown
@@ -21,12 +22,19 @@ def growth(published: dict, claimed: dict, ylabel: str):
     years, values = zip(*published.values(), strict=True)
     axes.scatter(years, values, color=RANK_COLOURS[0], zorder=3, label="published")
     for name, (year, value) in published.items():
-        axes.annotate(name, (year, value), (-6, 4), textcoords="offset points", ha="right")
+        below = name in BELOW
+        style = {
+            "textcoords": "offset points",
+            "ha": "center" if below else "right",
+            "va": "top" if below else "bottom",
+        }
+        axes.annotate(name, (year, value), (0, -7) if below else (-6, 2), **style)
     for number, (name, line) in enumerate(claimed.items(), 1):
         axes.plot(list(line), list(line.values()), "--", color=RANK_COLOURS[number], label=f"as claimed: {name}")
     axes.set(yscale="log", ylabel=ylabel, xlim=(min(years) - 2.2, max(years) + 0.5))
     axes.set_ylim(min(values) / 5, max(values) * 50)
-    units(axes.yaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("+", ""))
+    axes.yaxis.minorticks_off()
     axes.legend(loc="upper left")
     rows = sorted((f"{year:.0f}", name, f"{value:.2g}") for name, (year, value) in published.items())
     return figure, f"{ylabel} against years: published models, and what is claimed.", Table(rows, ("", "model", ylabel))
@@ -34,30 +42,34 @@ def growth(published: dict, claimed: dict, ylabel: str):
 
 @shown
 def kinds(ranks: int = 4):
-    """What each rank holds and computes: a row a layer, a column a slice of its weights, a colour a rank."""
-    figure, axes = subplots(1, len(KINDS), height=3.4)
-    rows = []
-    for place, (name, words) in zip(axes, KINDS.items(), strict=True):
-        for layer in range(LAYERS):
-            for column in range(ranks):
-                rank = layer if name == "pipeline" else column
-                place.add_patch(_cell(column, layer, rank, whole=name == "data"))
-        for rank in range(ranks):
-            at = (-0.7, rank + 0.5) if name == "pipeline" else (rank + 0.5, LAYERS + 0.45)
-            place.text(*at, str(rank), ha="center", va="center")
-        place.set(xlim=(-1.1, ranks + 0.1), ylim=(LAYERS + 0.9, -0.1), aspect="equal", title=name.replace(" (", "\n("))
-        place.axis("off")
-        rows.append((name, words))
-    alt = f"Four squares, a row a layer, a colour for each of {ranks} ranks: the kinds of parallelism."
-    return figure, alt, Table(rows, ("kind", "what is cut"))
-
-
-def _cell(column, layer, rank, whole):
+    """What each rank holds: a row a layer, a colour a rank; with data parallelism there are as many whole models."""
     from matplotlib.patches import Rectangle
 
-    # A copy of the whole model stands in each column: it has a gap on both sides.
-    width = 0.8 if whole else 0.97
-    return Rectangle((column + (1 - width) / 2, layer + 0.02), width, 0.96, facecolor=rank_colour(rank))
+    figure, axes = subplots(1, len(KINDS), height=2.9)
+    for place, name in zip(axes, KINDS, strict=True):
+        for rank in range(ranks):
+            for x, y, width, height in _cells(name, rank, ranks):
+                hatch = "///" if name.startswith("sharded") else ""
+                place.add_patch(Rectangle((x, y), width, height, fc=rank_colour(rank), ec="white", lw=2, hatch=hatch))
+            at = (-0.5, rank + 0.5) if name == "pipeline" else (rank + 0.5, LAYERS + 0.4)
+            if name != "data":
+                place.text(*at, str(rank), ha="center", va="center")
+        place.set(xlim=(-0.8, ranks + 0.1), ylim=(LAYERS + 0.8, -0.1), aspect="equal", title=name.replace(" (", "\n("))
+        place.axis("off")
+    alt = f"Four squares, a row a layer, a colour for each of {ranks} ranks: the kinds of parallelism."
+    return figure, alt, Table(list(KINDS.items()), ("kind", "what is cut"))
+
+
+def _cells(name: str, rank: int, ranks: int):
+    """(x, y, width, height) of what a rank holds, in a square of ``ranks`` by ``LAYERS``."""
+    for layer in range(LAYERS):
+        if name == "data":  # a model of its own, two in a row
+            half = LAYERS / 2 - 0.1
+            yield ranks / 2 * (rank % 2), (half + 0.2) * (rank // 2) + half / LAYERS * layer, half, half / LAYERS
+        elif name != "pipeline":
+            yield rank, layer, 1, 1
+        elif layer == rank:
+            yield 0, layer, ranks, 1
 
 
 @shown
