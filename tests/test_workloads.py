@@ -245,6 +245,7 @@ def test_beams_find_what_the_likeliest_token_misses():
     greedy, wide = (beam.search(Table(), source, beams, 5) for beams in (1, 2))
     assert greedy[0].tolist()[:2] == [4, 4] and wide[:, :2].tolist() == [[5, text.END]] * 2
     assert (wide[:, 2:] == text.PAD).all()
+    assert greedy[0].tolist() == [4, 4, 4, text.END], "4, 4, 4 would stand there a second time"
 
 
 def test_each_summary_counts_alike_and_padding_nothing():

@@ -41,6 +41,8 @@ def search(model, source: Tensor, beams: int, longest: int) -> Tensor:
     never = torch.tensor([text.PAD, text.BEGIN, text.UNKNOWN], device=source.device)
     for _ in range(longest):
         steps = following(prefix).index_fill(2, never, -torch.inf)
+        if prefix.shape[2] > 3:
+            steps = _without_repetition(steps, prefix)
         vocabulary = steps.shape[2]
         ended = (prefix[..., -1:] == text.END) | (prefix[..., -1:] == text.PAD)
         only_padding = torch.full_like(steps, -torch.inf).index_fill(2, never[:1], 0.0)
@@ -51,6 +53,13 @@ def search(model, source: Tensor, beams: int, longest: int) -> Tensor:
             break
     lengths = (prefix != text.PAD).sum(2)
     return prefix[rows[:, 0], (scores / lengths**LENGTH_POWER).argmax(1), 1:]
+
+
+def _without_repetition(steps: Tensor, prefix: Tensor) -> Tensor:
+    """No three tokens a second time: what followed the last two before is ruled out. R. Paulus et al., 2017."""
+    before = (prefix[..., :-2] == prefix[..., -2:-1]) & (prefix[..., 1:-1] == prefix[..., -1:])
+    ruled_out = torch.where(before, -torch.inf, torch.inf).to(steps.dtype)
+    return steps.scatter_reduce(2, prefix[..., 2:], ruled_out, "amin")
 
 
 def _following(model, source: Tensor):
