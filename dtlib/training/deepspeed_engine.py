@@ -125,6 +125,10 @@ class DeepSpeedEngine(Engine):
         everyone, tied = init().comm, {"remove_duplicate": False}
         tensors = [*self.module.named_parameters(**tied), *self.module.named_buffers(**tied)]
         own = {f"layers.{name}": tensor.detach() for name, tensor in tensors}
+        for i, spec in enumerate(self.module._layer_specs):  # tied layers are called by their key
+            for name, tensor in tensors:
+                if name.startswith(place := f"tied_modules.{getattr(spec, 'key', None)}."):
+                    own[f"layers.{i}.{name.removeprefix(place)}"] = tensor.detach()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 owners = everyone.all_gather_object(name in own)
