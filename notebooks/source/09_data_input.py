@@ -246,7 +246,7 @@ comm.barrier()
 reader = open_samples(shards)
 mine = Loader(reader, 1, world.rank, world.size, prefetch=0)
 with dtlib.trace() as trace:
-    measure(mine, EmulatedAccelerator(0.008, world.rank), comm=comm)
+    measure(mine, EmulatedAccelerator(0.008, world.rank))
 
 # %% tags=["nbval-ignore-output"]
 lab.pictures.timeline("trace")
@@ -334,12 +334,12 @@ _, alone = au_on(1, 0.0) or (0, 0)
 comm.barrier()
 au = {}
 for ranks in (1, 2, 3, 4):
-    au[ranks] = (au_on(ranks, 0.008) or [0])[0]
+    au[ranks] = (au_on(ranks, 0.016) or [0])[0]
     comm.barrier()
 
 # %% tags=["nbval-ignore-output"]
 read = lab.values("alone")[0]
-model = {ranks: utilisation.modelled(0.008, read, ranks) for ranks in (1, 2, 4, 8, 16, 32, 64)}
+model = {ranks: utilisation.modelled(0.016, read, ranks) for ranks in (1, 2, 4, 8, 16, 32, 64)}
 figures.against_ranks(lab.values("au")[0], model)
 
 # %% [markdown]
