@@ -13,7 +13,6 @@ and one that has a record of another length can be told apart.
 
 import io
 import json
-import os
 import tarfile
 from collections.abc import Iterable
 from itertools import islice
@@ -32,7 +31,6 @@ def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, ro
     """Write ``records`` (arrays of no dimension, or anything of ``dtype.itemsize`` bytes) as ``form``; the folder.
 
     ``per_shard``: samples in a shard, a tar file or a Parquet file. ``row_group``: rows that Parquet reads together.
-    All of it reaches the disk before this returns, so that the system's cache can be emptied of it.
 
     Raises:
         DtlibError: for a form that there is not, a folder that has samples already, or a record of another length.
@@ -60,8 +58,6 @@ def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, ro
         first += counts[name]
     index = {"format": form, "dtype": np.lib.format.dtype_to_descr(dtype), "counts": counts, "row_group": row_group}
     (folder / INDEX).write_text(json.dumps(index))
-    if hasattr(os, "sync"):
-        os.sync()
     return folder
 
 

@@ -13,16 +13,22 @@ from pathlib import Path
 def drop(folder) -> float | None:
     """Empty the cache of a folder's files, and return the fraction of their bytes that is cached all the same.
 
-    0.0: it is empty. None: this system lets nobody do it, or look; then a measurement has to say so. Files whose
-    bytes are not on the disk yet stay cached.
+    0.0: it is empty. None: this system lets nobody do it, or look; then a measurement has to say so.
     """
     if not hasattr(os, "posix_fadvise"):
         return None
+    _forget(folder)
+    if cached(folder):
+        os.sync()  # bytes that are not on the disk yet cannot be forgotten
+        _forget(folder)
+    return cached(folder)
+
+
+def _forget(folder) -> None:
     for path in _files(folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    return cached(folder)
 
 
 def cached(folder) -> float | None:
