@@ -92,9 +92,9 @@ def _train(train, comm, case: str, rank=None, death=0, ahead=()) -> dict:
         if len(steps) > 3 * STEPS:
             raise Endless
         steps.append(step)
-        if rest := vars(dying).get("rest"):
-            if len(set(rest.all_gather_object(step))) > 1:
-                raise Apart
+        rest = vars(dying).get("rest")
+        if rest is not None and len(set(rest.all_gather_object(step))) > 1:
+            raise Apart
         dying.at = step
         return batch_of(step)
 
