@@ -2,7 +2,7 @@
 
 from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l11b.simulated_death import Died, Dying, Endless
+from dtlib.lab.lessons.l11b.simulated_death import Apart, Died, Dying, Endless
 from dtlib.recovery.shrink import failure_of_a_rank
 
 STEPS = 6
@@ -60,7 +60,11 @@ def flat(model) -> list:
 def observe(train, comm):
     """For each of ``DEATHS`` that this number of ranks allows, and for a mistake: what became of this rank."""
     fits = {name: plan for name, plan in DEATHS.items() if comm.size > 1 + bool(plan[2])}
-    seen = [_train(train, comm, name, *plan) for name, plan in fits.items()]
+    seen = []
+    for name, plan in fits.items():
+        seen.append(_train(train, comm, name, *plan))
+        if any(comm.all_gather_object(seen[-1]["end"] == "Apart")):
+            return seen  # before they wait for one another
     return [*seen, _train(train, comm, MISTAKE)] if fits else []
 
 
@@ -88,6 +92,9 @@ def _train(train, comm, case: str, rank=None, death=0, ahead=()) -> dict:
         if len(steps) > 3 * STEPS:
             raise Endless
         steps.append(step)
+        rest = vars(dying).get("rest")
+        if rest is not None and len(set(rest.all_gather_object(step))) > 1:
+            raise Apart
         dying.at = step
         return batch_of(step)
 
@@ -95,7 +102,7 @@ def _train(train, comm, case: str, rank=None, death=0, ahead=()) -> dict:
         train(dying, model, optimizer, batch, STEPS)
         if dying._failed and not vars(dying).get("shrunk"):
             came["end"] = "left"
-    except (Died, Endless, _Mistake) as end:
+    except (Apart, Died, Endless, _Mistake) as end:
         came["end"] = type(end).__name__
     except Exception as error:
         if failure_of_a_rank(error):

@@ -16,6 +16,10 @@ class Died(BaseException):
     """Ends this rank's part: nothing in an answer should catch it."""
 
 
+class Apart(BaseException):
+    """Ranks go on with different steps."""
+
+
 class Endless(BaseException):
     """An answer that goes on for ever."""
 
@@ -81,4 +85,5 @@ def shrunk(comm: Dying) -> Dying:
     if comm._shrinks == MOST_SHRINKS:
         raise Endless
     comm.shrunk = True
-    return Dying(comm._comm.split(0), shrinks=comm._shrinks + 1)
+    comm.rest = comm._comm.split(0)
+    return Dying(comm.rest, shrinks=comm._shrinks + 1)
