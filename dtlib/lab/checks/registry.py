@@ -34,6 +34,8 @@ HOMES = {
     "row-mend": "dtlib.lab.lessons.l08.judge_layers",
     "mlp-build": "dtlib.lab.lessons.l08.judge_layers",
     "step-build": "dtlib.lab.lessons.l08.judge_replicator",
+    "efficiency-mend": "dtlib.lab.lessons.l11.judge_scaling",
+    "step-model-build": "dtlib.lab.lessons.l11.judge_scaling",
 }
 
 
