@@ -9,6 +9,7 @@ import pytest
 import dtlib
 from dtlib.comm.selection import KNOWN
 from dtlib.theory import collectives as theory
+from dtlib.theory import scaling
 from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
 from tests.ranks import on_ranks
 
@@ -241,3 +242,18 @@ def test_what_is_no_stage_or_scheme_is_refused():
         zero_bytes(10, 2, 4)
     with pytest.raises(ValueError, match="no scheme 'lion'; there are sgd, "):
         zero_bytes(10, 2, 1, "lion")
+
+
+def test_scaling():
+    """By hand, and what the three laws must have in common."""
+    assert scaling.amdahl(0.1, 4) == pytest.approx(1 / (0.1 + 0.9 / 4)) and scaling.amdahl(0.1, 10**9) < 10
+    assert scaling.gustafson(0.1, 4) == pytest.approx(0.1 + 0.9 * 4)
+    for serial in (0.0, 0.3, 1.0):
+        assert scaling.amdahl(serial, 1) == scaling.gustafson(serial, 1) == 1
+    fraction = scaling.serial_fraction(0.9, 512)
+    assert scaling.amdahl(fraction, 512) == pytest.approx(0.9 * 512)
+    # 1,024 ranks, 4 MB, 5 us, 25 GB/s: 20 latencies, and twice the bytes.
+    seconds, name = scaling.fastest_all_reduce(1024, 4e6, 5e-6, 25e9)
+    assert name == "rabenseifner" and seconds == pytest.approx(20 * 5e-6 + 2 * 4e6 * 1023 / 1024 / 25e9)
+    assert scaling.step(1024, 1.0, 4e6, 5e-6, 25e9, hidden=1.0) == 1.0 == scaling.step(1, 1.0, 4e6, 5e-6, 25e9)
+    assert scaling.step(1024, 1.0, 4e6, 5e-6, 25e9, hidden=seconds / 2) == pytest.approx(1 + seconds / 2)

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 
@@ -60,6 +61,25 @@ def test_a_world_under_torchrun(tmp_path, group):
         assert f"rank {rank} of 2 on" in ran.stdout
     assert ran.stdout.count(": 3") == 2
     assert "Traceback" not in ran.stderr and "destroy_process_group" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_world_under_the_launcher_of_deepspeed(tmp_path):
+    """It has names of its own for the ranks of a node and for the node; here they are set without it."""
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "CROSS_RANK": 0,
+            "CROSS_SIZE": 1, "OMP_NUM_THREADS": 1}  # fmt: skip
+    ranks = []
+    for rank in range(2):
+        env = {**os.environ, **{name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}}
+        command = [sys.executable, str(script)]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert said[0][0].count(": 3") == 2
 
 
 SLOW = [(1, "ours"), (2, "ours"), (3, "mine"), (4, "ours")]

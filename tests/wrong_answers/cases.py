@@ -20,6 +20,7 @@ from tests.wrong_answers import (
     pipelines_wrong,
     recovery_wrong,
     replicator_wrong,
+    scaling_wrong,
     sizes_wrong,
     start_wrong,
     tensor_wrong,
@@ -32,7 +33,7 @@ from tests.wrong_answers import (
 LESSONS = (
     pi_wrong, collectives_wrong, data_parallel_wrong, buckets_wrong, byte_golf_wrong, large_batches_wrong, zero_wrong,
     zero2_wrong, zero3_wrong, pipelines_wrong, clock_wrong, one_f_one_b_wrong, tensor_wrong, mlp_wrong,
-    replicator_wrong, recovery_wrong,
+    replicator_wrong, recovery_wrong, scaling_wrong,
 )  # fmt: skip
 
 

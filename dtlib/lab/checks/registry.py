@@ -43,6 +43,8 @@ HOMES = {
     "wrap-a-model": "dtlib.lab.lessons.l10.judge_runs",
     "resume-mend": "dtlib.lab.lessons.l11b.judge_recovery",
     "shrink-build": "dtlib.lab.lessons.l11b.judge_recovery",
+    "efficiency-mend": "dtlib.lab.lessons.l11.judge_scaling",
+    "step-model-build": "dtlib.lab.lessons.l11.judge_scaling",
 }
 
 

@@ -1,0 +1,95 @@
+"""The figures of lesson 11, each with its text. What is measured is solid and filled, a model dashed and hollow."""
+
+import runpy
+import subprocess
+
+from dtlib.lab.colours import RANK_COLOURS
+from dtlib.lab.pictures import _MARKERS, _print_table
+
+
+def started(script: str, ranks: int) -> str:
+    """What a program prints that mpiexec starts on ``ranks`` ranks."""
+    from dtlib.world.launch import start_ranks
+
+    with start_ranks([script], ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        return running.communicate(timeout=60)[0].strip()
+
+
+def job_script(name: str, program: list[str]) -> str:
+    """A batch script of this workshop, filled in with its site.toml."""
+    from dtlib.lab.engines import workshop
+
+    render = runpy.run_path(str(workshop.folder() / "cluster_profiles" / "render.py"))["render"]
+    return render(name, program)
+
+
+def scaling(strong: dict, weak: dict, cores: int) -> None:
+    """Efficiency of the same work on more ranks, and of more work on more ranks; both map ranks to seconds."""
+    import matplotlib.pyplot as plt
+
+    found = {
+        "strong: the same work": {n: strong[1] / (n * seconds) for n, seconds in strong.items()},
+        "weak: as much work a rank": {n: weak[1] / seconds for n, seconds in weak.items()},
+    }
+    _, axes = plt.subplots(figsize=(7, 4))
+    for number, (name, points) in enumerate(found.items()):
+        style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number]}
+        axes.plot(list(points), [100 * value for value in points.values()], label=name, **style)
+    axes.axvline(cores, color="grey", linestyle=":", label=f"{cores} cores")
+    axes.set(xlabel="ranks", ylabel="efficiency in %", xticks=list(strong), ylim=(0, 115))
+    axes.legend()
+    plt.show()
+    rows = [
+        (n, f"{strong[n]:.3f}", f"{strong[1] / n / strong[n]:.0%}", f"{weak[n]:.3f}", f"{weak[1] / weak[n]:.0%}")
+        for n in strong
+    ]
+    _print_table(rows, ("ranks", "strong: s", "efficiency", "weak: s", "efficiency"))
+
+
+def beyond(measured: dict, model, most: int, title: str) -> None:
+    """Speed-up: measured on a few ranks (``measured`` maps them to seconds), and by ``model(ranks)`` up to ``most``."""
+    import matplotlib.pyplot as plt
+
+    gains = {n: measured[1] / seconds for n, seconds in measured.items()}
+    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    _, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(powers, powers, color="grey", linestyle=":", label="as many times as ranks")
+    _modelled(axes, powers, [model(n) for n in powers], 1, "model")
+    axes.plot(list(gains), list(gains.values()), color=RANK_COLOURS[0], marker="o", markersize=8, label="measured")
+    _powers_of_two(axes, powers)
+    axes.set(yscale="log", xlabel="ranks", ylabel="speed-up", title=title, ylim=(0.8, 1.5 * max(model(most), 4)))
+    axes.legend()
+    plt.show()
+    print(title)
+    rows = [(n, f"{gains[n]:.2f}" if n in gains else "", f"{model(n):.2f}") for n in sorted({*powers, *gains})]
+    _print_table(rows, ("ranks", "measured", "model"))
+
+
+def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool = False) -> None:
+    """Curves of a model alone: dashed and hollow. ``series`` maps a name to a dict of ranks and values."""
+    import matplotlib.pyplot as plt
+
+    powers = list(next(iter(series.values())))
+    _, axes = plt.subplots(figsize=(7, 4))
+    for number, (name, points) in enumerate(series.items()):
+        _modelled(axes, powers, list(points.values()), number, f"{name} (model)")
+    _powers_of_two(axes, powers)
+    axes.set(xlabel="ranks", ylabel=ylabel, title=title, yscale="log" if log else "linear")
+    if not log:
+        axes.set_ylim(0, None)
+    axes.legend()
+    plt.show()
+    print(title)
+    rows = [(n, *(format(points[n], form) for points in series.values())) for n in powers]
+    _print_table(rows, ("ranks", *series))
+
+
+def _modelled(axes, xs, ys, number: int, name: str) -> None:
+    style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number], "linestyle": "--", "markerfacecolor": "white"}
+    axes.plot(xs, ys, label=name, **style)
+
+
+def _powers_of_two(axes, powers) -> None:
+    shown = powers[:: 1 + len(powers) // 7]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [str(n) for n in shown])

@@ -1,0 +1,312 @@
+# %% [markdown]
+# # 11 Beyond one machine
+#
+# Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what lies
+# beyond it, and learn to read what is published about hundreds of GPUs.
+#
+# **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Until when, and what
+# stops it? What does "90 % on 512 GPUs" say?
+#
+# **Afterwards you can** start one script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use Amdahl's
+# law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
+#
+# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb). No
+# cluster: what cannot be measured here is a model, and drawn dashed.
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+import csv
+from pathlib import Path
+
+from dtlib.lab.lessons.l11 import figures
+from dtlib.theory import collectives, scaling
+from dtlib.world.machine import usable_cores
+
+# %%
+# %%px
+import time
+
+import dtlib
+import torch
+from dtlib import pi
+
+world = dtlib.init()
+comm = world.comm
+
+# %% [markdown]
+# ## The same cell
+#
+# Who are these ranks, and where?
+
+# %% tags=["nbval-ignore-output"]
+# %%px
+print(f"rank {world.rank} of {world.size} on node {world.node} of {world.nodes}: number {world.local_rank} there")
+
+# %% [markdown]
+# On your laptop there is one node. In a Slurm job of two nodes the same notebook says `node 1 of 2` on half of the ranks, as
+# `lab.engines()` looks for a job around it and takes all of its nodes; nothing else changes. What a program may *not*
+# assume any more:
+#
+# - a file that one rank writes is there on the others (only if the folder is shared);
+# - `localhost` is where the others are; a port that is free here is free there;
+# - rank 5 has GPU 5: a rank takes its GPU by `local_rank`, its number on the node.
+#
+# ## One script, started in many ways
+#
+# Twelve lines in plain mpi4py:
+
+# %%
+script = Path("..") / "pi_mpi4py.py"
+print(script.read_text())
+
+# %%
+print(figures.started(str(script), ranks=2))
+
+# %% [markdown]
+# `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a *batch
+# script* says what you need and what to run, and the scheduler runs it when nodes are free.
+
+# %%
+print(figures.job_script("slurm", ["pi_mpi4py.py"]))
+
+# %% [markdown]
+# Lines with `#SBATCH` are the request; below is what runs, on the first node. mpiexec asks Slurm for the other nodes. What
+# differs between sites stands in one short file, `cluster_profiles/site.toml`. The page beside it shows the same program
+# under PBS, ssh, torchrun and DeepSpeed's launcher.
+#
+# **Discuss.** torchrun starts processes, but no MPI. What would `pi_mpi4py.py` print under `torchrun --nproc-per-node 2`?
+#
+# ## Strong and weak scaling
+#
+# There are two ways to add ranks. *Strong scaling*: the work stays, each rank has less; ideal is a time N times as short.
+# *Weak scaling*: each rank has as much as before; ideal is the same time. **Predict**, without a number: beyond the cores of this
+# machine, what happens to either?
+
+# %%
+# %%px
+def seconds_on(k, points):
+    """The first k ranks count points together while the others nap: the fastest of three."""
+    team = comm.split(0 if comm.rank < k else 1)
+    runs = []
+    for _ in range(3):
+        comm.barrier()
+        began = time.perf_counter()
+        if comm.rank < k:
+            pi.count_on_ranks(points, team)
+        took = time.perf_counter() - began if comm.rank < k else 0.0
+        runs.append(max(comm.all_gather_object(took)))
+    return min(runs)
+
+
+pi.count_compiled(0, 1)  # compiling is not counting
+strong = {k: seconds_on(k, 10**9) for k in (1, 2, 3, 4)}
+weak = {k: seconds_on(k, k * 5 * 10**8) for k in (1, 2, 3, 4)}
+
+# %% tags=["nbval-ignore-output"]
+strong, weak = lab.values("strong")[0], lab.values("weak")[0]
+figures.scaling(strong, weak, usable_cores())
+assert strong[4] < 2 * strong[1]
+
+# %% [markdown]
+# Up to the dotted line this measures ranks; to the right of it ranks share cores, and it measures the machine. A plot of scaling
+# without the number of cores in it is worth nothing.
+#
+# ## Amdahl's law
+#
+# Some work is not divided: reading the input, what rank 0 prints, a step that all wait for. Let it be a fraction *s* of the
+# time on one rank. On N ranks s stays and the rest becomes N times shorter:
+#
+# $$\text{speed-up} = \frac{1}{s + (1 - s) / N}$$
+#
+# **Predict.** A tenth is serial. What is the speed-up on 4 ranks, and at most, with any number of ranks?
+
+# %% tags=["stub"]
+lab.predict("amdahl", {"4 ranks": None, "any number": None})
+
+# %% tags=["solution"]
+lab.predict("amdahl", {"4 ranks": 3.08, "any number": 10})
+
+# %% [markdown]
+# Measured on an *emulated* accelerator: it sleeps where it would compute, so four of them fit on two cores.
+
+# %%
+# %%px
+SERIAL, DIVIDED = 0.03, 0.27  # seconds
+
+
+def emulated_job(k):
+    """A tenth on rank 0 while the others wait; then k ranks share the rest."""
+    runs = []
+    for _ in range(3):
+        comm.barrier()
+        began = time.perf_counter()
+        if comm.rank == 0:
+            time.sleep(SERIAL)
+        comm.broadcast(torch.zeros(1))
+        if comm.rank < k:
+            time.sleep(DIVIDED / k)
+        comm.barrier()
+        runs.append(max(comm.all_gather_object(time.perf_counter() - began)))
+    return min(runs)
+
+
+emulated = {k: emulated_job(k) for k in (1, 2, 3, 4)}
+
+# %% tags=["nbval-ignore-output"]
+emulated = lab.values("emulated")[0]
+figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, "A tenth is serial (EMULATED); dashed: Amdahl")
+assert 2.5 < emulated[1] / emulated[4] < 3.2
+
+# %% [markdown]
+# Filled marks were measured, hollow ones computed. From 64 ranks on nearly all ranks wait for one.
+#
+# Why then are there clusters? Because one does not run the same job on them, but a larger one (J. L. Gustafson, 1988): the
+# serial tenth stays as long as it was while the rest grows. That is weak scaling, and training does it: more GPUs, larger batches
+# ([05](05_large_batches.ipynb) says until when).
+#
+# ## A training step, modelled
+#
+# In data parallelism nothing is serial, but every step ends with an all-reduce. A model of 25 million parameters has 100 MB of
+# gradients; let a rank compute for 0.2 s on its batch, a message take 5 µs, and the network move 12.5 GB/s. Weak: each rank
+# keeps its batch. Strong: the batch is divided, and with it the 0.2 s.
+
+# %%
+NETWORK = {"count": 100e6, "latency": 5e-6, "bandwidth": 12.5e9}
+ranks = [2**power for power in range(13)]
+weak_model = {n: 0.2 / scaling.step(n, 0.2, **NETWORK) for n in ranks}
+strong_model = {n: scaling.step(1, 0.2, **NETWORK) / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
+
+# %%
+figures.modelled({"weak": weak_model, "strong": strong_model}, "efficiency", "A step of data parallelism")
+
+# %% [markdown]
+# Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling hardly
+# ends: the ring's bytes are the same for 8 ranks and for 4,096. In this model nothing ever fails, and nobody is late: real curves
+# lie below.
+#
+# **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does it help
+# more, and up to which number of ranks?
+#
+# ## What 90 % on 512 GPUs means
+#
+# Horovod's authors published one figure that everybody quotes:
+
+# %%
+with open(Path("..") / ".." / "data" / "horovod_scaling.csv") as file:
+    published = next(csv.DictReader(file))
+print(f"{published['model']} on {published['gpus']} GPUs: {published['scaling_efficiency_pct']} %")
+print(published["source"])
+
+# %% [markdown]
+# **Predict.** How many times as many images a second is that, against one GPU?
+
+# %% tags=["stub"]
+lab.predict("times-of-512", None)
+
+# %% tags=["solution"]
+lab.predict("times-of-512", 461)
+
+# %%
+gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"]) / 100
+times = share * gpus
+print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work is lost")
+print(f"a step takes {1 / share - 1:.0%} longer than alone")
+print(f"were it strong scaling, the serial fraction would be {scaling.serial_fraction(share, gpus):.3%}")
+
+# %% [markdown]
+# It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say how soon
+# the network is trained (lesson 05), nor how fast one GPU is: whoever makes the program on one GPU slower gets a better
+# efficiency. It depends on the model: few parameters and much computing, as in Inception V3, is the easy case. Here is our model
+# for 512 ranks, with more and more parameters for the same computing:
+
+# %%
+for million in (25, 140, 700, 3500):
+    seconds = scaling.step(512, 0.2, 4e6 * million, 5e-6, 12.5e9)
+    print(f"{million:5} million parameters: efficiency {0.2 / seconds:4.0%} by the model, nothing hidden")
+
+# %% [markdown]
+# **Three questions for any such figure:** strong or weak? Efficiency against which base, one GPU or one node? What is
+# the time to a result?
+#
+# ## Why a ring of 1,024 is slow for small messages
+#
+# The ring sends the fewest bytes, which made it famous. But it is a queue: a chunk visits all ranks, one after the other, twice.
+# **Predict.** How many rounds has an all-reduce of 1,024 ranks as a ring, and with Rabenseifner's algorithm, which halves the
+# array with a partner log2 N times and then doubles it again?
+
+# %% tags=["stub"]
+lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
+
+# %% tags=["solution"]
+lab.predict("rounds-of-1024", {"ring": 2046, "rabenseifner": 20})
+
+# %% [markdown]
+# On four ranks the trace counts what a rank sends:
+
+# %%
+# %%px
+sent = {}
+for algorithm in ("ring", "rabenseifner"):
+    with dtlib.trace() as trace:
+        comm.all_reduce(torch.ones(1024), algorithm=algorithm)
+    sent[algorithm] = trace.sent()
+if comm.rank == 0:
+    for algorithm, (messages, count) in sent.items():
+        print(f"{algorithm}: {messages} messages, {count} bytes")
+
+# %% [markdown]
+# The same bytes in fewer messages. And on many ranks, by the model of lesson 03 (5 µs, 25 GB/s):
+
+# %%
+def milliseconds(algorithm, count):
+    sizes = [2**power for power in range(1, 13)]
+    return {n: 1e3 * collectives.cost("all_reduce", algorithm, n, count, 5e-6, 25e9) for n in sizes}
+
+
+names = {"ring": "ring", "doubling": "recursive_doubling", "Rabenseifner": "rabenseifner"}
+small = {name: milliseconds(algorithm, 4e6) for name, algorithm in names.items()}
+figures.modelled(small, "ms", "All-reduce of 4 MB", form=".2f", log=True)
+
+# %% tags=["nbval-ignore-output"]
+large = {name: milliseconds(algorithm, 4e9) for name, algorithm in names.items()}
+figures.modelled(large, "ms", "All-reduce of 4 GB", form=".0f", log=True)
+
+# %% [markdown]
+# At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and 25 times as long as Rabenseifner's. At 4 GB the two are one. So a
+# library has several, and chooses: dtlib in `dtlib/comm/selection.py`, NCCL between ring and tree. Fewer, larger messages
+# help all of them: that is why gradients travel in buckets.
+#
+# A network between machines also tends to have fast and slow hops: then one reduces inside each machine first, and
+# between machines with one rank of each.
+#
+# ## Your first job: a checklist
+#
+# 1. It runs on the laptop on 2 ranks, from the command line, without a notebook.
+# 2. It takes its GPU by `local_rank`, and its data from a shared folder, not from your home over a slow link.
+# 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit, whatever they do.
+# 4. Ask for one node and five minutes first; look at the output; then two nodes.
+# 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
+#    that, most programs do not.
+# 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
+# 7. Compare one step on 1 node and on 2. Below 80 %? More nodes will not mend it.
+# 8. Ask for as many cores as ranks and their data loaders need; threads of ranks must not fight (`OMP_NUM_THREADS`).
+# 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`): nodes cost money.
+# 10. Nothing listens beyond its machine that need not; keys stay yours: `dtlib doctor` says who can be reached.
+#
+# ## Summary
+#
+# - The same cells and the same script run on a laptop and on a cluster; what differs is who starts the ranks.
+# - Strong scaling: the same work, and Amdahl's limit. Weak scaling: work that grows, and batches with it.
+# - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
+# - Latency times rounds makes rings slow on many ranks; halving and doubling has the ring's bytes in 2 log2 N rounds.
+#
+# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, mend a table, and build a model of a step.
+#
+# ## References
+#
+# - G. M. Amdahl: Validity of the single processor approach to achieving large scale computing capabilities. AFIPS, 1967.
+# - J. L. Gustafson: Reevaluating Amdahl's law. CACM 31(5), 1988.
+# - A. Sergeev, M. Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799, 2018.
+# - R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH. IJHPCA 19(1), 2005.

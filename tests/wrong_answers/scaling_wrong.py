@@ -1,0 +1,119 @@
+"""Plausible wrong answers to lesson 11, and the mistake that the check must recognise in each."""
+
+import math
+
+# mend: efficiency(seconds, kind)
+
+
+def as_it_was(seconds, kind):
+    """The planted bug: it knows one kind of scaling, and one rank to begin with."""
+    return {n: seconds[min(seconds)] / (n * took) for n, took in seconds.items()}
+
+
+def counts_from_one(seconds, kind):
+    first = min(seconds)
+    return {n: seconds[first] / took / (n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def one_kind(seconds, kind):
+    first = min(seconds)
+    return {n: first * seconds[first] / (n * took) for n, took in seconds.items()}
+
+
+def the_other_kind(seconds, kind):
+    return {n: seconds[min(seconds)] / took for n, took in seconds.items()}
+
+
+def speed_ups(seconds, kind):
+    first = min(seconds)
+    return {n: seconds[first] / took * (n / first if kind == "weak" else 1) for n, took in seconds.items()}
+
+
+def in_percent(seconds, kind):
+    first = min(seconds)
+    return {n: 100 * seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def trusts_the_order(seconds, kind):
+    first = next(iter(seconds))
+    return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def a_list(seconds, kind):
+    first = min(seconds)
+    return [seconds[first] / took for took in seconds.values()]
+
+
+# build: step_seconds(ranks, compute, count, latency, bandwidth)
+
+
+def ring(n, count, a, b):
+    return 2 * (n - 1) * (a + count / n / b)
+
+
+def doubling(n, count, a, b):
+    return math.log2(n) * (a + count / b)
+
+
+def halving(n, count, a, b):
+    return 2 * math.log2(n) * a + 2 * (n - 1) / n * count / b
+
+
+def cheapest(*network):
+    return min(ring(*network), doubling(*network), halving(*network))
+
+
+def always_the_ring(ranks, compute, count, latency, bandwidth):
+    return compute + ring(ranks, count, latency, bandwidth)
+
+
+def always_doubling(ranks, compute, count, latency, bandwidth):
+    return compute + doubling(ranks, count, latency, bandwidth)
+
+
+def two_of_three(ranks, compute, count, latency, bandwidth):
+    return compute + min(ring(ranks, count, latency, bandwidth), doubling(ranks, count, latency, bandwidth))
+
+
+def bandwidth_alone(ranks, compute, count, latency, bandwidth):
+    return compute + cheapest(ranks, count, 0.0, bandwidth)
+
+
+def hides_it(ranks, compute, count, latency, bandwidth):
+    return max(compute, cheapest(ranks, count, latency, bandwidth))
+
+
+def communication_alone(ranks, compute, count, latency, bandwidth):
+    return cheapest(ranks, count, latency, bandwidth) if ranks > 1 else compute
+
+
+def whole_arrays(ranks, compute, count, latency, bandwidth):
+    return compute + 2 * (ranks - 1) * (latency + count / bandwidth)
+
+
+def a_message_to_oneself(ranks, compute, count, latency, bandwidth):
+    return compute + latency + cheapest(ranks, count, latency, bandwidth)
+
+
+WRONG = {
+    "efficiency-mend": {
+        as_it_was: "strong-for-weak",
+        counts_from_one: "one-rank-base",
+        one_kind: "strong-for-weak",
+        the_other_kind: "weak-for-strong",
+        speed_ups: "speed-up",
+        in_percent: "percent",
+        trusts_the_order: "first-key",
+        a_list: "type",
+    },
+    "step-model-build": {
+        always_the_ring: "always-ring",
+        always_doubling: "always-recursive-doubling",
+        two_of_three: "without-halving",
+        bandwidth_alone: "no-latency",
+        hides_it: "overlapped",
+        communication_alone: "no-compute",
+        whole_arrays: "whole-array",
+        a_message_to_oneself: "one-rank",
+    },
+}
