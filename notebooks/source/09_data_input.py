@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from tabulate import tabulate
 
 from dtlib.lab.lessons.l09 import figures
 from dtlib.storage import Cached, Loader, StorageError, loader, mlperf, open_samples, order
@@ -66,8 +65,7 @@ rows = [
      f"{w.bytes_a_second / 1e9:.4f}") for w in mlperf.published(TABLE)
 ]
 headers = ("model", "accelerator", "format", "bytes a sample", "batch", "s a step", "GB/s")
-print("MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storage; GB/s derived")
-print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+lab.table(rows, headers, "MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storage; GB/s derived")
 
 # %% [markdown]
 # **Question the number.** One of these rows was not measured. UNet3D on a B200 has 0.162 s a step, and its file says where
@@ -135,7 +133,7 @@ rows = [
      f"{c.randomness:.0%}") for form, c in counted.items()
 ]
 headers = ("format", "opens", "reads", "bytes", "reads that jump")
-print(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+lab.table(rows, headers)
 
 # %% [markdown]
 # A file a sample never jumps *in* a file: its randomness is in the opens. Opening is a request to a *metadata server* on a

@@ -4,7 +4,8 @@ import runpy
 import subprocess
 
 from dtlib.lab.colours import RANK_COLOURS
-from dtlib.lab.pictures import _MARKERS, _print_table
+from dtlib.lab.drawing import MARKERS, shown, subplots
+from dtlib.lab.tables import Table
 
 
 def started(script: str, ranks: int) -> str:
@@ -23,54 +24,50 @@ def job_script(name: str, program: list[str]) -> str:
     return render(name, program)
 
 
-def scaling(strong: dict, weak: dict, cores: int) -> None:
+@shown
+def scaling(strong: dict, weak: dict, cores: int):
     """Efficiency of the same work on more ranks, and of more work on more ranks; both map ranks to seconds."""
-    import matplotlib.pyplot as plt
-
     found = {
         "strong: the same work": {n: strong[1] / (n * seconds) for n, seconds in strong.items()},
         "weak: as much work a rank": {n: weak[1] / seconds for n, seconds in weak.items()},
     }
-    _, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(found.items()):
-        style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number]}
+        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(points), [100 * value for value in points.values()], label=name, **style)
     axes.axvline(cores, color="grey", linestyle=":", label=f"{cores} cores")
     axes.set(xlabel="ranks", ylabel="efficiency in %", xticks=list(strong), ylim=(0, 115))
     axes.legend()
-    plt.show()
     rows = [
         (n, f"{strong[n]:.3f}", f"{strong[1] / n / strong[n]:.0%}", f"{weak[n]:.3f}", f"{weak[1] / weak[n]:.0%}")
         for n in strong
     ]
-    _print_table(rows, ("ranks", "strong: s", "efficiency", "weak: s", "efficiency"))
+    alt = f"Efficiency against ranks, of the same work and of as much work a rank, on a computer with {cores} cores."
+    return figure, alt, Table(rows, ("ranks", "strong: s", "efficiency", "weak: s", "efficiency"))
 
 
-def beyond(measured: dict, model, most: int, title: str) -> None:
+@shown
+def beyond(measured: dict, model, most: int, title: str):
     """Speed-up: measured on a few ranks (``measured`` maps them to seconds), and by ``model(ranks)`` up to ``most``."""
-    import matplotlib.pyplot as plt
-
     gains = {n: measured[1] / seconds for n, seconds in measured.items()}
     powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    _, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = subplots(height=4)
     axes.plot(powers, powers, color="grey", linestyle=":", label="as many times as ranks")
     _modelled(axes, powers, [model(n) for n in powers], 1, "model")
     axes.plot(list(gains), list(gains.values()), color=RANK_COLOURS[0], marker="o", markersize=8, label="measured")
     _powers_of_two(axes, powers)
     axes.set(yscale="log", xlabel="ranks", ylabel="speed-up", title=title, ylim=(0.8, 1.5 * max(model(most), 4)))
     axes.legend()
-    plt.show()
-    print(title)
     rows = [(n, f"{gains[n]:.2f}" if n in gains else "", f"{model(n):.2f}") for n in sorted({*powers, *gains})]
-    _print_table(rows, ("ranks", "measured", "model"))
+    alt = f"{title}: speed-up against ranks, measured on {', '.join(map(str, gains))}, beyond them a dashed model."
+    return figure, alt, Table(rows, ("ranks", "measured", "model"), title)
 
 
-def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool = False) -> None:
+@shown
+def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool = False):
     """Curves of a model alone: dashed and hollow. ``series`` maps a name to a dict of ranks and values."""
-    import matplotlib.pyplot as plt
-
     powers = list(next(iter(series.values())))
-    _, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
         _modelled(axes, powers, list(points.values()), number, f"{name} (model)")
     _powers_of_two(axes, powers)
@@ -78,18 +75,17 @@ def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool
     if not log:
         axes.set_ylim(0, None)
     axes.legend()
-    plt.show()
-    print(title)
     rows = [(n, *(format(points[n], form) for points in series.values())) for n in powers]
-    _print_table(rows, ("ranks", *series))
+    alt = f"{title}: {ylabel} against ranks, by a model, a dashed line each for {', '.join(series)}."
+    return figure, alt, Table(rows, ("ranks", *series), title)
 
 
 def _modelled(axes, xs, ys, number: int, name: str) -> None:
-    style = {"color": RANK_COLOURS[number], "marker": _MARKERS[number], "linestyle": "--", "markerfacecolor": "white"}
+    style = {"color": RANK_COLOURS[number], "marker": MARKERS[number], "linestyle": "--", "markerfacecolor": "white"}
     axes.plot(xs, ys, label=name, **style)
 
 
 def _powers_of_two(axes, powers) -> None:
-    shown = powers[:: 1 + len(powers) // 7]
+    labelled = powers[:: 1 + len(powers) // 7]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [str(n) for n in shown])
+    axes.set_xticks(labelled, [f"{n:,}" for n in labelled])

@@ -14,6 +14,7 @@ from pathlib import Path
 from dtlib.errors import DtlibError
 from dtlib.lab.lessons.l11b import figures
 from dtlib.lab.lessons.l11b.training import alone
+from dtlib.lab.tables import Table
 from dtlib.recovery import Run, supervise
 
 STEPS, SECONDS = 60, 0.05  # EMULATED computing of a rank in a step
@@ -87,8 +88,7 @@ class FaultLab:
             ipywidgets.Button(description=f"kill rank {rank}", disabled=True, button_style="danger")
             for rank in range(ranks)
         ]
-        self.sentences, self.picture, self.table = ipywidgets.HTML(), ipywidgets.Image(format="png"), ipywidgets.HTML()
-        self.picture.layout.max_width = "100%"
+        self.sentences, self.picture, self.table = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self.start_button.on_click(lambda _: self.start())
         for rank, button in enumerate(self.kill_buttons):
             button.on_click(lambda _, rank=rank: self.kill(rank))
@@ -135,10 +135,8 @@ class FaultLab:
         self.sentences.value = "".join(f"<div style='font-size:16px'>{html.escape(each)}</div>" for each in self._said)
 
     def _draw(self) -> None:
-        from tabulate import tabulate
-
-        self.picture.value = figures.png(figures.draw(self.histories, self.undisturbed))
-        self.table.value = tabulate(figures.times(self.histories), figures.HEADERS, "html", disable_numparse=True)
+        self.picture.value = figures.picture(self.histories, self.undisturbed)._repr_html_()
+        self.table.value = Table(figures.times(self.histories), figures.HEADERS)._repr_html_()
 
 
 def fault_lab(ranks: int = 4) -> None:

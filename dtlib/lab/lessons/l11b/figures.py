@@ -1,8 +1,8 @@
 """The figures of lesson 11b: what a training did before and after a rank died, and how long it took to go on."""
 
-import io
-
 from dtlib.lab.colours import RANK_COLOURS
+from dtlib.lab.drawing import STYLE, Picture, subplots
+from dtlib.lab.tables import Table
 
 NAMES = {
     "checkpoint": "start all again from the checkpoint",
@@ -10,7 +10,6 @@ NAMES = {
     "shrink": "shrink and go on",
 }
 _MARKERS = {"checkpoint": "s", "memory": "^", "shrink": "o"}
-FONT = {"font.size": 12}
 
 
 def steps_of(events: list[dict]) -> list[dict]:
@@ -22,12 +21,10 @@ def draw(histories: dict, undisturbed: list[float]):
 
     ``histories`` maps a recovery (a key of ``NAMES``) to the events of its runs, in order.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
+    from matplotlib import rc_context
 
-    with matplotlib.rc_context(FONT):
-        figure = Figure(figsize=(11, 3.9), layout="constrained")
-        by_step, by_time = figure.subplots(1, 2)
+    with rc_context(STYLE):
+        figure, (by_step, by_time) = subplots(2, 1, height=5.6)
         by_step.plot(range(1, len(undisturbed) + 1), undisturbed, color="black", lw=6, alpha=0.2, label="undisturbed")
         for lane, (by, events) in enumerate(histories.items()):
             steps, colour = steps_of(events), RANK_COLOURS[lane]
@@ -40,18 +37,12 @@ def draw(histories: dict, undisturbed: list[float]):
                     by_time.plot(event["at"] - began, lane, marker="X", color="black", markersize=10)
                     by_time.text(event["at"] - began, lane - 0.2, f"rank {event['rank']}", ha="center")
         by_step.set(xlabel="step", ylabel="loss", ylim=(0, None), xlim=(0, len(undisturbed) + 1))
-        by_step.legend(frameon=False, fontsize=11)
+        by_step.legend(frameon=False)
         by_time.set(xlabel="seconds; a cross: a rank dies", ylim=(2.6, -0.6))
         by_time.set_yticks(
             range(len(histories)), [NAMES[by].replace(" from", "\nfrom").replace(" and", "\nand") for by in histories]
         )
     return figure
-
-
-def png(figure) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=100)
-    return file.getvalue()
 
 
 def times(histories: dict) -> list[tuple]:
@@ -70,11 +61,17 @@ def times(histories: dict) -> list[tuple]:
 HEADERS = ("recovery", "seconds from the kill to the next good step", "ranks", "steps done twice")
 
 
-def compare(histories: dict, undisturbed: list[float]) -> None:
-    """The figure, and its table."""
-    from IPython.display import Image, display
-    from tabulate import tabulate
+def picture(histories: dict, undisturbed: list[float]) -> Picture:
+    """The figure, with its table as text."""
+    from matplotlib import rc_context
 
     alt = f"Losses against steps, and steps against seconds, for each of: {', '.join(NAMES[by] for by in histories)}."
-    display(Image(png(draw(histories, undisturbed)), alt=alt))
-    print(tabulate(times(histories), HEADERS, disable_numparse=True))
+    with rc_context(STYLE):
+        return Picture(draw(histories, undisturbed), alt, Table(times(histories), HEADERS))
+
+
+def compare(histories: dict, undisturbed: list[float]) -> None:
+    """Show the figure, and its table."""
+    from IPython.display import display
+
+    display(picture(histories, undisturbed), Table(times(histories), HEADERS))
