@@ -42,7 +42,8 @@ comm = world.comm
 
 # %% tags=["nbval-ignore-output"]
 # %%px
-print(f"rank {world.rank} of {world.size} on node {world.node} of {world.nodes}: number {world.local_rank} there")
+place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
+print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
 # On your laptop there is one node. In a Slurm job of two nodes the same notebook says `node 1 of 2` on half of the ranks, as
@@ -156,7 +157,8 @@ emulated = {k: emulated_job(k) for k in (1, 2, 3, 4)}
 
 # %% tags=["nbval-ignore-output"]
 emulated = lab.values("emulated")[0]
-figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, "A tenth is serial (EMULATED); dashed: Amdahl")
+title = "A tenth is serial (EMULATED); dashed: Amdahl"
+figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, title)
 assert 2.5 < emulated[1] / emulated[4] < 3.2
 
 # %% [markdown]
@@ -176,7 +178,7 @@ assert 2.5 < emulated[1] / emulated[4] < 3.2
 NETWORK = {"count": 100e6, "latency": 5e-6, "bandwidth": 12.5e9}
 ranks = [2**power for power in range(13)]
 weak_model = {n: 0.2 / scaling.step(n, 0.2, **NETWORK) for n in ranks}
-strong_model = {n: scaling.step(1, 0.2, **NETWORK) / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
+strong_model = {n: 0.2 / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
 
 # %%
 figures.modelled({"weak": weak_model, "strong": strong_model}, "efficiency", "A step of data parallelism")
