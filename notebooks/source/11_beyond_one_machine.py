@@ -181,7 +181,8 @@ weak_model = {n: 0.2 / scaling.step(n, 0.2, **NETWORK) for n in ranks}
 strong_model = {n: 0.2 / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
 
 # %%
-figures.modelled({"weak": weak_model, "strong": strong_model}, "efficiency", "A step of data parallelism")
+both = {"weak": weak_model, "strong": strong_model}
+figures.modelled(both, "efficiency", "A step of data parallelism")
 
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling hardly
