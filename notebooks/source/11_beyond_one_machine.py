@@ -227,7 +227,7 @@ print(f"were it strong scaling, the serial fraction would be {scaling.serial_fra
 # %%
 for million in (25, 140, 700, 3500):
     seconds = scaling.step(512, 0.2, 4e6 * million, 5e-6, 12.5e9)
-    print(f"{million:5} million parameters: efficiency {0.2 / seconds:4.0%} (model, nothing hidden)")
+    print(f"{million:5} million parameters: {0.2 / seconds:4.0%} by the model, nothing hidden")
 
 # %% [markdown]
 # **Three questions for any such figure:** strong or weak? Efficiency against which base, one GPU or one node? What is
