@@ -216,7 +216,8 @@ gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"])
 times = share * gpus
 print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work is lost")
 print(f"a step takes {1 / share - 1:.0%} longer than alone")
-print(f"were it strong scaling, the serial fraction would be {scaling.serial_fraction(share, gpus):.3%}")
+serial = scaling.serial_fraction(share, gpus)
+print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
 # It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say how soon
