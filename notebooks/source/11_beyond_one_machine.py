@@ -42,7 +42,8 @@ comm = world.comm
 
 # %% tags=["nbval-ignore-output"]
 # %%px
-print(f"rank {world.rank} of {world.size} on node {world.node} of {world.nodes}: number {world.local_rank} there")
+place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
+print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
 # On your laptop there is one node. In a Slurm job of two nodes the same notebook says `node 1 of 2` on half of the ranks, as
@@ -156,7 +157,8 @@ emulated = {k: emulated_job(k) for k in (1, 2, 3, 4)}
 
 # %% tags=["nbval-ignore-output"]
 emulated = lab.values("emulated")[0]
-figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, "A tenth is serial (EMULATED); dashed: Amdahl")
+title = "A tenth is serial (EMULATED); dashed: Amdahl"
+figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, title)
 assert 2.5 < emulated[1] / emulated[4] < 3.2
 
 # %% [markdown]
@@ -176,10 +178,11 @@ assert 2.5 < emulated[1] / emulated[4] < 3.2
 NETWORK = {"count": 100e6, "latency": 5e-6, "bandwidth": 12.5e9}
 ranks = [2**power for power in range(13)]
 weak_model = {n: 0.2 / scaling.step(n, 0.2, **NETWORK) for n in ranks}
-strong_model = {n: scaling.step(1, 0.2, **NETWORK) / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
+strong_model = {n: 0.2 / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
 
 # %%
-figures.modelled({"weak": weak_model, "strong": strong_model}, "efficiency", "A step of data parallelism")
+both = {"weak": weak_model, "strong": strong_model}
+figures.modelled(both, "efficiency", "A step of data parallelism")
 
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling hardly
@@ -213,7 +216,8 @@ gpus, share = int(published["gpus"]), float(published["scaling_efficiency_pct"])
 times = share * gpus
 print(f"{times:.0f} times one GPU; {(1 - share) * gpus:.0f} GPUs' worth of work is lost")
 print(f"a step takes {1 / share - 1:.0%} longer than alone")
-print(f"were it strong scaling, the serial fraction would be {scaling.serial_fraction(share, gpus):.3%}")
+serial = scaling.serial_fraction(share, gpus)
+print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
 # It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say how soon
@@ -224,7 +228,7 @@ print(f"were it strong scaling, the serial fraction would be {scaling.serial_fra
 # %%
 for million in (25, 140, 700, 3500):
     seconds = scaling.step(512, 0.2, 4e6 * million, 5e-6, 12.5e9)
-    print(f"{million:5} million parameters: efficiency {0.2 / seconds:4.0%} by the model, nothing hidden")
+    print(f"{million:5} million parameters: {0.2 / seconds:4.0%} by the model, nothing hidden")
 
 # %% [markdown]
 # **Three questions for any such figure:** strong or weak? Efficiency against which base, one GPU or one node? What is

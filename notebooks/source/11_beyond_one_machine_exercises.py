@@ -53,7 +53,7 @@ def efficiency(seconds, kind):
 # %%px
 def efficiency(seconds, kind):
     first = min(seconds)
-    ideal = {n: first / n if kind == "strong" else 1 for n in seconds}  # times as long as on the first
+    ideal = {n: first / n if kind == "strong" else 1 for n in seconds}
     return {n: seconds[first] * ideal[n] / took for n, took in seconds.items()}
 
 # %%
