@@ -109,7 +109,9 @@ def test_right_answers_pass(world):
     answers |= {"build_step": replicator_wrong.step_right}
     answers |= {"shard_gradients": shards_right, "ShardedAdam": zero_wrong.Right, "OnDemand": zero3_wrong.RightLayer}
     answers |= {"fit": FIT}
-    for exercise in EXERCISES:
+    for exercise in HOMES:
+        if HOMES[exercise] > "dtlib.lab.lessons.l09":  # later lessons have tests of their own
+            continue
         verdict = judge_on_this_rank(exercise, answers)
         assert verdict.passed, verdict.text()
     assert judge_on_this_rank("pi-streams", {"count_my_points": count_right_with_own_kernel}).passed
