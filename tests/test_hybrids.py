@@ -130,7 +130,11 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
     for model, settings, words in (
         (untied, config(3), "stage is 3, and a pipeline has cut the parameters already"),
         (tied, config(1), "stage is 1, and tied layers of a pipeline need whole gradients"),
-        (untied, config(0, "1b1f"), "pipeline.schedule is '1b1f': choose one of gpipe, 1f1b, zero_bubble_h1"),
+        (
+            untied,
+            config(0, "1b1f"),
+            "pipeline.schedule is '1b1f': with runtime='dtlib' choose gpipe or 1f1b or zero_bubble_h1",
+        ),
         (untied, config(0, fp16={"enabled": True}), "use bf16"),
     ):
         with pytest.raises(DtlibError, match=words):
