@@ -133,7 +133,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(world):
         (
             untied,
             config(0, "1b1f"),
-            "pipeline.schedule is '1b1f': with runtime='dtlib' choose gpipe or 1f1b or zero_bubble_h1",
+            "pipeline.schedule is '1b1f': with runtime='dtlib' choose gpipe or 1f1b",
         ),
         (untied, config(0, fp16={"enabled": True}), "use bf16"),
     ):
