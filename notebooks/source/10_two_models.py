@@ -91,8 +91,8 @@ for one in of_stage.values():
     assert apart < 1e-4
 
 # %% tags=["half-day", "nbval-ignore-output"]
-of_stage = lab.values("of_stage")[0]
-figures.runs({f"stage {stage}": one for stage, one in of_stage.items()})
+stages = lab.values("of_stage")[0]
+figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 
 # %% [markdown] tags=["half-day"]
 # The loss does not move, the bars do. And the time? On two cores the messages of stage 3 are what one sees of it.
