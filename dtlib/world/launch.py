@@ -126,6 +126,8 @@ def rank_environment(ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cores() // here)),
         # torch's large tensors in large pages, as numpy's are: messages are then copied in half the time.
         "THP_MEM_ALLOC_ENABLE": "1",
+        # What torch's C++ warns of (a flag of DDP that was not needed) would come from every rank, past Python.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return {
         **{name: os.environ.get(name, value) for name, value in wanted.items()},

@@ -76,13 +76,13 @@ lab.table(rows, ("model", "6 x parameters x tokens", "published operations"))
 # larger every year. We draw them **as claimed**, from the first model in each series, beside what was published.
 
 # %%
-compute = {
-    row["model"]: (
-        float(row["year"]),
-        float(row["training_flops"] or 6e18 * float(row["parameters_billion"]) * float(row["tokens_billion"])),
-    )
-    for row in models if row["training_flops"] or row["tokens_billion"]
-}
+compute = {}
+for row in models:
+    if row["tokens_billion"]:
+        rule = 6 * 1e9 * float(row["parameters_billion"]) * 1e9 * float(row["tokens_billion"])
+        compute[row["model"]] = float(row["year"]), rule
+    elif row["training_flops"]:
+        compute[row["model"]] = float(row["year"]), float(row["training_flops"])
 doubling = {2012.75 + months / 12: 5.0e17 * 2 ** (months / 3.5) for months in range(0, 145, 12)}
 figures.growth(compute, {"doubling every 3.5 months": doubling}, "operations of the training run")
 

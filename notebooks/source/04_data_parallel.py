@@ -289,7 +289,7 @@ hvd.init()  # 1. which rank am I?
 # 2. On GPUs, one for each process: torch.cuda.set_device(hvd.local_rank())
 torch.manual_seed(0)
 train_set = TensorDataset(*digits.load()[0])
-# 3. Each rank has its own images. (With shuffle=True, call sampler.set_epoch(epoch) in the loop.)
+# 3. Each rank has its own images. (If it shuffles: sampler.set_epoch(epoch) in the loop.)
 sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), shuffle=False)
 loader = DataLoader(train_set, batch_size, sampler=sampler)
 

@@ -157,7 +157,7 @@ small = mlperf.named(TABLE, "bert", "v100").scaled(
     samples=3840, record_bytes=2500, batch=48, compute_seconds=0.006)
 workloads = {"large samples": large, "small samples": small}
 for name, work in workloads.items():
-    print(f"{name}: {work.name}, {work.bytes_a_second / 1e6:,.0f} MB/s. {work.scale}")
+    print(f"{name}: {work.name}, {work.bytes_a_second / 1e6:,.0f} MB/s", work.scale, sep="\n    ")
     for form in ("files", "shards", "tar"):
         where, per_shard = folder / name / form, work.samples // 4
         write(where, work.records(), work.dtype, form, per_shard)

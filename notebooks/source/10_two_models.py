@@ -274,7 +274,8 @@ for batch, classes in train_loader:
     losses.append(loss.item())
 assert len(batch) == 64 // world.size and losses[-1] < losses[0]
 if world.rank == 0:
-    print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {engine.zero_optimization_stage()}")
+    stage = engine.zero_optimization_stage()
+    print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage}")
 
 # %% [markdown] tags=["half-day"]
 # Another one cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline has some

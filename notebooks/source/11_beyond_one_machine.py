@@ -60,7 +60,7 @@ print(f"rank {world.rank} of {world.size} on {place}")
 
 # %%
 script = Path("..") / "pi_mpi4py.py"
-print(script.read_text())
+lab.read(script)
 
 # %%
 print(figures.started(str(script), ranks=2))

@@ -16,7 +16,6 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %%
-import inspect
 
 from dtlib.lab.lessons.l11b import fault_lab, figures
 from dtlib.lab.lessons.l11b.training import alone
@@ -59,7 +58,7 @@ histories = {"checkpoint": of_checkpoint}
 # The sentence comes from outside of the job: `mpiexec` tells which rank ended on which signal. The core of it:
 
 # %%
-print(inspect.getsource(restart.train_and_save))
+lab.read(restart.train_and_save)
 
 # %% [markdown]
 # This way works for every strategy, and on any number of ranks: `dtlib.checkpoint` saves shards with full names. Most of
@@ -89,15 +88,14 @@ of_shrink = fault_lab.run("shrink")
 histories["shrink"] = of_shrink
 
 # %%
-print(inspect.getsource(shrink.train_and_shrink))
-print(inspect.getsource(shrink.shrunk))
+lab.read(shrink.train_and_shrink, shrink.shrunk)
 
 # %% [markdown]
 # Two things make it so short. The *batch belongs to the step*, not to a rank: each takes its slice of it, and with three
 # ranks the slices are larger. And a *step is done as a whole or not at all*: an error comes before anything has changed.
 
 # %%
-print(inspect.getsource(replica.Replica.step))
+lab.read(replica.Replica.step)
 
 # %% [markdown]
 # `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard yet*. Known open bugs: `Agree`
@@ -114,7 +112,7 @@ of_memory = fault_lab.run("memory")
 histories["memory"] = of_memory
 
 # %%
-print(inspect.getsource(memory_commit.train_and_commit))
+lab.read(memory_commit.train_and_commit)
 
 # %% [markdown]
 # ## Side by side
@@ -132,7 +130,8 @@ def furthest_off(events):
     return max(abs(e["loss"] - undisturbed[e["step"] - 1]) for e in figures.steps_of(events))
 
 for name, events in histories.items():
-    print(f"{figures.NAMES[name]:36} {'equal to 1e-9' if furthest_off(events) < 1e-9 else 'not equal'}")
+    said = "equal to 1e-9" if furthest_off(events) < 1e-9 else "not equal"
+    print(f"{figures.NAMES[name]:36} {said}")
     assert furthest_off(events) < 1e-9
 
 # %% [markdown]
@@ -190,7 +189,7 @@ if world.rank == 0:
 # sends along a flag, in a place of its own:
 
 # %%
-print(inspect.getsource(signs.Signs.of_this_rank))
+lab.read(signs.Signs.of_this_rank)
 
 # %% tags=["nbval-ignore-output"]
 nan = {"kind": "nan", "rank": 1, "step": 12, "at": "nan"}

@@ -45,11 +45,10 @@ lab.predict("slices-of-three", {0: 16, 1: 16, 2: 16})
 # `shrunk(comm)` gives the one of those who live; all of them have to call it. Which errors say that a rank has died:
 
 # %%
-import inspect
-
 from dtlib.recovery.shrink import failure_of_a_rank
 
-print(inspect.getsource(failure_of_a_rank))
+# %%
+lab.read(failure_of_a_rank)
 
 # %%
 # %%px

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.lab.drawing import show_widget
 from dtlib.lab.lessons.l11b import figures
 from dtlib.lab.lessons.l11b.training import alone
 from dtlib.lab.tables import Table
@@ -141,6 +142,4 @@ class FaultLab:
 
 def fault_lab(ranks: int = 4) -> None:
     """Show it: choose a recovery, start, and kill."""
-    from IPython.display import display
-
-    display(FaultLab(ranks).box)
+    show_widget(FaultLab(ranks).box, "A choice of recovery, Start, a button that kills each rank, and the curves.")
