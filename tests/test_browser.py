@@ -223,10 +223,9 @@ def test_lesson_00_cell_by_cell(page, address):
     text = "\n".join(page.locator(".jp-Notebook .jp-OutputArea-output").all_text_contents())
     assert re.search(r"rank 0 \| I am rank 0 of 4\nrank 1 \| I am rank 1 of 4", text)
     assert "You predicted 28, and it came out as 28: right." in text
-    for rank in range(4):
-        assert f"rank {rank} | tensor(6)" in text  # the reduced sum, on every rank
     assert "Passed: first-sum." in text
-    assert len(re.findall(r"rank \d \| tensor\(6\)", text)) == 8  # once more, after the hang and dtlib.reset()
+    # The reduced sum, on every rank; and once more, after the hang and dtlib.reset().
+    assert len(re.findall(r"ranks 0 to 3 \| tensor\(6\)", text)) == 2
     assert re.search(r"rank 0 \| pi = 3\.14\d+, give or take 0\.0005", text)
     assert page.locator(".jp-Notebook .jp-OutputArea-output img").count() == 1  # the darts
 
@@ -245,7 +244,7 @@ def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
     Cell(page, 0).wait()
     Cell(page, 1).wait()
     panel = page.locator("#jp-right-stack")
-    assert "idle" in panel.inner_text()
+    panel.locator("text=idle").first.wait_for(timeout=20_000)
     waiting = Cell(page, 2)
     panel.locator("text=waits for rank 2 (barrier)").first.wait_for(timeout=20_000)
     picture(page, "panel")
@@ -286,7 +285,7 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     assert "step 3" not in other.locator(".jp-Notebook").inner_text(), "the page has lost it"
     other.locator(".jp-Notebook .jp-Cell").nth(2).locator(".cm-content").click()
     shown = Cell(other, 2).wait()
-    assert "rank 0 | step 3\n" in shown and shown.index("rank 0 | step 3") < shown.index("rank 1 | step 0"), shown
+    assert "ranks 0 to 1 | step 0" in shown and "ranks 0 to 1 | step 3" in shown, shown
     picture(other, "last")
 
 
