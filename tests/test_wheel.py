@@ -146,7 +146,7 @@ def test_the_book_needs_no_network_and_its_links_lead_somewhere(tmp_path):
     broken = [
         f"{page.name}: {link}"
         for page in pages for link in re.findall(r'(?:href|src)="([^"#?:]+)', text[page])
-        if not (page.parent / link).exists()
+        if link != "data" and not (page.parent / link).exists()  # a figure is in the page itself, data:image...
     ]  # fmt: skip
     assert not broken
     (tmp_path / "book" / "new.html").write_text('<script async src="https://cdn.example.org/x.js"></script>')
