@@ -53,7 +53,8 @@ class Table:
         self.title = title
         self.cells = [[_text(cell, floats) for cell in row] for row in rows]
         self.headers = [str(header) for header in headers] or [""] * len(self.cells[0])
-        self.align = align or "".join("r" if _is_numeric(column) else "l" for column in zip(*self.cells, strict=True))
+        columns = zip(*self.cells, strict=True) if self.cells else self.headers
+        self.align = align or "".join("r" if self.cells and _is_numeric(column) else "l" for column in columns)
 
     def __str__(self):
         """At most ``WIDEST`` columns: long cells are wrapped, and what still is too wide goes on in a block below."""

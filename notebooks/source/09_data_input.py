@@ -273,7 +273,7 @@ cached = Cached(open_samples(one_each, open_delay=0.002))
 keeps = Loader(cached, small.batch)
 for epoch in (1, 2):
     used = measure(keeps, EmulatedAccelerator(small.compute_seconds))
-    print(f"epoch {epoch}: {used.counters['hits']:,} samples from memory; {used}")
+    print(lab.fold(f"epoch {epoch}: {used.counters['hits']:,} samples from memory; {used}"))
 assert used.counters["opens"] == 0
 
 # %% [markdown]

@@ -119,8 +119,7 @@ runtimes = ["dtlib", "torch"] + ["deepspeed"] * (find_spec("deepspeed") is not N
 of_runtime = {name: train("vision", runtime=name, steps=40) for name in runtimes}
 
 # %% tags=["half-day", "nbval-ignore-output"]
-of_runtime = lab.values("of_runtime")[0]
-figures.curves(of_runtime, title="one config, several runtimes")
+figures.curves(lab.values("of_runtime")[0], title="one config, several runtimes")
 
 # %% [markdown] tags=["half-day"]
 # They compute the same sums. So what is left to compare is time and memory. "Horovod, DDP and DeepSpeed perform alike",
@@ -158,7 +157,8 @@ def net():
 # %% tags=["half-day"]
 # %%px
 def by_engine(runtime):
-    config = {"train_micro_batch_size_per_gpu": 32, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+    sgd = {"type": "SGD", "params": {"lr": 0.01}}
+    config = {"train_micro_batch_size_per_gpu": 32, "optimizer": sgd}
     engine, *_ = initialize(model=net(), config=config, runtime=runtime)
     return lambda: engine.train_batch(iter([(x, y)]))
 
