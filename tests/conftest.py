@@ -1,3 +1,4 @@
+import gc
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def nothing_left_over():
     """No process that a test started outlives the session."""
     yield
     end_worlds()
+    gc.collect()  # a loader that nobody holds any more ends its workers
     children = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(children, timeout=5)
     names = [" ".join(child.cmdline()) for child in alive]

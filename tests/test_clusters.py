@@ -136,7 +136,7 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
         program.stdin.close()
         program.wait(60)
     assert f"profile {name}\n" in said and "hosts h1 h1 h2 h2" in said
-    assert sorted(re.findall(r"sum (\d) (\S+)", said)) == [("0", "10.0")] * 2 + [("1", "10.0")] * 2
+    assert set(re.findall(r"sum (\d) (\S+)", said)) == {("0", "10.0"), ("1", "10.0")}
     assert jobs == ([] if where == "over ssh" else ["2", "4"])
     assert [said.count(f"Passed: {exercise}.") for exercise in EXERCISES] == [1, 1], said
     assert "interrupted True" in said

@@ -10,7 +10,7 @@ LATENCY, BANDWIDTH = 0.010, 20e6
 EAGER = 65536  # Open MPI's tcp: a message that is longer is announced first, and sent once the other side answers
 PING_PONG = (1_000, 30_000, 60_000, 300_000, 900_000)  # bytes
 WITHIN = 0.15
-TRIES = 3
+TRIES = 6
 CASES = (("recursive_doubling", 4), ("recursive_doubling", 40_000), ("ring", 100_000), ("ring", 800_000))  # bytes
 
 pytestmark = [
@@ -90,7 +90,7 @@ def test_an_all_reduce_across_hosts_costs_what_its_messages_do(tmp_path):
                 break
         else:
             pytest.fail(said)
-        assert LATENCY < alpha < 1.5 * LATENCY and 0.7 * BANDWIDTH < 1 / beta < 1.3 * BANDWIDTH
+        assert 0.9 * LATENCY < alpha < 1.5 * LATENCY and 0.7 * BANDWIDTH < 1 / beta < 1.3 * BANDWIDTH
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def test_ten_random_faults(tmp_path, by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime, stage", [("dtlib", 3), ("torch", 0)])
+@pytest.mark.parametrize("runtime, stage", [("dtlib", 3)])
 def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(tmp_path, runtime, stage):
     options = {
         "by": "engine",
