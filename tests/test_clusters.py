@@ -91,12 +91,14 @@ def cluster(tmp_path_factory):
 
 
 def listeners(cluster, host: str, program: str) -> set[str]:
-    """The addresses on which processes listen that have ``program`` in their command line."""
+    """The addresses on which processes listen that have ``program`` in their command line; salloc, which starts one
+    and waits for Slurm to call, is not meant."""
     found = set()
     for line in cluster.run(host, ["ss", "-Hltnp"]).splitlines():
         for pid in re.findall(r"pid=(\d+)", line):
             with suppress(OSError):
-                if program in Path(f"/proc/{pid}/cmdline").read_text():
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                if program in command and not command.startswith("salloc"):
                     found.add(line.split()[3].rpartition(":")[0].strip("[]"))
     return found
 
