@@ -188,8 +188,8 @@ for _ in range(40):
 seconds = {name: median(some) for name, some in times.items()}
 
 # %% tags=["half-day", "nbval-ignore-output"]
-seconds = lab.values("seconds")[0]
-lab.table([(name, f"{1e3 * one:.2f}") for name, one in seconds.items()], ("", "ms a step"))
+medians = lab.values("seconds")[0]
+lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "ms a step"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # An honest box: two cores, a small model, one machine, messages in shared memory. What differs here is what each spends

@@ -160,6 +160,8 @@ lab.predict("lost-with-a-rank", {
 # %%px
 import dtlib
 import torch
+from dtlib.errors import DtlibError
+from dtlib.lab.tables import fold
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica
 
@@ -167,7 +169,10 @@ world = dtlib.init()
 model = torch.nn.Linear(4, 2)
 zero = ZeroOptimizer(model.parameters(), torch.optim.AdamW, world.comm, stage=1)
 if world.rank == 0:
-    Replica(model, zero, torch.nn.functional.cross_entropy, batch_of=None)
+    try:
+        Replica(model, zero, torch.nn.functional.cross_entropy, batch_of=None)
+    except DtlibError as refused:
+        print(fold(refused))
 
 # %% [markdown]
 # ## Who says what
