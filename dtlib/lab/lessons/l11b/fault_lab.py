@@ -15,7 +15,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab.drawing import show_widget
 from dtlib.lab.lessons.l11b import figures
 from dtlib.lab.lessons.l11b.training import alone
-from dtlib.lab.tables import Table
+from dtlib.lab.tables import Table, fold
 from dtlib.recovery import Run, supervise
 
 STEPS, SECONDS = 60, 0.05  # EMULATED computing of a rank in a step
@@ -23,10 +23,15 @@ DRAW_SECONDS = 0.3
 LIMIT = 180.0  # seconds of a run
 
 
+def tell(sentence: str) -> None:
+    """Print it, no wider than a page."""
+    print(fold(sentence))
+
+
 class Training:
     """One training by ``by`` ("checkpoint", "memory" or "shrink") on ``ranks`` ranks; ``say`` is told each sentence."""
 
-    def __init__(self, by: str, ranks: int = 4, say=print, **options):
+    def __init__(self, by: str, ranks: int = 4, say=tell, **options):
         if by not in figures.NAMES:
             raise DtlibError(f"by={by!r}: choose one of {', '.join(map(repr, figures.NAMES))}.")
         self.by, self.ranks, self.say, self.runs = by, ranks, say, []
