@@ -68,7 +68,7 @@ def _double(batch):
     return batch.double() if batch.is_floating_point() else batch
 
 
-@on_ranks(2, 3, time_limit=150)
+@on_ranks(2, 3, time_limit=150, slow=(3,))
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world, workload):
     work, again = made(workload)

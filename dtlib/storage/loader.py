@@ -121,7 +121,10 @@ class Loader:
         for first, got in zip(firsts, batches, strict=True):
             self._taken = min(first + together, self._end)
             if isinstance(got, DtlibError):
-                raise got
+                try:
+                    raise got
+                finally:  # the error holds this frame: without each other's hold, workers hear at once that they end
+                    del got, batches
             batch, skipped = got
             self.skipped += skipped
             yield batch
