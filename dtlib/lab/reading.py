@@ -10,6 +10,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer, TextLexer, get_lexer_for_filename
 
 import dtlib
+from dtlib.lab.engines import workshop
 from dtlib.lab.tables import fold
 
 ROOT = Path(dtlib.__file__).parents[1]
@@ -46,8 +47,11 @@ def read_end(module) -> None:
 
 
 def _file(thing) -> str:
-    file = thing if isinstance(thing, Path) else Path(inspect.getsourcefile(thing))
-    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
+    if isinstance(thing, Path):  # of the course, wherever it is laid out
+        file, root = thing, workshop.folder()
+    else:
+        file, root = Path(inspect.getsourcefile(thing)), ROOT
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
 
 
 def _show(where: str, text: str, lexer) -> None:
