@@ -1,15 +1,17 @@
-# make lab | test | test-all | test-gpu | tour | notebooks | book | lint | clean
+# make lab | test | test-all | test-gpu | tour | notebooks | workshop | book | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   ARGS="..."           arguments for dtlib lab
+#   TRACK=half-day       which short track `workshop` writes, two-hours unless told
 
 PYTHON ?= python3
 ARGS ?=
+TRACK ?= two-hours
 BIN := .venv/bin
 TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: lab test test-slow test-gpu test-all tour notebooks book lint clean
+.PHONY: lab test test-slow test-gpu test-all tour notebooks workshop book lint clean
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
@@ -30,6 +32,9 @@ tour: .venv/ready
 
 notebooks: .venv/ready
 	$(BIN)/python -m dtlib.lab.build
+
+workshop: .venv/ready
+	$(BIN)/python -m dtlib.lab.build $(TRACK)
 
 book: .venv/ready
 	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -e '.[book]'

@@ -6,6 +6,10 @@ outputs; the other has the solutions, is executed, and keeps its outputs for nbv
     source/02_pi.py            -> lectures/02_pi.ipynb               solutions/02_pi.ipynb
     source/02_pi_exercises.py  -> exercises/02_pi_exercises.ipynb    solutions/02_pi_exercises.ipynb
 
+The short tracks (tracks.py) become notebooks of their own, with ``make workshop TRACK=two-hours``:
+
+    source/tracks/two-hours/A_ranks.py -> workshop/two-hours/A_ranks.ipynb    workshop/two-hours/solved/A_ranks.ipynb
+
 The links at a notebook's head and foot, and the minutes on the start page (from source/start.md), are navigation.py's.
 
 Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
@@ -16,26 +20,35 @@ cell belongs to (without one: the two-day course).
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 
 import jupytext
 import nbformat
 
-from dtlib.lab import navigation
+from dtlib.lab import navigation, tracks
 from dtlib.lab.engines import workshop
+from dtlib.lab.tracks import TRACKS
 
-TRACKS = ("two-hours", "half-day")
 PREDICTIONS_CAME = "from dtlib.lab.checks import predictions\npredictions.all_right()"
 TAGS = {"solution", "stub", "nbval-ignore-output", "raises-exception", *TRACKS}
 LEFT_OUT = {"learner": "solution", "solved": "stub"}
 
 
 def sources(root: Path) -> list[Path]:
+    """Those of the lessons; those of the tracks are tracks.sources."""
     return sorted((root / "notebooks" / "source").glob("*.py"))
+
+
+def _is_of_a_track(source: Path) -> bool:
+    return source.parent.name in TRACKS
 
 
 def target(source: Path, version: str) -> Path:
     """Where the learner's or the solved version of a source stands."""
+    if _is_of_a_track(source):
+        folder = source.parents[3] / "workshop" / source.parent.name
+        return (folder / "solved" if version == "solved" else folder) / f"{source.stem}.ipynb"
     kind = "exercises" if source.stem.endswith("_exercises") else "lectures"
     return source.parents[1] / ("solutions" if version == "solved" else kind) / f"{source.stem}.ipynb"
 
@@ -43,7 +56,8 @@ def target(source: Path, version: str) -> Path:
 def notebook(source: Path, version: str):
     """The learner's or the solved version of a source, not executed. The same source gives the same bytes."""
     book = jupytext.read(source)
-    book.cells = [cell for cell in book.cells if LEFT_OUT[version] not in cell.metadata.get("tags", [])]
+    cells = tracks.cells(source) if _is_of_a_track(source) else book.cells
+    book.cells = [cell for cell in cells if LEFT_OUT[version] not in cell.metadata.get("tags", [])]
     for number, cell in enumerate(book.cells):
         unknown = set(cell.metadata.get("tags", [])) - TAGS
         if unknown:
@@ -59,7 +73,11 @@ def notebook(source: Path, version: str):
 
 def _lead_on(book, source: Path, version: str) -> None:
     """Links below the title, and once more in a last cell."""
-    links, first = navigation.links(source, version, sources(source.parents[2])), book.cells[0]
+    if _is_of_a_track(source):
+        links = navigation.track_links(source, version, sorted(source.parent.glob("*.py")))
+    else:
+        links = navigation.links(source, version, sources(source.parents[2]))
+    first = book.cells[0]
     title, _, text = first.source.partition("\n")
     first.source = f"{title}\n\n{links}\n{text}"
     anew = f"\n\n{navigation.ANEW}" if version == "learner" else ""
@@ -113,19 +131,25 @@ def _clean(output) -> None:
 
 
 def main() -> None:
-    """Write all notebooks, or those of the sources named on the command line."""
+    """Write all notebooks, or those of the sources and tracks named on the command line."""
     wanted, root = set(sys.argv[1:]), workshop.folder()
     (root / "notebooks" / "start.md").write_text(start_page(root), encoding="utf-8")
-    for source in sources(root):
-        if wanted and source.stem not in wanted:
+    for source in [*sources(root), *(source for track in TRACKS for source in tracks.sources(root, track))]:
+        if wanted and not wanted & {source.stem, source.parent.name}:
             continue
         for version in ("learner", "solved"):
             book, path = notebook(source, version), target(source, version)
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if version == "solved":
+                began = time.monotonic()
                 execute(book, path.parent, refuse=True)
+                book.metadata["seconds"] = round(time.monotonic() - began)
             nbformat.write(book, path)
             print(path.relative_to(root))
+    for track in TRACKS:
+        page = root / "notebooks" / "workshop" / track / "run_sheet.md"
+        if page.parent.is_dir():
+            page.write_text(tracks.run_sheet_page(root, track), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,12 @@ def minutes(source: Path) -> int:
         return _minutes(*re.search(_TIME, text).groups())
     if in_all := re.search(f"{_TIME} in all", text):
         return _minutes(*in_all.groups())
-    return -(-sum(_minutes(*time) for time in re.findall(rf"\({_TIME}\)", text)) // 5) * 5
+    return -(-minutes_of(text) // 5) * 5
+
+
+def minutes_of(text: str) -> int:
+    """The sum of the times in brackets, such as (five minutes)."""
+    return sum(_minutes(*time) for time in re.findall(rf"\({_TIME}\)", text))
 
 
 def _minutes(number: str, unit: str) -> int:
@@ -64,6 +69,16 @@ def links(source: Path, version: str, sources: list[Path]) -> str:
         found += [f"[{title(other)} →](../lectures/{other.stem}.ipynb)" for other in following]
         there = "solutions" if version == "learner" else "exercises"
     found.append(f"[{'solved' if version == 'learner' else 'to work in'}](../{there}/{source.stem}.ipynb)")
+    return " · ".join(found)
+
+
+def track_links(source: Path, version: str, sources: list[Path]) -> str:
+    """The same for a notebook of a short track."""
+    here, others = sources.index(source), "../" if version == "solved" else ""
+    found = [f"[Start page](../../{others}start.md)"]
+    found += [f"[← {title(other)}]({other.stem}.ipynb)" for other in sources[:here][-1:]]
+    found += [f"[{title(other)} →]({other.stem}.ipynb)" for other in sources[here + 1 :][:1]]
+    found.append(f"[to work in](../{source.stem}.ipynb)" if others else f"[solved](solved/{source.stem}.ipynb)")
     return " · ".join(found)
 
 

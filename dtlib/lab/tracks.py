@@ -1,0 +1,122 @@
+"""The short tracks: notebooks of their own, put together from cells of the lessons.
+
+A source in ``notebooks/source/tracks/two-hours`` has its own opening, set-up and summary. A raw cell in it names a
+lesson, and in its place come the cells of that lesson that carry the track's tag, but for its title and its set-up:
+
+    tracks/two-hours/B_average.py       # %% [raw]                    the cells of 04_data_parallel that are
+                                        # 04_data_parallel     ->     tagged "two-hours", from its first heading on
+
+``minutes`` says how long a class takes for such a notebook. The track's run-sheet (``run_sheet.toml`` beside the
+sources) has the minutes that it is given, one sentence to say, what fails in the room, how one sees that all are with
+you, and what is left out if it is late.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import jupytext
+
+from dtlib.lab.navigation import minutes_of
+
+TRACKS = ("two-hours", "half-day")
+WORDS_A_MINUTE = 200
+MINUTES_A_CELL = 0.75
+MINUTES_A_PREDICTION = 0.5
+_LABELS = {"say": "Say", "fails": "What fails", "seen": "All are with you when", "late": "Twenty minutes late"}
+_LINES_SHOWN = re.compile(r"(?:, lines |, )(\d+) to (\d+)")
+
+
+def sources(root: Path, track: str) -> list[Path]:
+    return sorted((root / "notebooks" / "source" / "tracks" / track).glob("*.py"))
+
+
+def cells(source: Path) -> list:
+    """All cells of a track's notebook, solutions and stubs among them."""
+    track, found = source.parent.name, []
+    for cell in jupytext.read(source).cells:
+        if cell.cell_type == "raw":
+            lesson = source.parents[2] / f"{cell.source.strip()}.py"
+            found += [_moved(cell) for cell in _after_the_set_up(jupytext.read(lesson).cells) if track in _tags(cell)]
+        else:
+            found.append(cell)
+    return found
+
+
+def _tags(cell) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def _after_the_set_up(lesson: list) -> list:
+    """From the first heading below the title on."""
+    headings = (at for at, cell in enumerate(lesson) if cell.cell_type == "markdown" and "## " in cell.source[:4])
+    return lesson[next(headings) :]
+
+
+def _moved(cell):
+    """A link from a lesson leads to the same place from a track's folder."""
+    if cell.cell_type == "markdown":
+        cell.source = re.sub(r"\]\((?:\.\./)?((?:lectures|exercises|solutions)/[^)]+)\)", r"](../../\1)", cell.source)
+        cell.source = re.sub(r"\]\((\d\d[^/)]*\.ipynb)\)", r"](../../lectures/\1)", cell.source)
+    return cell
+
+
+def words(cells: list) -> int:
+    """Words of prose: what a link leads to, marks and formulas' signs are none."""
+    prose = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    return sum(bool(re.search(r"\w", word)) for word in prose.split())
+
+
+def code(cells: list) -> list:
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def lines(cells: list) -> int:
+    """Lines of code that are read: those of the cells and, where they were run, those that ``lab.read`` has shown."""
+    own = sum(bool(line.strip()) for cell in code(cells) for line in cell.source.splitlines())
+    shown = " ".join(output.get("data", {}).get("text/plain", "") for cell in code(cells) for output in cell.outputs)
+    return own + sum(int(last) - int(first) + 1 for first, last in _LINES_SHOWN.findall(shown))
+
+
+def minutes(cells: list, seconds: float) -> float:
+    """How long a class takes: to read the prose, to run and look at each cell, to predict and to solve; and the run.
+
+    Args:
+        cells: those of the learner's notebook.
+        seconds: of machine time, from the first cell to the last.
+    """
+    prose = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    exercises = minutes_of(prose)
+    predictions = sum(cell.source.count("lab.predict(") for cell in code(cells))
+    return (
+        words(cells) / WORDS_A_MINUTE
+        + len(code(cells)) * MINUTES_A_CELL
+        + predictions * MINUTES_A_PREDICTION
+        + exercises
+        + seconds / 60
+    )
+
+
+def run_sheet(root: Path, track: str) -> list[dict]:
+    """Its rows: ``what``, ``minutes``, ``notebook`` (or none), ``say``, ``fails``, ``seen`` and ``late``."""
+    file = root / "notebooks" / "source" / "tracks" / track / "run_sheet.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))["row"]
+
+
+def run_sheet_page(root: Path, track: str) -> str:
+    """The run-sheet as a page, with the minute at which each row begins."""
+    rows, began = ["# Run-sheet: " + track.replace("-", " "), ""], 0
+    for row in run_sheet(root, track):
+        name = row.get("notebook")
+        what = f"[{row['what']}]({name}.ipynb)" if name else row["what"]
+        rows += [f"## {began // 60}:{began % 60:02d} {what} ({row['minutes']} minutes)", ""]
+        began += row["minutes"]
+        labels = {
+            "say": "Say",
+            "fails": "What fails",
+            "seen": "All are with you when",
+            "late": "Late by twenty minutes",
+        }
+        rows += [f"- **{label}:** {row[key]}" for key, label in labels.items() if row.get(key)] + [""]
+    return "\n".join([*rows, f"Ends at {began // 60}:{began % 60:02d}.", ""])

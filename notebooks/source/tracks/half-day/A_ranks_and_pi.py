@@ -1,0 +1,19 @@
+# %% [markdown]
+# # A Ranks, a sum, and pi
+#
+# Thirty-five minutes. You start four processes, let them add, bring them to a halt and back, and estimate pi with
+# them: from a Python loop to many ranks, and what a speed-up is worth.
+#
+# Run a cell with Shift+Enter, from top to bottom. **Your turn**: the first sum (three minutes).
+
+# %% [raw]
+# 00_start_here
+
+# %% [raw]
+# 02_pi
+
+# %% [markdown]
+# ## So far
+#
+# A *rank* is a process with a number, and shares no memory. Ranks work together by collectives. A speed-up is measured
+# against the best program on one rank, and what cannot be divided limits it.

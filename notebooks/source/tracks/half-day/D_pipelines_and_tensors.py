@@ -1,0 +1,23 @@
+# %% [markdown]
+# # D Cut the model: pipelines and tensors
+#
+# Thirty-five minutes. Layers are cut into stages, and a single layer by columns and rows. **Your turn**: a schedule,
+# level 1 (five minutes).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %% [raw]
+# 07_pipelines
+
+# %% [raw]
+# 07_schedule_puzzle_exercises
+
+# %% [raw]
+# 08_tensor_and_hybrid
+
+# %% [markdown]
+# ## So far
+#
+# A pipeline sends little and waits: more micro-batches make the bubble small. Tensor parallelism sends much and waits
+# little: it stays within a machine.

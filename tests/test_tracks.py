@@ -1,0 +1,68 @@
+"""The short tracks fit their hours: counts, computed minutes, and nothing in them that points outside."""
+
+import re
+
+import nbformat
+import pytest
+
+from dtlib.lab import build, navigation, tracks
+from tests.conftest import ROOT
+from tests.tracks import missing
+
+#           code cells, words, lines of code
+AT_MOST = {"two-hours": (55, 2400, 400), "half-day": (105, 4800, 900)}
+MINUTES = {"two-hours": 120, "half-day": 240}
+NOTEBOOKS = [source for track in tracks.TRACKS for source in tracks.sources(ROOT, track)]
+OF_EACH = pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda source: f"{source.parent.name}-{source.stem}")
+OF_TRACK = pytest.mark.parametrize("track", tracks.TRACKS)
+
+
+def stored(source, version="learner"):
+    return nbformat.read(build.target(source, version), as_version=4)
+
+
+@OF_EACH
+@pytest.mark.parametrize("version", ["learner", "solved"])
+def test_a_track_is_what_its_sources_say(source, version):
+    expected = [(cell.id, cell.cell_type, cell.source) for cell in build.notebook(source, version).cells]
+    found = [(cell.id, cell.cell_type, cell.source) for cell in stored(source, version).cells]
+    assert found == expected, f"run `make workshop TRACK={source.parent.name}`"
+
+
+@OF_EACH
+def test_its_names_are_defined_within_it(source):
+    cells = [cell.source for cell in tracks.code(build.notebook(source, "solved").cells)]
+    assert not missing(cells, cells)
+
+
+@OF_EACH
+def test_it_points_to_nothing_outside(source):
+    """Links lead to pages for afterwards; but no sentence leans on what a learner of the track has not read."""
+    prose = [cell.source for cell in build.notebook(source, "learner").cells if cell.cell_type == "markdown"]
+    for text in prose[:-1]:  # the last has the links
+        assert not re.search(r"\blesson \d\d\b(?!\]\()", text), text
+
+
+@OF_TRACK
+def test_it_is_no_larger_than_its_time(track):
+    books = [stored(source, "solved").cells for source in tracks.sources(ROOT, track)]
+    learners = [stored(source).cells for source in tracks.sources(ROOT, track)]
+    found = (
+        sum(len(tracks.code(cells)) for cells in learners),
+        sum(tracks.words(cells) for cells in learners),
+        sum(tracks.lines(cells) for cells in books),
+    )
+    assert all(count <= most for count, most in zip(found, AT_MOST[track], strict=True)), (found, AT_MOST[track])
+
+
+@OF_TRACK
+def test_the_run_sheet_gives_each_notebook_its_minutes(track):
+    rows = tracks.run_sheet(ROOT, track)
+    assert sum(row["minutes"] for row in rows) <= MINUTES[track] + 1
+    given = {row["notebook"]: row["minutes"] for row in rows if "notebook" in row}
+    assert list(given) == [source.stem for source in tracks.sources(ROOT, track)]
+    for source in tracks.sources(ROOT, track):
+        needed = tracks.minutes(stored(source).cells, stored(source, "solved").metadata["seconds"])
+        assert needed <= given[source.stem] + 1, f"{source.stem} takes {needed:.1f} minutes"
+        assert navigation.minutes(source) == given[source.stem]
+    assert all(row["say"] and row["late"] for row in rows)
