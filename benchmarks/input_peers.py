@@ -99,13 +99,6 @@ def plain(folder, workload, per_shard, numbers, workers):
     return DataLoader(data, workload.batch, sampler=numbers, num_workers=workers)
 
 
-def stateful(folder, workload, per_shard, numbers, workers):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    data = Plain(folder, workload, per_shard)
-    return StatefulDataLoader(data, workload.batch, sampler=numbers, num_workers=workers)
-
-
 def webdataset(folder, workload, per_shard, numbers, workers):
     import webdataset as wds
 
@@ -178,7 +171,6 @@ PEERS = {
     "litdata": ("litdata", "litdata", "shards", litdata),
     "mosaicml-streaming": ("streaming", "mosaic", "shards", mosaic),
     "spdl": ("spdl", "shards", "shards", spdl),
-    "torchdata StatefulDataLoader": ("torchdata", "shards", "shards", stateful),
 }
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import nbformat
 import pytest
@@ -50,23 +51,30 @@ def course_folder(tmp_path):
     return tmp_path / "course"
 
 
-@pytest.fixture
-def address(course_folder, tmp_path):
-    """Where JupyterLab answers, in a folder that was empty: it lays out the course there."""
-    log = tmp_path / "lab.log"
+@contextmanager
+def jupyterlab(folder, settings):
+    """The address at which JupyterLab answers, as ``dtlib lab`` starts it in a folder: the course is laid out there."""
+    log = settings / "lab.log"
     with open(log, "w") as output:
         # Neither the open tabs nor the settings of whoever runs this test.
-        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={tmp_path}"]
-        command.append(f"--LabApp.user_settings_dir={tmp_path / 'settings'}")
-        server = subprocess.Popen([sys.executable, "-m", *command], cwd=course_folder, stdout=output, stderr=output)
-    deadline = time.monotonic() + 60
-    while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+", log.read_text())):
-        assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
-    yield found.group()
-    processes = with_descendants(Process.of(server.pid))
-    end_processes(processes)
-    server.wait()
+        command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={settings}"]
+        command.append(f"--LabApp.user_settings_dir={settings / 'settings'}")
+        server = subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+/\S*token=\w+", log.read_text())):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield found.group()
+    finally:
+        end_processes(with_descendants(Process.of(server.pid)))
+        server.wait()
+
+
+@pytest.fixture
+def address(course_folder, tmp_path):
+    with jupyterlab(course_folder, tmp_path) as address:
+        yield address
 
 
 def run_active_cell(page, number: int) -> None:
@@ -231,6 +239,56 @@ def test_lesson_00_cell_by_cell(page, address):
 
 
 @pytest.mark.slow
+def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_path):
+    """In a clone, of which git sees no change afterwards."""
+    if subprocess.run(["git", "clone", "-q", "--shared", ROOT, tmp_path / "clone"]).returncode:
+        pytest.skip("not in a git checkout")
+    with jupyterlab(tmp_path / "clone", tmp_path) as address:
+        page.goto(address)
+        map_of_lessons = page.locator(".jp-MarkdownViewer table")
+        map_of_lessons.locator("a").first.wait_for(timeout=60_000)
+        linked = {link.get_attribute("href").split("?")[0] for link in map_of_lessons.locator("a").all()}
+        for kind in ("lectures", "exercises"):
+            books = [path.name for path in (ROOT / "notebooks" / kind).glob("*.ipynb")]
+            assert not [name for name in books if not any(link.endswith(f"{kind}/{name}") for link in linked)]
+        assert "exercises 1 of" not in map_of_lessons.inner_text()
+        picture(page, "start")
+
+        # One click to the exercises of a lesson far down; they want no ranks.
+        map_of_lessons.locator("tr", has_text="09 Feeding").locator("a", has_text="predict").click()
+        notebook = page.locator(".jp-Notebook")
+        page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
+        notebook.locator(".jp-MarkdownCell a", has_text="lecture 09 Feeding").first.wait_for(timeout=60_000)
+        for words in ("from dtlib import lab", "def my_samples", 'lab.check("shard-mend")'):
+            cell = notebook.locator(".jp-CodeCell", has_text=words).first
+            cell.locator(".cm-content").click()
+            if "def" in words:
+                page.keyboard.press("Control+A")
+                page.keyboard.insert_text("def my_samples(order, rank, ranks):\n    return order[rank::ranks]")
+            page.keyboard.press("Control+Enter")
+            prompt = cell.locator(".jp-InputPrompt").element_handle()
+            page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=60_000)
+        assert "Passed: shard-mend." in cell.inner_text()
+        page.keyboard.press("Control+S")
+        page.wait_for_function("() => !document.querySelector('.jp-NotebookPanel.jp-mod-dirty')")
+
+        # Two clicks to any other lesson: to the start page, and on.
+        notebook.locator("a", has_text="Start page").first.click()
+        map_of_lessons.wait_for(state="visible")
+        page.get_by_role("menuitem", name="File", exact=True).click()
+        page.get_by_role("menuitem", name="Reload Markdown File from Disk").click()
+        row = map_of_lessons.locator("tr", has_text="09 Feeding")
+        row.locator("text=exercises 1 of").wait_for(timeout=20_000)
+        picture(page, "start-with-ticks")
+        map_of_lessons.locator("a", has_text="11b Faults").click()
+        page.locator(".jp-Notebook h1", has_text="11b Faults").wait_for(timeout=60_000)
+    saved = tmp_path / "clone" / "work" / "notebooks" / "exercises" / "09_data_input_exercises.ipynb"
+    assert "order[rank::ranks]" in saved.read_text()
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path / "clone", capture_output=True, text=True)
+    assert status.stdout == "", "opening and saving notebooks changed the repository"
+
+
+@pytest.mark.slow
 def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
     sources = [
         "from dtlib import lab; lab.engines(3); lab.panel()",
@@ -378,16 +436,24 @@ LOOK = """async () => {
 }"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lecture", LECTURES)
-def test_what_a_lecture_has_stored_can_be_read(page, address, course_folder, tmp_path, lecture):
-    """Nothing is wider than its place, figures have text that is large enough, and words for who does not see them."""
-    settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension"
+@pytest.fixture(scope="module")
+def address_to_read_at(tmp_path_factory):
+    """One JupyterLab for all lectures: their outputs are looked at, and nothing is run."""
+    folder, base = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("lab")
+    settings = base / "settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # all cells are on the page
+    with jupyterlab(folder, base) as address:
+        yield address
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lecture", LECTURES)
+def test_what_a_lecture_has_stored_can_be_read(page, address_to_read_at, lecture):
+    """Nothing is wider than its place, figures have text that is large enough, and words for who does not see them."""
     file = f"notebooks/solutions/{lecture}.ipynb"
-    count = len(nbformat.read(course_folder / file, as_version=4).cells)
-    page.goto(re.sub("/lab[^?]*", f"/lab/tree/{file}", address))
+    count = len(nbformat.read(ROOT / file, as_version=4).cells)
+    page.goto(re.sub(r"/lab[^?]*\?", f"/lab/tree/{file}?reset&", address_to_read_at))
     page.wait_for_selector(f":nth-match(.jp-Notebook .jp-Cell, {count})", state="attached", timeout=60_000)
     for width in (1280, 1600):
         page.set_viewport_size({"width": width, "height": 900})

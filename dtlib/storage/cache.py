@@ -22,14 +22,14 @@ class Cached(Dataset):
     """
 
     def __init__(self, reader, most_bytes: int = 2**30):
-        size = sum(reader.dtype[name].itemsize for name in reader.columns) * len(reader)
+        size = reader.sample_bytes * len(reader)
         if size > most_bytes:
             raise DtlibError(
                 f"The samples have {size:,} bytes and the cache may keep {most_bytes:,}: give a larger most_bytes, or "
                 "stage them in a local folder."
             )
         self.reader, self.files, self.block, self.window = reader, reader.files, reader.block, reader.window
-        self.injected = reader.injected
+        self.injected, self.sample_bytes = reader.injected, reader.sample_bytes
         nothing, _ = reader.read([])
         self._kept = {
             name: torch.empty((len(reader), *values.shape[1:]), dtype=values.dtype).share_memory_()

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from dtlib.errors import DtlibError
 from dtlib.storage.order import order, slice_of_rank
-from dtlib.storage.readers import SHARED
+from dtlib.storage.slots import HandedOver, Slots
 
 
 class Loader:
@@ -147,11 +147,14 @@ class Loader:
         """(batch, what was skipped) for each step, or the error; by workers, by a thread, or when asked for."""
         source = _Batches(self.reader)
         if self.workers:
+            # One slot for each batch that is read ahead, one for the loop's, and one for that which it gets next.
+            ahead, sample_bytes = self.workers * self.prefetch, getattr(self.reader, "sample_bytes", 0)
+            slots = Slots(ahead + 2, self.batch_size, sample_bytes)
             read_by_workers = DataLoader(
-                source, batch_size=None, sampler=_Sampler(steps, count), num_workers=self.workers,
-                prefetch_factor=self.prefetch, collate_fn=_as_it_is,
+                HandedOver(source, slots), batch_size=None, sampler=_Sampler(slots.with_slots(steps), count),
+                num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
-            return map(_as_tensors, read_by_workers)
+            return map(slots.take, read_by_workers)
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -166,10 +169,7 @@ class _Batches(Dataset):
         try:
             if len(announced):
                 self.reader.will_need(announced)
-            batch, skipped = self.reader.read(numbers)
-            if get_worker_info() is not None and sum(x.nbytes for x in batch.values()) < SHARED:
-                batch = {name: x.numpy() for name, x in batch.items()}  # a small one goes through the pipe itself
-            return batch, skipped
+            return self.reader.read(numbers)
         except DtlibError as error:
             return error
 
@@ -189,12 +189,6 @@ class _Sampler:
 
 def _as_it_is(batch):
     return batch
-
-
-def _as_tensors(got):
-    if isinstance(got, DtlibError):
-        return got
-    return {name: torch.as_tensor(values) for name, values in got[0].items()}, got[1]
 
 
 def _in_thread(read, steps, ahead: int):

@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 
 def drop(folder) -> float | None:
     """Empty the cache of a folder's files, and return the fraction of their bytes that is cached all the same.
@@ -68,4 +70,4 @@ def _pages(path) -> tuple[int, int]:
     libc.munmap(address, size)
     if failed:
         raise OSError(ctypes.get_errno(), f"mincore of {path}")
-    return sum(byte & 1 for byte in pages.raw), len(pages)
+    return int((np.frombuffer(pages, np.uint8) & 1).sum()), len(pages)

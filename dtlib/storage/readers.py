@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
 from dtlib.storage.files import Files, StorageError
@@ -19,7 +19,6 @@ from dtlib.storage.formats import END
 
 CURE = "copy it anew, or read with damaged='skip'."
 PIECE = 2**18  # bytes of a shard that are read together
-SHARED = 2**20  # bytes of a batch from which on a worker hands it over in shared memory, as setting that up takes time
 WINDOW = 16  # pieces whose samples are mixed
 
 
@@ -51,6 +50,10 @@ class Reader(Dataset):
         return self.read(numbers)[0]
 
     @property
+    def sample_bytes(self) -> int:
+        return sum(self.dtype[name].itemsize for name in self.columns)
+
+    @property
     def injected(self) -> str:
         """What was made slow on purpose, for whoever shows a measurement; "" if nothing was."""
         delay = self.files.open_delay
@@ -59,7 +62,7 @@ class Reader(Dataset):
     def read(self, numbers) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
         """The batch of these samples, and what was skipped: a batch has so many samples less."""
         size, kept, skipped = self.dtype.itemsize, 0, []
-        rows = _memory_for(len(numbers) * size)
+        rows = torch.empty(len(numbers) * size, dtype=torch.uint8)
         memory = memoryview(rows.numpy())
         for number in map(int, numbers):
             try:
@@ -146,8 +149,8 @@ class RawReader(_Pieces):
             path = self.files.path(name)
             raise StorageError(
                 path, min(size, wanted),
-                f"{path} has {size} bytes, and {count} records of {self.stride} need {wanted}: one has another length, "
-                f"so none of its samples can be believed; {CURE}",
+                f"{path} has {size} bytes, and {count} records of {self.stride} need {wanted}: "
+                f"one has another length, so none of its samples can be believed; {CURE}",
             )  # fmt: skip
 
 
@@ -169,13 +172,6 @@ class TarReader(_Pieces):
                 f"{path} has at byte {offset} no record {number:07} of {len(memory)} bytes: it, or one before it, has "
                 f"another length; {CURE}",
             )  # fmt: skip
-
-
-def _memory_for(size: int) -> torch.Tensor:
-    """``size`` bytes; in a worker in shared memory, so that nobody has to copy a large batch to hand it over."""
-    if get_worker_info() is None or size < SHARED:
-        return torch.empty(size, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 def _field(rows: torch.Tensor, dtype: np.dtype, name: str) -> torch.Tensor:

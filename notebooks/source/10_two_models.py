@@ -1,7 +1,7 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # # 10 Two real models
 #
-# An hour and a half; a quarter of an hour in the two-hour workshop. Two models, one that reads digits and one that sums
+# Ninety minutes; a quarter of an hour in the two-hour workshop. Two models, one that reads digits and one that sums
 # up texts, are trained by one config each: on our engines, on torch's and, where it is installed, on DeepSpeed.
 #
 # **Questions.** What does a config decide, and what not? Do the frameworks learn the same? Do they perform alike? Which

@@ -11,7 +11,7 @@ KINDS = {
     "tensor": "cut within each layer",
 }
 LAYERS = 4
-BELOW = ("MT-NLG", "LLaMA 65B")  # whose names stand below their points, as there are others above
+BELOW = {"MT-NLG": "right", "LLaMA 65B": "center"}  # names that stand below their points, as there are others above
 
 
 @shown
@@ -25,7 +25,7 @@ def growth(published: dict, claimed: dict, ylabel: str):
         below = name in BELOW
         style = {
             "textcoords": "offset points",
-            "ha": "center" if below else "right",
+            "ha": BELOW.get(name, "right"),
             "va": "top" if below else "bottom",
         }
         axes.annotate(name, (year, value), (0, -7) if below else (-6, 2), **style)

@@ -66,13 +66,19 @@ def beyond(measured: dict, model, most: int, title: str):
 @shown
 def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool = False):
     """Curves of a model alone: dashed and hollow. ``series`` maps a name to a dict of ranks and values."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     powers = list(next(iter(series.values())))
     figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
         _modelled(axes, powers, list(points.values()), number, f"{name} (model)")
     _powers_of_two(axes, powers)
     axes.set(xlabel="ranks", ylabel=ylabel, title=title, yscale="log" if log else "linear")
-    if not log:
+    if log:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
         axes.set_ylim(0, None)
     axes.legend()
     rows = [(n, *(format(points[n], form) for points in series.values())) for n in powers]
