@@ -113,8 +113,6 @@ class _Training:
         )  # fmt: skip
         self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)  # bf16, fp16
         self.batch = self.engine.train_batch_size()
-        if save is not None:
-            self.engine.check_portable()
         torch.manual_seed(1000 * run.seed + comm.rank)
         if resume and pointed_to(Path(save) / LATEST, comm) is not None:
             self.engine.load_checkpoint(save)
