@@ -140,6 +140,42 @@ def test_training_goes_on_with_the_same_curve(world, tmp_path):
     assert {"seconds", "samples_per_second", "bytes_per_rank"} <= rows[0].keys()
 
 
+@on_ranks(3, time_limit=150)
+def test_torchs_classes_save_and_go_on_at_any_stage_on_another_number_of_ranks(world, tmp_path):
+    """3 -> 2 -> 3 ranks, and from one runtime to the other; buckets of rows that do not divide."""
+    _, again = made("vision")
+    config = config_of("vision") | {"train_batch_size": 480, "gradient_accumulation_steps": 1}
+    unbroken = train(again, config)["losses"]
+    fewer = world.comm.split(0 if world.rank < 2 else None)
+    for begun, went, ended in (
+        (("torch", 0), ("torch", 1), ("torch", 2)),
+        (("torch", 1), ("torch", 3), ("dtlib", 1)),
+        (("torch", 2), ("dtlib", 3), ("torch", 1)),
+        (("torch", 3), ("torch", 2), ("torch", 0)),
+    ):
+        folder, losses = tmp_path / f"{begun[0]}{begun[1]}", []
+        for (runtime, stage), last, comm in ((begun, 2, world.comm), (went, 4, fewer), (ended, 5, world.comm)):
+            if comm:
+                ran = train(again, config, runtime, comm=comm, save=folder, resume=last > 2, stage=stage, steps=last)
+                losses += ran["losses"]
+            world.comm.barrier()
+        assert losses == pytest.approx(unbroken if fewer else [*unbroken[:2], unbroken[4]], abs=1e-12), (begun, went)
+
+
+@on_ranks(2)
+def test_what_torch_shards_otherwise_is_refused(world, tmp_path):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from dtlib.production.torch import process_group
+
+    net = nn.Linear(4, 4)
+    mesh = DeviceMesh.from_group(process_group(world.comm), "cpu")
+    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(1)]))
+    with pytest.raises(DtlibError, match=r"weight is sharded as .* whole rows over all 2"):
+        dtlib.checkpoint.save(tmp_path, net)
+
+
 def run(*arguments):
     command = [sys.executable, "-m", "dtlib", "train", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=150)

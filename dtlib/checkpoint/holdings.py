@@ -10,7 +10,7 @@
     buffers             all                      -                              all of it, on rank 0
 
 A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3),
-torch by ``optimizer.optim`` (the optimizer of a rank's own parameters) or by DTensors, so that nothing here imports one.
+torch by ``optimizer.optim`` (that of a rank's own parameters) or by DTensors, so that nothing here imports one.
 
 ``held()`` (measure/held.py) is another question: it tells memory by what it is for, and a checkpoint has to know which
 elements of which parameter they are, and under what the optimizer knows them.
@@ -184,7 +184,9 @@ def _rows(name: str, tensor, comm) -> Slice:
     """All of a tensor, or the rows that FSDP2 has left here."""
     if not is_dtensor(tensor):
         return _whole(tensor)
-    if not (len(tensor.placements) == 1 and tensor.placements[0].is_shard(0) and tensor.device_mesh.size() == comm.size):
+    if not (
+        len(tensor.placements) == 1 and tensor.placements[0].is_shard(0) and tensor.device_mesh.size() == comm.size
+    ):
         raise CheckpointError(
             f"{name} is sharded as {tensor.placements} over {tensor.device_mesh.size()} ranks, and a checkpoint takes "
             f"whole rows over all {comm.size}: use torch.distributed.checkpoint."

@@ -67,7 +67,8 @@ def train(
         config: a dictionary, or the path of a JSON file; by default the lessons' own of that name.
         runtime: ``dtlib``, ``torch`` or ``deepspeed``.
         save: a folder for checkpoints.
-        resume: go on from the last checkpoint in ``save``, also on another number of ranks; from the beginning where
+        resume: go on from the last checkpoint in ``save``, also on another number of ranks, at another stage, and on
+            torch from dtlib's or the other way round (DeepSpeed: on as many, from its own); from the beginning where
             there is none yet.
         log: a file to which each step adds a line of JSON.
         stage, steps: in place of the config's.
