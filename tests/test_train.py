@@ -163,17 +163,27 @@ def test_torchs_classes_save_and_go_on_at_any_stage_on_another_number_of_ranks(w
 
 
 @on_ranks(2)
-def test_what_torch_shards_otherwise_is_refused(world, tmp_path):
+def test_torchs_shards_are_saved_behind_a_forward_pass_and_other_shards_refused(world, tmp_path):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from dtlib.production.torch import process_group
 
+    config = {"train_batch_size": 4, "optimizer": EXACT["optimizer"], "zero_optimization": {"stage": 2}}
+    engine = dtlib.initialize(model=nn.Linear(4, 4), config=config, runtime="torch")[0]
+    engine(torch.zeros(2, 4))  # torch leaves parameters whole
+    engine.save_checkpoint(tmp_path)
+    before = [parameter.full_tensor().clone() for parameter in engine.module.parameters()]
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.zero_()
+    engine.load_checkpoint(tmp_path)
+    assert all(map(torch.equal, before, [parameter.full_tensor() for parameter in engine.module.parameters()]))
     net = nn.Linear(4, 4)
     mesh = DeviceMesh.from_group(process_group(world.comm), "cpu")
     net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(1)]))
     with pytest.raises(DtlibError, match=r"weight is sharded as .* whole rows over all 2"):
-        dtlib.checkpoint.save(tmp_path, net)
+        dtlib.checkpoint.save(tmp_path / "other", net)
 
 
 def run(*arguments):
