@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from dtlib.errors import DtlibError
+from dtlib.training.config import read
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
 
@@ -57,6 +59,15 @@ def test_a_program_for_deepspeed(tmp_path, stage):
     two = losses("deepspeed_images", tmp_path, 2, "--deepspeed", flag)
     assert two == pytest.approx(losses("deepspeed_images", tmp_path, 1, "--deepspeed", flag), rel=1e-5)
     assert two[-1] < two[0]
+
+
+def test_a_config_whose_section_bf16_is_a_copy_of_fp16():
+    fp16 = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15}
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": False, **fp16}
+    with pytest.warns(UserWarning, match=r"here: bf16\.bf16_master.*, bf16\.loss_scale, .*scale_power"):
+        assert read({"train_batch_size": 16, "bf16": bf16, "fp16": {"enabled": False, **fp16}}, 2).bf16.enabled
+    with pytest.raises(DtlibError, match=r"bf16\.hysteresis is 0: give a number above 0"):
+        read({"train_batch_size": 16, "bf16": {"hysteresis": 0}}, 2)
 
 
 def test_a_pipeline_for_deepspeed(tmp_path):

@@ -3,6 +3,8 @@
 import pytest
 
 from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.drawing import Picture
+from dtlib.lab.engines import live
 from dtlib.lab.engines.live import sparkline
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
@@ -22,3 +24,32 @@ def test_a_curve_is_a_line_of_text():
     assert sparkline([1.0, 1.0]) == "1 \u2581\u2581 1"
     assert len(sparkline([float(i) for i in range(1000)]).split()[1]) <= 40
     assert sparkline([]) == ""
+
+
+def test_a_curve_grows_in_one_picture_which_goes_away(monkeypatch):
+    made, updates = [], []
+
+    class Shown:
+        def update(self, content, raw=False):
+            updates.append(content)
+
+    def display(content, **_):
+        made.append(content)
+        return Shown()
+
+    monkeypatch.setattr(live, "display", display)
+    view = live.LiveView(alone=False)
+    view._watched, view._began, view._drawn = True, view._began - 9, view._drawn - 9
+    reports = [{"curve": [2.0, 1.5], "progress": (64, 640, "samples")}, {}]
+    view.show([0, 1], [True, True], ["", ""], reports)
+    text, picture = made
+    assert "64 of 640 samples (10%)" in text["text/plain"] and isinstance(picture, Picture)
+    assert "after 64 of 640 samples" in picture.alt and "<svg" in picture.svg
+    reports = [{"curve": [2.0, 1.5, 1.0], "progress": (96, 640, "samples")}, {}]
+    for before, pictures in ((0, 0), (live.PICTURE_SECONDS, 1)):  # not at once
+        view._drawn, view._pictured = view._drawn - 9, view._pictured - before
+        view.show([0, 1], [True, True], ["", ""], reports)
+        assert len([one for one in updates if isinstance(one, Picture)]) == pictures
+    assert len(made) == 2 and updates[-1].svg != picture.svg
+    view.close()
+    assert updates[-2:] == [{}, {}]

@@ -4,16 +4,19 @@
     plain, stage 0      all                      all                            an equal slice
     stages 1, 2         all; loads its shard     its shard                      its shard
     stage 3             its shard                its shard                      its shard
+    torch's stage 1     all                      all, of parameters of its own  those parameters
+    torch's FSDP2       its rows                 its rows                       its rows
     frozen at 0, 1, 2   all                      -                              an equal slice
     buffers             all                      -                              all of it, on rank 0
 
-A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3), so
-that nothing here imports one.
+A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3),
+torch by ``optimizer.optim`` (that of a rank's own parameters) or by DTensors, so that nothing here imports one.
 
 ``held()`` (measure/held.py) is another question: it tells memory by what it is for, and a checkpoint has to know which
 elements of which parameter they are, and under what the optimizer knows them.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +46,10 @@ class Holding:
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank writes of a tensor with the same elements as ``value``: flat, in host memory."""
+        if self.written.start == self.written.stop:
+            return torch.empty(0, dtype=tensor.dtype)
         begin, end = self.written.start - self.slice.start, self.written.stop - self.slice.start
-        return tensor.detach().reshape(-1)[begin:end].cpu()
+        return elements_here(tensor.detach()).reshape(-1)[begin:end].cpu()
 
     def counts(self, rank: int) -> bool:
         """Whether this rank writes what there is once a parameter: the one with its first element."""
@@ -56,17 +61,22 @@ def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
     model = bare(model)
     shard_of = getattr(optimizer, "shard_of", lambda parameter: None)
     trained = {key for group in groups_of(optimizer) for key in group["params"]}
+    owned_here = keys_here(optimizer)
     master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
     held, replicated = [], []
     for name, parameter in model.named_parameters():
-        slice_ = getattr(parameter, "slice", None) or _whole(parameter)
+        slice_ = getattr(parameter, "slice", None) or _rows(name, parameter, comm)
         value, key = parameter, master_of.get(parameter, parameter)
         if owned := shard_of(parameter):
             slice_, value, key = owned
         master = None if key is value else key
         held.append(Holding(name, slice_, slice_, value, master, key if key in trained else None))
-        if not owned and not hasattr(parameter, "slice"):
+        if owned or hasattr(parameter, "slice") or is_dtensor(parameter):
+            continue
+        if key not in trained or not hasattr(optimizer, "optim"):
             replicated.append(held[-1])
+        elif key not in owned_here:
+            held[-1].written = Slice(slice_.shape, 0, 0)
     slices = Shards([holding.slice.shape for holding in replicated], comm.rank, comm.size).slices
     for holding, slice_ in zip(replicated, slices, strict=True):
         holding.written = slice_
@@ -99,12 +109,29 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def local(optimizer):
-    """The optimizer that has the states: a ``ZeroOptimizer`` has one inside, for its shard."""
-    return optimizer.optim if hasattr(optimizer, "shard_of") else optimizer
+    """The optimizer that has the states: a ``ZeroOptimizer``, ours or torch's, has one inside, for this rank."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 def groups_of(optimizer) -> list[dict]:
-    return [] if optimizer is None else local(optimizer).param_groups
+    if optimizer is None:
+        return []
+    return (local(optimizer) if hasattr(optimizer, "shard_of") else optimizer).param_groups
+
+
+def keys_here(optimizer) -> set:
+    """What the optimizer of this rank steps."""
+    return set() if optimizer is None else {key for group in local(optimizer).param_groups for key in group["params"]}
+
+
+def is_dtensor(tensor) -> bool:
+    """Has torch sharded it?"""
+    return hasattr(tensor, "placements")
+
+
+def elements_here(tensor) -> torch.Tensor:
+    """The elements that this rank has of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def names_of_groups(optimizer, held: list[Holding]) -> list[list[str]]:
@@ -151,6 +178,22 @@ def as_json(value, name: str):
 
 def _whole(tensor) -> Slice:
     return Slice(tuple(tensor.shape), 0, tensor.numel())
+
+
+def _rows(name: str, tensor, comm) -> Slice:
+    """All of a tensor, or the rows that FSDP2 has left here."""
+    if not is_dtensor(tensor):
+        return _whole(tensor)
+    if not (
+        len(tensor.placements) == 1 and tensor.placements[0].is_shard(0) and tensor.device_mesh.size() == comm.size
+    ):
+        raise CheckpointError(
+            f"{name} is sharded as {tensor.placements} over {tensor.device_mesh.size()} ranks, and a checkpoint takes "
+            f"whole rows over all {comm.size}: use torch.distributed.checkpoint."
+        )
+    shape = tuple(tensor.shape)
+    longest, row = -(-shape[0] // comm.size), math.prod(shape[1:])
+    return Slice(shape, *(min(place * longest, shape[0]) * row for place in (comm.rank, comm.rank + 1)))
 
 
 def _check_trained(optimizer, held) -> None:

@@ -14,7 +14,7 @@ from dtlib.checkpoint.folder import (
     read_index,
     together,
 )
-from dtlib.checkpoint.holdings import Holding, holdings_of, local, names_of_groups
+from dtlib.checkpoint.holdings import Holding, elements_here, holdings_of, keys_here, local, names_of_groups
 from dtlib.comm import as_communicator
 from dtlib.world import init
 
@@ -64,7 +64,7 @@ def load(folder, model, optimizer=None, comm=None, masters=None, check=None):
 
 @torch.no_grad()
 def _fill(folder, index, held, optimizer, comm) -> None:
-    states = {}
+    states, owned_here = {}, keys_here(optimizer)
     with Reader(folder, index) as reader:
         for holding in held:
             roles = index["tensors"][holding.name]["roles"]
@@ -73,8 +73,9 @@ def _fill(folder, index, held, optimizer, comm) -> None:
             )
             for tensor in (holding.value, holding.master):
                 if tensor is not None:
-                    tensor.copy_(values.view(tensor.shape))
-            if holding.key is not None and (state := _state(reader, holding, optimizer)):
+                    elements = elements_here(tensor)
+                    elements.copy_(values.view(elements.shape))
+            if holding.key in owned_here and (state := _state(reader, holding, optimizer)):
                 states[holding.key] = state
         files = list(index["files"])
         if len(files) == comm.size:
@@ -98,7 +99,9 @@ def _state(reader: Reader, holding: Holding, optimizer) -> dict:
             flat = reader.read(holding.name, role, holding.slice.start, holding.slice.stop)
             # As torch's load_state_dict does it: in the type of what is trained.
             dtype = key.dtype if entry["dtype"] in FLOATS else flat.dtype
-            state[what] = torch.empty_like(key, dtype=dtype).copy_(flat.view(key.shape))
+            state[what] = torch.empty_like(key, dtype=dtype)
+            elements = elements_here(state[what])
+            elements.copy_(flat.view(elements.shape))
     group = next(g for g in local(optimizer).param_groups if any(p is key for p in g["params"]))
     for what, number in reader.index["optimizer"]["numbers"].get(holding.name, {}).items():
         if isinstance(number, dict):

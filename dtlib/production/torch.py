@@ -2,6 +2,7 @@
 
 import torch
 from torch import distributed, nn
+from torch.func import functional_call
 
 from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 from dtlib.errors import DtlibError
@@ -68,15 +69,43 @@ def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Modu
     return fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
-def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int, loss_fn):
+def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int, loss_fn, inputs: tuple):
     """torch's GPipe or 1F1B for this rank's stage of a ``PipelineModule``, with ``step`` and ``eval``.
 
-    ``submodule`` is the module, or a ``DistributedDataParallel`` of it.
+    ``submodule`` is the module, or a ``DistributedDataParallel`` of it; ``inputs`` are those of the first stage for all
+    micro-batches of a step.
     """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     process_group(module.everyone)
     device = next((parameter.device for parameter in submodule.parameters()), torch.device("cpu"))
-    stage = PipelineStage(submodule, module.comm.rank, module.num_stages, device, group=process_group(module.comm))
+    taken, given = _shapes(module, [tensor.tensor_split(microbatches)[0] for tensor in inputs])
+    group = process_group(module.comm)
+    stage = PipelineStage(submodule, module.comm.rank, module.num_stages, device, taken, given, group=group)
     kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
     return kind(stage, microbatches, loss_fn=loss_fn)
+
+
+def _shapes(module, inputs) -> tuple[tuple, tuple]:
+    """What this rank's stage takes and gives, on the meta device, where nothing but shapes is computed.
+
+    torch would learn it by running each stage on memory that nobody has written: numbers of tokens that there are not
+    would end the run, and running statistics would keep what is found there.
+
+    Raises:
+        DtlibError: on all ranks, where a stage needs values to know its shapes.
+    """
+    values = tuple(tensor.detach().to("meta") for tensor in inputs)
+    for stage in range(module.num_stages):
+        if stage == module.comm.rank:
+            taken = values
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            try:
+                given = functional_call(module, {name: each.to("meta") for name, each in tensors.items()}, taken)
+                values = given = given if isinstance(given, tuple) else (given,)
+            except (RuntimeError, NotImplementedError) as problem:
+                values = f"Stage {stage} does not tell torch's pipeline its shapes ({problem}): use runtime='dtlib'."
+        values = module.comm.broadcast_object(values, root=stage)
+        if isinstance(values, str):
+            raise DtlibError(values)
+    return taken, given

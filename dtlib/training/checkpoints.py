@@ -25,8 +25,8 @@ class Checkpoints:
             save_latest: note in the file ``latest`` that this is the one to go on from.
 
         Raises:
-            CheckpointError: on all ranks; and DtlibError in the middle of a step, for a tag that is no name or differs
-                between ranks, or on torch's classes.
+            CheckpointError: on all ranks; and DtlibError in the middle of a step, or for a tag that is no name or
+                differs between ranks.
         """
         saved = self._saved()
         if self.micro_steps % self.config.gradient_accumulation_steps:
@@ -76,10 +76,6 @@ class Checkpoints:
         self._batches = self._loader.forever() if self._loader is not None else None
         return str(folder), extra["client_state"]
 
-    def check_portable(self) -> None:
-        """Refuse at once what ``save_checkpoint`` would refuse."""
-        self._saved()
-
     def _place(self, folder, tag: str) -> Path:
         """Where the checkpoint of that name is."""
         return Path(folder) / tag
@@ -100,10 +96,9 @@ class Checkpoints:
             )
 
     def _saved(self) -> dict:
-        if not self._strategy.portable:
-            raise DtlibError(
-                "torch has sharded this engine: save with torch.distributed.checkpoint, or use runtime='dtlib'."
-            )
+        for module in self.module.modules():
+            if hasattr(module, "reshard"):  # of FSDP2, which leaves parameters whole behind a forward pass alone
+                module.reshard()
         masters = None if hasattr(self.optimizer, "shard_of") else self._masters
         return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
 

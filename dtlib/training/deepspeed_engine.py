@@ -80,11 +80,8 @@ class DeepSpeedEngine(Engine):
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.theirs.is_gradient_accumulation_boundary()
 
-    def check_portable(self) -> None:
-        """Its checkpoints are for as many ranks as have saved them."""
-
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
-        """DeepSpeed's own, with the position in the data beside it."""
+        """DeepSpeed's own, for as many ranks, with the position in the data beside it."""
         loader = self._loader.state_dict() if self._loader is not None else None
         state = {"client_state": client_state or {}, "loader": loader, "ranks": self.world_size}
         self.theirs.save_checkpoint(str(save_dir), tag=tag, client_state=state, save_latest=save_latest)

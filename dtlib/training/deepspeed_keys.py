@@ -19,7 +19,11 @@ INERT = {
         "flops_profiler": dict, "activation_checkpointing": dict, "checkpoint": dict, "aio": dict, "nebula": dict,
     },
     "optimizer.": {"legacy_fusion": bool},
-    "bf16.": {"immediate_grad_update": bool},
+    # The loss is not scaled in bfloat16, but published files say how, as they were copied from the section fp16.
+    "bf16.": {
+        "immediate_grad_update": bool, "loss_scale": float, "initial_scale_power": int, "loss_scale_window": int,
+        "hysteresis": int, "min_loss_scale": float,
+    },
     "zero_optimization.": {
         "contiguous_gradients": bool, "reduce_scatter": bool, "allgather_partitions": bool,
         "allgather_bucket_size": int, "round_robin_gradients": bool, "load_from_fp32_weights": bool,

@@ -123,15 +123,9 @@ class PipelineEngine(Engine):
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
         losses, mean = [], torch.zeros((), dtype=torch.float64)
         inputs = x if isinstance(x, tuple) else (x,)
-        if self._make and isinstance(x, tuple) and any(not tensor.is_floating_point() for tensor in tree_leaves(x)):
-            raise DtlibError(
-                "torch's pipelines learn shapes by running each stage on memory that nobody has written, and several "
-                "inputs with whole numbers among them, which go from stage to stage, do not survive that: use "
-                "runtime='dtlib'."
-            )
         shapes = [tensor.shape for tensor in tree_leaves((x, y))]
         if self._make and shapes != self._shapes:  # torch's stages are for one shape
-            self._shapes, self._schedule = shapes, self._make()
+            self._shapes, self._schedule = shapes, self._make(inputs)
         run = getattr(self._schedule, what)
         run(*(inputs if self._first else ()), target=y if self._last else None, losses=losses)
         if self._last:

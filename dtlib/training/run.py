@@ -67,7 +67,8 @@ def train(
         config: a dictionary, or the path of a JSON file; by default the lessons' own of that name.
         runtime: ``dtlib``, ``torch`` or ``deepspeed``.
         save: a folder for checkpoints.
-        resume: go on from the last checkpoint in ``save``, also on another number of ranks; from the beginning where
+        resume: go on from the last checkpoint in ``save``, also on another number of ranks, at another stage, and on
+            torch from dtlib's or the other way round (DeepSpeed: on as many, from its own); from the beginning where
             there is none yet.
         log: a file to which each step adds a line of JSON.
         stage, steps: in place of the config's.
@@ -113,8 +114,6 @@ class _Training:
         )  # fmt: skip
         self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)  # bf16, fp16
         self.batch = self.engine.train_batch_size()
-        if save is not None:
-            self.engine.check_portable()
         torch.manual_seed(1000 * run.seed + comm.rank)
         if resume and pointed_to(Path(save) / LATEST, comm) is not None:
             self.engine.load_checkpoint(save)

@@ -33,7 +33,6 @@ class Replicated:
     """
 
     shards_on = None  # the communicator over whose ranks gradients are cut up, where they are
-    portable = True  # dtlib.checkpoint can save it
 
     def __init__(self, model, comm, trained, make_optimizer, zero):
         self.forward = self.wrap(model, comm, zero)
@@ -73,8 +72,6 @@ class TorchReplicated(Replicated):
 
 
 class TorchStage1(TorchReplicated):
-    portable = False
-
     def distribute(self, optimizer, comm):
         from dtlib.production.torch import zero_redundancy
 
@@ -130,8 +127,6 @@ class Sharded(Replicated):
 
 
 class TorchSharded(Sharded):
-    portable = False
-
     def wrap(self, model, comm, zero):
         from dtlib.production.torch import shard_fully
 

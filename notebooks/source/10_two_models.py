@@ -57,7 +57,7 @@ lab.predict("accuracy-on-digits", None)
 lab.predict("accuracy-on-digits", 0.97)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# While the ranks train, the line below the cell shows how far they are, and the loss as it falls.
+# While the ranks train, what is below the cell says how far they are, and draws the loss as it falls.
 
 # %% tags=["two-hours", "half-day"]
 # %%px

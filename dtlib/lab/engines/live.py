@@ -1,4 +1,5 @@
-"""What a ``%%px`` cell shows while it runs: how far ranks are, whom they wait for, the latest lines of each.
+"""What a ``%%px`` cell shows while it runs: how far ranks are, whom they wait for, the latest lines of each; and the
+curve of what they train, as a picture that grows.
 
 It is for whoever watches, and goes away with the end of the cell: what is stored is the output in rank order. Where
 nobody could answer a question either (nbval, a notebook that is executed by a program), nothing live is shown.
@@ -9,10 +10,12 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from dtlib.lab.colours import rank_prefix
+from dtlib.lab.colours import RANK_COLOURS, rank_prefix
+from dtlib.lab.drawing import STYLE, Picture, subplots
 
 FIRST_SECONDS = 0.5  # shorter cells show their output at the end only
 EVERY_SECONDS = 0.2
+PICTURE_SECONDS = 1.0  # a picture takes a tenth of that to draw
 FORGET_SECONDS = 2.0  # what was waited for, once nobody waits
 PROGRESS_SECONDS = 5.0  # until a line says what each rank is doing
 MOST_LINES = 20  # of a rank
@@ -30,7 +33,8 @@ class LiveView:
         self._alone = alone
         self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
         self._began = self._drawn = time.monotonic()
-        self._display = None
+        self._display = self._picture = None
+        self._pictured = -PICTURE_SECONDS
         self._text = ""
 
     def show(self, ranks: list[int], running: list[bool], texts: list[str], reports: list[dict]) -> None:
@@ -54,6 +58,25 @@ class LiveView:
         for rank, text in zip(ranks, texts, strict=True):
             lines += _latest(rank, text, most)
         self._draw("\n".join(lines))
+        if now - self._pictured > PICTURE_SECONDS:
+            for report in reports:
+                if len(report.get("curve") or ()) > 1:
+                    self._draw_curve(report["curve"], *report["progress"])
+
+    def _draw_curve(self, curve: list[float], done: int, total: int, unit: str) -> None:
+        """The loss so far, in the one picture that the cell has; ``curve`` goes from the first to the last step."""
+        from matplotlib import rc_context
+
+        with rc_context(STYLE):
+            figure, axes = subplots(height=2.5)
+            axes.plot([done * (at + 1) / len(curve) for at in range(len(curve))], curve, color=RANK_COLOURS[0])
+            axes.set(xlim=(0, total), xlabel=unit, ylabel="loss")
+            picture = Picture(figure, f"The loss of each step so far, after {done:,} of {total:,} {unit}.")
+        if self._picture is None:
+            self._picture = display(picture, display_id=True)
+        else:
+            self._picture.update(picture)
+        self._pictured = time.monotonic()
 
     def _draw(self, text: str) -> None:
         if text == self._text:
@@ -72,8 +95,9 @@ class LiveView:
         if self._alone:
             clear_output(wait=True)
         else:
-            self._display.update({}, raw=True)
-        self._display = None
+            for view in filter(None, (self._display, self._picture)):
+                view.update({}, raw=True)
+        self._display = self._picture = None
 
 
 def _latest(rank: int, text: str, most: int):
