@@ -10,11 +10,12 @@ from dtlib.lab import build
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
-from tests.tracks import missing
+from tests.tracks import before, missing
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
 WITHOUT_ENGINES = ("07_schedule_puzzle_exercises", "09_data_input_exercises")
+LONGER = ("06_zero", "07_pipelines", "08_tensor_and_hybrid")  # than 45 code cells and 1,600 words
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 
@@ -55,6 +56,13 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
     assert len(widest) <= WIDEST_LINE, f"this line does not fit beside JupyterLab's file browser: {widest}"
     tagged = [set(cell.metadata.get("tags", [])) & set(build.TRACKS) for cell in book.cells]
     assert all("half-day" in tags for tags in tagged if "two-hours" in tags), "the longer track has all of the shorter"
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if s.stem not in LONGER], ids=lambda source: source.stem)
+def test_a_notebook_is_no_longer_than_a_lecture(source):
+    book = build.notebook(source, "learner")
+    words = sum(len(cell.source.split()) for cell in book.cells if cell.cell_type == "markdown")
+    assert len(code_cells(book)) <= 45 and words <= 1600, (len(code_cells(book)), words)
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +147,12 @@ def cells_of(book, track):
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_the_cells_of_a_track_need_no_others(source):
     """Every name that they use is defined by them, on the side where they run."""
-    book = build.notebook(source, "solved")
-    whole = [cell.source for cell in code_cells(book)]
     for track in build.TRACKS:
-        assert not missing([cell.source for cell in cells_of(book, track)], whole), track
+        stems = [*before(track, source.stem), source.stem]
+        books = [build.notebook(source.with_stem(stem), "solved") for stem in stems]
+        whole = [cell.source for book in books for cell in code_cells(book)]
+        cells = [cell.source for book in books for cell in cells_of(book, track)]
+        assert not missing(cells, whole), track
 
 
 def test_a_cell_that_a_track_lacks_is_noticed():

@@ -7,6 +7,7 @@ _LAZY = {
     "panel": "dtlib.lab.engines.panel",
     "check": "dtlib.lab.checks.checks",
     "last": "dtlib.lab.last_outputs",
+    "mpiexec": "dtlib.lab.programs",
     "predict": "dtlib.lab.checks.predictions",
     "fold": "dtlib.lab.tables",
     "push": "dtlib.lab.engines.names",

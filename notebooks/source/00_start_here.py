@@ -1,8 +1,8 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 00 Start here
 #
-# Ten minutes. You start four processes, run a line of Python on all of them, let them add a number together, bring
-# them to a halt and back, and throw darts at a circle with them.
+# Ten minutes. You start four processes, run a line of Python on all of them, let them add up numbers, bring them to a halt
+# and back, and throw darts at a circle with them.
 #
 # **Questions.** What is a rank? Where does a cell run? How do ranks work together?
 #
@@ -11,27 +11,19 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Start the ranks
 #
-# The next cell starts four processes on this computer. Together they form one *world*; each is a *rank* and has a
-# number. They are real MPI processes: MPI, the Message Passing Interface, is how programs on clusters exchange
-# messages. It takes a few seconds.
+# The next cell starts four processes on this computer: a *world* of four *ranks*. They exchange messages through MPI, the
+# Message Passing Interface, as programs on clusters do.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# A row is a rank. All have process ids of their own: they share no memory. The last column says when torch (PyTorch,
-# the library for deep learning that this course uses) has been imported; you can go on meanwhile.
-#
-# This notebook is one more process. So there are five Pythons: one here, four there.
+# %% [markdown]
+# A row is a rank. Each has a process id of its own: ranks share no memory. The last column says when torch (PyTorch, the
+# library for deep learning that this course uses) has been imported; you can go on meanwhile.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# ## Here and there
-#
-# A cell runs here, in the notebook. A cell that starts with `%%px` runs on every rank, and not here. Its output
-# carries the number of the rank that said it.
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** Each rank will print its own number. Which numbers will you see: 1 to 4, or others? Decide, then run.
+# This notebook is one more process: five Pythons. A cell runs here; a cell that starts with `%%px` runs on every rank
+# instead. **Predict:** each rank prints its own number. Will you see 1 to 4, or others?
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -41,51 +33,35 @@ world = dtlib.init()
 print("I am rank", world.rank, "of", world.size)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `dtlib.init()` answers the question *who am I?* Ranks count from 0, as Python does.
+# Ranks count from 0. All four ran the same line; what differs is `world.rank`, and all that is computed from it.
 #
-# All four ran the same line. What differs is `world.rank`, and everything that is computed from it. One program,
-# many ranks, different data: this style is called SPMD (single program, multiple data), and all of this course is
-# written in it.
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# ## One name, five values
-#
-# The name `x` can live in the notebook and on every rank, with different values.
-
-# %% tags=["two-hours", "half-day"]
-x = "I live in the notebook"
+# **Predict.** Now `x` gets a value on every rank, then another one in the notebook. What will the second cell show?
 
 # %% tags=["two-hours", "half-day"]
 # %%px
 x = 10 * world.rank
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** What does the next cell print? And the one after it?
-
-# %% tags=["two-hours", "half-day"]
 print(x)
 
 # %% tags=["two-hours", "half-day"]
-# %%px
+x = "I live in the notebook"
 print(x)
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# `lab.values` brings a name's values from the ranks to the notebook, in rank order.
-
-# %% tags=["two-hours", "half-day"]
 lab.values("x")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# If a name is missing on one side, the error tells you on which side it is. Try it later: print `world` without
-# `%%px`.
+# One name, five values. `lab.values` brings those of the ranks here, in rank order.
+
+# %% [markdown]
+# One program, many ranks, different data: this style is called SPMD. If a name is missing on one side, the error tells you
+# on which side it is. Try it later: print `world` without `%%px`.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
 #
-# `world.comm` is a rank's line to the others. What it can do are *operations*. Those for which all ranks meet are *collectives*; one of them is `all_reduce`.
-#
-# Each rank holds a number, its own rank. `all_reduce` adds the numbers of all ranks and gives *every* rank the sum.
-# Data parallelism, the commonest way to train on many GPUs, lives on it: there, the numbers are gradients.
+# `world.comm` is a *communicator*: through it a rank exchanges messages with the others. Operations for which all ranks meet
+# are *collectives*. One is `all_reduce`: it adds the numbers of all ranks, and gives *every* rank the sum.
+
+# %% [markdown]
+# In data parallelism, the commonest way to train on many GPUs, those numbers are gradients.
 #
 #     rank 0   0 \                  / 6   rank 0
 #     rank 1   1  \                /  6   rank 1
@@ -94,7 +70,7 @@ lab.values("x")
 #     rank 3   3 /                  \ 6   rank 3
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** The drawing has told you the sum for four ranks. What would it be for eight? Replace `None`.
+# **Predict.** Each rank holds its own number. What is the sum for eight ranks? Replace `None`.
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("sum-for-eight", None)
@@ -103,8 +79,8 @@ lab.predict("sum-for-eight", None)
 lab.predict("sum-for-eight", 28)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Your turn.** Let the ranks do it for four: after `total` is made, call `world.comm.all_reduce(total)`. Then run
-# the check.
+# **Your turn.** Where the comment stands, call `world.comm.all_reduce(total)`. Then run the check, which looks at `total` on
+# all ranks.
 
 # %% tags=["two-hours", "half-day", "stub"]
 # %%px
@@ -125,19 +101,15 @@ print(total)
 # %% tags=["two-hours", "half-day"]
 lab.check("first-sum")
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# The check looked at `total` on all ranks. If it said *not yet*, it also said on which rank, what it expected and
-# what came. Mend the cell and check again.
+# %% [markdown]
+# If it said *not yet*, it also said on which rank, what it expected and what came. Mend the cell and check again.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## When ranks hang
 #
-# A collective such as `all_reduce` needs all ranks. What if one does not come? Then the others wait. No line of code is wrong
-# in itself, and nothing is printed: it *hangs*. It will happen to you; so try it now.
-#
-# `barrier` only waits until every rank is there. To the second one rank 2 will not come. **Predict**: which ranks hang? Run
-# the cell, wait until a line below it says whom everybody waits for (three seconds), then press **Stop**, the square
-# above. (If you do not, it ends by itself after ten seconds.)
+# A collective needs all ranks. If one does not come, the others wait: the program *hangs*. It will happen to you, so try it
+# now. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a line below
+# says whom everybody waits for, then press **Stop**, the square above.
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
@@ -156,26 +128,23 @@ except dtlib.DtlibError as error:
     print(error)
 world.comm.time_limit = 30
 
+# %% [markdown]
+# No line of this code is wrong in itself. Each rank notes where it is, so the others can say whom they wait for, and in
+# which line it was last. (Without Stop the cell ends by itself after ten seconds.)
+
 # %% [markdown] tags=["two-hours", "half-day"]
-# Each rank notes where it is, so the others can say whom they wait for, and in which line it was last. Whoever was
-# interrupted is out of step with the others. `dtlib.reset()` on **all** ranks gives them a clean start. `%px`
-# with one percent sign runs a single line on the ranks.
+# Whoever was interrupted is out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign
+# runs a single line on the ranks.)
 
 # %% tags=["two-hours", "half-day"]
 # %px dtlib.reset();
-
-# %% tags=["two-hours", "half-day"]
-# %%px
-print(world.comm.all_reduce(torch.tensor(world.rank)))
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# All four are back, and the sum is right.
+# %px print(world.comm.all_reduce(torch.tensor(world.rank)))
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Four ranks share 600 darts. Each takes
-# a slice of its own, so that no dart is thrown twice.
+# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Each of four ranks throws its own slice
+# of 600 darts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -189,8 +158,8 @@ print("darts", start, "to", stop - 1)
 lab.pictures.darts(lab.values("darts"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Each rank's 150 darts give a poor estimate of pi, all 600 a better one. Now ten million: each rank counts its slice, and
-# one `all_reduce` adds the counts.
+# All 600 give a better estimate than any 150. Now ten million: each rank counts its slice, and one `all_reduce` adds the
+# counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -200,6 +169,12 @@ if world.rank == 0:
     print(f"pi = {estimate.pi:.5f}, give or take {estimate.standard_error:.5f}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
+# The same as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
+
+# %% tags=["two-hours", "half-day"]
+lab.mpiexec("../pi_mpi4py.py", ranks=4)
+
+# %% [markdown]
 # ## Summary
 #
 # - A *rank* is a process with a number; a *world* is all of them.

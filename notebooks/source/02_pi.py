@@ -1,18 +1,18 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 02 MPI and pi
 #
-# Sixty minutes; ten in the two-hour workshop. One small program climbs a ladder: a loop in Python, numpy, a
-# compiled loop, MPI ranks, a file shared by ranks, a GPU. At every rung it gives the same answer, to the last point.
+# Sixty minutes. One small program climbs a ladder: a loop in Python, numpy, a compiled loop, MPI ranks, a file shared by
+# ranks, a GPU. At every rung it gives the same answer, to the last point.
 #
 # **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
 # faster are they, and what sets the limit? Can we believe a published speed-up?
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["half-day", "nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 import math
 import time
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from dtlib import pi
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # ## The idea
 #
 # A point with random x and y between 0 and 1 lies inside the quarter circle if x² + y² < 1. The quarter circle
@@ -29,19 +29,19 @@ from dtlib import pi
 # No rank needs another rank to throw its points. Such work is called *embarrassingly parallel*; it is where one
 # starts, because only the sum at the end is communication.
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # ## Points that everybody can compute
 #
 # A usual random generator is a chain: each number needs the one before. Ranks that share a chain must wait for one
 # another; ranks that each start their own chain must take care that the chains do not overlap.
 #
 # We use a *counter-based* generator: point number `i` is a function of `i` and nothing else. Any rank can compute
-# any point at any time. Here it is, in plain Python.
+# any point at any time. Here it is in plain Python, with the loop that counts the points inside.
 
-# %% tags=["two-hours", "half-day"]
-lab.read(pi.point)
+# %%
+lab.read(pi.point, pi.count_loop)
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # The capital names are constants: `MASK_64` keeps the lower 64 bits, `MASK_31` the lower 31. Three multiplications and some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by
 # Steele, Lea and Flood, 2014). The result has 64 bits: the upper 31 are x, the lower 31 are y. Both stay integers, and
 # the circle's radius is 2³¹: a point is inside if x² + y² < 2⁶² (`RADIUS_SQUARED`). Nothing is ever rounded.
@@ -51,13 +51,12 @@ for i in range(3):
     x, y = pi.point(i)
     print(i, x, y, "inside" if x * x + y * y < 2**62 else "outside")
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# ## Rung 1: a loop
+# %% [markdown] tags=["half-day"]
+# ## A loop
+#
+# How many points can one core count in a second? First a loop in Python, `pi.count_loop`:
 
-# %% tags=["two-hours", "half-day"]
-lab.read(pi.count_loop)
-
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["half-day", "nbval-ignore-output"]
 def seconds_of(kernel, points, repeats=3):
     """The best of a few runs: others use this computer too."""
     times = []
@@ -71,35 +70,35 @@ def seconds_of(kernel, points, repeats=3):
 rungs = {"Python loop": 10**5 / seconds_of(pi.count_loop, 10**5)}
 print(f"{rungs['Python loop']:.2g} points per second")
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # ## How good is the estimate?
 #
 # Each point is a coin that shows *inside* with probability pi/4. The fraction of n such coins scatters around its mean
 # by √(p(1−p)/n), so the estimate scatters around pi by 4√(p(1−p)/n). That is its *standard error*: two out of three
 # estimates are closer to pi than this, nineteen out of twenty closer than twice this.
 
-# %% tags=["two-hours", "half-day"]
+# %%
 estimate = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
 print(f"pi = {estimate.pi:.4f} ± {estimate.standard_error:.4f} from {estimate.points:,} points")
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # **Predict.** With 100 times more points, how many times smaller is the standard error?
 
-# %% tags=["two-hours", "half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("times-smaller", None)
 
-# %% tags=["two-hours", "half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("times-smaller", 10)
 
-# %% tags=["two-hours", "half-day"]
+# %%
 more = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
 print(f"pi = {more.pi:.4f} ± {more.standard_error:.4f} from {more.points:,} points")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # One digit more costs 100 times the points. The picture shows it: each dot is the error of one experiment with
 # points of its own, the line is the standard error.
 
-# %% tags=["half-day"]
+# %%
 sizes = [10**k for k in range(2, 7)]
 distances, standard = [], []
 for n in sizes:
@@ -107,14 +106,14 @@ for n in sizes:
     distances.append([abs(run.pi - math.pi) for run in runs])
     standard.append(pi.Estimate(n, round(n * math.pi / 4)).standard_error)
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 lab.pictures.errors(sizes, distances, standard)
 slope = np.polyfit(np.log(sizes), np.log(np.sqrt(np.mean(np.square(distances), axis=1))), 1)[0]
 print(f"The error falls as the number of points to the power {slope:.2f}; theory says -0.50.")
 assert -0.6 < slope < -0.4
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# ## Rung 2: numpy, block by block
+# %% [markdown]
+# ## numpy, block by block
 #
 # numpy does the same arithmetic on whole arrays. All points at once would need 16 bytes each, 1.6 GB for 10⁸ points,
 # and every step would walk through all of that memory. Blocks that fit the cache of a core avoid it.
@@ -122,46 +121,50 @@ assert -0.6 < slope < -0.4
 # %%
 lab.read(pi.count_numpy)
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 rungs["numpy, by blocks"] = 10**7 / seconds_of(pi.count_numpy, 10**7)
 print(f"{rungs['numpy, by blocks']:.2g} points per second")
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# ## Rung 3: the loop again, compiled
+# %% [markdown] tags=["half-day"]
+# ## The loop again, compiled
 #
-# numba compiles the loop of rung 1. A point now lives in two registers of the processor: it is made, tested and
-# forgotten, and memory is not touched at all.
+# numba, a compiler for Python, compiles that loop. A point now lives in two registers of the processor: it is made, tested
+# and forgotten, and memory is not touched at all.
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["half-day", "nbval-ignore-output"]
 pi.count_compiled(0, 1)  # compile first
 rungs["compiled loop"] = 10**8 / seconds_of(pi.count_compiled, 10**8)
 print(f"{rungs['compiled loop']:.2g} points per second")
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # **Predict.** The loop, numpy and the compiled loop count the same 100,000 points. By how many points do their
 # counts differ?
 
-# %% tags=["two-hours", "half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("points-apart", None)
 
-# %% tags=["two-hours", "half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("points-apart", 0)
 
-# %% tags=["two-hours", "half-day"]
+# %%
 counts = [kernel(0, 10**5) for kernel in (pi.count_loop, pi.count_numpy, pi.count_compiled)]
 print(counts)
 
-# %% [markdown] tags=["two-hours", "half-day"]
-# ## Rung 4: ranks that reduce
+# %% [markdown] tags=["half-day"]
+# ## Ranks that reduce
 #
 # Rank r of N takes slice r of the points. The slices must meet: no point left out, none counted twice, whatever the
 # number of points.
 
-# %% tags=["two-hours", "half-day"]
+# %%
 lab.read(pi.slice_of)
 print([pi.slice_of(10, rank, 3) for rank in range(3)])
 
-# %% tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
+# Four counts, four processes; one `all_reduce` makes them one count on every rank. That is all the communication of this
+# program: eight bytes per rank, however many points there are.
+
+# %% tags=["half-day"]
 # %%px
 import dtlib
 import numpy as np
@@ -171,32 +174,25 @@ world = dtlib.init()
 start, stop = pi.slice_of(10**7, world.rank, world.size)
 inside = np.array([pi.count_compiled(start, stop)])
 print("points", start, "to", stop - 1, "inside:", inside[0])
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# Four counts, four processes. One `all_reduce` makes them one count on every rank. That is all the communication of
-# this program: eight bytes a rank, however many points there are.
-
-# %% tags=["two-hours", "half-day"]
-# %%px
 world.comm.all_reduce(inside)
 print("all ranks together:", inside[0])
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 alone = pi.count_compiled(0, 10**7)
 print("this notebook alone:", alone)
 assert lab.values("inside")[0][0] == alone
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and
 # easy to test, so we keep to that wherever arithmetic allows.
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # ## How much faster?
 #
 # Let 1, 2, 3 and 4 ranks count the same 2·10⁸ points; the others wait in the `all_reduce`. *Speed-up* is the time of
 # one rank over the time of N; *efficiency* is speed-up over N.
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["half-day", "nbval-ignore-output"]
 # %%px
 import time
 
@@ -213,39 +209,40 @@ fastest = {}
 for active in range(1, world.size + 1):
     fastest[active] = min(seconds_with(active) for _ in range(5))
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # **Predict.** How many times faster are four ranks than one, on this computer? (The table at the top says how many
 # cores it has.)
 
-# %% tags=["two-hours", "half-day", "stub"]
+# %% tags=["half-day", "stub"]
 lab.predict("speed-up-of-four", None)
 
-# %% tags=["two-hours", "half-day", "solution"]
+# %% tags=["half-day", "solution"]
 lab.predict("speed-up-of-four", 2)
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["half-day", "nbval-ignore-output"]
 from dtlib.world.machine import usable_cores
 
 seconds = lab.values("fastest")[0]
 lab.pictures.speed_up(seconds, usable_cores())
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. Where it
 # stays below, something else used a core meanwhile, and the slowest rank decides; or two of what the system counts as
-# cores share one real core. Beyond the number of cores ranks take turns, and the curve goes flat. **Four ranks on two cores do not run four times as fast**: there are only two cores
-# to run on, and taking turns makes none of them faster.
-#
+# cores share one real core. Beyond the number of cores ranks take turns, which makes none of them faster: the curve goes
+# flat.
+
+# %% [markdown]
 # With more cores the curve would go on until something else is shared: memory bandwidth (not here, as points live in
 # registers), the network, the part of the program that is not parallel (Amdahl's law), or the power budget of the
 # chip, which lowers the clock when all cores are busy.
 
-# %% [markdown] tags=["half-day"]
-# ## Rung 5: a file of points
+# %% [markdown]
+# ## A file of points
 #
 # Many parallel programs do not make their data but read it. Here the points are written to a file beforehand, 8 bytes
 # each. Every rank opens the file, goes to its own slice, and reads nothing else: the same `slice_of`, now of bytes.
 
-# %% tags=["half-day"]
+# %%
 import tempfile
 from pathlib import Path
 
@@ -254,25 +251,25 @@ file = pi.write_points(Path(folder.name) / "points.bin", 10**6)
 print(f"{file.stat().st_size:,} bytes")
 lab.push(file=str(file))  # so that the ranks know its name
 
-# %% tags=["half-day"]
+# %%
 # %%px
 estimate = pi.count_file(file, world.comm)
 print(estimate.inside, "of", estimate.points)
 
-# %% tags=["half-day"]
+# %%
 assert lab.values("estimate")[0].inside == pi.count_numpy(0, 10**6)
 folder.cleanup()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # mpi4py's own example for pi, `cpi.py`, hands out its work in the same way: a rank's number says which slice is its.
 
-# %% [markdown] tags=["half-day"]
-# ## Rung 6: a GPU
+# %% [markdown]
+# ## A GPU
 #
 # A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi/gpu.py`, thirty lines of Triton)
 # keeps the points in registers too, and counts the same points. Without a GPU the next cell says so and goes on.
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib.world.machine import gpu_names
 
 if gpu_names():
@@ -283,26 +280,26 @@ if gpu_names():
 else:
     print("There is no GPU here.")
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # ## The ladder
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 for active in (1, 2, 4):
     rungs[f"{active} rank{'s' * (active > 1)}"] = 2 * 10**8 / seconds[active]
 lab.pictures.ladder(rungs)
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # Where did the speed come from? Most of it from one core used well; ranks multiply what one core does. This order is
 # a habit worth having: first make one process fast, then add processes. Many processes of a slow program are an
 # expensive way to be slow.
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## An article's claims on trial
 #
 # An article of 2022 on OpenMPI and DeepSpeed reports pi by Monte Carlo with 10⁸ points. Its claims stand in
 # `data/claims.csv`:
 
-# %% tags=["half-day"]
+# %%
 import csv
 
 from dtlib.lab.engines.workshop import folder as workshop_folder
@@ -313,16 +310,16 @@ claims = [row for row in rows if row["figure"]]
 words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
 lab.table(words, ("claim", "in its words"))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Three figures, and any two of them give the third. **Predict** before you run: do they agree?
 
-# %% tags=["half-day"]
+# %%
 one, six, gain = (float(row["figure"]) for row in claims)
 print(f"{one:g} s, under {six:g} s: more than {one / six:g} times faster, not {gain:g}")
 print(f"{one:g} s, {gain:g} times faster: more than {one / gain:g} s on six, not under {six:g}")
 print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # It is one contradiction, a factor of at least 1.2, seen from three sides. About a minute and under ten seconds would
 # mean more than six times on six GPUs, an efficiency above 100 %: this pair deserves the most doubt. If *about a minute*
 # was 49 seconds, then 9.9 seconds and 4.95 times go together: the article's words leave that room, its figures do not.
@@ -331,14 +328,14 @@ print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on on
 #
 # And a second question: is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 table = [(f"{row['claim']}, claimed", row["remark"].split(";")[0]) for row in claims[:2]]
 for ranks in (1, 2):  # half of the time for 2·10⁸ points
     table.append((f"{ranks} rank{'s' * (ranks > 1)} here, measured", f"{seconds[ranks] / 2:.3f}"))
 lab.table(table, ("10^8 points", "seconds"), align="lr")
 assert seconds[1] / 2 < one
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up says little when
 # the program that it speeds up is slow. Ask for the baseline first.
 
@@ -366,7 +363,7 @@ lab.read(workshop_folder() / "notebooks" / "pi.R")
 # two ranks ever meet. But now the points depend on who draws them: 1, 2 and 4 ranks throw different points. Each result
 # is right within its standard error, and none can be checked against another to the last point.
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # ## Summary
 #
 # - The error of a Monte Carlo estimate falls with the square root of the number of points.

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 02 MPI and pi: exercises
 #
 # Three exercises: *predict* (one minute), *mend* (five minutes), *build* (twenty minutes). A check looks at your answer
@@ -6,13 +6,13 @@
 #
 # **You need** the lecture [02 MPI and pi](../lectures/02_pi.ipynb). Answers: [solutions](../solutions/02_pi_exercises.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Three ranks this time: a number that is no power of two and divides few things evenly shows more mistakes.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch
@@ -20,22 +20,22 @@ from dtlib import pi
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict
 #
 # With 10,000 points the standard error of the estimate is about 0.016. By how much is the estimate typically off with
 # 100 times more points? And how many points would it take to be off by 0.004? Replace each `None`; 10 % off counts as
 # right.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("error-of-a-million", None)
 lab.predict("points-for-0.004", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("error-of-a-million", 0.0016)
 lab.predict("points-for-0.004", 160_000)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Mend: all ranks draw the same points
 #
 # Somebody wrote this function. Each rank counts its slice, the counts are added, and the estimate looks fine. But it is
@@ -47,28 +47,28 @@ lab.predict("points-for-0.004", 160_000)
 # You may use `comm.rank` and `comm.size`, and `pi.count_compiled(start, stop)`, which counts the points from `start` to
 # `stop - 1`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def count_my_points(points, comm):
     count = points // comm.size
     return pi.count_compiled(0, count)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def count_my_points(points, comm):
     start = points * comm.rank // comm.size
     stop = points * (comm.rank + 1) // comm.size
     return pi.count_compiled(start, stop)
 
-# %% tags=["half-day"]
+# %%
 lab.check("pi-streams")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The bug is a classic: ranks that are started together seed their generators alike, and nobody notices, because every
 # single estimate looks right. Only the error tells. Here is the proof for three ranks: with the same darts on all of them,
 # the error is that of one rank.
 
-# %% tags=["half-day"]
+# %%
 import math
 
 from dtlib import pi
@@ -81,7 +81,7 @@ print(f"the same darts on 3 ranks:    error {scatter[0]:.4f}")
 less = scatter[0] / scatter[1]
 print(f"own darts on each of 3 ranks: error {scatter[1]:.4f}, {less:.1f} times less (√3 is 1.7)")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Build: pi on ranks
 #
 # Write `estimate_pi(points, comm)`:
@@ -96,12 +96,12 @@ print(f"own darts on each of 3 ranks: error {scatter[1]:.4f}, {less:.1f} times l
 #
 # The ranks add with `comm.all_reduce(tensor)`: `comm` is what you know as `world.comm`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def estimate_pi(points, comm):
     ...
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def estimate_pi(points, comm):
     start, stop = pi.slice_of(points, comm.rank, comm.size)
@@ -109,10 +109,10 @@ def estimate_pi(points, comm):
     comm.all_reduce(inside)
     return 4 * inside.item() / points
 
-# %% tags=["half-day"]
+# %%
 lab.check("pi-on-ranks")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## If you have time
 #
 # - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop or wait

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 03 Collectives: exercises
 #
 # Four exercises: *predict* (two minutes), *mend* a ring (five minutes), *build* a ring (thirty minutes), and five
@@ -8,20 +8,20 @@
 # **You need** the lecture [03 Collectives](../lectures/03_collectives.ipynb). Answers:
 # [solutions](../solutions/03_collectives_exercises.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Three ranks: no power of two, and on two ranks left and right are the same, which hides mistakes.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict
 #
 # - A tree broadcasts an array to eight ranks. How many messages are sent in all, and in how many rounds?
@@ -29,21 +29,21 @@ world = dtlib.init()
 #
 # Replace each `None`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("tree-broadcast", {"messages": None, "rounds": None})
 lab.predict("bytes-of-a-ring", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("tree-broadcast", {"messages": 7, "rounds": 3})
 lab.predict("bytes-of-a-ring", 1_600_000)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 with dtlib.trace() as trace:
     world.comm.all_reduce(torch.ones(300_000), algorithm="ring")
 sent_bytes = trace.sent()[1]
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Mend: a ring with one wrong index
 #
 # This ring all-reduce runs to its end, sends as many messages as it should, and gives wrong sums. One index is wrong. Mend it.
@@ -53,7 +53,7 @@ sent_bytes = trace.sent()[1]
 #
 # `ring.show_all(3)` draws what should happen.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
@@ -73,7 +73,7 @@ def ring_all_reduce(comm, array):
         sending.wait()
     return array
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
@@ -93,15 +93,15 @@ def ring_all_reduce(comm, array):
         sending.wait()
     return array
 
-# %% tags=["half-day"]
+# %%
 lab.check("ring-mend")
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib.lab import ring
 
 ring.show_all(3)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Build: an all-reduce of your own
 #
 # Write `my_all_reduce(comm, tensor)`: every rank's one-dimensional `tensor` becomes the sum over all ranks, *in place*. Use
@@ -116,12 +116,12 @@ ring.show_all(3)
 # none at all, and one so long that MPI does not send ahead: there `comm.send` waits for its receive. The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes.
 # Try to write it without looking up. The direction is yours; so is which chunk goes first.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def my_all_reduce(comm, tensor):
     ...
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def my_all_reduce(comm, tensor):
     rank, size = comm.rank, comm.size
@@ -137,15 +137,15 @@ def my_all_reduce(comm, tensor):
         incoming.copy_(incoming + received if adds else received)
     return tensor
 
-# %% tags=["half-day"]
+# %%
 lab.check("ring-build")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # A ring that is right but sends too much is as fast as no ring: look at the bytes before you look at the clock.
 #
 # Here is yours beside the library's. The same bytes; the library's adds without Python's detours.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 tensor = torch.full((300_000,), float(world.rank))
 with dtlib.trace() as mine:
@@ -154,7 +154,7 @@ with dtlib.trace() as library:
     world.comm.all_reduce(torch.ones(300_000), algorithm="ring")
 print("bytes sent: mine", mine.sent()[1], "library", library.sent()[1])
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Explain: five hangs
 #
 # Each of these functions brings ranks to a halt. `watch` runs one of them with a wait of two seconds at most, prints how
@@ -166,7 +166,7 @@ print("bytes sent: mine", mine.sent()[1], "library", library.sent()[1])
 #
 # First look at the code alone, and guess. Then run it.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def hang_1(comm):
     settings = torch.zeros(2)
@@ -174,19 +174,19 @@ def hang_1(comm):
         comm.broadcast(settings, root=0)
     return settings
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from dtlib.lab.lessons.l03.judge_hangs import watch
 
 trace = watch(hang_1)
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 lab.pictures.timeline("trace")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Ranks 0 and 1 stand in line 4. The sentence names whom they wait for; the line that keeps it away is up to you. Now the others:
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def hang_2(comm):
     gradient = torch.ones(4)
@@ -194,14 +194,14 @@ def hang_2(comm):
     for _ in range(batches):
         comm.all_reduce(gradient)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 trace = watch(hang_2)
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 lab.pictures.timeline("trace")
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def hang_3(comm):
     mine, theirs = torch.ones(4), torch.zeros(4)
@@ -210,11 +210,11 @@ def hang_3(comm):
         comm.recv(theirs, other)
         comm.send(mine, other)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 trace = watch(hang_3)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def hang_4(comm):
     batch = torch.ones(4)
@@ -223,14 +223,14 @@ def hang_4(comm):
     if comm.rank == 1:
         comm.recv(batch, 0, tag=2)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 trace = watch(hang_4)
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 lab.pictures.timeline("trace")
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def hang_5(comm):
     percent = torch.zeros(1)
@@ -240,14 +240,14 @@ def hang_5(comm):
     except ZeroDivisionError:
         pass
 
-# %% tags=["half-day"]
+# %%
 # %%px
 trace = watch(hang_5)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Your explanations. Replace each `None` by a pair, such as `(0, "comm.barrier()")` or `(0, 4)`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 explained = {
     1: None,
@@ -257,7 +257,7 @@ explained = {
     5: None,
 }
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 explained = {
     1: (2, "if comm.rank != 2:"),  # a collective inside an if
@@ -267,10 +267,10 @@ explained = {
     5: (0, "percent += 100 // comm.rank"),  # an error that somebody swallows
 }
 
-# %% tags=["half-day"]
+# %%
 lab.check("hangs")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # All five are common in real programs: logging inside `if rank == 0` that calls a collective, data that do not divide
 # evenly, an exchange that works for short messages alone, an `except` that is too broad. Their cures: call collectives on all
 # ranks; agree on the number of steps beforehand; start sends asynchronously; let errors through.

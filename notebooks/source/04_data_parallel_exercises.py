@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 04 Data parallelism: exercises
 #
 # Four exercises: *predict* (two minutes), *mend* a hook (five minutes), *build* buckets (thirty minutes), and *byte golf*
@@ -7,10 +7,10 @@
 # **You need** the lecture [04 Data parallelism](../lectures/04_data_parallel.ipynb). Answers:
 # [solutions](../solutions/04_data_parallel_exercises.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch
@@ -20,7 +20,7 @@ from dtlib.lab import digits
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict
 #
 # The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with data
@@ -32,18 +32,18 @@ world = dtlib.init()
 #
 # Replace each `None`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("parameters-of-the-net", None)
 lab.predict("bytes-with-a-ring", None)
 lab.predict("bytes-of-two-workers", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 P = 64 * 128 + 128 + 128 * 10 + 10
 lab.predict("parameters-of-the-net", P)
 lab.predict("bytes-with-a-ring", 2 * 2 * 4 * P // 3)
 lab.predict("bytes-of-two-workers", 2 * 4 * P)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 net = digits.net(hidden=128)
 flat = torch.zeros(sum(parameter.numel() for parameter in net.parameters()))
@@ -59,14 +59,14 @@ with dtlib.trace() as server:
             world.comm.send(flat, 0)
 counted = len(flat), ring.sent()[1], server.sent()[1]
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## Mend: a hook that reduces the wrong thing
 #
 # `average_with_hooks(comm, module)` sets a hook on each parameter, so that gradients are averaged when `backward()`
 # returns. It runs, it sends as many bytes as it should, and the loss goes down. But the ranks do not train one model: one
 # word is wrong. Mend it.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["two-hours", "half-day", "stub"]
 # %%px
 def average_with_hooks(comm, module):
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -79,7 +79,7 @@ def average_with_hooks(comm, module):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(gradient_has_come)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["two-hours", "half-day", "solution"]
 # %%px
 def average_with_hooks(comm, module):
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -92,10 +92,10 @@ def average_with_hooks(comm, module):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(gradient_has_come)
 
-# %% tags=["half-day"]
+# %% tags=["two-hours", "half-day"]
 lab.check("hook-mend")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Why does the loss go down with the bug in it? Each rank trains on its own images, and the parameters are averaged in the middle
 # of the backward pass: that is a kind of local training with averaging, and no data parallelism. Nothing but a comparison
 # with one process finds it.
@@ -117,7 +117,7 @@ lab.check("hook-mend")
 # parameters have the same type, and every rank uses the same ones and has at least one sample. The check compares with one process
 # that has all samples, and counts what is reduced.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 class MyDataParallel:
     def __init__(self, comm, module, bucket_bytes):
@@ -126,7 +126,7 @@ class MyDataParallel:
     def average_gradients(self, samples):
         ...
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 class MyDataParallel:
     def __init__(self, comm, module, bucket_bytes):
@@ -153,10 +153,10 @@ class MyDataParallel:
         for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
 
-# %% tags=["half-day"]
+# %%
 lab.check("buckets-build")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # `DataParallelBuckets` of the lecture does the same from hooks, while the backward pass still computes, and copies nothing
 # back: its gradients are views into the buckets. Weights for unequal batches are in the full class, `DataParallel`.
 #
@@ -172,7 +172,7 @@ lab.check("buckets-build")
 #
 # What is a byte spent on? Steps × parameters × bytes a number. Which of the three can you bring down?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def golf(comm, x, y):
     net = digits.net(hidden=64)
@@ -186,7 +186,7 @@ def golf(comm, x, y):
             optimizer.step()
     return net
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def golf(comm, x, y):
     net = digits.net(hidden=24)
@@ -203,10 +203,10 @@ def golf(comm, x, y):
         optimizer.step()
     return net
 
-# %% tags=["half-day"]
+# %%
 lab.check("byte-golf")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The solution is below par, and far from the end. Ideas, each with its price:
 #
 # - Fewer parameters: no hidden layer at all? A layer that is drawn from a common seed and never trained needs no bytes.

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 05 Large batches: exercises
 #
 # Three exercises: *predict* (three minutes), *mend* a warm-up (five minutes), *build* the rate of a step (twenty minutes). A
@@ -7,10 +7,10 @@
 # **You need** the lecture [05 Large batches](../lectures/05_large_batches.ipynb). Answers:
 # [solutions](../solutions/05_large_batches_exercises.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict
 #
 # A model was trained on 8 ranks with 32 samples each, at rate 0.1. Now there are 128 ranks with 32 samples each.
@@ -28,45 +28,45 @@ world = dtlib.init()
 #
 # Replace each `None`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("rates-on-128-ranks", {"linear": None, "square root": None})
 lab.predict("warm-up-steps", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("rates-on-128-ranks", {"linear": 1.6, "square root": 0.4})
 lab.predict("warm-up-steps", 1500)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Mend: a warm-up with one wrong number
 #
 # `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k times as
 # much in step `warmup_steps`, and stays there. It runs, the loss falls, nobody complains; and yet the rate is wrong for
 # the whole of the training. Mend it.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def warmup_settings(step, warmup_steps, k):
     fraction = min(step, warmup_steps - 1) / warmup_steps
     return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def warmup_settings(step, warmup_steps, k):
     fraction = min(step, warmup_steps) / warmup_steps
     return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
-# %% tags=["half-day"]
+# %%
 lab.check("warmup-mend")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Such a mistake shows in no loss curve. It shows if one prints the rate, so do: every engine and every optimizer can tell it.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 if world.rank == 0:
     print([round(warmup_settings(step, 4, 8)["lr"], 3) for step in (0, 1, 2, 3, 4, 5, 1000)])
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Build: scale the rate
 #
 # Write `scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps)`: the learning rate of a step.
@@ -76,12 +76,12 @@ if world.rank == 0:
 # - The linear rule gives the top. Gradual warm-up goes from `rate` in step 0 to the top in step `warmup_steps`, in a straight
 #   line; from there on the rate is constant. `warmup_steps` may be 0: then there is no warm-up.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
     return rate  # your lines here
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
     top = rate * ranks * batch / base_batch
@@ -89,14 +89,14 @@ def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
         return top
     return rate + (top - rate) * step / warmup_steps
 
-# %% tags=["half-day"]
+# %%
 lab.check("scale-the-rate")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Put it to use: three ranks with 64 digits each, from the rate 0.02 at batch 16. `LambdaLR` multiplies the optimizer's rate,
 # 1 here, by what a function of the step returns.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from dtlib.workloads import digits
 
@@ -116,14 +116,14 @@ losses = [engine.train_batch().item() for _ in range(120)]
 with torch.no_grad():
     error = (net(images[1280:]).argmax(1) != labels[1280:]).double().mean().item()
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 losses, error = lab.values("losses")[0], lab.values("error")[0]
 print(f"loss {losses[0]:.2f} in the first step, {losses[-1]:.2f} in the last")
 print(f"test error {error:.1%}")
 assert losses[-1] < losses[0] / 4
 assert error < 0.2
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## If you have time
 #
 # - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate comes out, and where is the elbow?

@@ -63,7 +63,7 @@ script = Path("..") / "pi_mpi4py.py"
 lab.read(script)
 
 # %%
-print(figures.started(str(script), ranks=2))
+lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
 # `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a *batch

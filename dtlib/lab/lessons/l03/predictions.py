@@ -24,12 +24,6 @@ def _crossing() -> int:
     return next(n for n in sizes if seconds("ring", n) < seconds("recursive_doubling", n))
 
 
-def _hidden(trace) -> int:
-    """How many all_reduces were under way while something was still computed."""
-    computed = max(event.end for event in trace.events if event.kind == "phase")
-    return sum(event.start < computed for event in trace.events if event.name == "all_reduce")
-
-
 _RING = "2 (N-1) steps, in each of them an N-th of the array."
 
 PREDICTIONS = {
@@ -57,9 +51,6 @@ PREDICTIONS = {
         hint="log2, and 2 more where N is no power of two.",
     ),
     "crossing": Prediction(came=_crossing, tolerance=0.1, hint="2 α + 2 n β = 6 α + 1.5 n β: n = 8 α / β."),
-    "hidden-all-reduces": Prediction(
-        came=lambda overlap: _hidden(overlap[0]), hint="Behind the last one there is nothing left to compute."
-    ),
     # The exercises
     "tree-broadcast": Prediction(
         came=lambda: {

@@ -21,7 +21,7 @@ PREDICTIONS = {
     "serial-script": Prediction(
         came=lambda: {"batch size": 4 * 24, "rate": 4 * 0.02},
         tolerance=1e-9,
-        hint={"batch size": "The mean is over the images of all ranks.", "rate": "Look at step 3."},
+        hint={"batch size": "The mean is over the images of all ranks.", "rate": "Look at the fourth change."},
     ),
     "first-layer-to-come": Prediction(came=lambda layers: layers[0][0], hint="Backward: last layer first."),
     "hidden-buckets": Prediction(

@@ -1,19 +1,10 @@
 """The figures of lesson 11, each with its text. What is measured is solid and filled, a model dashed and hollow."""
 
 import runpy
-import subprocess
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
-
-
-def started(script: str, ranks: int) -> str:
-    """What a program prints that mpiexec starts on ``ranks`` ranks."""
-    from dtlib.world.launch import start_ranks
-
-    with start_ranks([script], ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        return running.communicate(timeout=60)[0].strip()
 
 
 def job_script(name: str, program: list[str]) -> str:

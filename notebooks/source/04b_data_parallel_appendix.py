@@ -1,0 +1,221 @@
+# %% [markdown]
+# # 04b Data parallelism: odd batches and buckets
+#
+# Thirty minutes, an appendix to [04 Data parallelism](04_data_parallel.ipynb). Batches that do not divide evenly, the size and the
+# order of buckets, and a template of TensorFlow that you will still meet.
+#
+# **Questions.** What if a batch does not fit into memory, or ranks have different numbers of images? How large is a good
+# bucket? What did synchronous training look like with parameter servers?
+#
+# **Afterwards you can** accumulate gradients without waste, weight uneven batches, and choose a bucket size by measuring.
+#
+# **You need** lesson 04, up to its timelines.
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px
+import time
+
+import dtlib
+import torch
+from dtlib.lab import digits
+from dtlib.lab.emulated import EmulatedAccelerator
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelBuckets
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+world = dtlib.init()
+comm = world.comm
+(x, y), test = digits.load(torch.float64)
+
+
+def fresh_net():
+    torch.manual_seed(0)
+    return digits.net(dtype=torch.float64)
+
+# %% [markdown]
+# ## Odd batches
+#
+# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. Averaging each of
+# them would be waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it averages them
+# all. **Predict:** four backward passes, the last one outside `no_sync()`; four gradients in one bucket. How many
+# all-reduces?
+
+# %%
+# %%px
+model = DataParallel(fresh_net(), comm)
+pieces = [(x[i :: 4 * comm.size], y[i :: 4 * comm.size]) for i in range(world.rank, 16, comm.size)]
+with dtlib.trace() as trace:
+    with model.no_sync():
+        for images, labels in pieces[:-1]:
+            (cross_entropy(model(images), labels) / len(pieces)).backward()
+    images, labels = pieces[-1]
+    (cross_entropy(model(images), labels) / len(pieces)).backward()
+calls = sum(event.name == "all_reduce" and event.kind == "operation" for event in trace.events)
+if world.rank == 0:
+    print(f"{len(pieces)} backward passes, {calls} all_reduce")
+
+# %% [markdown]
+# **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of an epoch
+# they often are not. Here rank r has r + 1 images. Tell the model, and it weights:
+
+# %%
+# %%px
+def gradient_of(model, images, labels):
+    cross_entropy(model(images), labels).backward()
+    return parameters_to_vector([p.grad for p in model.parameters()])
+
+
+first = sum(range(world.rank + 1))  # rank 0 has image 0; rank 1 has 1 and 2; ...
+mine = slice(first, first + world.rank + 1)
+whole = gradient_of(fresh_net(), x[:10], y[:10])
+unweighted, weighted = DataParallel(fresh_net(), comm), DataParallel(fresh_net(), comm)
+weighted.batch_size = world.rank + 1
+off = [(gradient_of(m, x[mine], y[mine]) - whole).norm() for m in (unweighted, weighted)]
+assert off[0] > 0.1 * whole.norm() and off[1] < 1e-12
+if world.rank == 0:
+    print(f"unweighted: off by {off[0] / whole.norm():.0%}; weighted: less than 1e-12")
+
+# %% [markdown]
+# **Uneven numbers of batches.** A rank that has one batch more than the others waits for them for ever. Inside `join()` those
+# that are finished take part with zeros until all are. Rank r has r + 1 batches:
+
+# %%
+# %%px
+model = DataParallel(fresh_net(), comm)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+with model.join():
+    for step in range(world.rank + 1):
+        images, labels = x[96 * step :][:96], y[96 * step :][:96]
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+ends = comm.all_gather_object(parameters_to_vector(model.parameters()).sum().item())
+assert len(set(ends)) == 1
+print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
+
+# %% [markdown]
+# ## How large is a bucket?
+#
+# Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, and starts
+# when the backward pass is over. **Predict** the shape of the curve, then run. The accelerator and the network are EMULATED,
+# as in lesson 04: sixteen layers of 0.25 MiB.
+
+# %%
+# %%px
+def backward_of(kind, comm, layers=16, count=2**16, pause=0.008, **settings):
+    """A backward pass of layers that sleep; its seconds and its trace."""
+    model = kind(EmulatedAccelerator(layers, count, pause), comm, **settings)
+    loss = model(torch.zeros(1, requires_grad=True)).sum()
+    comm.barrier()
+    with dtlib.trace() as trace:
+        began = time.perf_counter()
+        loss.backward()
+    return time.perf_counter() - began, trace
+
+
+slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 100 MB/s
+threaded = {"progress": "thread", "algorithm": "ring"}
+seconds = {}
+for size in (0.25, 0.5, 1, 2, 4):  # MiB
+    took = [backward_of(DataParallel, slow, bucket_cap_mb=size, **threaded)[0] for _ in range(4)]
+    seconds[size] = max(comm.all_gather_object(min(took)))
+
+# %% tags=["nbval-ignore-output"]
+seconds = lab.values("seconds")[0]
+largest = seconds[max(seconds)]
+lab.pictures.lines(
+    {"backward": {size: took / largest for size, took in seconds.items()}},
+    xlabel="bucket size in MiB", ylabel="time, one bucket = 1", log="x",
+    title="EMULATED accelerator and network",
+)
+best = min(seconds, key=seconds.get)
+print(f"Best of these: {best:g} MiB.")
+assert min(seconds) < best < max(seconds)
+
+# %% [markdown]
+# The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. torch's
+# and our default, 25 MiB, was chosen for networks of data centres.
+#
+# **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why? (To smaller buckets:
+# a message costs less.)
+#
+# ## Buckets in the wrong order
+#
+# **Change a line.** Buckets in the order of the forward pass, the first layer's first. The result is the same. When does the
+# first bucket leave?
+
+# %%
+# %%px
+class FirstLayerFirst(DataParallelBuckets):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.buckets.reverse()
+
+
+six = {"layers": 6, "count": 2**17, "pause": 0.05, "bucket_cap_mb": 0.5}
+usual = backward_of(DataParallelBuckets, slow, **six)[1]
+turned = backward_of(FirstLayerFirst, slow, **six)[1]
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import Timeline
+
+lab.pictures.timeline("usual")
+lab.pictures.timeline("turned")
+mine = [event for event in Timeline(lab.values("turned")).events if event.rank == 0]
+last = max(event.start for event in mine if event.kind == "phase")  # the first layer's
+assert all(event.start > last for event in mine if event.name == "all_reduce")
+
+# %% [markdown]
+# Its gradient comes last, and all ranks must send in one order: so everything waits for it.
+#
+# ## The TensorFlow template
+#
+# You will still meet this template of TensorFlow 1. It is shown as text: TensorFlow 2 keeps most of these names under
+# `tf.compat.v1`, for old code alone.
+#
+#     1  cluster = tf.train.ClusterSpec({"ps": ps_hosts, "worker": worker_hosts})
+#     2  server = tf.train.Server(cluster, job_name=job_name, task_index=task_index)
+#        if job_name == "ps":
+#            server.join()
+#     3  with tf.device(tf.train.replica_device_setter(
+#                worker_device=f"/job:worker/task:{task_index}", cluster=cluster)):
+#            loss = ...
+#            optimizer = tf.train.SyncReplicasOptimizer(
+#                tf.train.GradientDescentOptimizer(rate), replicas_to_aggregate=workers)
+#            step = tf.train.get_or_create_global_step()
+#            train = optimizer.minimize(loss, global_step=step)
+#     4  with tf.train.MonitoredTrainingSession(
+#                master=server.target, is_chief=(task_index == 0), hooks=hooks) as session:
+#            while not session.should_stop():
+#                session.run(train)
+#
+# | | TensorFlow 1 | what it is for | here |
+# |---|---|---|---|
+# | 1 | `ClusterSpec` | who takes part, with hosts and ports | `lab.engines(4)`, `mpiexec -n 4`: the launcher knows |
+# | 2 | `Server(...)`, `job_name`, `task_index` | one process's place in it | `world = dtlib.init()`, `world.rank` |
+# | | `if job_name == "ps": server.join()` | servers only serve | `serve(weights, steps)` on rank 0, in lesson 04 |
+# | 3 | `replica_device_setter` | variables to the servers in turn, the rest to this worker | not needed: every rank has the model |
+# | | `SyncReplicasOptimizer` | wait for all workers and average | `average_gradients()` |
+# | | `global_step` | a counter that all share | every rank counts alike |
+# | 4 | `MonitoredTrainingSession` | the chief initialises and saves, others wait for it | the broadcast at construction; `if world.rank == 0:` |
+# | | `session.run(train)` | a step | `backward()`, `step()` |
+#
+# With Horovod under TensorFlow the same four steps are `hvd.init()`, a visible device, `DistributedOptimizer` and
+# `BroadcastGlobalVariablesHook`.
+#
+# **Discuss.** Without `SyncReplicasOptimizer` each worker's gradient is applied when it arrives. Which property of data
+# parallelism, tested in lesson 04, is lost? (The result then depends on who comes first, and equals no run of one process.)
+#
+# ## Summary
+#
+# - `no_sync()` for accumulation; `batch_size` for uneven batches; `join()` for uneven numbers of them.
+# - A bucket too small pays latency, one too large starts late; the last layer's bucket leaves first.
+#
+# ## References
+#
+# - M. Abadi et al.: TensorFlow: a system for large-scale machine learning. OSDI, 2016.
+# - S. Li et al.: PyTorch distributed: experiences on accelerating data parallel training. VLDB 13(12), 2020.
