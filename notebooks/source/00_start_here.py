@@ -199,6 +199,12 @@ estimate = pi.Estimate(10**7, inside)
 if world.rank == 0:
     print(f"pi = {estimate.pi:.5f}, give or take {estimate.standard_error:.5f}")
 
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("00")
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Summary
 #

@@ -36,7 +36,7 @@ from dtlib import pi
 # another; ranks that each start their own chain must take care that the chains do not overlap.
 #
 # We use a *counter-based* generator: point number `i` is a function of `i` and nothing else. Any rank can compute
-# any point at any time. Here it is, in plain Python.
+# any point at any time. In plain Python:
 
 # %% tags=["two-hours", "half-day"]
 lab.read(pi.point)
@@ -365,6 +365,12 @@ lab.read(workshop_folder() / "notebooks" / "pi.R")
 # (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers, so that no
 # two ranks ever meet. But now the points depend on who draws them: 1, 2 and 4 ranks throw different points. Each result
 # is right within its standard error, and none can be checked against another to the last point.
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("02")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Summary

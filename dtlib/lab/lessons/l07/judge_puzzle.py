@@ -124,6 +124,11 @@ def exercise(level: int) -> Exercise:
 
 def _judge(level: Level, lines) -> Score:
     """Complete, in order, free of deadlock, within memory, and as fast as can be; the score."""
+    return _judge_score(level, schedule_of(level, lines))
+
+
+def schedule_of(level: Level, lines) -> list[list[Action]]:
+    """The schedule that ``lines`` are, complete, in order and free of deadlock; raises ``Wrong`` for any other."""
     if isinstance(lines, str):
         raise Wrong("unreadable", None, f"{level.name}: text with a line a rank, or a list of lines", lines, HOW)
     if len(lines) != STAGES:
@@ -131,7 +136,7 @@ def _judge(level: Level, lines) -> Score:
     schedule = actions_of(lines)
     _judge_complete(level, schedule)
     _judge_order(schedule)
-    return _judge_score(level, schedule)
+    return schedule
 
 
 def _judge_complete(level: Level, schedule) -> None:
