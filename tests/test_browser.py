@@ -461,3 +461,52 @@ def test_what_a_lecture_has_stored_can_be_read(page, address_to_read_at, lecture
         assert page.locator(".jp-Notebook .jp-OutputArea-output").count() > 10
         assert not page.evaluate(LOOK)
         picture(page, f"{lecture}-{width}")
+
+
+@pytest.mark.slow
+def test_a_quiz_by_keyboard_alone(page, address, course_folder):
+    from dtlib.lab.checks.quiz import quizzes
+
+    file = course_folder / FIRST_NOTEBOOK
+    write_notebook(file, ['from dtlib import lab; lab.quiz("00")', "lab.scores()"])
+    open_notebook(page, address, file)
+    page.keyboard.press("Shift+Enter")
+    buttons = page.locator(".jp-Notebook .jp-Cell").first.locator("button.widget-button")
+    buttons.first.wait_for(timeout=60_000)
+    picture(page, "quiz")
+    questions = quizzes()["00"].questions
+    assert buttons.count() == sum(len(question.options) for question in questions)
+    page.keyboard.press("Escape")
+    focused = "() => document.activeElement.innerText.trim() + ' ' + document.activeElement.title"
+    for number, question in enumerate(questions):
+        right = next(letter for letter in question.letters if question.chosen(letter).right)
+        for _ in range(200):  # Tab, until the button is reached; no mouse
+            if page.evaluate(focused) == f"{right} {right}: {question.chosen(right).says}":
+                break
+            page.keyboard.press("Shift+Tab" if number == 0 else "Tab")
+        page.keyboard.press("Enter" if number % 2 else "Space")
+        page.locator(".jp-Notebook", has_text=question.chosen(right).because.replace("`", "")).first.wait_for(timeout=10_000)
+    page.locator("text=5 of 5 right at first choice.").first.wait_for(timeout=10_000)
+    picture(page, "quiz-answered")
+    assert buttons.count() == 20 and page.locator(".jp-Notebook .jp-Cell").count() == 2, "no key was the notebook's"
+
+
+@pytest.mark.slow
+def test_an_exercise_as_a_learner_meets_it(page, address, course_folder):
+    """Not solved, wrong, solved; and what is done."""
+    cell = "%%px\nimport dtlib, torch\nworld = dtlib.init()\ntotal = torch.tensor(world.rank)\n"
+    sources = ["from dtlib import lab; lab.engines(3)", 'lab.check("first-sum")']
+    for answer in ("", "world.comm.all_reduce(total, op='max')\n", "world.comm.all_reduce(total)\n"):
+        sources += [cell + answer, 'lab.check("first-sum")']
+    file = course_folder / FIRST_NOTEBOOK
+    write_notebook(file, [*sources, "lab.progress()"])
+    open_notebook(page, address, file)
+    shown = [Cell(page, number).wait() for number in range(len(sources) + 1)]
+    picture(page, "exercise")
+    missing, unsolved, wrong, solved = (shown[number] for number in (1, 3, 5, 7))
+    assert "Not yet: first-sum" in missing and "%%px" in missing
+    assert "Not yet: first-sum" in unsolved and "all_reduce" in unsolved
+    assert "Not yet: first-sum" in wrong and "hint" in wrong and wrong != unsolved
+    assert "Passed: first-sum" in solved
+    assert "00 Start here" in shown[-1] and re.search(r"1 of \d", shown[-1]) and "Next: predict" in shown[-1]
+    assert "lecture 1 of" in (course_folder / "notebooks" / "start.md").read_text()

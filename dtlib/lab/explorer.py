@@ -45,6 +45,15 @@ ORDERS = {
 }
 
 
+def given(actions: list) -> Order:
+    """An order of one's own: the lists of actions of all ranks, with a stage on each."""
+
+    class Given(pipeline.ScheduleGPipe):
+        order = staticmethod(lambda ranks, microbatches, stages: actions)
+
+    return Order("gpipe", Given)
+
+
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, stage):
@@ -81,16 +90,16 @@ def simulate(name: str, ranks: int, microbatches: int, backward: float = 2.0, me
     return schedules.simulate(actions, 1 / order.chunks, backward / order.chunks, message=message)
 
 
-def run(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0,
+def run(name: str | list, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0,
         one_by_one: bool = False, thread: bool = True) -> tuple:  # fmt: skip
     """One step on the first ``ranks`` ranks; all ranks call it. Returns this rank's trace, and how many activations it
-    held at most.
+    held at most. ``name`` is an entry of ``ORDERS``, or a list of actions for each rank.
 
     ``backward`` and ``message`` count in forward passes, of ``SECONDS``. A message takes ``message`` on an EMULATED
     network: as latency, so that many can be under way, or, if ``one_by_one``, for lack of bandwidth, so that they leave
     one after the other. ``thread`` moves messages on while the rank sleeps.
     """
-    world, order = dtlib.init(), ORDERS[name]
+    world, order = dtlib.init(), ORDERS[name] if isinstance(name, str) else given(name)
     comm = world.comm.split(0 if world.rank < ranks else None)
     if comm is not None:
         schedule = _schedule(order, comm, microbatches)
@@ -140,7 +149,9 @@ class Measured:
     peaks: list[int]
 
 
-def measure(name: str, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0, **other) -> Measured:
+def measure(
+    name: str | list, ranks: int, microbatches: int, backward: float = 2.0, message: float = 0.0, **other
+) -> Measured:
     """``run`` on the engines of this notebook. For ``other`` see there."""
     from dtlib.lab.engines.engine_set import current
 

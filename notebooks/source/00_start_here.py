@@ -168,6 +168,12 @@ estimate = pi.Estimate(10**7, inside)
 if world.rank == 0:
     print(f"pi = {estimate.pi:.5f}, give or take {estimate.standard_error:.5f}")
 
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("00")
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # The same as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
 

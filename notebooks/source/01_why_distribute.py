@@ -304,8 +304,12 @@ rows = [
 lab.table(rows, ("claim", "verdict", "how we know"))
 
 # %% [markdown]
-# **Discuss.** A colleague has a model that trains in four hours on one GPU, and asks for eight. What do you ask first?
-#
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("01")
+
+# %% [markdown]
 # ## Summary
 #
 # - Two walls: 16 bytes a parameter do not fit, 6 P operations a token take too long.

@@ -364,6 +364,12 @@ lab.read(workshop_folder() / "notebooks" / "pi.R")
 # is right within its standard error, and none can be checked against another to the last point.
 
 # %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("02")
+
+# %% [markdown]
 # ## Summary
 #
 # - The error of a Monte Carlo estimate falls with the square root of the number of points.

@@ -431,6 +431,12 @@ assert came + len(tolerant.skipped) == 1920
 lab_folder.cleanup()
 
 # %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("09")
+
+# %% [markdown]
 # ## Summary
 #
 # - Demand is batch x bytes / seconds of a step; between models it differs by a factor of 13,000.
@@ -438,8 +444,6 @@ lab_folder.cleanup()
 # - Prefetch, stage, cache; as many workers as a measurement says. Measure cold, and say if it was not.
 # - AU = compute time / all time. A faster accelerator starves sooner, and so do more of them.
 # - An order from (seed, epoch) alone: each sample once, and one number to resume.
-#
-# **Discuss.** Your cluster charges for accelerators, not for disks. At which AU do you buy storage?
 #
 # Now the [exercises](../exercises/09_data_input_exercises.ipynb).
 #

@@ -298,7 +298,14 @@ figures.modelled(large, "ms", "All-reduce of 4 GB", form=".0f", log=True)
 # 8. Ask for as many cores as ranks and their data loaders need; threads of ranks must not fight (`OMP_NUM_THREADS`).
 # 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`): nodes cost money.
 # 10. Nothing listens beyond its machine that need not; keys stay yours: `dtlib doctor` says who can be reached.
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("11")
+
+# %% [markdown]
 # ## Summary
 #
 # - The same cells and the same script run on a laptop and on a cluster; what differs is who starts the ranks.

@@ -221,7 +221,14 @@ training.end()
 #
 # Large trainings use the first, often with copies of shards in a neighbour's memory, and keep spare nodes in place of
 # shrinking. torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI has to offer.
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("11b")
+
+# %% [markdown]
 # ## Summary
 #
 # - What a rank has alone is lost with it. Data parallelism has nothing alone, ZeRO and pipelines have.

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from dtlib.errors import DtlibError, WaitTimeout
 from dtlib.lab.checks import progress, rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
-from dtlib.lab.checks.exercise import Exercise, Problem, Verdict, Wrong
+from dtlib.lab.checks.exercise import Exercise, Problem, Score, Verdict, Wrong
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lab.checks.solutions import source_of
 from dtlib.world.launch import in_engine
@@ -59,6 +59,8 @@ def _tell(verdict: Verdict) -> None:
         tries = 0
     if verdict.passed:
         progress.done(verdict.exercise)
+    if verdict.scored:
+        progress.scored(verdict.exercise, *verdict.scored, ranks=verdict.ranks)
     offer = not verdict.passed and _failed[verdict.exercise] >= TRIES
     rendering.show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
@@ -146,7 +148,7 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
     if fewer.passed:
         return verdict
     return replace(
-        verdict, mistake="other-size", rank=fewer.rank, came=fewer.came, score="",
+        verdict, mistake="other-size", rank=fewer.rank, came=fewer.came, score="", scored=(),
         expected=f"on ranks 0 to {fewer.ranks - 1} alone, with a comm of size {fewer.ranks}: {fewer.expected}",
         hints=(
             f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not: is a number of ranks written into it?",
@@ -181,8 +183,13 @@ def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
         score = exercise.judge(observations)
     except Wrong as wrong:
         because = wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints)
-        return Verdict(name, line, ranks, *because, picture=picture, code=code)
-    return Verdict(name, line, ranks, score=score or "", picture=picture, code=code)
+        return Verdict(name, line, ranks, *because, scored=_numbers(wrong.score), picture=picture, code=code)
+    words = score.words if isinstance(score, Score) else score or ""
+    return Verdict(name, line, ranks, score=words, scored=_numbers(score), picture=picture, code=code)
+
+
+def _numbers(score) -> tuple:
+    return (score.value, score.par, score.unit) if isinstance(score, Score) else ()
 
 
 def _names_of_the_notebook() -> dict:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,33 @@ class Prediction:
     of_this_computer: bool = False
 
 
+class Score(NamedTuple):
+    """Where one can do better than pass: ``value`` in ``unit``, the less the better; at ``par`` an answer passes."""
+
+    value: float
+    par: float
+    unit: str
+    words: str
+
+
 class Wrong(Exception):
     """An answer that is not right: on which rank, what was expected, what came, and hints from vague to plain.
 
-    ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own.
+    ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own. One that is
+    wrong only because it is over par has a ``score``.
     """
 
-    def __init__(self, mistake: str, rank: int, expected: str, came: str, *hints: str):
+    def __init__(self, mistake: str, rank: int, expected: str, came: str, *hints: str, score: Score | None = None):
         super().__init__(mistake)
         self.mistake, self.rank, self.expected, self.came, self.hints = mistake, rank, expected, came, hints
+        self.score = score
 
 
 @dataclass(frozen=True)
 class Exercise:
     """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
     pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
-    score, it returns that as text. ``picture(observations)`` draws as text what was handed in, right or wrong.
+    score, it returns that, as a ``Score`` or as text. ``picture(observations)`` draws as text what was handed in, right or wrong.
     ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator.
     ``any_size=True``: an answer that is right is judged once more with a rank less, where no number of ranks that is
     written into it is right."""
@@ -67,6 +79,7 @@ class Verdict:
     came: str = ""
     hints: tuple = ()
     score: str = ""  # where one can do better than pass
+    scored: tuple = ()  # value, par and unit, of those scores of which the best is kept
     picture: str = ""
     code: str = ""  # the same for the same answer
 

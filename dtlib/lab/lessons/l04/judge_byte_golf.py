@@ -3,7 +3,7 @@
 import time
 from contextlib import contextmanager
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Score, Wrong
 
 GOAL = 0.95  # accuracy
 SLOWEST = 30  # seconds
@@ -107,7 +107,7 @@ def loads_noticed(names: dict):
             space[name] = load
 
 
-def judge_golf(observations) -> str:
+def judge_golf(observations) -> Score:
     """At least 95 % on every rank, in 30 s, and no more bytes than par; returns the score."""
     for rank, seen in enumerate(observations):
         if "error" in seen["mine"]:
@@ -145,6 +145,7 @@ def judge_golf(observations) -> str:
             "slow", slow, f"at most {SLOWEST} s", f"{observations[slow]['mine']['seconds']:.0f} s",
             "A small net learns digits in a few seconds.",
         )  # fmt: skip
+    score = Score(mine, par, "bytes", f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}.")
     if mine > par:
         raise Wrong(
             "over-par", 0, f"at most {par:,} payload bytes, sent by all ranks together (par)",
@@ -152,8 +153,9 @@ def judge_golf(observations) -> str:
             "Bytes = steps x bytes of a step. Larger batches need fewer steps.",
             "A step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
             "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): fewer than par.",
+            score=score,
         )  # fmt: skip
-    return f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}."
+    return score
 
 
 EXERCISES = {"byte-golf": Exercise("golf", observe_golf, judge_golf)}

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Score, Wrong
 from dtlib.lab.tables import WIDEST
 from dtlib.schedule import Action, ScheduleError, draw, peak_activations, simulate, validate
 
@@ -122,8 +122,13 @@ def exercise(level: int) -> Exercise:
     return Exercise(rules.name, observe, lambda seen: _judge(rules, seen[0]), picture, needs_ranks=False)
 
 
-def _judge(level: Level, lines) -> str:
+def _judge(level: Level, lines) -> Score:
     """Complete, in order, free of deadlock, within memory, and as fast as can be; the score."""
+    return _judge_score(level, schedule_of(level, lines))
+
+
+def schedule_of(level: Level, lines) -> list[list[Action]]:
+    """The schedule that ``lines`` are, complete, in order and free of deadlock; raises ``Wrong`` for any other."""
     if isinstance(lines, str):
         raise Wrong("unreadable", None, f"{level.name}: text with a line a rank, or a list of lines", lines, HOW)
     if len(lines) != STAGES:
@@ -131,7 +136,7 @@ def _judge(level: Level, lines) -> str:
     schedule = actions_of(lines)
     _judge_complete(level, schedule)
     _judge_order(schedule)
-    return _judge_score(level, schedule)
+    return schedule
 
 
 def _judge_complete(level: Level, schedule) -> None:
@@ -182,7 +187,7 @@ def _judge_order(schedule) -> None:
     )  # fmt: skip
 
 
-def _judge_score(level: Level, schedule) -> str:
+def _judge_score(level: Level, schedule) -> Score:
     simulation, peaks = simulate(schedule), peak_activations(schedule)
     most = max(peaks)
     score = (
@@ -197,9 +202,11 @@ def _judge_score(level: Level, schedule) -> str:
             f"An activation is kept from F to the end of {level.kinds[-1]}: read the line from the left and count.",
             f"After {level.activations} forward passes a {level.kinds[-1]} must come before the next one.",
         )  # fmt: skip
+    found = Score(simulation.makespan, level.par, "forward passes", f"{score[0].upper()}{score[1:]}.")
     if simulation.makespan > level.par:
-        raise Wrong("over-par", None, f"makespan {level.par} (par), with this many activations", score, *level.hints)
-    return f"{score[0].upper()}{score[1:]}."
+        expected = f"makespan {level.par} (par), with this many activations"
+        raise Wrong("over-par", None, expected, score, *level.hints, score=found)
+    return found
 
 
 def _said_of(schedule) -> str:

@@ -1,0 +1,145 @@
+"""Lesson 03, for those who like riddles: a hang of sixteen ranks, of which each learner has another one.
+
+    case = detective.case("Ada Lovelace")     the program, and what is left of its timeline
+    case.ask(5)                               what rank 5 did last; ten questions
+    case.accuse(5, 6)                         rank 5, kept away by line 6
+
+One rank is planted for which one of the program's conditions comes out otherwise, once. What all ranks then do is
+SIMULATED, call by call: a collective ends as soon as all ranks of its group are in one of that group, whichever step they
+are in, as MPI would have it. So ranks can be out of step for a while before anybody waits, and who waits is seldom to blame.
+"""
+
+import random
+import textwrap
+
+from dtlib.errors import DtlibError
+from dtlib.lab.checks import progress
+from dtlib.lab.tables import WIDEST, fold
+
+RANKS, QUESTIONS, ACCUSATIONS = 16, 10, 3
+PROGRAM = """\
+ 1  for step in range({steps}):
+ 2      batch = next(batches, None)
+ 3      if batch is None: break
+ 4      if damaged(batch): continue
+ 5      tensor.all_reduce(hidden(batch))
+ 6      if loss_is_nan(): continue
+ 7      if has_gradients(): data.all_reduce(gradients)
+ 8      if step % {every} == {last} and disk_has_room(): world.barrier()"""
+# The lines of calls that a rank leaves out where a line's condition comes out otherwise: the rest of the step, or less.
+LEFT_OUT = {3: (5, 7, 8), 4: (5, 7, 8), 6: (7, 8), 7: (7,), 8: (8,)}
+CALLS = {5: "tensor.all_reduce", 7: "data.all_reduce", 8: "world.barrier"}
+
+
+def case(name: str) -> "Case":
+    """The case of whoever has this name, from its beginning: the same one each time."""
+    found = Case(name)
+    print(found.text())
+    return found
+
+
+def calls(rank: int, steps: int, every: int, bug: tuple | None = None) -> list[tuple[int, int]]:
+    """(step, line) of each collective that a rank calls; ``bug`` is the planted (rank, line, step)."""
+    culprit, line, when = bug or (None, None, None)
+    made = []
+    for step in range(steps):
+        left_out = LEFT_OUT[line] if (rank, step) == (culprit, when) else ()
+        made += [(step, at) for at in CALLS if at not in left_out and (at != 8 or step % every == every - 1)]
+        if left_out and line == 3:
+            break
+    return made
+
+
+def ended(sequences: list[list], tensor: int) -> list[int]:
+    """How many of its calls each rank has ended when no rank can go on any more. Ranks stand on a mesh whose last axis
+    has ``tensor`` of them."""
+
+    def group(rank, line):
+        if line == 8:
+            return range(RANKS)
+        return [r for r in range(RANKS) if (r // tensor == rank // tensor if line == 5 else r % tensor == rank % tensor)]
+
+    done, goes_on = [0] * RANKS, True
+    while goes_on:
+        goes_on = False
+        for rank in range(RANKS):
+            if done[rank] == len(sequences[rank]):
+                continue
+            line = sequences[rank][done[rank]][1]
+            members = group(rank, line)
+            if all(done[r] < len(sequences[r]) and sequences[r][done[r]][1] == line for r in members):
+                goes_on = True
+                for member in members:
+                    done[member] += 1
+    return done
+
+
+class Case:
+    """A hang, and how often one may still ask."""
+
+    def __init__(self, name: str):
+        draw = random.Random(f"hang detective: {' '.join(name.lower().split())}")
+        self.name, self.questions, self.accusations, self.solved = name, 0, 0, False
+        self.steps, self.every, self.tensor = draw.randint(6, 9), draw.choice((2, 3, 4)), draw.choice((2, 4, 8))
+        saves = [step for step in range(self.steps - 1) if step % self.every == self.every - 1]
+        line = draw.choice(list(LEFT_OUT))
+        # Line 6 in a step that does not save would do as line 7 does: nobody could tell them apart.
+        step = draw.choice(saves if line in (6, 8) else range(1, self.steps - 1))
+        self.bug = draw.randrange(RANKS), line, step
+        self.sequences = [calls(rank, self.steps, self.every, self.bug) for rank in range(RANKS)]
+        self.ended = ended(self.sequences, self.tensor)
+        self.lost = set(draw.sample(range(RANKS), 10))  # ranks of whose timeline nothing is left
+
+    def text(self) -> str:
+        program = PROGRAM.format(steps=self.steps, every=self.every, last=self.every - 1)
+        rows = [f"rank {rank:2}  {self._row(rank)}" for rank in range(RANKS)]
+        head, foot = (
+            f"The case of {self.name}. {RANKS} ranks, SIMULATED: rank = {self.tensor} data + tensor. Ranks with the same "
+            "data share `tensor`, those with the same tensor share `data`. All have run this, and stand still:",
+            "# is a collective that has ended, ? is where the rank waits. One rank "
+            f"took another way than all others, once. Ask at most {QUESTIONS} times: case.ask(rank) for what a rank did "
+            "last, case.ask(rank, n) for its n-th collective. Then case.accuse(rank, line): the rank, and the line by "
+            "which it took another way.",
+        )
+        return "\n\n".join([textwrap.fill(head, WIDEST), program, "\n".join(rows), textwrap.fill(foot, WIDEST)])
+
+    def _row(self, rank: int) -> str:
+        if rank in self.lost:
+            return "(its trace is lost)"
+        return "#" * self.ended[rank] + "?" * (self.ended[rank] < len(self.sequences[rank]))
+
+    def ask(self, rank: int, number: int | None = None) -> None:
+        """Print what a rank did last, or its ``number``-th collective, counted from 1."""
+        if rank not in range(RANKS):
+            raise DtlibError(f"There is no rank {rank}: ask one of 0 to {RANKS - 1}.")
+        if self.questions == QUESTIONS:
+            print(f"You have asked {QUESTIONS} times. Whom do you accuse?")
+            return
+        self.questions += 1
+        print(f"{self.seen(rank, number)} ({QUESTIONS - self.questions} questions left)")
+
+    def seen(self, rank: int, number: int | None = None) -> str:
+        """The answer to a question."""
+        at = self.ended[rank] if number is None else number - 1
+        if number is None and at == len(self.sequences[rank]):
+            return f"rank {rank} has left the loop, after {at} collectives."
+        if not 0 <= at <= min(self.ended[rank], len(self.sequences[rank]) - 1):
+            return f"rank {rank} has not come to a collective number {number}."
+        step, line = self.sequences[rank][at]
+        how = "waits in" if at == self.ended[rank] else "has ended"
+        return f"rank {rank} {how} its collective number {at + 1}: {CALLS[line]}, line {line}, step {step}."
+
+    def accuse(self, rank: int, line: int) -> None:
+        """Print whether it was this rank, and this line."""
+        if self.solved or self.accusations == ACCUSATIONS:
+            print("This case is closed: detective.case() with another name opens another one.")
+            return
+        self.accusations += 1
+        self.solved = (rank, line) == self.bug[:2]
+        if self.solved:
+            print(fold(f"Solved with {self.questions} questions: in step {self.bug[2]} line {line} sent rank {rank} another way."))
+            progress.scored("hang-detective", self.questions, QUESTIONS, "questions", 0)
+        elif rank == self.bug[0]:
+            print("It was this rank, but another line. Which of its collectives is missing, beside the others'?")
+        else:
+            print("Not this rank: it did what all ranks did. Whom did it wait for?")

@@ -1,0 +1,120 @@
+"""Lesson 07: the schedule duel. Learners paste a line each, the simulator ranks them, and the winner runs on the ranks.
+
+    duel.line("Ada", puzzle_2)           Ada: F0-3 B0 F4 ... | F0-2 B0 ... | F0-1 ... | F0 B0 ...
+    winner = duel.rank(lines)            a table, the fastest first, beside 1F1B and ZB-H1
+    duel.run(winner)                     measured on four engines, beside the same two
+
+At a given price of a message nobody knows the best order: try ``rank(lines, message=0.5)``.
+"""
+
+from dataclasses import dataclass
+
+from dtlib.errors import DtlibError
+from dtlib.lab.checks.exercise import Wrong
+from dtlib.lab.lessons.l07 import judge_puzzle
+from dtlib.lab.lessons.l07.judge_puzzle import HALVES, MICROBATCHES, STAGES, Level
+from dtlib.lab.tables import fold, table
+from dtlib.schedule import one_f_one_b, peak_activations, simulate, zero_bubble_h1
+
+ACTIVATIONS = 4  # what 1F1B and ZB-H1 keep
+BETWEEN = "|"  # ranks, in a line
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule with a name: ``actions`` is a list for each rank; ``message`` and ``backward`` count in forward passes."""
+
+    name: str
+    actions: list
+    message: float = 0.0
+    backward: float = 2.0
+
+    @property
+    def makespan(self) -> float:
+        return self.simulated().makespan
+
+    @property
+    def activations(self) -> int:
+        return max(peak_activations(self.actions))
+
+    def simulated(self):
+        return simulate(self.actions, 1.0, self.backward, message=self.message)
+
+
+LIBRARYS = {
+    "1F1B (the library's)": one_f_one_b(STAGES, MICROBATCHES),
+    "ZB-H1 (the library's)": zero_bubble_h1(STAGES, MICROBATCHES),
+}
+
+
+def line(name: str, puzzle) -> None:
+    """Print an order for the puzzle as one line, to be pasted to the class; or why it cannot take part."""
+    lines = judge_puzzle.observe(puzzle)
+    try:
+        _admitted(lines)
+        print(fold(f"{name}: {f' {BETWEEN} '.join(lines)}"))
+    except Wrong as wrong:
+        print(fold(f"This order cannot take part yet. {_reason(wrong)}"))
+
+
+def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
+    """Show a table of the orders in ``lines``, one a line, as ``line`` prints them, the fastest first; returns the
+    winner. Among equally fast ones the one that keeps fewer activations wins, then the one that was pasted first.
+
+    Raises:
+        DtlibError: where no line can take part.
+    """
+    entries, refused = [], []
+    for text in filter(str.strip, lines.splitlines()):
+        name, _, order = text.partition(":")
+        try:
+            entries.append(Entry(name.strip(), _admitted(judge_puzzle.observe(order.split(BETWEEN))), message, backward))
+        except Wrong as wrong:
+            refused.append(fold(f"{name.strip()} does not take part. {_reason(wrong)}"))
+    if not entries:
+        raise DtlibError("\n".join(["No order takes part: paste lines that duel.line() has printed.", *refused]))
+    winner = min(entries, key=_rank)
+    beside = [Entry(name, actions, message, backward) for name, actions in LIBRARYS.items()]
+    everybody = sorted([*entries, *beside], key=_rank)
+    rows = [(each.name, each.makespan, f"{each.simulated().bubble:.1%}", each.activations) for each in everybody]
+    table(rows, ("", "makespan", "bubble", "activations"), f"A message takes {message:g}, simulated", align="lrrr")
+    print("\n".join([*refused, f"{winner.name} wins."]))
+    return winner
+
+
+def run(winner: Entry) -> None:
+    """Run the winner on four engines, beside 1F1B and ZB-H1, and draw what was measured. Stages are EMULATED."""
+    from dtlib.lab import explorer
+    from dtlib.lab.lessons.l07.figures import picture
+
+    orders = {winner.name: winner.actions, **LIBRARYS}
+    picture({
+        f"{name}, measured": explorer.measure(
+            actions, STAGES, MICROBATCHES, winner.backward, winner.message
+        ).simulation
+        for name, actions in orders.items()
+    })  # fmt: skip
+
+
+def _rank(entry: Entry) -> tuple:
+    return entry.makespan, sum(peak_activations(entry.actions))
+
+
+def _admitted(lines) -> list:
+    """The schedule of an order that ranks can carry out, or Wrong."""
+    halves = not isinstance(lines, str) and any(kind in " ".join(lines).upper() for kind in "IW")
+    level = Level("duel", ACTIVATIONS, 0, HALVES if halves else ("F", "B"))
+    schedule = judge_puzzle.schedule_of(level, lines)
+    if (most := max(peak_activations(schedule))) > ACTIVATIONS:
+        raise Wrong("too-many-activations", None, f"at most {ACTIVATIONS} activations on any rank", f"{most}")
+    for rank, actions in enumerate(schedule):
+        for kind in level.kinds:
+            turns = [action.microbatch for action in actions if action.kind == kind]
+            if turns != sorted(turns):
+                raise Wrong("out-of-turn", rank, f"{kind} of all micro-batches in turn, as messages come", f"{turns}")
+    return schedule
+
+
+def _reason(wrong: Wrong) -> str:
+    where = "" if wrong.rank is None else f" on rank {wrong.rank}"
+    return f"Expected{where}: {wrong.expected}. Came: {wrong.came}."

@@ -1,0 +1,109 @@
+"""The hang detective of lesson 03 and the schedule duel of lesson 07."""
+
+import pytest
+
+from dtlib.errors import DtlibError
+from dtlib.lab import explorer
+from dtlib.lab.checks import progress
+from dtlib.lab.lessons.l03 import detective
+from dtlib.lab.lessons.l07 import duel
+from dtlib.lab.tables import WIDEST
+from dtlib.schedule import one_f_one_b, zero_bubble_h1
+from tests.ranks import on_ranks
+
+
+def bugs(steps, every):
+    saves = [step for step in range(steps - 1) if step % every == every - 1]
+    for rank in range(detective.RANKS):
+        for line in detective.LEFT_OUT:
+            yield from ((rank, line, step) for step in (saves if line in (6, 8) else range(1, steps - 1)))
+
+
+def what_ranks_say(bug, steps, every, tensor):
+    """Where each rank is in the end: how many collectives, and which one it waits in."""
+    made = [detective.calls(rank, steps, every, bug) for rank in range(detective.RANKS)]
+    ended = detective.ended(made, tensor)
+    return [(done, calls[done] if done < len(calls) else None) for done, calls in zip(ended, made, strict=True)]
+
+
+@pytest.mark.parametrize("steps,every,tensor", [(6, 2, 4), (9, 4, 8), (7, 3, 2)])
+def test_every_case_hangs_and_ten_questions_find_rank_and_line(steps, every, tensor):
+    assert not any(where for _, where in what_ranks_say(None, steps, every, tensor)), "without a bug nobody waits"
+    said = {bug: what_ranks_say(bug, steps, every, tensor) for bug in bugs(steps, every)}
+    assert all(any(where for _, where in each) for each in said.values())
+
+    def most_open(left, rank):
+        """How many cases the least helpful answer of this rank leaves open."""
+        answers = [said[bug][rank] for bug in left]
+        return max(map(answers.count, answers))
+
+    for culprit in list(said)[:: len(said) // 5]:
+        left, asked = list(said), 0
+        while len({bug[:2] for bug in left}) > 1:
+            rank = min(range(detective.RANKS), key=lambda rank: most_open(left, rank))
+            left, asked = [bug for bug in left if said[bug][rank] == said[culprit][rank]], asked + 1
+        assert asked <= detective.QUESTIONS and left[0][:2] == culprit[:2]
+
+
+def test_a_case_from_its_beginning_to_its_end(capsys, monkeypatch):
+    scored = []
+    monkeypatch.setattr(progress, "scored", lambda *score: scored.append(score))
+    cases = {detective.Case(f"learner {number}").text().partition("\n")[2] for number in range(60)}
+    assert len(cases) == 60, "nobody has the same"
+    case = detective.case("Ada  Lovelace")
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= WIDEST and shown.count("(its trace is lost)") == 10
+    assert detective.Case("ada lovelace").bug == case.bug
+    rank, line, _ = case.bug
+    with pytest.raises(DtlibError, match="There is no rank 16"):
+        case.ask(16)
+    case.ask(rank)
+    case.ask(rank, 1)
+    case.ask(rank, 99)
+    said = capsys.readouterr().out
+    assert "has ended its collective number 1: tensor.all_reduce, line 5, step 0." in said
+    assert "has not come to a collective number 99" in said and "(7 questions left)" in said
+    case.accuse((rank + 1) % 16, line)
+    case.accuse(rank, 5)
+    case.accuse(rank, line)
+    said = capsys.readouterr().out
+    assert "Not this rank" in said and "another line" in said and "Solved with 3 questions" in said
+    assert scored == [("hang-detective", 3, 10, "questions", 0)]
+    case.accuse(rank, line)
+    assert "closed" in capsys.readouterr().out
+    for _ in range(12):
+        case.ask(0)
+    assert capsys.readouterr().out.count("You have asked 10 times") == 5
+
+
+def as_line(name, schedule):
+    return f"{name}: " + " | ".join(" ".join(str(action)[1:] for action in actions) for actions in schedule)
+
+
+def test_lines_are_printed_pasted_and_ranked(capsys):
+    duel.line("Ada", [" ".join(str(action)[1:] for action in actions) for actions in one_f_one_b(4, 8)])
+    ada = capsys.readouterr().out
+    assert " ".join(ada.split()) == as_line("Ada", one_f_one_b(4, 8))
+    duel.line("Bob", "F0\nF0")
+    assert "cannot take part yet. Expected: 4 lines, one a rank. Came: 2 lines." in capsys.readouterr().out
+    four = "F0-3 B0-3 F4-7 B4-7"
+    lines = "\n".join([
+        f"Ann: {four} | {four} | {four} | {four}", as_line("Zoe", zero_bubble_h1(4, 8)), as_line("Ada", one_f_one_b(4, 8)),
+        "Max: " + " | ".join(["F0-7 B0-7"] * 4), "Una: " + " | ".join(["F1 F0 B1 B0 F2-3 B2-3 F4-7 B4-7"] * 4), "Joe: F0",
+    ])  # fmt: skip
+    assert duel.rank(lines).name == "Zoe"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.index("Zoe 27") < shown.index("Ada 33") < shown.index("Ann 42") and "Zoe wins." in shown
+    assert "Max does not take part. Expected: at most 4 activations on any rank. Came: 8." in shown
+    assert "Una does not take part. Expected on rank 0: F of all micro-batches in turn" in shown
+    winner = duel.rank(lines, message=1.0)
+    assert winner.makespan == explorer.simulate("1F1B", 4, 8, message=1.0).makespan or winner.name != "Ada"
+    with pytest.raises(DtlibError, match="No order takes part"):
+        duel.rank("Joe: F0")
+
+
+@on_ranks(2)
+def test_an_order_of_ones_own_runs_on_ranks(world):
+    trace, peak = explorer.run(zero_bubble_h1(2, 3), world.size, 3, 1.0)
+    kinds = [event.action[1] for event in trace.events if event.action is not None]
+    assert sorted(kinds) == sorted("FIW" * 3) and peak >= 1

@@ -1,0 +1,197 @@
+"""Quizzes: that they are fair, what a choice is told, and that nothing is told without one; the record, and what is read
+from it."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from dtlib.errors import DtlibError
+from dtlib.lab import course
+from dtlib.lab.checks import checks, progress, quiz
+from dtlib.lab.checks.exercise import Score, Verdict
+from dtlib.lab.lessons.l07.judge_puzzle import EXERCISES as PUZZLES
+from dtlib.lab.tables import WIDEST
+from tests.conftest import ROOT
+
+QUIZZES = quiz.quizzes()
+QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
+LESSONS = "00 01 02 03 04 05 06 07 08 08b 09 10 11 11b".split()
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    monkeypatch.setattr(quiz, "_first", {})
+
+
+@pytest.fixture
+def learners_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    course.open_folder()
+    return tmp_path
+
+
+def right_letters(name):
+    return "".join(next(l for l in q.letters if q.chosen(l).right) for q in QUIZZES[name].questions)
+
+
+def wrong_letters(name):
+    return "".join(next(l for l in q.letters if not q.chosen(l).right) for q in QUIZZES[name].questions)
+
+
+@pytest.mark.parametrize("name", QUIZZES)
+def test_a_quiz_is_whole(name):
+    found = QUIZZES[name]
+    assert 4 <= len(found.questions) <= 6 and len({question.asks for question in found.questions}) == len(found.questions)
+    for question in found.questions:
+        says = [option.says for option in question.options]
+        assert len(set(says)) == len(says) == 4 and sum(option.right for option in question.options) == 1
+        assert all(len(option.because.split()) >= 2 for option in question.options), f"{question.asks}: explain each"
+    if name in LESSONS:
+        assert 5 <= len(found.discuss.split()) <= 40 and len(found.answer.split()) >= 30
+    widest = max(found.text().splitlines(), key=len)
+    assert len(widest) <= WIDEST, widest
+
+
+def test_there_is_a_quiz_for_each_lesson_and_the_same_topics_before_and_after():
+    assert list(QUIZZES) == [*LESSONS, "before", "after"]
+    topics = [[question.asks.partition(". ")[0] for question in QUIZZES[name].questions] for name in ("before", "after")]
+    assert topics[0] == topics[1] and len(set(topics[0])) == 6
+    assert not {q.asks for q in QUIZZES["before"].questions} & {q.asks for q in QUIZZES["after"].questions}
+
+
+def test_neither_letter_nor_length_nor_a_word_gives_an_answer_away():
+    letters, longest, shortest, telltale = Counter(), 0, 0, Counter()
+    for question in QUESTIONS:
+        lengths = sorted(len(option.says) for option in question.options)
+        for letter in question.letters:
+            option = question.chosen(letter)
+            telltale[option.right] += bool(re.search(r"\b(only|always|never|all|none|every)\b", option.says.lower()))
+            if option.right:
+                letters[letter] += 1
+                longest += len(option.says) == lengths[-1] > lengths[-2]
+                shortest += len(option.says) == lengths[0] < lengths[1]
+    fair = len(QUESTIONS) / 4
+    assert all(0.7 * fair <= letters[letter] <= 1.3 * fair for letter in "abcd"), letters
+    assert longest <= 1.1 * fair and shortest <= 1.1 * fair, (longest, shortest)
+    assert telltale[True] >= 1, "words such as `all` stand in right options, too"
+
+
+def test_text_shows_the_questions_and_a_choice_is_explained(capsys):
+    quiz.quiz("03")
+    shown = capsys.readouterr().out
+    reasons = [option.because for question in QUIZZES["03"].questions for option in question.options]
+    assert "1. A ring all-reduce of 120 MB" in shown and "Discuss: " in shown and 'answers="....."' in shown
+    assert not [reason for reason in reasons if reason in " ".join(shown.split())], "without a choice nothing is told"
+    assert QUIZZES["03"].answer[:40] not in shown
+
+    right, wrong = right_letters("03"), wrong_letters("03")
+    quiz.quiz("03", answers=right[0].upper() + " " + wrong[1] + "---")
+    said = " ".join(capsys.readouterr().out.split())
+    questions = QUIZZES["03"].questions
+    assert f"1. {right[0]}, right. {questions[0].chosen(right[0]).because}" in said
+    assert f"2. {wrong[1]}, not right. {questions[1].chosen(wrong[1]).because}" in said
+    assert "3. open" in said and "2 of 5 answered." in said
+    assert questions[1].chosen(right[1]).because not in said, "who is wrong may try again"
+    quiz.quiz("03", answers=right)
+    assert "4 of 5 right at first choice." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name,answers,words", [
+    ("3", None, "There is no quiz '3': choose one of '00', '01'"), ("03", "abca", "has 5 questions, and 'abca' has 4"),
+    ("03", "abcxa", "'x' in 'abcxa' is no answer: write one of abcd, or -"), ("03", "", "has 0 answers"),
+])  # fmt: skip
+def test_what_is_no_answer_is_refused(name, answers, words):
+    with pytest.raises(DtlibError, match=re.escape(words)):
+        quiz.quiz(name, answers)
+    assert not quiz._first
+
+
+def test_a_cell_on_the_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr(quiz, "in_engine", lambda: True)
+    with pytest.raises(DtlibError, match="without %%px"):
+        quiz.quiz("03")
+
+
+def test_buttons_say_the_same_as_text():
+    shown = quiz._Shown(QUIZZES["00"])
+    rows = [child for child in shown.box.children if hasattr(child, "children")]
+    assert len(rows) == 4 * len(QUIZZES["00"].questions)
+    button = rows["abcd".index(wrong_letters("00")[0])].children[0]
+    assert not any(said.value for said in shown.said)
+    button.click()
+    assert button.description.endswith("✗") and "not right." in shown.said[0].value
+    right = rows["abcd".index(right_letters("00")[0])].children[0]
+    right.click()
+    assert right.description.endswith("✓") and "1 of 5 answered" in shown.result.value
+    assert quiz._html("`a < b` & c") == "<code>a &lt; b</code> &amp; c"
+
+
+def test_lectures_ask_and_no_notebook_answers():
+    asked = Counter()
+    for source in sorted((ROOT / "notebooks" / "source").glob("*.py")):
+        for name in re.findall(r"^lab\.quiz\((.*)\)$", source.read_text(), re.M):
+            asked[name] += 1
+            assert name == f'"{source.stem.partition("_")[0]}"' and not source.stem.endswith("_exercises"), source
+    assert asked and max(asked.values()) == 1
+    reasons = [option.because for question in QUESTIONS for option in question.options if len(option.because) > 40]
+    reasons += [each.answer[:60] for each in QUIZZES.values() if each.answer]
+    for book in (ROOT / "notebooks").glob("*/*.ipynb"):
+        text = " ".join(book.read_text().split())
+        assert not [reason for reason in reasons if reason in text], book
+
+
+def test_progress_and_scores_of_a_learner(learners_folder, capsys):
+    with pytest.raises(DtlibError, match="keeps no record"):
+        (learners_folder / course.RECORD).rename(learners_folder / "aside")
+        progress.progress()
+    (learners_folder / "aside").rename(learners_folder / course.RECORD)
+    progress.scores()
+    assert "No score yet" in capsys.readouterr().out
+    progress.progress()
+    assert "Next: predict 'sum-for-eight', in lectures/00_start_here.ipynb." in capsys.readouterr().out
+
+    # A record of an earlier version of the course is a list of names, and goes on.
+    (learners_folder / progress.FILE).write_text('["first-sum", "pi-streams"]')
+    quiz.quiz("00", right_letters("00"))
+    quiz.quiz("before", wrong_letters("before"))
+    quiz.quiz("before", right_letters("before"))  # first choices count
+    capsys.readouterr()
+    progress.progress()
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: " ".join(line.split()) for line in shown.splitlines() if line[:2].isdigit()}
+    assert rows["00"] == "00 Start here 2 of 3 1 prediction"
+    assert "pi-on-ranks" in rows["02"] and "pi-streams" not in rows["02"] and "quiz" in rows["02"]
+    assert "all of it" in rows["06"] and "Next: predict" in shown and "02_pi" in shown.splitlines()[-1]
+
+    over, at_par = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7", "F0-7 B0-7"
+    for puzzle in (over, at_par, over):
+        verdict = checks.judge_here("schedule-puzzle", {"puzzle": [puzzle] * 4})
+        assert verdict.passed == (puzzle == at_par) and verdict.scored[1:] == (33, "forward passes")
+        progress.scored(verdict.exercise, *verdict.scored, ranks=verdict.ranks)
+    progress.scored("byte-golf", 300, 400, "bytes", 3)
+    progress.scored("byte-golf", 350, 600, "bytes", 4)  # more bytes, and less of its par
+    progress.scores()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "byte-golf 350 bytes on 4 ranks 600" in shown and "schedule-puzzle 33 forward passes 33" in shown
+    pasted = "To paste: byte-golf 350/600 on 4 ranks; schedule-puzzle 33/33; quiz before 0 of 6"
+    assert pasted in shown and "quiz 00 5 of 5" in shown
+    known = json.loads((learners_folder / progress.FILE).read_text())
+    assert known["done"]["quiz before"] == [0, 6] and known["done"]["first-sum"] is True
+
+
+def test_a_score_is_kept_by_the_check_itself(monkeypatch):
+    kept = []
+    monkeypatch.setattr(checks.progress, "scored", lambda *score, ranks: kept.append((*score, ranks)))
+    monkeypatch.setattr(checks.rendering, "show", lambda *arguments: None)
+    monkeypatch.setattr(checks, "_tries", {})
+    checks._tell(checks._verdict("schedule-puzzle", [["F0-7 B0-7"] * 4], ("puzzle", "")))
+    checks._tell(Verdict("first-sum", "total", 3))
+    assert kept == [("schedule-puzzle", 33, 33, "forward passes", 0)]
+    golf = {"accuracy": 0.96, "bytes": 70, "seconds": 1, "loads": 0}
+    seen = [{"par": {**golf, "bytes": 60}, "mine": golf} for _ in range(3)]
+    verdict = checks._verdict("byte-golf", seen, ("golf", ""))
+    assert verdict.mistake == "over-par" and verdict.scored == (210, 180, "bytes") and not verdict.score
+    assert isinstance(PUZZLES["schedule-puzzle"].judge([["F0-7 B0-7"] * 4]), Score)
+    assert checks._numbers("text") == ()
