@@ -45,8 +45,8 @@ book: .venv/ready
 # For this kind of machine and this Python; torch in the build that .venv has. setuptools builds dtlib itself.
 wheelhouse: slides
 	@torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
-	case $$torch in *+*) index="--extra-index-url $(CPU_INDEX)";; esac; \
-	$(PIP) wheel --wheel-dir wheelhouse $$index "torch==$$torch" 'setuptools>=77' '.[test]'
+	case $$torch in *+cpu) $(PIP) wheel --wheel-dir wheelhouse --no-deps --index-url $(CPU_INDEX) "torch==$$torch";; esac && \
+	$(PIP) wheel --wheel-dir wheelhouse --find-links wheelhouse "torch==$$torch" 'setuptools>=77' '.[test]'
 	@echo "All wheels, dtlib's own with its slides too, are in wheelhouse: make lab WHEELS=wheelhouse needs no network."
 
 lint: .venv/ready

@@ -25,7 +25,8 @@ FILES = (
     "cluster_profiles/*/*.py", "cluster_profiles/*.py", "cluster_profiles/*.md", "cluster_profiles/site.toml",
     "cluster_profiles/jobs/*.sh", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
     "notebooks/*.R", "notebooks/*.py",
-    "notebooks/lectures/*.ipynb", "notebooks/exercises/*.ipynb", "notebooks/solutions/*.ipynb", "notebooks/slides/*.html",
+    "notebooks/lectures/*.ipynb", "notebooks/exercises/*.ipynb", "notebooks/solutions/*.ipynb",
+    "notebooks/slides/*.html",
 )  # fmt: skip
 
 
