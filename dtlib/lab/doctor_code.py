@@ -1,6 +1,6 @@
 """The last line of ``dtlib doctor``: a code that learners send the day before, and what an instructor reads in it.
 
-    dtlib-0.6.0-4G0CG-0G401-06R2-OK      dtlib-VERSION-DIGITS-OK or -FAILS
+    dtlib-0.1.0-AB08-1000-1GF7-OK      dtlib-VERSION-DIGITS-OK or -FAILS
 
 The digits are one number in base 32, without letters that look like digits: system, architecture, Python's minor
 version, usable cores, GB of memory, one bit a check that failed, and a check sum over all of the code. Nothing in it

@@ -15,7 +15,11 @@ def first_line(name: str, namespace: dict, where: str = " on rank 0") -> str:
     thing = namespace.get(name)
     if callable(thing):
         try:
-            return _first_line_of_class(thing) if inspect.isclass(thing) else inspect.getsource(thing).split("\n")[0].strip()
+            return (
+                _first_line_of_class(thing)
+                if inspect.isclass(thing)
+                else inspect.getsource(thing).split("\n")[0].strip()
+            )
         except (OSError, TypeError, StopIteration):
             return f"{name} (a {type(thing).__name__})"
     if isinstance(thing, str) and len(lines := thing.split("\n")) > 1:
