@@ -1,6 +1,7 @@
-# make lab | test | test-all | test-gpu | tour | notebooks | workshop | book | lint | clean
+# make lab | test | test-all | test-gpu | tour | notebooks | workshop | slides | book | wheelhouse | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
+#   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
 #   ARGS="..."           arguments for dtlib lab
 #   TRACK=half-day       which short track `workshop` writes, two-hours unless told
 
@@ -10,8 +11,11 @@ TRACK ?= two-hours
 BIN := .venv/bin
 TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+WHEELS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
-.PHONY: lab test test-slow test-gpu test-all tour notebooks workshop book lint clean
+.PHONY: lab test test-slow test-gpu test-all tour notebooks workshop slides book wheelhouse lint clean
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
@@ -36,9 +40,19 @@ notebooks: .venv/ready
 workshop: .venv/ready
 	$(BIN)/python -m dtlib.lab.build $(TRACK)
 
+slides: .venv/ready
+	$(BIN)/python -m docs.slides
+
 book: .venv/ready
-	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -e '.[book]'
+	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) -e '.[book]'
 	$(BIN)/python -m docs.book
+
+# For this kind of machine and this Python; torch in the build that .venv has. setuptools builds dtlib itself.
+wheelhouse: slides
+	@torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
+	case $$torch in *+cpu) $(PIP) wheel --wheel-dir wheelhouse --no-deps --index-url $(CPU_INDEX) "torch==$$torch";; esac && \
+	$(PIP) wheel --wheel-dir wheelhouse --find-links wheelhouse "torch==$$torch" 'setuptools>=77' '.[test]'
+	@echo "All wheels, dtlib's own with its slides too, are in wheelhouse: make lab WHEELS=wheelhouse needs no network."
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -53,7 +67,9 @@ clean:
 	  { echo "dtlib needs Python 3.11 or newer, and $(PYTHON) is older or missing: make PYTHON=python3.12 lab"; exit 2; }
 	$(PYTHON) -m venv .venv
 	@set -e; \
-	if [ -n "$(TORCH)" ]; then \
+	if [ -n "$(WHEELS)" ]; then \
+	  choice="$(TORCH_PIN)"; echo "torch: the build in $(WHEELS)"; \
+	elif [ -n "$(TORCH)" ]; then \
 	  choice="$(TORCH)"; echo "torch: $(TORCH), as TORCH= asks"; \
 	elif nvidia-smi -L >/dev/null 2>&1; then \
 	  choice="$(TORCH_PIN)"; echo "torch: the default build, as there is an NVIDIA driver"; \
@@ -65,6 +81,6 @@ clean:
 	  echo "torch: no NVIDIA driver, but $(CPU_INDEX) does not answer within 3 s: taking the default index's build"; \
 	fi; \
 	echo "Installing the pinned packages into .venv; the first time this takes minutes."; \
-	$(BIN)/python -m pip install --disable-pip-version-check $$choice
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
+	$(PIP) install $(SOURCE) $$choice
+	$(PIP) install $(SOURCE) -e '.[test]'
 	@touch .venv/ready

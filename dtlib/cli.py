@@ -24,7 +24,8 @@ def main(arguments=None) -> int:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train")
-    commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
+    doctor = commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
+    doctor.add_argument("--decode", metavar="CODE", nargs="+", help="say what the codes that learners have sent mean")
 
     lab = commands.add_parser("lab", help="lay out the course in this folder, in a clone in work/, and open JupyterLab")
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
@@ -75,9 +76,9 @@ def main(arguments=None) -> int:
 
 
 def _doctor(options) -> int:
-    from dtlib.lab.doctor import report
+    from dtlib.lab import doctor
 
-    return report()
+    return doctor.decode(options.decode) if options.decode else doctor.report()
 
 
 def _lab(options) -> int:

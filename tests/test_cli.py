@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import dtlib
 from dtlib.cli import main
+from dtlib.lab import doctor, doctor_code
 from dtlib.world import launch
 from dtlib.world.machine import gpu_names
 
@@ -135,12 +137,47 @@ def test_doctor_finds_nothing_wrong_here():
     assert ran.returncode == 0, ran.stdout
     assert "two ranks start and see each other" in ran.stdout
     assert "listen to this machine alone" in ran.stdout or "other machines can reach" in ran.stdout
+    code = ran.stdout.splitlines()[-1].removeprefix("Your code: ")
+    machine, version = doctor_code.decoded(code)
+    assert (machine, version) == (doctor_code.of_this_machine(0), dtlib.__version__) and code.endswith("-OK")
+    assert machine.python == sys.version_info.minor and len(code) < 40
 
 
 def test_doctor_says_what_would_go_wrong(tmp_path, run_here):
     ran = run_here("doctor", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
     assert ran.returncode == 1
     assert "put the mpiexec of Open MPI" in ran.stdout and "Would go wrong: 2" in ran.stdout
+    code = ran.stdout.splitlines()[-1].removeprefix("Your code: ")
+    assert code.endswith("-FAILS") and doctor_code.decoded(code)[0].failed == 0b11000  # mpiexec, ranks
+
+
+def test_a_code_of_the_doctor_says_what_it_was_made_of_and_survives_the_mail(run_here):
+    machines = [doctor_code.Machine(1, 1, 11, 2, 8, 0), doctor_code.Machine(3, 3, 63, 255, 1023, 2**16 - 1)]
+    for machine in machines:
+        code = doctor_code.encoded(machine, "0.3.12")
+        assert doctor_code.decoded(code) == (machine, "0.3.12")
+        assert doctor_code.decoded(f" {code.lower().replace('0-', 'o-').replace('1-', 'l-')}\n") == (machine, "0.3.12")
+        body = code.removeprefix("dtlib-0.3.12-").rpartition("-")[0]
+        mistyped = [body[:at] + ("7" if letter != "7" else "8") + body[at + 1 :] for at, letter in enumerate(body)]
+        wrong = [code.replace(body, each) for each in mistyped if each.count("-") == body.count("-")]
+        wrong += [code.replace("0.3.12", "0.3.13"), code.replace(body, body[1:]), code + "X", "", "dtlib-OK"]
+        wrong += [code.replace("-OK", "-FAILS") if "-OK" in code else code.replace("-FAILS", "-OK")]
+        for each in wrong:
+            with pytest.raises(launch.DtlibError):
+                doctor_code.decoded(each)
+
+    broken = doctor_code.encoded(doctor_code.Machine(2, 2, 12, 10, 16, 0b100100), dtlib.__version__)
+    older = doctor_code.encoded(doctor_code.Machine(1, 1, 11, 4, 8, 0b1), "0.0.1")
+    ran = run_here("doctor", "--decode", broken, older, "dtlib-nonsense")
+    assert ran.returncode == 1
+    assert re.search(r"Darwin, arm64 +3.12 +10 +16 GB +MPI library, ports", ran.stdout)
+    assert (
+        re.search(r"0\.0\.1 .* 8 GB +check 1\n", ran.stdout) and "of dtlib 0.0.1 only the checks' numbers" in ran.stdout
+    )
+    assert "'dtlib-nonsense' is no code" in ran.stdout
+    assert list(doctor._LOOKS)[:3] == ["Python", "cores", "MPI library"], "codes count the checks: add to the end"
+    well = doctor_code.encoded(machines[0], dtlib.__version__)
+    assert run_here("doctor", "--decode", well).returncode == 0
 
 
 def test_tour_prints_a_table_from_two_engines(workshop_folder):

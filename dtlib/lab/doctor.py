@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 
+import dtlib
 from dtlib.errors import DtlibError
+from dtlib.lab import doctor_code
 from dtlib.world import loopback
 from dtlib.world.allocation import allocation
 from dtlib.world.launch import (
@@ -29,7 +31,7 @@ _WAIT = f"{_COUNT_WORLD}; import time; time.sleep(60)"
 
 
 def report() -> int:
-    """Print the findings as a table; returns 0 if nothing would go wrong, else 1."""
+    """Print the findings as a table and, in short, as a code; returns 0 if nothing would go wrong, else 1."""
     from tabulate import tabulate
 
     rows = []
@@ -41,7 +43,18 @@ def report() -> int:
     print(tabulate(rows, tablefmt="plain"))
     problems = sum(mark == "!" for mark, *_ in rows)
     print(f"\nWould go wrong: {problems} (marked !)." if problems else "\nNothing would go wrong.")
+    failed = sum(1 << bit for bit, (mark, *_) in enumerate(rows) if mark == "!")
+    print(f"Your code: {doctor_code.encoded(doctor_code.of_this_machine(failed), dtlib.__version__)}")
     return 1 if problems else 0
+
+
+def decode(codes: list[str]) -> int:
+    """Print what codes of learners say; returns 0 if nothing would go wrong on any of their machines, else 1."""
+    print(doctor_code.report(codes, list(_LOOKS), dtlib.__version__))
+    try:
+        return int(any(doctor_code.decoded(code)[0].failed for code in codes))
+    except DtlibError:
+        return 1
 
 
 def _python() -> str:
@@ -169,6 +182,7 @@ def _engines() -> str:
     return f"{record.read('set.json')['ranks']} ranks running for {notebooks}"
 
 
+# What is new goes to the end: the codes of learners count the checks.
 _LOOKS = {
     "Python": _python,
     "cores": _cores,

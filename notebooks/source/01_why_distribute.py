@@ -244,6 +244,22 @@ held = {
 # Proteomics and medical images of high resolution do not fit in another way: one sample's activations fill a GPU, so the
 # *sample* is cut.
 #
+# ## In any language
+#
+# MPI joins processes of any language. In R, with the package Rmpi, a rank's number is one call, and the sum over all ranks
+# another (from `notebooks/pi.R`, which lesson 02 reads):
+#
+# ```r
+# library(Rmpi)
+# rank <- mpi.comm.rank(0)
+# size <- mpi.comm.size(0)
+# mine <- start(rank + 1) - start(rank)
+# # for each block of n of its points:
+# inside <- inside + sum(runif(n)^2 + runif(n)^2 < 1)
+# share <- mpi.allreduce(inside, type = 2, op = "sum", comm = 0) / points
+# if (rank == 0) cat(sprintf("pi is about %.6f, standard error %.6f\n", 4 * share, error))
+# ```
+#
 # ## Claims on trial
 #
 # `data/claims.csv` has fourteen claims from an article, a lecture, a newsletter and a tutorial. The first says that 10⁸ points of

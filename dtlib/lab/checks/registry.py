@@ -1,11 +1,16 @@
 """Where each exercise is at home: the lesson's judge, imported when the exercise is asked for.
 
+``lab.check("mine.py")`` takes an exercise from a file of an instructor's own, which has it as ``EXERCISE``.
+
 Plausible wrong answers stand in ``tests/wrong_answers``; the tests prove that each is rejected for its own reason.
 """
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
+from runpy import run_path
 
+from dtlib.errors import DtlibError
 from dtlib.lab.checks.exercise import Exercise
 
 HOMES = {
@@ -49,9 +54,11 @@ HOMES = {
 
 
 class Registry(Mapping):
-    """Name -> exercise, as the ``EXERCISES`` of its home has it."""
+    """Name -> exercise, as the ``EXERCISES`` of its home has it, or a file in the notebook's folder."""
 
     def __getitem__(self, name: str) -> Exercise:
+        if name.endswith(".py"):
+            return _of_file(Path(name))
         return import_module(HOMES[name]).EXERCISES[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -59,6 +66,18 @@ class Registry(Mapping):
 
     def __len__(self) -> int:
         return len(HOMES)
+
+
+def _of_file(path: Path) -> Exercise:
+    """Read anew each time, so that it can be mended while a class works."""
+    if not path.is_file():
+        raise DtlibError(
+            f"There is no file {path.name} in {path.absolute().parent}: put the exercise beside the notebook."
+        )
+    found = run_path(str(path)).get("EXERCISE")
+    if not isinstance(found, Exercise):
+        raise DtlibError(f"{path.name} has no exercise: let it end in EXERCISE = Exercise(name, observe, judge).")
+    return found
 
 
 EXERCISES = Registry()

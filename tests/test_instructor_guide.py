@@ -1,0 +1,128 @@
+"""The instructor's guide, followed to the letter; and that what is generated beside it is what the sources say."""
+
+import re
+import subprocess
+import sys
+from functools import reduce
+
+import pytest
+
+import dtlib
+from docs import glossary, instructor
+import dtlib.theory.scaling  # noqa: F401  the cheat sheet's formulas use them
+from dtlib import schedule, theory  # noqa: F401
+from dtlib.errors import DtlibError
+from dtlib.lab import doctor_code
+from dtlib.lab.checks import checks
+from dtlib.lab.checks.registry import EXERCISES, HOMES
+from dtlib.world.launch import mpiexec_command, rank_environment
+from tests.conftest import ROOT
+from tests.ranks import on_ranks
+
+GUIDE = (ROOT / "docs" / "instructor" / "guide.md").read_text()
+LISTINGS = {match[1]: match[2] for match in re.finditer(r"`(\w+\.py)`.*?```python\n(.*?)```", GUIDE, re.S)}
+
+
+@on_ranks(3)
+def test_an_exercise_of_one_file_is_judged_as_the_guide_says(world):
+    import os
+    import tempfile
+
+    import torch
+
+    os.chdir(tempfile.mkdtemp())
+    with open("largest.py", "w") as file:
+        file.write(LISTINGS["largest.py"])
+
+    def right(comm, number):
+        return comm.all_reduce(torch.tensor(number), op="max").item()
+
+    def mine(comm, number):
+        return number
+
+    def of_three(comm, number):
+        return 3.0
+
+    verdicts = {
+        answer: checks.judge_on_this_rank("largest.py", {"largest": answer}) for answer in (right, mine, of_three)
+    }
+    assert verdicts[right].passed and verdicts[right].ranks == 3
+    assert (verdicts[mine].mistake, verdicts[mine].rank) == ("own-number", 0) and len(verdicts[mine].hints) == 2
+    assert verdicts[of_three].mistake == "other-size", "any_size=True, as the guide says"
+    assert checks.judge_on_this_rank("largest.py", {}).mistake == "missing"
+
+
+def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.py").write_text("x = 1")
+    for name, sentence in (("none.py", "put the exercise beside the notebook"), ("empty.py", "EXERCISE = Exercise(")):
+        with pytest.raises(DtlibError, match=re.escape(sentence)):
+            checks.check(name)
+    own = LISTINGS["largest.py"].replace("any_size=True", "needs_ranks=False").replace("comm.rank", "0")
+    (tmp_path / "here.py").write_text(
+        own.replace("def observe(answer, comm):", "def observe(answer, comm):\n    comm = None")
+    )
+    monkeypatch.setattr(checks, "_names_of_the_notebook", lambda: {"largest": lambda comm, number: 7.0})
+    for _ in range(checks.TRIES + 2):  # after which the course's own offer a solution
+        checks.check("here.py")
+    assert capsys.readouterr().out.count("Not yet: here.py") == checks.TRIES + 2
+
+
+def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):
+    (tmp_path / "my_model.py").write_text(LISTINGS["my_model.py"])
+    command = [*mpiexec_command(2), sys.executable, "my_model.py"]
+    import os
+
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **rank_environment(2)}, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("loss ") == 1 and float(ran.stdout.split()[1]) < 1
+
+
+def test_wrong_answers_and_what_to_say_are_those_of_the_tests():
+    page = instructor.page()
+    assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m docs.instructor"
+    known = [exercise for exercise in HOMES if f"\n### {exercise}\n" in page]
+    assert len(known) >= 27 and page.count("\n| ") > 150
+
+
+def test_each_word_of_the_glossary_is_in_the_lesson_that_explains_it():
+    page = glossary.FILE.read_text(encoding="utf-8")
+    assert page == glossary.page(), "run python -m docs.glossary"
+    for term, (_, number) in glossary.TERMS.items():
+        text = re.sub(r"\n# |[-_\s]+", " ", glossary.lecture(number).read_text(encoding="utf-8")).lower()
+        assert re.sub(r"[-_\s]+", " ", term).lower() in text, f"lesson {number} does not have {term!r}"
+
+
+def test_the_cheat_sheet_names_what_there_is_and_computes_what_it_says():
+    text = (ROOT / "docs" / "cheat_sheet.md").read_text()
+    assert len(text.split()) < 650, "one page"
+    for name in re.findall(r"`(?:with )?(dtlib(?:\.\w+)+)", text):
+        try:
+            reduce(getattr, name.split(".")[1:], dtlib)
+        except AttributeError:
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(__import__(module, fromlist=["_"]), attribute), name
+    from dtlib import lab
+    from dtlib.comm.communicator import Communicator
+
+    assert all(hasattr(lab, name) for name in re.findall(r"`lab\.(\w+)", text))
+    assert all(hasattr(Communicator, name) for name in re.findall(r"`comm\.(\w+)\(", text))
+    rows = re.findall(r"\| `([^`]+)` \| ([^|`]+) \|$", text, re.M)
+    formulas = [(call, gives) for call, gives in rows if re.match(r"theory|schedule|sum|6 ", call)]
+    assert len(formulas) == 10
+    for call, gives in formulas:
+        assert eval(call) == pytest.approx(eval(gives), rel=1e-9), call
+
+
+def test_the_code_in_the_checklist_is_one():
+    (code,) = re.findall(r"`(dtlib-\d[\w.-]+)`", (ROOT / "docs" / "instructor" / "before.md").read_text())
+    machine, version = doctor_code.decoded(code)
+    assert (machine.words, machine.failed, version) == (("Linux, x86_64", "3.11", "2", "8 GB"), 0, "0.1.0")
+
+
+def test_what_a_file_holds_is_an_exercise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "largest.py").write_text(LISTINGS["largest.py"])
+    assert "largest.py" in EXERCISES and EXERCISES["largest.py"].any_size and "largest.py" not in list(EXERCISES)
