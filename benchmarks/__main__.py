@@ -23,10 +23,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"default: {REPEATS}")
+    parser.add_argument("--repeats", type=int, help=f"default: {REPEATS}, fewer where each takes long")
     parser.add_argument("--ranks", type=int, help="default: as many as the question needs")
     options = parser.parse_args()
     module = importlib.import_module(f"benchmarks.{options.name.replace('-', '_')}")
+    options.repeats = options.repeats or getattr(module, "REPEATS", REPEATS)
     if is_rank():
         return _on_this_rank(module, options)
     try:

@@ -155,6 +155,22 @@ def test_a_node_that_is_cut_off_is_named_although_mpiexec_ends_well(tmp_path):
     assert run.said == ["Node there7 does not answer any more: it is down, or cut off from the network."]
 
 
+RAISED = {"at": 0.0, "what": "raised", "rank": 0, "kind": "RuntimeError", "sentence": "Connection closed by peer"}
+ENDS = """
+import sys
+print("prterun noticed that process rank 1 with PID 7 on node here exited on", "signal 9 (Killed).", sep="\\n")
+open(sys.argv[1] + "/journal.jsonl", "w").write({line!r} + "\\n")
+raise SystemExit(1)
+"""
+
+
+def test_a_rank_that_was_killed_is_lost_although_others_have_raised_errors_of_lost_connections(tmp_path):
+    """What torch's gloo does: it notices before mpiexec does."""
+    run = Run(["-c", ENDS.format(line=json.dumps(RAISED))], 1, tmp_path).start()
+    assert run.wait(SECONDS) == 1 and run.events == [RAISED]
+    assert run.said[0].startswith("Rank 1 on here was ended by SIGKILL") and run.lost == {1}
+
+
 def net():
     return nn.Linear(4, 2)
 
@@ -236,10 +252,11 @@ def test_a_right_recovery_passes(world, exercise):
 
 
 def test_seconds_count_until_a_step_that_had_not_been_done_before():
-    """A rank is killed at 5.0 after step 3; step 3 is done once more, so step 4 is the first good one."""
-    steps = [(1.0, 1), (2.0, 2), (3.0, 3), (7.0, 3), (8.0, 4), (9.0, 5)]
-    events = [{"at": at, "what": "step", "step": step, "ranks": 4 - (at > 5), "loss": 0.5} for at, step in steps]
+    """A rank is killed at 5.0 in step 4; step 3 is told of later, and done once more: step 4 is the first good one."""
+    steps = [(1.0, 1), (2.0, 2), (5.1, 3), (7.0, 3), (8.0, 4), (9.0, 5)]
+    events = [{"at": at, "what": "step", "step": step, "ranks": 4 - (at > 6), "loss": 0.5} for at, step in steps]
     events.append({"at": 5.0, "what": "fault", "kind": "kill", "rank": 2})
+    events.append({"at": 6.0, "what": "started", "rank": 0})
     assert seconds_to_go_on(events) == [3.0]
     name = figures.NAMES["checkpoint"]
     ordered = sorted(events, key=lambda event: event["at"])
@@ -250,53 +267,83 @@ def test_seconds_count_until_a_step_that_had_not_been_done_before():
 
 # Chance
 
+STEPS, LAST = 36, 28  # each step has 0.01 s of EMULATED computing: who is to die in step 28, or soon after, does
+KINDS = {
+    "shrink": ["kill"],
+    "memory": ["kill", "nan", "raise"],
+    "checkpoint": ["kill", "nan", "raise", "ask to end"],
+}
 
-def random_faults(chance, by: str, ranks: int, steps: int) -> list[dict]:
-    """Up to three, none of which leaves nobody alive; kills at given moments of a step, and at any time."""
-    moments = ["begin", "backward", "update", "later", "later"]
-    kinds = {
-        "shrink": ["kill"],
-        "memory": ["kill", "nan", "raise"],
-        "checkpoint": ["kill", "nan", "raise", "ask to end"],
-    }
+
+def random_fault(chance, kind: str, rank: int, step: int) -> dict:
+    """At some moment of this step; a kill may also come at any time after it has begun."""
+    moment = chance.choice(("begin", "backward", "update", "later", "later"))
+    if kind == "kill" and moment == "later":
+        return fault(kind, rank, step, seconds=chance.uniform(0.001, 0.05))
+    return fault(kind, rank, step, "nan" if kind == "nan" else "begin" if moment == "later" else moment)
+
+
+def random_faults(chance, by: str, ranks: int) -> list[dict]:
+    """Up to three, none of which leaves nobody alive."""
     faults, victims = [], chance.sample(range(ranks), ranks)
-    for step in sorted(chance.sample(range(steps - 2), 3)):
-        kind, at = chance.choice(kinds[by]), chance.choice(moments)
-        if kind == "kill" and by != "checkpoint" and len(victims) == 1:
+    for step in sorted(chance.sample(range(LAST), 3)):
+        kind = chance.choice(KINDS[by])
+        if kind == "kill" and len(victims) == 1:
             continue
-        rank = victims.pop() if kind == "kill" and by != "checkpoint" else chance.randrange(ranks)
-        later = {"seconds": chance.uniform(0.001, 0.05)} if kind == "kill" and at == "later" else {}
-        at = "nan" if kind == "nan" else "begin" if at == "later" else at
-        faults.append(fault(kind, rank, step, at, **later))
+        faults.append(random_fault(chance, kind, victims.pop() if kind == "kill" else chance.randrange(ranks), step))
     return faults
 
 
+def trained_one_after_another(folder, trainings: list[dict]) -> Run:
+    """In one start of ranks, of which there are enough for the last training, too (tests/spare_ranks.py)."""
+    dead, ranks = 0, 0
+    for options in trainings:
+        options |= {"steps": STEPS, "seconds": 0.01, "time_limit": 30}
+        ranks = max(ranks, dead + options["ranks"])
+        dead += sum(each["kind"] == "kill" for each in options["faults"])
+    run = Run(["-m", "tests.spare_ranks", json.dumps(trainings)], ranks, folder, survive=True).start()
+    assert run.wait(SECONDS) == 0, (trainings, run.said, run.output()[-3000:])
+    for number, options in enumerate(trainings):
+        check_outcome(folder / f"{number}", run, options)
+    return run
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("by", ["shrink", "memory", "checkpoint"])
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("by", ["shrink", "memory"])
 def test_ten_random_faults(tmp_path, by):
     """No hang, no process left over, and the result of a run that nothing happened to."""
-    chance, planned, happened, number = random.Random(by), 0, 0, 0
+    chance, trainings, planned = random.Random(by), [], 0
+    before = set(psutil.Process().children(recursive=True))
     while planned < 10:
-        ranks, folder = chance.choice((2, 3, 4)), tmp_path / f"run{number}"
-        options = {"by": by, "steps": 30, "every": 7, "time_limit": 30}
-        options["faults"] = random_faults(chance, by, ranks, 30)
-        before = set(psutil.Process().children(recursive=True))
-        if by == "checkpoint":
-            runs = supervise(program(**options), ranks, folder, say=lambda sentence: None)
-            check_outcome(folder, runs[-1], options)
-        else:
-            trained(folder, ranks, **options)
-        left = set(psutil.Process().children(recursive=True)) - before
-        assert not left, (options, left)
-        planned += len(options["faults"])
-        happened += len(list(folder.glob("fault-*")))
-        number += 1
+        ranks = (2, 3, 4)[len(trainings) % 3]
+        trainings.append({"by": by, "ranks": ranks, "faults": random_faults(chance, by, ranks)})
+        planned += len(trainings[-1]["faults"])
+    trained_one_after_another(tmp_path, trainings)
+    assert not set(psutil.Process().children(recursive=True)) - before
+    happened = len(list(tmp_path.glob("*/fault-*")))
     assert happened >= planned - 1, "a rank may have died before its next fault was due"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime, stage", [("dtlib", 3)])
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.parametrize("ranks, pairs", [(2, 2), (3, 2), (4, 1)])
+def test_ten_random_faults_that_end_all_ranks(tmp_path, ranks, pairs):
+    """Two at a time, on different ranks, of which the second may happen when all have started again."""
+    chance, faults = random.Random(ranks), []
+    before = set(psutil.Process().children(recursive=True))
+    for step in sorted(chance.sample(range(LAST), pairs)):
+        for rank in chance.sample(range(ranks), 2):
+            faults.append(random_fault(chance, chance.choice(KINDS["checkpoint"]), rank, step))
+    options = {"by": "checkpoint", "steps": STEPS, "seconds": 0.01, "every": 7, "time_limit": 30, "faults": faults}
+    runs = supervise(program(**options), ranks, tmp_path, say=lambda sentence: None)
+    check_outcome(tmp_path, runs[-1], options)
+    assert not set(psutil.Process().children(recursive=True)) - before
+    assert len(list(tmp_path.glob("fault-*"))) == len(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime, stage", [("dtlib", 3), ("torch", 0)])
 def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(tmp_path, runtime, stage):
     options = {
         "by": "engine",
@@ -316,15 +363,16 @@ def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ten_runs_with_one_kill_each(tmp_path):
-    chance = random.Random(1)
-    for number in range(10):
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("half", [0, 1])
+def test_ten_runs_with_one_kill_each(tmp_path, half):
+    """On four ranks, five runs a start: a spare rank takes the place of the one that has died."""
+    chance, trainings = random.Random(half), []
+    for number in range(5 * half, 5 * half + 5):
         later = {"seconds": chance.uniform(0.001, 0.05)} if number % 2 else {}
-        killed = fault(
-            "kill", number % 4, chance.randrange(2, 26), ("begin", "backward", "update")[number % 3], **later
-        )
-        run = trained(tmp_path / f"{number}", 4, by="shrink", steps=30, time_limit=30, faults=[killed])
-        assert [e["lost"] for e in run.events if e["what"] == "lost"] in ([[number % 4]], []), (
-            "it may die when all is done"
-        )
+        moment = ("begin", "backward", "update")[number % 3]
+        killed = fault("kill", number % 4, chance.randrange(2, 26), moment, **later)
+        trainings.append({"by": "shrink", "ranks": 4, "faults": [killed]})
+    run = trained_one_after_another(tmp_path, trainings)
+    assert [len(event["lost"]) for event in run.events if event["what"] == "lost"] == [1] * 5
+    assert len(run.lost) == 5

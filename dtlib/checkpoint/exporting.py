@@ -4,7 +4,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint
 
 from dtlib.checkpoint.folder import TYPES, Reader, check_file, decoded, read_index
 
@@ -24,6 +23,8 @@ def export(folder, out) -> None:
     Raises:
         CheckpointError: for a folder without a whole checkpoint.
     """
+    import torch.distributed.checkpoint  # which takes seconds, and every rank of a training imports this file
+
     folder = Path(folder)
     index = read_index(folder)
     for name in index["files"]:

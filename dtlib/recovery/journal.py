@@ -75,14 +75,20 @@ def read(folder, start: int = 0) -> tuple[list[dict], int]:
 
 
 def seconds_to_go_on(events: list[dict]) -> list[float]:
-    """After each kill that the journal knows of (``fault``), the seconds until a step that had not been done before."""
-    found, furthest, since = [], -1, None
+    """After each kill that the journal knows of (``fault``), the seconds until a step that had not been done before.
+
+    By the ranks that are left, or by new ones: a step that rank 0 tells of just after the kill was done before it.
+    """
+    found, furthest, since, others = [], -1, None, False
     for event in sorted(events, key=lambda event: event["at"]):
-        if event["what"] == "fault" and event["kind"] == "kill":
-            since = event["at"]
-        elif event["what"] == "step" and event["step"] > furthest:
-            furthest = event["step"]
-            if since is not None:
-                found.append(event["at"] - since)
-                since = None
+        match event["what"]:
+            case "fault" if event["kind"] == "kill":
+                since, others = event["at"], False
+            case "lost" | "started":
+                others = True
+            case "step" if event["step"] > furthest:
+                furthest = event["step"]
+                if since is not None and others:
+                    found.append(event["at"] - since)
+                    since = None
     return found

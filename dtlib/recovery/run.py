@@ -161,13 +161,14 @@ class Run:
         return (told or not started) and not BY_NODE.search(self.output())
 
     def _why_it_ended(self) -> str:
-        """Whatever comes first of: an error's own sentence, what mpiexec says of a process or of a node."""
-        for event in self.events:
-            if event["what"] == "raised":
-                return f"Rank {event['rank']} ended with {event['kind']}: {event['sentence']}"
-        said = self.output()
-        if found := BY_SIGNAL.search(said):
-            rank, node, number = int(found[1]), found[2], int(found[3])
+        """Whatever comes first of: a signal that ended all, an error's own sentence, what else mpiexec says."""
+        said, killed = self.output(), BY_SIGNAL.search(self.output())
+        if self.survive or not killed:  # those who talked with a rank that was killed raise errors, too
+            for event in self.events:
+                if event["what"] == "raised":
+                    return f"Rank {event['rank']} ended with {event['kind']}: {event['sentence']}"
+        if killed:
+            rank, node, number = int(killed[1]), killed[2], int(killed[3])
             self.lost.add(rank)
             name = signal.Signals(number).name
             return f"Rank {rank} on {node} was ended by {name}: {CAUSES.get(number, 'look at what it printed')}."

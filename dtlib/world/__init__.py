@@ -4,6 +4,7 @@ import atexit
 import io
 import os
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -190,6 +191,7 @@ def _abort_on_error(mpi) -> None:
             sys.__stderr__.flush()
         with suppress(Exception):
             sys.stdout.flush()
+        time.sleep(0.3)  # a rank that was killed ends connections of others: mpiexec shall notice it first, and say so
         mpi.COMM_WORLD.Abort(2 if isinstance(value, DtlibError) else 1)
 
     sys.excepthook = show_and_abort

@@ -1,8 +1,8 @@
 """A training whose ranks have accidents: ``python -m dtlib.lab.lessons.l11b.training OPTIONS FOLDER``, on ranks.
 
-OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, in float64, 48 images a step
-over all ranks together, so that runs can be compared to the last digits. FOLDER gets the journal, checkpoints if they
-are asked for, and at the end the parameters.
+OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, 48 images a step over all ranks
+together, in float64 unless told otherwise, so that runs can be compared to the last digits. FOLDER gets the journal,
+checkpoints if they are asked for, and at the end the parameters.
 """
 
 import json
@@ -30,6 +30,7 @@ OPTIONS = {
     "every": 10,  # steps from one checkpoint to the next
     "seconds": 0.0,  # EMULATED computing in a step, in which the core is idle
     "hidden": 32,
+    "dtype": "float64",  # DeepSpeed has no float64
     "time_limit": None,  # seconds that a rank waits for others
     "faults": [],  # each {"kind": "kill", "rank": 2, "step": 20, "at": "begin"}
 }
@@ -40,11 +41,11 @@ PARAMETERS = "parameters.safetensors"
 def make(options: dict):
     """Model, optimizer, loss and batches: the same wherever they are made."""
     torch.manual_seed(0)
-    hidden = options["hidden"]
-    model = nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10)).double()
+    hidden, dtype = options["hidden"], getattr(torch, options["dtype"])
+    model = nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     images, labels = digits.load()
-    images = images.double()
+    images = images.to(dtype)
 
     def batch_of(step):
         places = (torch.arange(BATCH) + BATCH * step) % len(images)
