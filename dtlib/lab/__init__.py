@@ -8,6 +8,7 @@ _LAZY = {
     "check": "dtlib.lab.checks.checks",
     "last": "dtlib.lab.last_outputs",
     "predict": "dtlib.lab.checks.predictions",
+    "projector": "dtlib.lab.drawing",
     "fold": "dtlib.lab.tables",
     "push": "dtlib.lab.engines.names",
     "read": "dtlib.lab.reading",
