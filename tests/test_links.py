@@ -22,7 +22,7 @@ ARXIV = re.compile(r"arXiv:(\S+?)[,;.)]*(?=\s|$)")
 def text_of(path) -> str:
     """The prose of a page: without listings."""
     if path.suffix != ".ipynb":
-        return re.sub(r"```.*?```|^    .*$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+        return re.sub(r"```[\s\S]*?```|^    .*$", "", path.read_text(encoding="utf-8"), flags=re.M)
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 

@@ -8,6 +8,8 @@ from dtlib.lab import drawing, pictures
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.lessons.l03 import figures as l03
 from dtlib.lab.lessons.l04 import figures as l04
+from matplotlib.colors import to_hex
+
 from dtlib.comm.watch.recorder import Event
 from dtlib.measure.trace import Timeline, Trace
 
@@ -62,10 +64,10 @@ def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale():
     kinds = ("phase", "operation", "wait")
     events = [Event(0, kind, kind, float(at), at + 1.0) for at, kind in enumerate(kinds)]
     picture = shown(pictures.timeline, Timeline([Trace(0, 0.0, events)]))
-    own = [found for found in re.findall(r'style="([^"]*)"', picture.svg) if rank_colour(0).lower() in found]
-    fills = [found for found in own if f"fill: {rank_colour(0).lower()}" in found]
-    opacity = [float((re.search(r"fill-opacity: ([\d.]+)", found) or [0, 1])[1]) for found in fills]
-    assert sorted(set(opacity)) == [0.08, 0.6, 1.0], own
+    drawn = {kind: to_hex(pictures._paler(rank_colour(0), pictures._STRENGTH[kind])) for kind in kinds}
+    assert all(colour in picture.svg for colour in drawn.values()), drawn
+    light = [oklab(drawn[kind])[0] for kind in kinds]
+    assert light == sorted(light) and light[2] > 0.95 and drawn["phase"] == rank_colour(0).lower()
 
 
 def test_new_figures_have_a_sentence_and_a_text():

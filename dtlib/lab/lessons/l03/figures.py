@@ -12,7 +12,7 @@ COLLECTIVES = {
     "reduce": (["a", "b", "c", "d"], ["+", "", "", ""]),
     "all_reduce": (["a", "b", "c", "d"], 4 * ["+"]),
     "scatter": (["a0 a1 a2 a3", "", "", ""], ["a0", "a1", "a2", "a3"]),
-    "all_gather": (["a", "b", "c", "d"], 4 * ["a b c d"]),
+    "all_gather": (["a0", "b1", "c2", "d3"], 4 * ["a0 b1 c2 d3"]),
     "reduce_scatter": ([" ".join(f"{x}{i}" for i in range(4)) for x in "abcd"], ["+0", "+1", "+2", "+3"]),
 }
 
@@ -27,23 +27,22 @@ def collectives():
         for left, column in zip((0, 5), both, strict=True):
             for rank, values in enumerate(column):
                 place.add_patch(Rectangle((left, rank + 0.06), 4, 0.88, fc="white", ec="0.6"))
-                pieces = values.split()
-                for number, piece in enumerate(pieces):
+                for piece in values.split():
                     colour = SUM if piece[0] == "+" else rank_colour("abcd".index(piece[0]))
                     # One piece of an array is a quarter as wide, in its own place; a sum of pieces too.
-                    whole = len(pieces) == 1 and len(piece) == 1
-                    at = int(piece[1]) if len(piece) > 1 else number
-                    wide = 4 if whole else 1
-                    place.add_patch(Rectangle((left + (0 if whole else at), rank + 0.06), wide, 0.88, fc=colour, ec="white"))
+                    at, wide = (left + int(piece[1]), 1) if piece[1:] else (left, 4)
+                    place.add_patch(Rectangle((at, rank + 0.06), wide, 0.88, fc=colour, ec="white"))
                     text = "sum" if piece == "+" else "Σ" if piece[0] == "+" else piece[0]
-                    x = left + (2 if whole else at + 0.5)
-                    place.text(x, rank + 0.5, text, ha="center", va="center", color="white")
+                    place.text(at + wide / 2, rank + 0.5, text, ha="center", va="center", color="white")
         for rank in range(4):
             place.text(-0.3, rank + 0.5, str(rank), ha="right", va="center")
         place.annotate("", (5, 2), (4, 2), arrowprops={"arrowstyle": "->", "lw": 1.5})
         place.set(xlim=(-1, 9.1), ylim=(4.1, -0.1), title=name)
         place.axis("off")
-    rows = [(name, *(" | ".join(value or "-" for value in column) for column in both)) for name, both in COLLECTIVES.items()]
+    rows = [
+        (name, *(" | ".join(value or "-" for value in column) for column in both))
+        for name, both in COLLECTIVES.items()
+    ]  # fmt: skip
     alt = "Six panels, four ranks each, before and after: " + ", ".join(COLLECTIVES) + "."
     return figure, alt, Table(rows, ("collective", "ranks 0 | 1 | 2 | 3 before", "after"))
 
