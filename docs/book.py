@@ -2,7 +2,7 @@
 
 Its pages need no server and no network: open build/book/index.html. Lectures are the solved ones, with their outputs;
 exercises stand as learners get them, and their solutions beside them, so that the notebooks' links lead where they do
-in JupyterLab.
+in JupyterLab. The slides, the glossary, the cheat sheet and the instructor's guide are part of it.
 """
 
 import re
@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
+
+from docs import slides
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -34,6 +36,9 @@ SETTINGS = {
     "nb_ipywidgets_js": {},  # widgets live in JupyterLab alone; their scripts would come from a network
     "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header"],
 }
+BESIDE = (
+    "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md"
+)  # fmt: skip
 # What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""
                      r"""<link\b(?![^>]*rel=["'](?:canonical|author|license))[^>]*\bhref=["']((?:https?:)?//[^"']+)|"""
@@ -49,7 +54,18 @@ def lay_out(source: Path) -> None:
         (source / kind).mkdir()
     for path in sorted((notebooks / "solutions").glob("*.ipynb")):
         shutil.copy(path, source / ("solutions" if path.stem.endswith("_exercises") else "lectures"))
-    contents = ""
+    contents = "\n## Slides\n\n" + " · ".join(
+        f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.lectures()
+    )
+    contents += "\n\nWho teaches: [the guide](docs/instructor/guide.md). To look up: [glossary](docs/glossary.md), "
+    contents += "[one page](docs/cheat_sheet.md).\n"
+    for name in BESIDE:
+        (source / "docs" / name).parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8").replace("../notebooks/", "../")
+        text = re.sub(r"\[([^\]]+)\]\([./]*/cluster_profiles/[^)]*\)", r"\1", text)  # which the book has not
+        (source / "docs" / name).write_text(text, encoding="utf-8")
+    pages = "\n".join(f"docs/{name.removesuffix('.md')}" for name in BESIDE)
+    contents += f"\n```{{toctree}}\n:hidden:\n:caption: Beside the course\n\n{pages}\n```\n"
     for kind in ("lectures", "exercises", "solutions"):
         pages = "\n".join(f"{kind}/{path.stem}" for path in sorted((source / kind).glob("*.ipynb")))
         contents += f"\n```{{toctree}}\n:hidden:\n:caption: {kind.capitalize()}\n\n{pages}\n```\n"
@@ -62,6 +78,7 @@ def build(out: Path) -> None:
     lay_out(source)
     shutil.rmtree(out, ignore_errors=True)
     Sphinx(source, None, out, out.parent / "book-doctrees", "html", confoverrides=SETTINGS, freshenv=True).build()
+    slides.write(out / "slides")
     (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html">\n')
 
 

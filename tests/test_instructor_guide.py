@@ -1,5 +1,6 @@
 """The instructor's guide, followed to the letter; and that what is generated beside it is what the sources say."""
 
+import json
 import re
 import subprocess
 import sys
@@ -126,3 +127,13 @@ def test_what_a_file_holds_is_an_exercise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "largest.py").write_text(LISTINGS["largest.py"])
     assert "largest.py" in EXERCISES and EXERCISES["largest.py"].any_size and "largest.py" not in list(EXERCISES)
+
+
+def test_what_is_not_run_here_has_the_pins_of_the_project_and_says_so():
+    (pin,) = re.findall(r'"(torch==[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    for name in ("Dockerfile", ".binder/postBuild", "docs/instructor/guide.md"):
+        text = (ROOT / name).read_text()
+        assert set(re.findall(r"torch==[\w.]+", text)) == {pin}, name
+        assert re.search(r"(?i)(not|none of them has been) run by those who wrote", text), name
+    assert "have not been run by those who wrote them" in (ROOT / "README.md").read_text()
+    json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())

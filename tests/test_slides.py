@@ -6,7 +6,6 @@ import nbformat
 import pytest
 
 from docs import slides
-from docs.book import fetched
 from tests.conftest import ROOT
 from tests.test_browser import page  # noqa: F401
 
@@ -56,7 +55,6 @@ def test_sentences_are_whole_and_the_longest_decks_leave_out_the_least_telling()
 def test_decks_need_no_network_and_no_other_file(tmp_path):
     written = slides.write(tmp_path / "slides")
     assert [path.stem for path in written] == [path.stem for path in LECTURES]
-    assert fetched(tmp_path) == []
     links = re.compile(r'(?:src|href)="(?!data:|#)')
     assert not [path.name for path in written if links.search(path.read_text())]
 

@@ -9,6 +9,7 @@ _LAZY = {
     "last": "dtlib.lab.last_outputs",
     "mpiexec": "dtlib.lab.programs",
     "predict": "dtlib.lab.checks.predictions",
+    "projector": "dtlib.lab.drawing",
     "fold": "dtlib.lab.tables",
     "push": "dtlib.lab.engines.names",
     "progress": "dtlib.lab.checks.progress",

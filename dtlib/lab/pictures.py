@@ -152,7 +152,15 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
 
 # Kinds of events differ by hatch as well as by shade.
 _HATCHES = {"phase": "", "operation": "//", "wait": "--"}  # not dots: each would be a curve of its own
+_STRENGTH = {"phase": 1.0, "operation": 0.6, "wait": 0.08}  # of the rank's colour: what is lost looks empty
 MOST_ROWS = 24
+
+
+def _paler(colour: str, strength: float) -> list[float]:
+    """A colour mixed with white: where there is a hatch, an SVG forgets how opaque the colour below it is."""
+    from matplotlib.colors import to_rgb
+
+    return [1 - strength * (1 - channel) for channel in to_rgb(colour)]
 
 
 @shown
@@ -179,9 +187,8 @@ def timeline(record):
         taken[lane] = max(end, taken.get(lane, 0.0))
         top = record.ranks.index(event.rank) + (0.5 if event.lane == "background" else 0.04)
         style = {
-            "facecolor": "white" if event.kind == "wait" else rank_colour(event.rank),
-            "alpha": 0.45 if event.kind == "phase" else 1.0,
-            "edgecolor": rank_colour(event.rank) if event.kind == "wait" else "white",
+            "facecolor": _paler(rank_colour(event.rank), _STRENGTH[event.kind]),
+            "edgecolor": _paler(rank_colour(event.rank), 0.5) if event.kind == "wait" else "white",
             "hatch": _HATCHES[event.kind],
             "zorder": 2 - number / (number + 1),  # who came first is in front
         }
@@ -197,7 +204,13 @@ def timeline(record):
     )  # fmt: skip
     kinds = {"phase": "computes", "operation": "operation", "wait": "waits for an asynchronous operation"}
     present = [kind for kind in kinds if any(event.kind == kind for event in record.events)]
-    patches = [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[kind], label=kinds[kind]) for kind in present]
+    patches = [
+        Patch(
+            facecolor=_paler("0.3", _STRENGTH[kind]), edgecolor="0.6" if kind == "wait" else "white",
+            hatch=_HATCHES[kind], label=kinds[kind],
+        )
+        for kind in present
+    ]  # fmt: skip
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     rows, headers, align = (_every_event if len(record.events) <= MOST_ROWS else _sums_of_events)(record)
     emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""

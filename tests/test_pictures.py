@@ -1,0 +1,78 @@
+"""What all figures keep to: colours that belong to one rank, waits that look empty, letters for a projector."""
+
+import re
+from itertools import combinations
+from unittest.mock import patch
+
+from dtlib.lab import drawing, pictures
+from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab.lessons.l03 import figures as l03
+from dtlib.lab.lessons.l04 import figures as l04
+from matplotlib.colors import to_hex
+
+from dtlib.comm.watch.recorder import Event
+from dtlib.measure.trace import Timeline, Trace
+
+
+def oklab(colour):
+    """Lightness and two hues, of which equal distances look equal (B. Ottosson, 2020)."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    long = (0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b) ** (1 / 3)
+    middle = (0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b) ** (1 / 3)
+    short = (0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b) ** (1 / 3)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+def test_sixteen_ranks_have_colours_that_can_be_told_apart():
+    assert len({rank_colour(rank) for rank in range(16)}) == 16
+    nearest = min(
+        (sum((x - y) ** 2 for x, y in zip(oklab(one), oklab(other), strict=True)) ** 0.5, one, other)
+        for one, other in combinations(RANK_COLOURS, 2)
+    )
+    assert nearest[0] > 0.15, nearest  # as far apart as the nearest two of Okabe and Ito's
+    assert all(oklab(colour)[0] < 0.78 for colour in RANK_COLOURS), "readable on white"
+
+
+def shown(draw, *arguments):
+    """The picture that a figure's function would show."""
+    with patch("IPython.display.display") as display:
+        draw(*arguments)
+    return display.call_args.args[0]
+
+
+def test_a_projector_has_larger_letters_until_it_is_taken_back():
+    def sizes(picture):
+        found = re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", picture.svg)
+        return {float(size) for size in found}
+
+    before = shown(l04.data_parallelism)
+    drawing.projector()
+    try:
+        larger = shown(l04.data_parallelism)
+    finally:
+        drawing.projector(False)
+    assert min(sizes(larger)) == drawing.LARGER * min(sizes(before)) and drawing.text_width("x") < 0.2
+    assert shown(l04.data_parallelism).svg == before.svg
+
+
+def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale():
+    kinds = ("phase", "operation", "wait")
+    events = [Event(0, kind, kind, float(at), at + 1.0) for at, kind in enumerate(kinds)]
+    picture = shown(pictures.timeline, Timeline([Trace(0, 0.0, events)]))
+    drawn = {kind: to_hex(pictures._paler(rank_colour(0), pictures._STRENGTH[kind])) for kind in kinds}
+    assert all(colour in picture.svg for colour in drawn.values()), drawn
+    light = [oklab(drawn[kind])[0] for kind in kinds]
+    assert light == sorted(light) and light[2] > 0.95 and drawn["phase"] == rank_colour(0).lower()
+
+
+def test_new_figures_have_a_sentence_and_a_text():
+    for draw, words in ((l03.collectives, "reduce_scatter"), (l03.machine, "NVLink"), (l04.data_parallelism, "mean")):
+        picture = shown(draw)
+        assert len(picture.alt) > 20 and words in str(picture)
+    for name, (before, after) in l03.COLLECTIVES.items():
+        assert len(before) == len(after) == 4, name
