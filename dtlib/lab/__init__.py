@@ -9,6 +9,7 @@ _LAZY = {
     "last": "dtlib.lab.last_outputs",
     "predict": "dtlib.lab.checks.predictions",
     "fold": "dtlib.lab.tables",
+    "published": "dtlib.lab.reading",
     "push": "dtlib.lab.engines.names",
     "read": "dtlib.lab.reading",
     "read_end": "dtlib.lab.reading",
