@@ -27,7 +27,7 @@ LONGEST = 90_000  # milliseconds, for whatever a page waits for
 # Of each picture: its notebook, what the cells that it needs have in them, and a button to press once they have run.
 PICTURES = {
     "lesson_00": ("00_start_here", ("lab.engines(", "dtlib.init()", "points_numpy", "pictures.darts"), None),
-    "lesson_07": ("07_pipelines", ("lab.engines(", "import explorer", "explorer.explore()"), "run it on the engines"),
+    "lesson_07": ("07_pipelines", ("lab.engines(", "digits, explorer", "explorer.explore()"), "run it on the engines"),
 }
 
 

@@ -11,6 +11,7 @@ _LAZY = {
     "predict": "dtlib.lab.checks.predictions",
     "projector": "dtlib.lab.drawing",
     "fold": "dtlib.lab.tables",
+    "published": "dtlib.lab.reading",
     "push": "dtlib.lab.engines.names",
     "progress": "dtlib.lab.checks.progress",
     "quiz": "dtlib.lab.checks.quiz",

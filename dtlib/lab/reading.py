@@ -1,5 +1,6 @@
-"""The library's own source in a notebook, in the colours of code: what is read is what then runs."""
+"""The library's own source in a notebook, in the colours of code; and tables that papers have published."""
 
+import csv
 import inspect
 from itertools import groupby
 from pathlib import Path
@@ -44,6 +45,12 @@ def read_end(module) -> None:
     first = max(number for number, line in enumerate(lines) if not line.startswith("#")) + 1
     where = f"{_file(module)}, lines {first + 1} to {len(lines)}"
     _show(where, "\n".join(line.removeprefix("# ") for line in lines[first:]), TextLexer())
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """The rows of a table in the course's folder ``data``, as its paper printed them."""
+    with open(workshop.folder() / "data" / name, newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _file(thing) -> str:

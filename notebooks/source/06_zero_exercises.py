@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown] tags=["two-hours", "half-day"]
 # # 06 ZeRO: exercises
 #
 # Five exercises: *predict* bytes (five minutes), *mend* a stage 2 that saves nothing (five minutes), *build* sharded Adam (thirty
@@ -8,10 +8,10 @@
 # **You need** the lecture [06 ZeRO](../lectures/06_zero.ipynb). Answers:
 # [solutions](../solutions/06_zero_exercises.ipynb).
 
-# %% tags=["half-day", "two-hours", "nbval-ignore-output"]
+# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day", "two-hours"]
+# %%
 # %%px
 import dtlib
 import torch
@@ -22,7 +22,7 @@ from dtlib.lab import digits
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict: what a rank holds
 #
 # The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with AdamW, which keeps two
@@ -31,14 +31,14 @@ world = dtlib.init()
 #
 # Replace each `None`. You may write terms of `P`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 P = 64 * 128 + 128 + 128 * 10 + 10  # parameters
 lab.predict("held-at-stage-0", {"parameters": None, "gradients": None, "optimizer": None})
 lab.predict("held-at-stage-1", {"parameters": None, "gradients": None, "optimizer": None})
 lab.predict("held-at-stage-2", {"parameters": None, "gradients": None, "optimizer": None})
 lab.predict("held-at-stage-3", {"parameters": None, "gradients": None, "optimizer": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 P = 64 * 128 + 128 + 128 * 10 + 10  # parameters
 whole, third = 4 * P, 4 * P // 3
 lab.predict("held-at-stage-0", {"parameters": whole, "gradients": whole, "optimizer": 2 * whole})
@@ -46,10 +46,10 @@ lab.predict("held-at-stage-1", {"parameters": whole, "gradients": whole, "optimi
 lab.predict("held-at-stage-2", {"parameters": whole, "gradients": third, "optimizer": 2 * third})
 lab.predict("held-at-stage-3", {"parameters": third, "gradients": third, "optimizer": 2 * third})
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Now the run. `dtlib.memory` counts the storages of tensors, each once.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 (x, y), _ = digits.load()
 
@@ -64,14 +64,14 @@ def held(stage):
 
 held_at = [held(stage) for stage in range(4)]
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # ## Mend: a stage 2 that saves nothing
 #
 # `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()` the dictionary that it returned has, for each
 # parameter, this rank's shard of the averaged gradient: flat, `length` elements, the last ones padding. The values are right. But each
 # rank sends as much as in data parallelism, and holds as much. Mend both: the wire, and the memory.
 
-# %% tags=["half-day", "two-hours", "stub"]
+# %% tags=["stub"]
 # %%px
 def shard_gradients(comm, module):
     shards = {}
@@ -88,7 +88,7 @@ def shard_gradients(comm, module):
         parameter.register_post_accumulate_grad_hook(gradient_has_come)
     return shards
 
-# %% tags=["half-day", "two-hours", "solution"]
+# %% tags=["solution"]
 # %%px
 def shard_gradients(comm, module):
     shards = {}
@@ -106,14 +106,14 @@ def shard_gradients(comm, module):
         parameter.register_post_accumulate_grad_hook(gradient_has_come)
     return shards
 
-# %% tags=["half-day", "two-hours"]
+# %%
 lab.check("zero2-mend")
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # With the bug in it `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps the whole
 # memory behind it. Sizes that one prints are not bytes that one holds: look at `tensor.untyped_storage().nbytes()`.
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Build: sharded Adam
 #
 # Stage 1 by hand. Write a class with two methods:
@@ -133,7 +133,7 @@ lab.check("zero2-mend")
 # Between two steps a rank holds its parameters, 2/N of them in states, and the gradient of its own shard. Nothing else that is long: flat
 # gradients are gone when `step()` returns. The check counts every tensor in the memory of the process, whoever holds it.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 class ShardedAdam:
     def __init__(self, comm, parameters, **settings):
@@ -143,7 +143,7 @@ class ShardedAdam:
     def step(self):
         ...
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 class ShardedAdam:
     def __init__(self, comm, parameters, **settings):
@@ -167,10 +167,10 @@ class ShardedAdam:
         self.adam.step()
         self.comm.all_gather(self.flat, self.own.detach())
 
-# %% tags=["half-day"]
+# %%
 lab.check("sharded-adam")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # As much travels as in data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam has moved in between. An
 # optimizer that works element by element does not notice that its one parameter begins in the middle of a weight.
 #
@@ -187,7 +187,7 @@ lab.check("sharded-adam")
 #
 # Whatever is long, and is still there before or after a call, is found.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 class OnDemand:
     def __init__(self, comm, layer):
@@ -196,7 +196,7 @@ class OnDemand:
     def __call__(self, x):
         ...
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 class OnDemand:
     def __init__(self, comm, layer):
@@ -212,27 +212,26 @@ class OnDemand:
         weight, bias = whole[: outputs * inputs], whole[outputs * inputs :][:outputs]
         return linear(x, weight.view(self.shape), bias)
 
-# %% tags=["half-day"]
+# %%
 lab.check("gather-on-demand")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # To free means here: a local name goes out of scope. In training autograd would keep `weight` until the backward pass, and all
 # layers would be whole at the end of the forward pass. So `fully_shard` empties the storage behind the tensor that autograd keeps, and
 # fills it again, with another `all_gather`, when the backward pass comes back to the layer.
-#
+
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## Fit it
 #
-# A model has 7.5 billion parameters. It is trained with Adam in mixed precision, as in the ZeRO paper: 2 bytes a parameter, 2 for
-# its gradient, 12 for the optimizer (a master weight and two moments in float32). A rank has 16 GB for them; 1 GB is 10^9 bytes.
-# Activations and buffers have memory of their own.
-#
-# On how few ranks does it fit? Say at which stage, on how many ranks, and how many gigabytes each then holds.
+# A model has 7.5 billion parameters, and is trained with Adam in mixed precision: 2 + 2 + 12 bytes per parameter. Each rank has
+# 16 GB for them (10⁹ bytes each). On how few ranks does it fit? Say at which stage, on how many ranks, and how many gigabytes each
+# rank then holds.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["two-hours", "half-day", "stub"]
 # %%px
 fit = {"stage": None, "ranks": None, "gigabytes": None}
 
-# %% tags=["half-day", "solution"]
+# %% tags=["two-hours", "half-day", "solution"]
 # %%px
 from math import ceil
 
@@ -240,16 +239,16 @@ parameters, budget = 7.5e9, 16e9
 ranks = ceil(16 * parameters / budget)  # stage 3: 16 / N bytes a parameter
 fit = {"stage": 3, "ranks": ranks, "gigabytes": 16 * parameters / ranks / 1e9}
 
-# %% tags=["half-day"]
+# %% tags=["two-hours", "half-day"]
 lab.check("fit-it")
 
-# %% [markdown] tags=["half-day"]
-# Stage 1 never fits: 4 bytes a parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so that the rest has to fit into one
-# gigabyte: that takes many ranks. Who has them sends a third less than stage 3 would on as many. And with cards of 16 GiB?
+# %% [markdown]
+# Stage 1 never fits: 4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so the rest has to fit into one
+# gigabyte: that takes many ranks. Whoever has them sends a third less than stage 3 would on as many. And with cards of 16 GiB?
 #
 # ## If you have time
 #
-# - Which stages would fit if gradients were kept in float32 (18 bytes a parameter)?
+# - Which stages would fit if gradients were kept in float32 (18 bytes per parameter)?
 # - Let `ShardedAdam` reduce in buckets during the backward pass, and free gradients: that is stage 2. What does gradient accumulation
 #   cost on the wire now?
 # - Make `OnDemand` trainable: a `torch.autograd.Function` that saves `x` alone, gathers again in `backward`, and calls

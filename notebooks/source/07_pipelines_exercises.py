@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # # 07 Pipelines: exercises
 #
 # Four exercises: *predict* bubble and activations (ten minutes), *mend* a pipeline whose gradients are too small (five minutes), *build*
@@ -9,10 +9,10 @@
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
 # [solutions](../solutions/07_pipelines_exercises.ipynb).
 
-# %% tags=["half-day", "two-hours", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day", "two-hours"]
+# %%
 # %%px
 import time
 
@@ -24,7 +24,7 @@ from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict: bubble and activations
 #
 # Three stages, one a rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of the step is a rank
@@ -32,11 +32,11 @@ world = dtlib.init()
 #
 # Replace each `None`: a fraction between 0 and 1, and a list with a number for each rank.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("idle-of-three-stages", {"GPipe": None, "1F1B": None})
 lab.predict("activations-of-three-stages", {"GPipe": None, "1F1B": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 p, m = 3, 6
 lab.predict("idle-of-three-stages", {
     "GPipe": (p - 1) / (m + p - 1),
@@ -44,20 +44,20 @@ lab.predict("idle-of-three-stages", {
 })
 lab.predict("activations-of-three-stages", {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1]})
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # First the simulation.
 
-# %% tags=["half-day"]
+# %%
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 simulated = {"GPipe": simulate(gpipe(3, 6)), "1F1B": simulate(one_f_one_b(3, 6))}
 for name, step in simulated.items():
     print(f"{name}\n{draw(step)}")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Then a run of the library's schedules on the engines. The stages are EMULATED: they sleep, so that the ranks do not share cores.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 class Sleep(torch.autograd.Function):
     @staticmethod
@@ -78,7 +78,7 @@ class SleepingStage(nn.Module):
     def forward(self, x):
         return Sleep.apply(x, self.weight)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def measured(kind):
     stage = PipelineStage(SleepingStage(), world.rank, world.size, world.comm)
@@ -95,19 +95,19 @@ def measured(kind):
 
 runs = [("GPipe", *measured(ScheduleGPipe)), ("1F1B", *measured(Schedule1F1B))]
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 for name, bubble, peaks in lab.values("runs")[0]:
     print(f"{name}: bubble {bubble:.1%}, simulated {simulated[name].bubble:.1%}; in flight {peaks}")
     assert 0 < bubble < 1 and peaks == simulated[name].peak_activations
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # ## Mend: gradients that are too small
 #
 # `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The gradients
 # should be those of the mean over the batch. They point the right way, and a larger learning rate hides the mistake: but something
 # divides once too often. Mend it, and keep the four micro-batches.
 
-# %% tags=["half-day", "two-hours", "stub"]
+# %% tags=["stub"]
 # %%px
 def train_step(comm, stage, x, target):
     microbatches = 4
@@ -122,7 +122,7 @@ def train_step(comm, stage, x, target):
     else:
         schedule.step(target=target)
 
-# %% tags=["half-day", "two-hours", "solution"]
+# %% tags=["solution"]
 # %%px
 def train_step(comm, stage, x, target):
     microbatches = 4
@@ -137,14 +137,14 @@ def train_step(comm, stage, x, target):
     else:
         schedule.step(target=target)
 
-# %% tags=["half-day", "two-hours"]
+# %%
 lab.check("pipeline-mend")
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of micro-batches add up. Whoever accumulates
 # gradients by hand divides himself; whoever hands the loop to a library must know that it does.
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Build: the GPipe clock
 #
 # One step of GPipe, with nothing but `comm.send` and `comm.recv`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`, which every rank
@@ -167,7 +167,7 @@ lab.check("pipeline-mend")
 # `x.grad` is what the rank before waits for. And what leaves is `output.detach()`. A gradient has the shape of its output:
 # `torch.empty_like(output)`.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def my_gpipe(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
@@ -179,7 +179,7 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
         ...
     return sum(losses)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def my_gpipe(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
@@ -201,10 +201,10 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
             comm.send(x.grad, comm.rank - 1)
     return sum(losses)
 
-# %% tags=["half-day"]
+# %%
 lab.check("gpipe-build")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Each send waits until the message is on its way, and nobody waits in a circle: first all messages go down, then all go up. All
 # micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
 #
@@ -222,7 +222,7 @@ lab.check("gpipe-build")
 #
 # Now messages go both ways at once. A rank that waits in a send for another that waits in a send waits for ever, if messages are large.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def my_1f1b(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
@@ -239,7 +239,7 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
         handle.wait()
     return sum(losses)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def my_1f1b(comm, stage, inputs, targets, loss_fn):
     first, last = comm.rank == 0, comm.rank == comm.size - 1
@@ -275,10 +275,10 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
         handle.wait()
     return sum(losses)
 
-# %% tags=["half-day"]
+# %%
 lab.check("1f1b-build")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Both functions do the same to a micro-batch; what differs is an order. So in `dtlib/parallel/pipeline/plain.py` there is
 # one `step`, and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
 #

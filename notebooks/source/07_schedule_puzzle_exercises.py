@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown] tags=["two-hours", "half-day"]
 # # 07 The schedule puzzle
 #
 # Order the work of a pipeline by hand: 4 stages, one a rank, and 8 micro-batches. The first levels take twenty minutes in all; the third
@@ -8,45 +8,44 @@
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
 
-# %% tags=["half-day", "two-hours"]
+# %% tags=["two-hours", "half-day"]
 from dtlib import lab  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day", "two-hours"]
+# %%
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## The rules
 #
-# - `F3` is the forward pass of micro-batch 3 and takes 1; `B3` is its backward pass and takes 2.
+# - `F3` is the forward pass of micro-batch 3 and takes 1; `B3` is its backward pass and takes 2. Messages take no time.
 # - A rank does one thing at a time, in the order of its line, each as early as it can.
-# - F on a rank needs F of the same micro-batch on the rank before. B needs F on the same rank, and B on the rank behind.
-# - From F to the end of B a rank keeps the activations of a micro-batch. How many it may keep depends on the level.
-# - Messages take no time.
-# - The bubble is the fraction of the whole time for which ranks are idle.
-#
+# - F needs F of the same micro-batch on the rank before; B needs F on the same rank, and B on the rank behind.
+# - From F to the end of B a rank keeps the activations. How many it may keep depends on the level.
+
+# %% [markdown]
 # ## Predict: two stages, three micro-batches
 #
 # All forward passes first, then all backward passes. When is the last action over? How many activations does rank 0 keep at most?
 # Take paper, then replace each `None`.
 
-# %% tags=["half-day", "two-hours", "stub"]
+# %% tags=["stub"]
 lab.predict("makespan-of-two-stages", None)
 lab.predict("activations-of-two-stages", None)
 
-# %% tags=["half-day", "two-hours", "solution"]
+# %% tags=["solution"]
 lab.predict("makespan-of-two-stages", 3 * (1 + 2) + (1 + 2))
 lab.predict("activations-of-two-stages", 3)
 
-# %% tags=["half-day", "two-hours"]
+# %%
 print(draw(simulate(gpipe(2, 3))))
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## Level 1: at most 8 activations
 #
-# Write a line for each rank, from rank 0 to rank 3, with its 8 forward and 8 backward passes. `F0-3` stands for `F0 F1 F2 F3`. A line of
-# a drawing may be pasted, too.
+# Write a line for each of four ranks, with 8 forward and 8 backward passes. `F0-3` stands for `F0 F1 F2 F3`. The check draws your
+# order, and passes it at par, the shortest time that there is.
 
-# %% tags=["half-day", "two-hours", "stub"]
+# %% tags=["two-hours", "half-day", "stub"]
 puzzle = """
 F0 F1
 F0
@@ -54,7 +53,7 @@ F0
 F0
 """
 
-# %% tags=["half-day", "two-hours", "solution"]
+# %% tags=["two-hours", "half-day", "solution"]
 puzzle = """
 F0-7 B0-7
 F0-7 B0-7
@@ -62,10 +61,10 @@ F0-7 B0-7
 F0-7 B0-7
 """
 
-# %% tags=["half-day", "two-hours"]
+# %% tags=["two-hours", "half-day"]
 lab.check("schedule-puzzle")
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # This is GPipe. Why can nobody be faster? The last rank has nothing to do before the first micro-batch has passed three stages. It is
 # busy for 8 times F and B. Then the last micro-batch has three more backward passes to go: 3 + 24 + 6.
 #
@@ -73,7 +72,7 @@ lab.check("schedule-puzzle")
 #
 # The same par, with half the memory.
 
-# %% tags=["half-day", "two-hours", "stub"]
+# %% tags=["stub"]
 puzzle_2 = """
 F0-3 B0
 F0
@@ -81,7 +80,7 @@ F0
 F0
 """
 
-# %% tags=["half-day", "two-hours", "solution"]
+# %% tags=["solution"]
 puzzle_2 = """
 F0-3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
 F0-2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
@@ -89,24 +88,24 @@ F0-1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
 F0   B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 """
 
-# %% tags=["half-day", "two-hours"]
+# %%
 lab.check("schedule-puzzle-2")
 
-# %% [markdown] tags=["half-day", "two-hours"]
+# %% [markdown]
 # Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is the same up to
 # the way in which it is written:
 
-# %% tags=["half-day", "two-hours"]
+# %%
 print(one_f_one_b(4, 8)[0])
 print(simulate(one_f_one_b(4, 8)))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Level 3: at most 3 activations
 #
 # On rank 0 an activation is kept from F0 until B0 is over: four times F and four times B are 12. Three activations are too few to fill
 # that time. How little can be lost? (To move 1F1B's limit to 3 and keep everything else gives 48. Par is 39.)
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 puzzle_3 = """
 F0-2 B0
 F0-2 B0
@@ -114,7 +113,7 @@ F0
 F0
 """
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 puzzle_3 = """
 F0-2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
 F0-2 B0 B1 F3 B2 F4 F5 B3 B4 F6 B5 F7 B6 B7
@@ -122,10 +121,10 @@ F0-2 B0-2 F3 F4 B3 F5 B4 B5 F6 F7 B6 B7
 F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 """
 
-# %% tags=["half-day"]
+# %%
 lab.check("schedule-puzzle-3")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # No paper's formula gives 39: a search over all orders does, and a test of the library holds par to it.
 #
 # ## Level 4: the backward pass in two halves
@@ -133,7 +132,7 @@ lab.check("schedule-puzzle-3")
 # `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they take the place of `B3`. The rank before
 # waits for I alone. An activation is kept from F to the end of W. At most 4 activations.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 puzzle_4 = """
 F0-3 I0 W0
 F0
@@ -141,7 +140,7 @@ F0
 F0
 """
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 puzzle_4 = """
 F0-3 I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
 F0-2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
@@ -149,10 +148,10 @@ F0-1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
 F0   I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4-7
 """
 
-# %% tags=["half-day"]
+# %%
 lab.check("schedule-puzzle-4")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The last rank waits for three forward passes and then has 24 to do: nobody can do it in less than 27. This is ZB-H1. Its bubble is a
 # third of that of 1F1B, with the memory of 1F1B's first rank on all ranks.
 #

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 08 Tensor and hybrid parallelism: exercises
 #
 # Five exercises, an hour in all: *predict* what a pair of layers sends (five minutes), *predict* the groups of a mesh (five minutes),
@@ -6,13 +6,14 @@
 # Replicator (twenty minutes). A check looks at your answer on all ranks: at values, at all gradients, at bytes on the wire, and at
 # the memory that is held. Check again for the next hint.
 #
-# **You need** the lecture [08 Tensor and hybrid parallelism](../lectures/08_tensor_and_hybrid.ipynb). Answers:
+# **You need** the lecture [08 Tensor and hybrid parallelism](../lectures/08_tensor_and_hybrid.ipynb), and for the last exercise [08b
+# TF-Replicator's model](../lectures/08b_replicator.ipynb). Answers:
 # [solutions](../solutions/08_tensor_and_hybrid_exercises.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch
@@ -23,27 +24,27 @@ from dtlib.parallel.tensor import copy_to_ranks, reduce_from_ranks
 
 world = dtlib.init()
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict: what a pair of layers sends
 #
 # Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. A `ColumnParallelLinear(64, 256)` whose
 # output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Each of them runs forward and backward. Which
 # collective does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("column-forward", {"collective": None, "bytes": None})
 lab.predict("column-backward", {"collective": None, "bytes": None})
 lab.predict("row-forward", {"collective": None, "bytes": None})
 lab.predict("row-backward", {"collective": None, "bytes": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 B = 1536 * 64 * 8
 lab.predict("column-forward", {"collective": "nothing", "bytes": 0})
 lab.predict("column-backward", {"collective": "all_reduce", "bytes": 2 * B * 2 // 3})
 lab.predict("row-forward", {"collective": "all_reduce", "bytes": 2 * B * 2 // 3})
 lab.predict("row-backward", {"collective": "nothing", "bytes": 0})
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -62,24 +63,24 @@ y, row_forward = sent(lambda: row(inside))
 _, row_backward = sent(lambda: y.sum().backward())
 _, column_backward = sent(lambda: hidden.backward(inside.grad))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Predict: the groups of a mesh
 #
 # Twelve ranks: `world.mesh(data=2, pipe=2, tensor=3)`. The last axis varies fastest. Write the ranks of the three groups that rank 7
 # belongs to, itself among them, from the lowest to the highest.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("groups-of-7", {"data": None, "pipe": None, "tensor": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("groups-of-7", {"data": [1, 7], "pipe": [7, 10], "tensor": [6, 7, 8]})
 
-# %% tags=["half-day"]
+# %%
 from dtlib.lab.lessons.l08 import figures
 
 figures.mesh(data=2, pipe=2, tensor=3)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Mend: a layer cut by rows
 #
 # `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this rank's
@@ -88,7 +89,7 @@ figures.mesh(data=2, pipe=2, tensor=3)
 # The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
 # nothing backward.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 class RowParallel(nn.Module):
     def __init__(self, whole, comm):
@@ -101,7 +102,7 @@ class RowParallel(nn.Module):
     def forward(self, x_slice):
         return reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 class RowParallel(nn.Module):
     def __init__(self, whole, comm):
@@ -114,10 +115,10 @@ class RowParallel(nn.Module):
     def forward(self, x_slice):
         return reduce_from_ranks(linear(x_slice, self.weight), self.comm) + self.bias
 
-# %% tags=["half-day"]
+# %%
 lab.check("row-mend")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Two other ways give the right output and are wrong all the same: `self.bias / comm.size` on every rank has a gradient that is
 # 1/N of the right one; and a bias that rank 0 alone adds gets no gradient on the others, so that it is stale there.
 #
@@ -131,12 +132,12 @@ lab.check("row-mend")
 #    `linear2.weight` (rows of B). And all of `linear2.bias`. Each an `nn.Parameter` with memory of its own; call them what you like.
 # 2. f, the first product, gelu, the second product, g, the bias.
 #
-# Example: width 6, 48 hidden features, 3 ranks: 16 x 6, 16, 6 x 16 and 6 numbers a rank.
+# Example: width 6, 48 hidden features, 3 ranks: 16 x 6, 16, 6 x 16 and 6 numbers per rank.
 #
 # The check looks at the output, at the gradients of x and of all parameters, at bytes held, and at bytes sent: one `all_reduce` of as
 # many numbers as x has, each way. `copy_to_ranks(x, comm)` is f, and `reduce_from_ranks(x, comm)` is g.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 class MyMLP(nn.Module):
     def __init__(self, linear1, linear2, comm):
@@ -146,7 +147,7 @@ class MyMLP(nn.Module):
     def forward(self, x):
         ...
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 class MyMLP(nn.Module):
     def __init__(self, linear1, linear2, comm):
@@ -164,10 +165,10 @@ class MyMLP(nn.Module):
         hidden = gelu(linear(copy_to_ranks(x, self.comm), self.weight1, self.bias1))
         return reduce_from_ranks(linear(hidden, self.weight2), self.comm) + self.bias2
 
-# %% tags=["half-day"]
+# %%
 lab.check("mlp-build")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # `ParallelMLP` of the lecture is this, made of two layers; the full one is for hidden features that do not divide, too. Leave out f: the output is still
 # right, and so are the gradients of all parameters here. Only whoever stands *before* this block is trained with a wrong
 # gradient. A test that looks at outputs alone would not see it.
@@ -182,10 +183,10 @@ lab.check("mlp-build")
 #   of *all* replicas, by the same scores. All replicas have as many samples.
 #
 # Make what stays (the optimizer) in `build_step`, and in `step_fn` what happens in every step. The check runs your code on the three
-# engines, a process a replica; and then in one process, where it is captured as a graph. The example of the lecture counts hits;
+# engines, one process per replica; and then in one process, where it is captured as a graph. The example of the lecture counts hits;
 # here a fraction is wanted.
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 # %%px
 def build_step(replicator, model):
     # what stays
@@ -197,7 +198,7 @@ def build_step(replicator, model):
 
     return step_fn
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 # %%px
 def build_step(replicator, model):
     optimizer = replicator.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
@@ -212,10 +213,10 @@ def build_step(replicator, model):
 
     return step_fn
 
-# %% tags=["half-day"]
+# %%
 lab.check("step-build")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # There is no rank in this code, no communicator, and no number of replicas. Whoever runs it decides: `Replicator(comm)`, or
 # `Replicator(replicas=3)`.
 #

@@ -1,5 +1,7 @@
 """The figures of lesson 06, each with its text, and who watches the units of stage 3."""
 
+import time
+
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table
@@ -17,7 +19,7 @@ KINDS = {
 
 @shown
 def shards(ranks: int = 4):
-    """Who keeps what: at each stage, a row a rank; what it keeps is filled, as wide as its bytes a parameter."""
+    """Who keeps what: at each stage, a row a rank; what it keeps is filled, as wide as its bytes per parameter."""
     scheme = SCHEMES["mixed_adam"]
     widths = {"parameters": scheme.parameters, "gradients": scheme.gradients, "optimizer": scheme.optimizer}
     figure, panels = subplots(1, len(STAGES), height=0.42 * ranks + 1.2, sharey=True)
@@ -42,7 +44,7 @@ def shards(ranks: int = 4):
         rows.append((name, *cells, f"{together:g}"))
     _legend(figure, list(widths))
     alt = f"What each of {ranks} ranks keeps at each stage: filled where it keeps a slice, or all of it."
-    title = f"Bytes a parameter on each of {ranks} ranks"
+    title = f"Bytes per parameter on each of {ranks} ranks"
     return figure, alt, Table(rows, ("", *widths, "together"), title, align="lrrrr")
 
 
@@ -51,12 +53,14 @@ def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title
     """Stacked bars of model states on one rank, several side by side for each stage.
 
     ``groups`` maps a stage to its bars, and a bar's name to lines as of ``dtlib.memory()`` or ``zero_bytes``; the
-    second bar of each stage is paler. Padding and counters are too few to be seen: they are in the table.
-    ``published`` maps a stage to a total, drawn as a black line.
+    second bar of each stage is paler. Above a bar stands its total. Padding and counters are too few to be seen: they
+    are in the table. ``published`` maps a stage to a total, drawn as a black line.
     """
     figure, axes = subplots(height=4.6)
     names = list(next(iter(groups.values())))
     width, rows = 0.8 / len(names), []
+    drawn = [line for lines, *_ in KINDS.values() for line in lines]
+    tallest = max(sum(bar.get(line, 0) for line in drawn) for stacks in groups.values() for bar in stacks.values())
     for at, (stage, stacks) in enumerate(groups.items()):
         for number, name in enumerate(names):
             place, bottom, row = at + (number - (len(names) - 1) / 2) * width, 0, []
@@ -65,12 +69,14 @@ def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title
                 style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": 0, "alpha": 0.55 if number else 1}
                 axes.bar(place, height, 0.9 * width, bottom, **style)
                 bottom, row = bottom + height, [*row, height]
-            axes.text(place, bottom, f" {name}", rotation=90, ha="center", va="bottom")
+            total = _in_unit(bottom, unit)
+            label = {"s": f" {name}: {total}", "rotation": 90} if len(names) > 1 else {"s": f"{total} {unit}"}
+            axes.text(place, bottom + 0.02 * tallest, ha="center", va="bottom", **label)
             rows.append([stage if not number else "", name, *(_in_unit(h, unit) for h in [*row, bottom])])
         if published:
             axes.plot([at - 0.45, at + 0.45], [published[stage]] * 2, color="black", lw=1.5)
             rows.append(["", "published", *[""] * len(KINDS), _in_unit(published[stage], unit)])
-    axes.set(ylabel=unit, title=title, ylim=(0, 1.35 * axes.get_ylim()[1]))
+    axes.set(ylabel=unit, title=title, ylim=(0, tallest * (1.6 if len(names) > 1 else 1.15)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(range(len(groups)), list(groups))
     _legend(figure, list(KINDS)[:3], "published" if published else None)
@@ -79,7 +85,7 @@ def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title
 
 
 def _in_unit(value: float, unit: str) -> str:
-    return f"{value:,}" if unit == "bytes" else f"{value:.2f}"
+    return f"{value:,}" if unit == "bytes" else f"{value:.1f}"
 
 
 def _legend(figure, kinds, mark: str | None = None) -> None:
@@ -93,53 +99,64 @@ def _legend(figure, kinds, mark: str | None = None) -> None:
 
 
 def watch(model) -> list:
-    """A list that fills while a model of ``fully_shard`` computes: ("gathered" or "freed", name of the unit)."""
+    """A list that fills while a model of ``fully_shard`` computes: ("gathered" or "freed", a unit's name, seconds)."""
     from dtlib.parallel.zero.sharded.places import unit_of
 
     events = []
     for name, module in model.named_modules():
         for flat in getattr(unit_of(module), "flats", ()):
             _watch(flat, name, events)
+    note(events, "forward")
     return events
+
+
+def note(events: list, what: str, name: str = "") -> None:
+    """One more event of such a list: "forward", "backward" or "end" of a step."""
+    events.append((what, name, time.perf_counter()))
 
 
 def _watch(flat, name: str, events: list) -> None:
     make_room, free = flat.make_room, flat.free
 
     def make_room_and_tell():
-        events.append(("gathered", name))
+        note(events, "gathered", name)
         make_room()
 
     def free_and_tell():
         if not flat.is_free():
-            events.append(("freed", name))
+            note(events, "freed", name)
         free()
 
     flat.make_room, flat.free = make_room_and_tell, free_and_tell
 
 
 @shown
-def units(events: list, elements: dict, rank: int = 0):
-    """When each unit was whole: units down, what happened across, in its order.
+def units(events: list, elements: dict, itemsize: int, ranks: int, rank: int = 0):
+    """Bytes of parameters that are alive on a rank in the course of a step: its shards, and whole units above them.
 
-    ``events`` comes from ``watch``, with ("backward", "") where the backward pass begins; ``elements`` maps a unit's
-    name to how many parameters it has.
+    ``events`` comes from ``watch``; ``elements`` maps a unit's name to how many parameters it has, of ``itemsize``
+    bytes each.
     """
-    names, whole, rows = list(elements), {}, []
-    figure, axes = subplots(height=0.5 * len(names) + 1.3)
-    for at, (what, name) in enumerate(events):
+    shards = sum(elements.values()) * itemsize // ranks
+    whole, times, alive, rows = [], [], [], []
+    figure, axes = subplots(height=3.6)
+    for what, name, seconds in events:
+        whole = {"gathered": [*whole, name], "freed": [one for one in whole if one != name]}.get(what, whole)
+        times.append(1e3 * (seconds - events[0][2]))
+        alive.append(shards + sum(elements[one] for one in whole) * itemsize)
         if what == "gathered":
-            whole[name] = at
-        elif what == "freed":
-            begun = whole.pop(name)
-            axes.barh(names.index(name), at - begun, left=begun + 0.5, height=0.6, color=rank_colour(rank))
-        else:
-            axes.axvline(at + 0.5, color="black", linestyle="--")
-            axes.text(at + 0.6, -0.55, "backward", va="bottom")
-            axes.text(at + 0.4, -0.55, "forward", va="bottom", ha="right")
-        rows.append((at + 1, f"{what} {name}", ", ".join(whole) or "none", f"{sum(map(elements.get, whole)):,}"))
-    last = len(events)
-    axes.set(xlabel="gathered and freed, in this order", xlim=(0.2, last + 0.8), xticks=range(1, last + 1))
-    axes.set(ylim=(len(names) - 0.5, -0.55), yticks=range(len(names)), yticklabels=[f"unit {name}" for name in names])
-    alt = f"When each of the units {', '.join(names)} was whole on rank {rank}, in the order of gathering and freeing."
-    return figure, alt, Table(rows, ("", f"what, on rank {rank}", "whole then", "parameters whole"))
+            axes.annotate(f"unit {name}", (times[-1], alive[-1]), (2, 3), textcoords="offset points")
+        elif what in ("forward", "backward"):
+            axes.axvline(times[-1], color="black", linestyle="--")
+            axes.annotate(f"  {what}", (times[-1], 0.97), xycoords=("data", "axes fraction"), va="top")
+        rows.append((f"{what} {name}".strip(), ", ".join(whole) or "none", alive[-1]))
+    everything = sum(elements.values()) * itemsize
+    axes.fill_between(times, alive, step="post", color=rank_colour(rank), alpha=0.45, lw=0)
+    axes.fill_between(times, [shards] * len(times), color=rank_colour(rank), lw=0, label="shards")
+    axes.axhline(everything, color="grey", linestyle=":", label="the whole model")
+    axes.set(xlabel="milliseconds", ylabel="bytes of parameters", xlim=(0, times[-1]), ylim=(0, 1.35 * everything))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    alt = f"Bytes of parameters alive on rank {rank} during a step: its shards, and above them whole units."
+    return figure, alt, Table(rows, ("", "units that are whole", f"bytes alive on rank {rank}"), align="llr")

@@ -27,7 +27,7 @@ def _held_at(stage: int) -> Prediction:
 
 PREDICTIONS = {
     "gigabytes-a-rank": Prediction(
-        came=lambda: _states(64, stage=0) / GB, hint="16 bytes a parameter, and all of them on every rank."
+        came=lambda: _states(64, stage=0) / GB, hint="16 bytes per parameter, and all of them on every rank."
     ),
     "bytes-of-stage-1": Prediction(
         came=lambda sent_by_stage_1, sent_by_data_parallelism: round(
@@ -51,7 +51,7 @@ PREDICTIONS = {
     ),
     "stage-that-fits": Prediction(
         came=lambda: next(stage for stage in range(4) if _states(64, stage) <= 24 * GIB),
-        hint="Look at the table in GiB.",
+        hint="24 GiB are 25.8 GB: look at the bars.",
     ),
     # The exercises
     **{f"held-at-stage-{stage}": _held_at(stage) for stage in range(4)},

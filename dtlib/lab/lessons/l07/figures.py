@@ -1,16 +1,16 @@
 """The figures of lesson 07, each with its text: schedules that were simulated, and schedules that ran."""
 
 from dtlib.lab.colours import rank_colour
-from dtlib.lab.drawing import WIDTH, fits, shown, subplots
+from dtlib.lab.drawing import WIDTH, shown, subplots, text_width
 from dtlib.lab.tables import WIDEST, Table
 from dtlib.schedule import Action, Simulation, draw
 
-# What an action is drawn with, and what it is called in the legend; kinds differ by hatch as well as by shade.
+# The hatch and shade of an action, and what it is called in the legend.
 KINDS = {
-    "F": ("", 0.4, "forward"),
-    "B": ("///", 1.0, "backward"),
-    "I": ("\\\\\\", 1.0, "gradient of the input"),
-    "W": ("---", 0.7, "gradients of the weights"),
+    "F": ("", 0.35, "forward"),
+    "B": ("", 1.0, "backward"),
+    "I": ("///", 1.0, "backward: gradient of the input"),
+    "W": ("---", 0.65, "backward: gradients of the weights"),
 }
 
 
@@ -51,7 +51,7 @@ def picture(panels: dict):
     """
     longest = max(simulation.makespan for simulation in panels.values())
     rows = [len(simulation.schedule) for simulation in panels.values()]
-    high = 0.33 * sum(rows) + 0.45 * len(rows) + 1
+    high = 0.36 * sum(rows) + 0.5 * len(rows) + 1
     figure, grid = subplots(len(panels), height=high, sharex=True, squeeze=False, height_ratios=rows)
     for axes, (title, simulation) in zip(grid[:, 0], panels.items(), strict=True):
         _draw(axes, simulation, longest)
@@ -84,19 +84,20 @@ def _draw(axes, simulation, longest: float) -> None:
 
     ranks = len(simulation.schedule)
     for rank, actions in enumerate(simulation.schedule):
-        axes.barh(rank, simulation.makespan, height=0.8, color="#e4e4e4", lw=0)
+        axes.barh(rank, simulation.makespan, height=0.84, color="#e4e4e4", lw=0)
         for action in actions:
             hatch, alpha, _ = KINDS[action.kind]
             begin, took = simulation.start[action], simulation.end[action] - simulation.start[action]
             paler = 0.5 if action.stage >= ranks else 1
-            style = {"hatch": hatch, "edgecolor": "white", "lw": 0.6}
+            style = {"hatch": hatch, "edgecolor": "white", "lw": 0.8}
             # Mixed with white, and not transparent: there is grey below.
             shade = [1 - alpha * paler * (1 - part) for part in to_rgb(rank_colour(rank))]
-            axes.barh(rank, took, left=begin, height=0.8, color=shade, **style)
-            if fits(action.microbatch, 0.88 * WIDTH * took / longest):
-                box = {"facecolor": "white", "pad": 0.8, "lw": 0, "alpha": 0.85}
+            axes.barh(rank, took, left=begin, height=0.84, color=shade, **style)
+            if text_width(action.microbatch) + 0.02 < 0.88 * WIDTH * took / longest:
+                box = {"facecolor": shade, "pad": 0.5, "lw": 0} if hatch else None
+                colour = "white" if alpha * paler > 0.7 else "black"
                 middle = begin + took / 2, rank
-                axes.text(*middle, action.microbatch, ha="center", va="center", bbox=box)
+                axes.text(*middle, action.microbatch, ha="center", va="center_baseline", color=colour, bbox=box)
     axes.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)])
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)

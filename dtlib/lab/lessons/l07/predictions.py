@@ -20,7 +20,7 @@ PREDICTIONS = {
         came=lambda two: 100 * (1 - two.bubble), tolerance=0.15, hint="When does the other begin?"
     ),
     "percentage-lost": Prediction(
-        came=lambda: 100 * simulate(gpipe(4, 8)).bubble, tolerance=0.01, hint="(p-1) / (m+p-1), with p = 4, m = 8."
+        came=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint="3 / (m + 3)."
     ),
     "percentage-with-nobody-ahead": Prediction(
         came=lambda ran: 100 * (1 - ran["nobody ahead"].bubble),

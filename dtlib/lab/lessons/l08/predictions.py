@@ -50,9 +50,9 @@ PREDICTIONS = {
         choices=("Z", "A", "B", "X"),
         hint="Who adds up what came of X?",
     ),
-    "percent-held": Prediction(came=lambda percent: percent, tolerance=0.1, hint="A quarter, and what nobody cuts."),
+    "percent-held": Prediction(came=lambda percent: percent[0], tolerance=0.1, hint="A quarter, and what nobody cuts."),
     "numbers-a-token": Prediction(
-        came=lambda given, tokens: (given - 4) // tokens,
+        came=lambda given, tokens: (given[0] - 4) // tokens[0],
         hint="The largest logit; the sum of exponentials; the logit of the target.",
     ),
     "averages-with-3": Prediction(

@@ -1,0 +1,249 @@
+# %% [markdown]
+# # 07b Pipelines in earnest
+#
+# Forty minutes, an appendix to lesson 07. Branches that run side by side; sends that wait; stages that are not equal;
+# messages that take time; and a published table as the test of all that.
+#
+# **Questions.** What can run at the same time without micro-batches? Where does one cut a real model? When do the
+# formulas of lesson 07 mislead, and what do you trust then?
+#
+# **Afterwards you can** place branches on ranks; choose cuts by time; simulate a schedule with your own times of stages
+# and messages; say who else builds pipelines, and what is different there.
+#
+# **You need** [07 Pipelines](07_pipelines.ipynb).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px --local
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dtlib.lab import digits, explorer
+from dtlib.parallel.pipeline import LayerSpec, PipelineModule
+from dtlib.schedule import ScheduleError, formulas, gpipe, one_f_one_b, simulate, validate
+
+# %% [markdown]
+# ## Two branches
+#
+# A net has two branches that do not need each other: one reads the upper half of an image, the other the lower half, and
+# a head joins them. Frameworks place such operations on two devices by hand, as in TensorFlow's
+# `with tf.device("/gpu:1"):`, and run at the same time what does not wait for anything. Here each branch gets a rank.
+# (Ranks 0 and 1 are a pair; ranks 2 and 3 do the same.) Time is **EMULATED**: a stage computes, then sleeps, as a core
+# does that waits for its accelerator.
+#
+# autograd ends where the message begins, so the backward pass crosses by hand: rank 0 goes back through the head, sends
+# rank 1 the gradient of what it received, and then both go back through their branches at the same time.
+
+# %%
+# %%px
+world = dtlib.init()
+comm = world.comm
+pair = comm.split(world.rank // 2)  # a communicator for two ranks
+(x, y), test = digits.load(torch.float64)
+
+
+def block_of(seed, *sizes, seconds=0.05):
+    """A linear layer and tanh. EMULATED: forward takes so long, and backward twice as long."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(*sizes), nn.Tanh()).double()
+    return explorer.EmulatedStage(layers, seconds, 2 * seconds)
+
+
+class Branches(nn.Module):
+    """A branch on each of two ranks; rank 0 joins them."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = block_of(pair.rank, 32, 48)
+        self.head = block_of(7, 96, 10) if pair.rank == 0 else None
+
+    def forward(self, images):
+        with dtlib.phase("branch"):
+            self.mine = self.branch(images[:, 32 * pair.rank :][:, :32])
+        if pair.rank == 1:
+            return pair.send(self.mine.detach(), 0)
+        self.inputs = [self.mine.detach(), pair.recv(torch.empty_like(self.mine), 1)]
+        with dtlib.phase("head"):
+            return self.head(torch.cat([one.requires_grad_() for one in self.inputs], dim=1))
+
+    def backward(self, loss=None):
+        if pair.rank == 0:
+            with dtlib.phase("backward"):
+                loss.backward()  # the head alone: its inputs are leaves
+            gradient = self.inputs[0].grad
+            pair.send(self.inputs[1].grad, 1)
+        else:
+            gradient = pair.recv(torch.empty_like(self.mine), 0)
+        with dtlib.phase("backward"):
+            self.mine.backward(gradient)
+
+
+net = Branches()
+for _ in range(2):  # the first step of a process takes longer
+    net.zero_grad()
+    pair.barrier()
+    with dtlib.trace() as trace:
+        scores = net(x[:96])
+        net.backward(cross_entropy(scores, y[:96]) if pair.rank == 0 else None)
+
+upper, lower, head = block_of(0, 32, 48), block_of(1, 32, 48), block_of(7, 96, 10)  # in one process
+joined = torch.cat([upper(x[:96, :32]), lower(x[:96, 32:])], dim=1)
+cross_entropy(head(joined), y[:96]).backward()
+branch = (upper, lower)[pair.rank]
+for ours, theirs in zip(net.branch.parameters(), branch.parameters(), strict=True):
+    assert (ours.grad - theirs.grad).abs().max() < 1e-12
+
+# %% tags=["nbval-ignore-output"]
+timeline = dtlib.Timeline(lab.values("trace")[:2])
+lab.pictures.timeline(timeline)
+ends = [event.end for event in timeline.events if event.name == "branch"]
+begin = next(event.start for event in timeline.events if event.name == "head")
+assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
+
+# %% [markdown]
+# The branches overlap, forward and backward; the head does not. Gradients are those of one process, to 1e-12.
+#
+# ## Sends that wait
+#
+# If a *send* waits for its receiver, a correct order can hang: rank 0 sends activations down while rank 1 sends
+# gradients up, and neither receives. The library posts receives ahead and sends without waiting. With `lookahead=0` we
+# see what would happen to 1F1B otherwise:
+
+# %%
+try:
+    validate(one_f_one_b(2, 4), lookahead=0)
+except ScheduleError as problem:
+    print(lab.fold(problem))
+
+# %% [markdown]
+# ## Where to cut
+#
+# A pipeline is as fast as its slowest stage. Equally many layers (`"uniform"`) are rarely equal work. Parameters say
+# more, and time says it all: `partition_method="time"` runs each layer with a sample. In this list two layers are slow
+# (EMULATED) and have few parameters, as convolutions do.
+
+# %% tags=["nbval-ignore-output"]
+# %%px
+slow = {"forward": 0.05, "backward": 0.1}  # seconds
+specs = [LayerSpec(explorer.EmulatedStage, nn.Linear(8, 8), **slow) for _ in range(2)]
+specs += [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+specs += [LayerSpec(nn.Linear, 8, 512), LayerSpec(nn.Linear, 512, 8)]
+for way in ("uniform", "parameters", "time"):
+    _, cut, end = PipelineModule(specs, 2, partition_method=way, sample=torch.ones(4, 8)).cuts
+    if world.rank == 0:
+        print(f"{way:10}  stage 0: layers 0-{cut - 1}, stage 1: layers {cut}-{end - 1};", end=" ")
+        print(f"{min(cut, 2)} and {2 - min(cut, 2)} slow ones")
+assert cut == 1  # by time: between the two slow ones
+
+# %% [markdown]
+# **Your turn.** One stage takes twice as long as the other three: what does it do to the makespan? Guess, then
+# `simulate(gpipe(4, 8), {0: 1, 1: 2, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 2, 3: 2})` in a new cell: the times of each stage,
+# forward and backward.
+#
+# ## When formulas miss
+#
+# The formulas know nothing of messages. `simulate(..., message=t)` lets each take a while. A rank that has work to do
+# meanwhile loses nothing; who waits for an answer pays twice, there and back:
+
+# %%
+times = [0, 0.25, 0.5, 1, 2]
+series = {
+    name: {t: explorer.simulate(name, 4, 8, message=t).makespan for t in times}
+    for name in explorer.ORDERS
+}
+title = "4 ranks, 8 micro-batches, simulated; in forward passes"
+lab.pictures.lines(series, "message", "makespan", title=title, log="", form=".1f")
+assert min(series, key=lambda name: series[name][0]) == "ZB-H1"
+assert min(series, key=lambda name: series[name][2]) == "GPipe"
+
+# %% [markdown]
+# The order turns round. GPipe pays for messages only at its beginning and its end. 1F1B waits for an answer in every
+# turn, and the interleaved one sends twice as much.
+#
+# **Predict.** The simulator lets any number of messages travel at once. On an EMULATED network that carries one after
+# the other, a message takes 2 forward passes. Is the measured makespan of GPipe above the simulated one?
+
+# %% tags=["stub"]
+lab.predict("above-the-simulated", None)  # True or False
+
+# %% tags=["solution"]
+lab.predict("above-the-simulated", True)
+
+# %% tags=["nbval-ignore-output"]
+rows = []
+for message in (0, 0.5, 2):
+    simulated = explorer.simulate("GPipe", 4, 8, message=message).makespan
+    on = explorer.measure("GPipe", 4, 8, message=message, one_by_one=True).simulation.makespan
+    rows.append((message, formulas.makespan("gpipe", 4, 8), simulated, on))
+    assert on > simulated
+title = "EMULATED network and stages; in forward passes"
+headers = ("message", "formula", "simulated", "measured, one after the other")
+lab.table(rows, headers, title, floats=".1f")
+last = rows[-1]
+
+# %% [markdown]
+# A message that takes longer than the work between two messages makes the network the slowest stage. So take formulas
+# for an estimate, a simulation with *your* times for a choice, and a trace for the truth.
+#
+# ## GPipe's table 2
+#
+# Does so simple a simulation say anything about real machines? Here is the published throughput with K partitions and M
+# micro-batches, as a multiple of K = 2 and M = 1, beside the simulated one: equal stages, free messages, forward passes
+# done again.
+
+# %%
+def throughput(row):
+    """The same batch and model in every row; a backward pass takes 2, and 1 to recompute."""
+    p, m = int(row["K_partitions"]), int(row["M_microbatches"])
+    forward = 1 / (p * m)
+    return 1 / simulate(gpipe(p, m), forward, 3 * forward).makespan
+
+
+table = lab.published("gpipe_table2_throughput.csv")
+first = throughput(table[0])
+rows = [
+    (r["model"], r["K_partitions"], r["M_microbatches"], f"{throughput(r) / first:.2f}",
+     r["gpipe_normalised_throughput"], r["torchgpipe_P40_reproduction"])
+    for r in table
+]
+lab.table(rows, ("model", "K", "M", "simulated", "GPipe", "torchgpipe"))
+
+# %% [markdown]
+# **Discuss.** Rank each column from slow to fast. Which pairs are the other way round than simulated, and why? Order
+# agrees better than size: equal stages without messages are a first guess, not a forecast.
+#
+# ## Who else?
+#
+# - **PipeDream** (D. Narayanan et al., 2019) never empties the pipeline: whole batches follow one another, each with its
+#   own update of the weights, asynchronously; 1F1B comes from there. Between a batch's forward and backward pass a stage's
+#   weights would change, so *weight stashing* keeps the version of the forward pass for the backward pass. Once it is
+#   filled it has no bubble; it keeps several versions of the weights, and its numbers are not those of one process.
+# - **HetPipe** (J. H. Park et al., 2020): GPUs of different kinds, some too small for the model, form *virtual workers*,
+#   each of which is a pipeline; between them there is data parallelism with parameter servers. *Wave synchronous*: a virtual
+#   worker sends its updates once per wave of minibatches, and workers may be a bounded number of waves apart.
+# - **DAPPLE** (S. Fan et al., 2021) stays synchronous, as we do here. *Early backward scheduling* is 1F1B with a flush, and
+#   a planner chooses how many stages, where to cut, and how often to replicate each stage, for data x pipeline.
+# - **Pipe-torch** (J. Zhan and J. Zhang, 2019): pipelines combined with data parallelism, on clusters of GPUs whose
+#   links are fast here and slow there, so that the network has a say in where to cut.
+#
+# ## Summary
+#
+# - Branches run side by side without micro-batches; most models have none.
+# - Cut by time, not by the number of layers. Slow messages hurt those most who wait for an answer in every turn.
+# - Simulate with your own times; believe a trace.
+#
+# The [exercises](../exercises/07_pipelines_exercises.ipynb) are those of lesson 07.
+#
+# ## References
+#
+# - Y. Huang et al.: GPipe. NeurIPS, 2019. C. Kim et al.: torchgpipe. arXiv:2004.09910, 2020.
+# - D. Narayanan et al.: PipeDream: generalized pipeline parallelism for DNN training. SOSP, 2019.
+# - J. H. Park et al.: HetPipe: enabling large DNN training on (whimpy) heterogeneous GPU clusters through integration of
+#   pipelined model parallelism and data parallelism. USENIX ATC, 2020.
+# - S. Fan et al.: DAPPLE: a pipelined data parallel approach for training large models. PPoPP, 2021.
+# - J. Zhan, J. Zhang: Pipe-torch: pipeline-based distributed deep learning in a GPU cluster with heterogeneous
+#   networking. CBD, 2019.

@@ -1,0 +1,219 @@
+# %% [markdown]
+# # 08b TF-Replicator's model
+#
+# Thirty minutes. Lesson 08 asks a lot of somebody who only wants to train a model. Here you write a training step once,
+# and it runs on many processes or in one graph.
+#
+# **Questions.** Can the same code know nothing of ranks? What is a graph of four replicas, and what can it not hold?
+#
+# **Afterwards you can** read and write a program for TF-Replicator's model; say what is exchanged in a step; tell what
+# captured graphs refuse, and why.
+#
+# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
+# parallelism](04_data_parallel.ipynb); nothing of lesson 08.
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px --local
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dtlib.errors import DtlibError
+from dtlib.lab import digits
+from dtlib.lab.lessons.l08 import figures
+from dtlib.parallel.replicator import Replicator
+
+# %% [markdown]
+# ## The step of one replica
+#
+# With TF-Replicator (P. Buchlovsky et al., 2019) the user writes what *one* replica reads and does; the library runs it
+# on all of them. A program in that style, for TensorFlow 1, written for this lesson; it does not run here. `input_fn`,
+# `step_fn`, `run` and `wrap_optimizer` are its names.
+#
+# ```python
+#  1   replicator = MultiGpuReplicator(num_gpus=4)
+#  2
+#  3   with replicator.context():                               # variables: once for all replicas
+#  4       net = snt.Linear(10)
+#  5       optimizer = replicator.wrap_optimizer(tf.train.MomentumOptimizer(0.1, 0.9))
+#  6
+#  7   def input_fn(replica_id):
+#  8       return digits_dataset().shard(4, replica_id).batch(24)
+#  9
+# 10   def step_fn(inputs):
+# 11       images, labels = inputs
+# 12       scores = net(images)
+# 13       loss = tf.losses.sparse_softmax_cross_entropy(labels, scores)
+# 14       with tf.control_dependencies([optimizer.minimize(loss)]):
+# 15           return tf.identity(loss)
+# 16
+# 17   loss = tf.reduce_mean(replicator.run(step_fn, input_fn))  # builds the graph; nothing has run yet
+# 18   with tf.train.MonitoredSession() as session:
+# 19       for _ in range(10):
+# 20           session.run(loss)
+# ```
+#
+# Line by line, with ours:
+#
+# | there | here | |
+# |---|---|---|
+# | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process a replica, or all in this process |
+# | 3, 4 | `model = nn.Linear(64, 10)` | one copy a process, which `wrap_optimizer` makes equal; or one copy for all |
+# | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | from now on gradients are averaged over replicas |
+# | 7, 8 | `def input_fn(replica_id)` | what this replica reads |
+# | 10 to 13 | `def step_fn(inputs)` | what it computes: the same code on all replicas |
+# | 14 | `optimizer.minimize(loss)` | gradients, their average, the step |
+# | 15 | `return loss` | this replica's; `run` gives those of all |
+# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | there a graph is built, and run by hand; here it runs |
+
+# %% [markdown]
+# `map_reduce` combines a tensor of every replica: below, it counts what all of them got right. `map_gather` puts tensors
+# one after the other. The gradients of both flow back to every replica. (In a proposal for TensorFlow of 2018, authors of
+# TF-Replicator call such exchanges `all_sum`, `all_min`, `all_max`, `all_gather` and `broadcast`, and ask for the same as
+# here: all replicas make them, in the same order.)
+
+# %%
+# %%px --local
+(images, labels), _ = digits.load(torch.float64)
+
+
+def program(replicator):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = replicator.wrap_optimizer(sgd)
+
+    def input_fn(replica_id):
+        mine = slice(replica_id, None, replicator.replicas)
+        for at in range(0, 960, 96):
+            yield images[at : at + 96][mine], labels[at : at + 96][mine]
+
+    def step_fn(inputs):
+        x, y = inputs
+        scores = model(x)
+        loss = cross_entropy(scores, y)
+        optimizer.minimize(loss)
+        hits = replicator.map_reduce((scores.argmax(1) == y).sum())
+        return {"loss": loss, "hits": hits}
+
+    return replicator.run(step_fn, input_fn)
+
+# %% [markdown]
+# **Between-graph replication**: one process per replica, on our ranks. Whatever is exchanged is an operation.
+
+# %%
+# %%px
+comm = dtlib.init().comm
+with dtlib.trace() as trace:
+    between = program(Replicator(comm))
+per_step = [event.what for event in trace.events if event.name == "all_reduce"][:2]
+if comm.rank == 0:
+    print(f"losses {tuple(between['loss'].shape)}: steps, replicas")
+    print("in a step:", *per_step, sep="\n    ")
+
+# %% [markdown]
+# The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?); then the
+# hits.
+#
+# **In-graph replication**: one process, this notebook's own, holds all four replicas. No engine takes part. Each
+# replica's step is *captured* as a graph, gradients included (by torch's `make_fx`), in which an exchange is only a
+# mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the replicas.
+#
+# **Predict.** How many `all_reduce`s has the rewired graph of the four replicas, for one step?
+
+# %% tags=["stub"]
+lab.predict("all-reduces-in-the-graph", None)
+
+# %% tags=["solution"]
+lab.predict("all-reduces-in-the-graph", 2)
+
+# %%
+replicator = Replicator(replicas=4)
+in_graph = program(replicator)
+between = lab.values("between")[0]
+assert (between["loss"] - in_graph["loss"]).abs().max() < 1e-12
+assert (between["hits"] == in_graph["hits"]).all()
+losses = [way["loss"].mean(1) for way in (between, in_graph)]
+hits = in_graph["hits"][:, 0].tolist()
+rows = [(step, *(f"{loss[step]:.10f}" for loss in losses), hits[step]) for step in (0, 1, 4, 9)]
+headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
+lab.table(rows, headers)
+
+# %% [markdown]
+# The same losses on each replica, to 1e-12. Here is the rewired graph. (Operations that only give a tensor another shape or
+# name are left out; `print(replicator.graph())` counts all of them, and `graph().dot()` is for Graphviz.)
+
+# %%
+figures.rewired(replicator.graph())
+exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
+
+# %% [markdown]
+# Replicas go from exchange to exchange in step. When `apply_gradients` changes the shared variables, every replica has
+# read the old ones, and none has read the new ones.
+#
+# **Predict.** What does `map_reduce` give if each of four replicas adds up every fourth of the numbers 0 to 11?
+
+# %% tags=["stub"]
+lab.predict("sum-over-replicas", None)
+
+# %% tags=["solution"]
+lab.predict("sum-over-replicas", 66)
+
+# %%
+items = torch.arange(12.0)
+
+
+def total(_):
+    return replicator.map_reduce(lambda replica_id: items[replica_id :: replicator.replicas].sum())
+
+
+sums = replicator.run(total, lambda replica_id: [torch.zeros(1)])
+print(f"of replicas 0 to 3: {sums[0].tolist()}")
+
+# %% [markdown]
+# ## What a graph cannot hold
+#
+# A graph does the same operations every time. A value that becomes Python's, a random number, a counter: the graph
+# would keep what it was when it was captured, and be wrong without a word. So it is refused, with its line:
+
+# %%
+def step_with_a_branch(x):
+    if x.mean() > 0:
+        return x.sum()
+    return -x.sum()
+
+
+def step_with_a_coin(x):
+    return (x * torch.rand(3)).sum()
+
+
+for step_fn in (step_with_a_branch, step_with_a_coin):
+    try:
+        replicator.run(step_fn, lambda replica_id: [torch.ones(3)])
+    except DtlibError as refusal:
+        print(lab.fold(f"{refusal}\n"))
+
+# %% [markdown]
+# Both work with one process per replica, for there Python runs in every step. Whoever captures graphs makes this trade.
+# What differs from the original: its in-graph replicas have a device each; ours take turns on one, so the graph shows
+# what happens, and is no faster.
+#
+# **Discuss.** Where else have you met the trade between a graph that is captured once and Python that runs every time?
+#
+# ## Summary
+#
+# - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.
+# - Between graphs: a process per replica, and an exchange is a collective. In one graph: captured, then rewired.
+# - The losses are equal, to 1e-12. A graph refuses what it would freeze: branches on values, random numbers, counters.
+#
+# Now the last of the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).
+#
+# ## References
+#
+# - P. Buchlovsky et al.: TF-Replicator: distributed machine learning for researchers. arXiv:1902.00465, 2019.
+# - Replicator API. A proposal to the TensorFlow community by several of these authors, 17 October 2018.
+# - J. Reed et al.: torch.fx: practical program capture and transformation for deep learning in Python. MLSys, 2022.
