@@ -72,12 +72,12 @@ def notebook(source: Path, version: str):
 
 
 def _lead_on(book, source: Path, version: str) -> None:
-    """Links below the title, and once more in a last cell."""
+    """Links below the title, and once more in a last cell; in a short track, where every line counts, there alone."""
     if _is_of_a_track(source):
         links = navigation.track_links(source, version, sorted(source.parent.glob("*.py")))
-    else:
-        links = navigation.links(source, version, sources(source.parents[2]))
-    first = book.cells[0]
+        book.cells.append(nbformat.v4.new_markdown_cell(links, id=f"{source.stem}-foot"))
+        return
+    links, first = navigation.links(source, version, sources(source.parents[2])), book.cells[0]
     title, _, text = first.source.partition("\n")
     first.source = f"{title}\n\n{links}\n{text}"
     anew = f"\n\n{navigation.ANEW}" if version == "learner" else ""

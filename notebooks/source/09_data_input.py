@@ -28,6 +28,9 @@ from dtlib.storage import Cached, Loader, StorageError, loader, mlperf, open_sam
 from dtlib.storage import page_cache, preprocessing, readers, stage, utilisation, write
 from dtlib.storage.utilisation import EmulatedAccelerator, measure
 
+lab_folder = tempfile.TemporaryDirectory(prefix="dtlib-09-")
+folder = Path(lab_folder.name)
+
 # %%
 # %%px
 from pathlib import Path
@@ -39,7 +42,7 @@ from dtlib.storage.utilisation import EmulatedAccelerator, measure
 world = dtlib.init()
 comm = world.comm
 
-# %% [markdown]
+# %% [markdown] tags=["half-day"]
 # ## On paper first
 #
 # A step takes `batch` samples and then computes for a while. If the accelerator is never to wait, storage has to deliver
@@ -48,15 +51,15 @@ comm = world.comm
 # **Predict.** UNet3D on an A100: 7 samples of 146.6 MB, 0.636 s a step. How many GB/s? And how many times as much as BERT on a
 # V100, which takes 48 samples of 2500 bytes in 0.968 s?
 
-# %% tags=["stub"]
+# %% tags=["half-day", "stub"]
 lab.predict("demand-of-unet3d", None)
 lab.predict("times-the-demand", None)
 
-# %% tags=["solution"]
+# %% tags=["half-day", "solution"]
 lab.predict("demand-of-unet3d", 1.6)
 lab.predict("times-the-demand", 13_000)
 
-# %%
+# %% tags=["half-day"]
 here = Path.cwd()
 above = (folder / "data" for folder in (here, *here.parents))
 TABLE = next(data for data in above if data.is_dir()) / "mlperf_storage_workloads.csv"
@@ -116,8 +119,6 @@ lab.predict("opens-of-an-epoch", {"files": None, "shards": None})
 lab.predict("opens-of-an-epoch", {"files": 1920, "shards": 5})
 
 # %%
-lab_folder = tempfile.TemporaryDirectory(prefix="dtlib-09-")
-folder = Path(lab_folder.name)
 counted = {}
 for form in ("files", "shards", "tar", "parquet"):
     write(folder / form, records, preprocessing.RECORD, form, per_shard=384, row_group=64)
@@ -138,7 +139,8 @@ lab.table(rows, headers)
 # %% [markdown]
 # A file a sample never jumps *in* a file: its randomness is in the opens. Opening is a request to a *metadata server* on a
 # cluster's file system, which all users share; on Lustre a shard can also be striped over several disks, a small file not.
-#
+
+# %% [markdown] tags=["half-day"]
 # ## Utilisation
 #
 # We need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take. Its
@@ -147,10 +149,10 @@ lab.table(rows, headers)
 # %%
 lab.read(utilisation.measure)
 
-# %% [markdown]
+# %% [markdown] tags=["half-day"]
 # Two workloads that could not differ more, scaled to a laptop:
 
-# %%
+# %% tags=["half-day"]
 large = mlperf.named(TABLE, "unet3d", "v100").scaled(
     samples=32, record_bytes=2**22, batch=4, compute_seconds=0.03)
 small = mlperf.named(TABLE, "bert", "v100").scaled(
@@ -162,11 +164,11 @@ for name, work in workloads.items():
         where, per_shard = folder / name / form, work.samples // 4
         write(where, work.records(), work.dtype, form, per_shard)
 
-# %% [markdown]
+# %% [markdown] tags=["half-day"]
 # An honest measurement begins *cold*: the system keeps files in memory that were read, and then every format looks good. So
 # we empty that cache and look whether it is empty.
 
-# %%
+# %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
     """AU from cold files; where the cache could not be emptied this says so."""
     left = page_cache.drop(where)
@@ -206,20 +208,21 @@ for name, found in grid.items():
 # %% [markdown]
 # With no workers the accelerator waits for every read. Large samples leave much to hide. Small ones in shards are read so
 # quickly that a message from a worker costs about as much; on two cores workers can even hurt. **How many workers? Measure.**
-#
+
+# %% [markdown] tags=["half-day"]
 # ## A faster accelerator starves
 #
 # The same reader, the same files, no workers; one accelerator computes for 60 ms, the other for 6.
 #
 # **Predict.** Whose utilisation is lower, that of "the slow one" or of "the fast one"?
 
-# %% tags=["stub"]
+# %% tags=["half-day", "stub"]
 lab.predict("starves-more", None)
 
-# %% tags=["solution"]
+# %% tags=["half-day", "solution"]
 lab.predict("starves-more", "the fast one")
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["half-day", "nbval-ignore-output"]
 shards = folder / "large samples" / "shards"
 pace = {
     "the slow one": fed(shards, large, compute=0.06),

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 10 Two real models
 #
 # Ninety minutes; a quarter of an hour in the two-hour workshop. Two models, one that reads digits and one that sums
@@ -12,16 +12,16 @@
 #
 # **You need** [04 Data parallelism](04_data_parallel.ipynb) and the table of stages in [06 ZeRO](06_zero.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 import json
 
 from dtlib.lab.lessons.l10 import figures
 from dtlib.training.run import CONFIGS
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px
 from tempfile import mkdtemp
 
@@ -41,19 +41,19 @@ comm = world.comm
 # says. The file lies in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same
 # as the cells below.
 
-# %% tags=["half-day"]
+# %%
 vision = json.loads((CONFIGS / "vision.json").read_text())
 print(json.dumps(vision, indent=1))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The net is that of the tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
 #
 # **Predict.** Which fraction of 357 digits that it has never seen does it get right, after thirty passes?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("accuracy-on-digits", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("accuracy-on-digits", 0.97)
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -63,13 +63,13 @@ lab.predict("accuracy-on-digits", 0.97)
 # %%px
 result = train("vision")
 assert result["accuracy"] > 0.95
-if world.rank == 0:
+if comm.rank == 0:
     print(f"{result['steps']} steps on {result['ranks']} ranks, accuracy {result['accuracy']:.3f}")
 
 # %% tags=["half-day"]
 figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Change the stage
 #
 # One number in the config. `train` counts what a rank holds of parameters, gradients and the optimizer's states, in the
@@ -77,24 +77,24 @@ figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits"
 #
 # **Predict.** On these two ranks, what fraction of the bytes of stage 0 does a rank hold at stage 3?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("bytes-at-stage-3", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("bytes-at-stage-3", 0.5)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 of_stage = {stage: train("vision", stage=stage, steps=40) for stage in range(4)}
 for one in of_stage.values():
     apart = max(abs(a - b) for a, b in zip(one["losses"], of_stage[0]["losses"], strict=True))
     assert apart < 1e-4
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 stages = lab.values("of_stage")[0]
 figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The loss does not move, the bars do. And the time? On two cores the messages of stage 3 are what one sees of it.
 #
 # ## Change the runtime
@@ -105,35 +105,35 @@ figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 #
 # **Predict.** Is it one curve or are there several?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("curves-of-runtimes", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("curves-of-runtimes", "one curve")
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from importlib.util import find_spec
 
 runtimes = ["dtlib", "torch"] + ["deepspeed"] * (find_spec("deepspeed") is not None)
 of_runtime = {name: train("vision", runtime=name, steps=40) for name in runtimes}
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 figures.curves(lab.values("of_runtime")[0], title="one config, several runtimes")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # They compute the same sums. So what is left to compare is time and memory. "Horovod, DDP and DeepSpeed perform alike",
 # says a tutorial.
 #
 # **Predict.** Are the times of a step here within a tenth of each other? Answer "yes" or "no".
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("perform-alike", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("perform-alike", "no")
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import time
 from statistics import median
@@ -151,10 +151,10 @@ def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Small differences need care: the steps below take turns, forty times, and the median counts.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 def by_engine(runtime):
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
@@ -175,7 +175,7 @@ def by_horovod():
 
     return step
 
-# %% tags=["half-day"]
+# %%
 # %%px
 steps = {"Horovod's API": by_horovod(), **{name: by_engine(name) for name in ("dtlib", "torch")}}
 times = {name: [] for name in steps}
@@ -187,15 +187,16 @@ for _ in range(40):
         times[name].append(time.perf_counter() - began)
 seconds = {name: median(some) for name, some in times.items()}
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 medians = lab.values("seconds")[0]
 lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "ms a step"))
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # An honest box: two cores, a small model, one machine, messages in shared memory. What differs here is what each spends
 # on a *small* message and on bookkeeping. On GPUs, with large models, the three move the same bytes through the same
 # NCCL, and then the sentence is nearly true. `python -m benchmarks training` measures it with intervals.
-#
+
+# %% [markdown] tags=["two-hours", "half-day"]
 # ## News, or nearly
 #
 # The second model sums up. Its data is the documentation of fifty-odd Python libraries: the description of a function is
@@ -205,20 +206,21 @@ lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "m
 #
 # ROUGE-L is the longest common subsequence of words with the reference, from 0 to 1. The *lead*, the article's
 # first sentence, is what every model must beat.
-#
+
+# %% [markdown]
 # **Predict.** On held-out functions, who has the higher ROUGE-L: "model" or "lead"?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("best-rouge", None)
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("best-rouge", "model")
 
 # %% tags=["two-hours", "half-day"]
 # %%px
-folder = comm.broadcast_object(mkdtemp() if world.rank == 0 else None)
+folder = comm.broadcast_object(mkdtemp() if comm.rank == 0 else None)
 tuned = train("summarization", save=folder)
-if world.rank == 0:
+if comm.rank == 0:
     print(f"ROUGE-L {tuned['rouge_l']:.2f}, lead {tuned['lead_rouge_l']:.2f}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -229,10 +231,10 @@ if world.rank == 0:
 from dtlib.lab.lessons.l10.reading import three_articles
 
 three = three_articles(folder, comm)
-if world.rank == 0:
+if comm.rank == 0:
     print(three)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # **Discuss.** Which would you take, and why? What does ROUGE not see?
 #
 # ## Listings, mended
@@ -254,7 +256,7 @@ if world.rank == 0:
 # 4. 64 rows on *every* rank are a batch of 128 on two, and the config says 64: `train_batch_size` is that of all ranks.
 # 5. `backward` wants a loss, one number; outputs are 64 x 10.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 deepspeed.init_distributed()
 labels, noise = torch.arange(1280) % 10, torch.Generator().manual_seed(0)
@@ -277,11 +279,11 @@ if world.rank == 0:
     stage = engine.zero_optimization_stage()
     print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage}")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Another one cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline has some
 # of the layers only, so there is nothing to call; the schedule runs, and `train_batch` does a whole step.
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from dtlib.pipe import LayerSpec, PipelineModule
 
@@ -301,11 +303,11 @@ except dtlib.DtlibError as sentence:
     if world.rank == 0:
         print(f"Losses fall over {len(losses)} steps. And called: {sentence}")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The same tutorials launch with `--num_nodes 2 --num_gpus 8` and speak of eight GPUs. `num_gpus` is per node: two times
 # eight is sixteen. A config for more GPUs than there are is refused:
 
-# %% tags=["half-day"]
+# %%
 # %%px
 try:
     train("vision", {**dict(train_batch_size=64), "run": {"gpus": 16}})
@@ -314,7 +316,7 @@ except dtlib.DtlibError as sentence:
     if world.rank == 0:
         print("Refused: it names run.gpus, and how many there are.")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Which one for what?
 #
 # | you have | take |

@@ -9,6 +9,11 @@
 # %% [raw]
 # 00_start_here
 
+# %%
+import time
+
+from dtlib import pi
+
 # %% [raw]
 # 02_pi
 

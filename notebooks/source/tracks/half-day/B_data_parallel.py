@@ -7,6 +7,14 @@
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
+# %%
+# %%px
+import dtlib
+import torch
+
+world = dtlib.init()
+comm = world.comm
+
 # %% [raw]
 # 03_collectives
 

@@ -7,6 +7,21 @@
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
+# %%
+# %%px --local
+import dtlib
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from dtlib import lab
+from dtlib.lab import digits
+from dtlib.lab.lessons.l06 import figures
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.zero import plain
+from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
+from dtlib.theory.zero import GB, SCHEMES, zero_bytes
+
 # %% [raw]
 # 05_large_batches
 

@@ -7,6 +7,18 @@
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
+# %%
+# %%px --local
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from dtlib.lab import digits, explorer
+from dtlib.lab.lessons.l07 import figures
+from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, simulate
+
 # %% [raw]
 # 07_pipelines
 

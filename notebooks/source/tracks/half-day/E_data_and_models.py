@@ -7,6 +7,27 @@
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 
+# %%
+import tempfile
+from pathlib import Path
+
+from dtlib.lab.lessons.l10 import figures
+from dtlib.storage import Loader, mlperf, open_samples, page_cache, write
+from dtlib.storage.utilisation import EmulatedAccelerator, measure
+
+lab_folder = tempfile.TemporaryDirectory(prefix="dtlib-09-")
+folder = Path(lab_folder.name)
+
+# %%
+# %%px
+from tempfile import mkdtemp
+
+import dtlib
+from dtlib.training.run import train
+
+world = dtlib.init()
+comm = world.comm
+
 # %% [raw]
 # 09_data_input
 

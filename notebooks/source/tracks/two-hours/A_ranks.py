@@ -1,10 +1,7 @@
 # %% [markdown]
 # # A Four ranks and a sum
 #
-# Sixteen minutes. You start four processes, run a line of Python on all of them, let them add, bring them to a halt and
-# back, and throw darts with them.
-#
-# Run a cell with Shift+Enter, from top to bottom. **Your turn**: the first sum (three minutes).
+# Sixteen minutes. Run cells with Shift+Enter, from the top. **Your turn**: the first sum (three minutes).
 
 # %% [raw]
 # 00_start_here
@@ -12,5 +9,5 @@
 # %% [markdown]
 # ## So far
 #
-# A *rank* is a process with a number, and shares no memory. Ranks work together by collectives: `all_reduce` gives all
-# of them the sum. If one rank does not come, the others hang. Press Stop, then `%px dtlib.reset()`.
+# A *rank* is a process with a number. Ranks share no memory and work together by collectives. If one does not come, the
+# others hang: press Stop, then run `%px dtlib.reset()`.

@@ -1,18 +1,25 @@
 # %% [markdown]
 # # B Average the gradients
 #
-# Twenty-six minutes. How four ranks add numbers by a ring; and how the same sum, over gradients, trains one model on all
-# of them. **Your turn**: mend an average (five minutes).
+# Twenty-six minutes. Four ranks add by a ring; the same sum, over gradients, trains one model on all of them. **Your
+# turn**: mend an average (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px
+import dtlib
+import torch
+
+world = dtlib.init()
+comm = world.comm
 
 # %% [raw]
 # 03_collectives
 
 # %% [markdown]
-# The first half of the ring has a name of its own, `reduce_scatter`: each rank then holds one chunk of the sum. The
-# second half is `all_gather`. You will meet both again.
+# The ring's halves are collectives of their own, `reduce_scatter` and `all_gather`. You will meet both again.
 
 # %% [raw]
 # 04_data_parallel
@@ -23,5 +30,5 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %% [markdown]
 # ## So far
 #
-# Each rank computes gradients on its own rows, `all_reduce` averages them, and all take the same step: one model, as if
-# one process had seen all rows. Averaging in buckets *during* the backward pass hides most of its time.
+# Every rank has its own rows, `all_reduce` averages the gradients, and all take the same step. Sending buckets *during*
+# the backward pass hides most of the time.

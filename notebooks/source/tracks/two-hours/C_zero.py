@@ -1,11 +1,24 @@
 # %% [markdown]
 # # C Keep only your share
 #
-# Nineteen minutes. Data parallelism keeps the same states on every rank. ZeRO gives each rank a shard of them. You count
-# the bytes, and find a setting that fits. **Your turn**: make a model fit (five minutes).
+# Nineteen minutes. Data parallelism keeps the same states on every rank; ZeRO gives each rank a shard. **Your turn**:
+# make a model fit (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px --local
+import dtlib
+import torch
+from torch.optim import AdamW
+
+from dtlib.lab import digits
+from dtlib.lab.lessons.l06 import figures
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.zero import plain
+from dtlib.parallel.zero.plain import Stage1
+from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 
 # %% [raw]
 # 06_zero
@@ -16,5 +29,5 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 # %% [markdown]
 # ## So far
 #
-# Stage 1 shards the optimizer's states, stage 2 the gradients too, stage 3 also the parameters. The result is the
-# same. Stages 1 and 2 send what data parallelism sends, stage 3 half as much again.
+# Each stage shards more, and the result is the same. Stages 1 and 2 send what data parallelism sends, stage 3 half as
+# much again.

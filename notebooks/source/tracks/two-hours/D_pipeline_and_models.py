@@ -1,0 +1,38 @@
+# %% [markdown]
+# # D One model over two devices, and two models
+#
+# Twenty-five minutes. Layers are cut into stages, a batch into micro-batches; then two models train by one config.
+# **Your turn**: a schedule (five minutes).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px --local
+from tempfile import mkdtemp
+
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from dtlib.lab import digits, explorer
+from dtlib.lab.lessons.l07 import figures
+from dtlib.schedule import draw, gpipe, simulate
+from dtlib.training.run import train
+
+# %% [raw]
+# 07_pipelines
+
+# %% [raw]
+# 07_schedule_puzzle_exercises
+
+# %% [raw]
+# 10_two_models
+
+# %% [markdown]
+# ## So far
+#
+# A pipeline sends little, and waits. What you did by hand is a number in a config. Afterwards: the puzzle's next
+# level, and [pi and speed-up](../../lectures/02_pi.ipynb).
