@@ -56,7 +56,7 @@ def target(source: Path, version: str) -> Path:
 def notebook(source: Path, version: str):
     """The learner's or the solved version of a source, not executed. The same source gives the same bytes."""
     book = jupytext.read(source)
-    cells = tracks.cells(source) if _is_of_a_track(source) else book.cells
+    cells = tracks.cells(source, version) if _is_of_a_track(source) else book.cells
     book.cells = [cell for cell in cells if LEFT_OUT[version] not in cell.metadata.get("tags", [])]
     for number, cell in enumerate(book.cells):
         unknown = set(cell.metadata.get("tags", [])) - TAGS

@@ -26,6 +26,7 @@ FILES = (
     "cluster_profiles/jobs/*.sh", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
     "notebooks/*.R", "notebooks/*.py",
     "notebooks/lectures/*.ipynb", "notebooks/exercises/*.ipynb", "notebooks/solutions/*.ipynb",
+    "notebooks/workshop/*/*.ipynb", "notebooks/workshop/*/*.md", "notebooks/workshop/*/solved/*.ipynb",
     "notebooks/slides/*.html",
 )  # fmt: skip
 

@@ -31,15 +31,18 @@ def sources(root: Path, track: str) -> list[Path]:
     return sorted((root / "notebooks" / "source" / "tracks" / track).glob("*.py"))
 
 
-def cells(source: Path) -> list:
+def cells(source: Path, version: str) -> list:
     """All cells of a track's notebook, solutions and stubs among them."""
     track, found = source.parent.name, []
     for cell in jupytext.read(source).cells:
         if cell.cell_type == "raw":
             lesson = source.parents[2] / f"{cell.source.strip()}.py"
-            found += [_moved(cell) for cell in _after_the_set_up(jupytext.read(lesson).cells) if track in _tags(cell)]
+            found += [cell for cell in _after_the_set_up(jupytext.read(lesson).cells) if track in _tags(cell)]
         else:
             found.append(cell)
+    for cell in found:
+        if cell.cell_type == "markdown":
+            cell.source = _moved(cell.source, "../../.." if version == "solved" else "../..")
     return found
 
 
@@ -53,12 +56,10 @@ def _after_the_set_up(lesson: list) -> list:
     return lesson[next(headings) :]
 
 
-def _moved(cell):
-    """A link from a lesson leads to the same place from a track's folder."""
-    if cell.cell_type == "markdown":
-        cell.source = re.sub(r"\]\((?:\.\./)?((?:lectures|exercises|solutions)/[^)]+)\)", r"](../../\1)", cell.source)
-        cell.source = re.sub(r"\]\((\d\d[^/)]*\.ipynb)\)", r"](../../lectures/\1)", cell.source)
-    return cell
+def _moved(text: str, top: str) -> str:
+    """A link of a lesson leads to the same place from a track's folder, from where ``top`` is ``notebooks``."""
+    text = re.sub(r"\]\((?:\.\./)*((?:lectures|exercises|solutions)/[^)]+|start\.md)\)", rf"]({top}/\1)", text)
+    return re.sub(r"\]\((\d\d[^/)]*\.ipynb)\)", rf"]({top}/lectures/\1)", text)
 
 
 def words(cells: list) -> int:

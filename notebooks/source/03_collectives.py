@@ -419,7 +419,14 @@ comm.time_limit = 30  # as before
 # %% [markdown]
 # With the usual limit a line below the cell says after three seconds whom everybody waits for; **Stop** ends the wait, and
 # `%px dtlib.reset()` brings the ranks back into step. After thirty seconds a wait ends by itself.
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("03")
+
+# %% [markdown]
 # ## Summary
 #
 # - A collective is called by all ranks, in the same order. An all-reduce is a reduce-scatter and an all-gather.

@@ -364,7 +364,7 @@ assert with_thread.end < with_hooks.end
 import difflib
 from pathlib import Path
 
-folder = Path("..").resolve()
+folder = next(above for above in Path.cwd().parents if (above / "digits_serial.py").exists())
 scripts = [folder / "digits_serial.py", folder / "digits_horovod.py"]
 before, after = (script.read_text().splitlines()[1:] for script in scripts)
 changes = difflib.unified_diff(before, after, n=0, lineterm="")
@@ -511,7 +511,14 @@ except dtlib.DtlibError as error:
 # ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which runs on the GPU and knows the wires.
 #
 # **Discuss.** Half of the ranks are twice as fast as the others. What do they do most of the time? What would you change?
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("04")
+
+# %% [markdown]
 # ## Summary
 #
 # - Every rank has the model and a slice of the batch; the mean of the gradients is the gradient of the whole. It equals one

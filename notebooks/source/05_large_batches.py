@@ -413,7 +413,14 @@ assert max(same["loss"] + six["loss"] + small["loss"]) < 0.02
 # loss. That both come together does not prove that one causes the other: sharpness can be changed without changing what a
 # network computes (L. Dinh et al., 2017). And it is one task, made hard on purpose; Goyal et al. find no gap up to 8192 once
 # the rate is right. **Discuss:** do Keskar's table and Goyal's contradict each other?
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("05")
+
+# %% [markdown]
 # ## Summary
 #
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.

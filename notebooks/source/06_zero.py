@@ -619,7 +619,14 @@ assert operations.count("all_gather") == 6 and operations.count("reduce_scatter"
 #
 # **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you take, and what
 # would you measure first?
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("06")
+
+# %% [markdown]
 # ## Summary
 #
 # - Adam in mixed precision takes 2 + 2 + 12 bytes per parameter, and data parallelism holds them on every rank.

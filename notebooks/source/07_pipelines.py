@@ -409,7 +409,14 @@ explorer.explore()
 #
 # **Discuss.** Two machines of eight GPUs, a slow network between them, and a model that fits into no GPU. Where do you
 # cut, and why there?
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("07")
+
+# %% [markdown]
 # ## Summary
 #
 # - Data parallelism copies the model, a pipeline cuts it between layers. Activations travel, and their gradients.

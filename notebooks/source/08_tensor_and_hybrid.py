@@ -568,7 +568,14 @@ reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items(
 #
 # **Discuss.** Sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need tensor
 # parallelism at all? What would change your mind?
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("08")
+
+# %% [markdown]
 # ## Summary
 #
 # - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.

@@ -203,7 +203,14 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 # what happens, and is no faster.
 #
 # **Discuss.** Where else have you met the trade between a graph that is captured once and Python that runs every time?
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("08b")
+
+# %% [markdown]
 # ## Summary
 #
 # - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.

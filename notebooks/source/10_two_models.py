@@ -332,7 +332,14 @@ except dtlib.DtlibError as sentence:
 # What is the same by name and argument, what differs and what is refused: the tables of
 # [torch](../../docs/conformance/torch.md), [DeepSpeed](../../docs/conformance/deepspeed.md) and
 # [Horovod](../../docs/conformance/horovod.md).
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("10")
+
+# %% [markdown]
 # ## Summary
 #
 # - One config, any number of ranks, any runtime: the curve is the same. Time and memory are what one chooses by.
