@@ -2,6 +2,7 @@
 
 import io
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -49,6 +50,16 @@ class ColumnReader(Reader):
         while len(self._groups) > KEPT:
             self._groups.popitem(last=False)
         return {name: torch.from_numpy(values) for name, values in batch.items()}, skipped
+
+    def will_need(self, numbers):
+        for first in np.unique(np.asarray(numbers) // self.block) * self.block:
+            file, at = self.place(int(first))
+            with suppress(StorageError):  # is told when it is read
+                group = self._table(file).metadata.row_group(at // self.block)
+                for column in map(group.column, range(group.num_columns)):
+                    if column.path_in_schema in self.columns:
+                        begin = column.dictionary_page_offset or column.data_page_offset
+                        self.files.will_need(self.names[file], begin, column.total_compressed_size)
 
     def _group(self, file: int, group: int) -> dict[str, np.ndarray]:
         if (file, group) not in self._groups:

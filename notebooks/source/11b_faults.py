@@ -16,7 +16,6 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %%
-
 from dtlib.lab.lessons.l11b import fault_lab, figures
 from dtlib.lab.lessons.l11b.training import alone
 from dtlib.recovery import replica, restart, shrink, signs
@@ -161,7 +160,6 @@ lab.predict("lost-with-a-rank", {
 import dtlib
 import torch
 from dtlib.errors import DtlibError
-from dtlib.lab.tables import fold
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica
 
@@ -172,7 +170,7 @@ if world.rank == 0:
     try:
         Replica(model, zero, torch.nn.functional.cross_entropy, batch_of=None)
     except DtlibError as refused:
-        print(fold(refused))
+        print(refused)
 
 # %% [markdown]
 # ## Who says what
