@@ -40,7 +40,8 @@ def broken(path) -> list[str]:
         if parts.scheme:
             continue
         target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-        if not target.exists() or (parts.fragment and target.suffix == ".md" and parts.fragment not in anchors_of(target)):
+        anchored = parts.fragment and target.suffix == ".md"
+        if not target.exists() or (anchored and parts.fragment not in anchors_of(target)):
             found.append(link)
     return found
 
@@ -70,6 +71,5 @@ def test_every_lecture_ends_in_references_that_say_who_and_when():
         text = path.read_text(encoding="utf-8").replace("\n# ", "\n")
         assert "## References" in text, path.name
         references = re.findall(r"^- (.+(?:\n  .+)*)", text.rpartition("## References")[2], re.M)
-        assert references and all(re.search(r"\b(1[89]|20)\d\d\b|docs|https?:|\d{4}\.\d{4,5}", it) for it in references), (
-            path.name, references,
-        )  # fmt: skip
+        loose = [it for it in references if not re.search(r"\b(1[89]|20)\d\d\b|[Dd]oc(s|ument)|https?:|\d{4}\.\d{4}", it)]
+        assert references and not loose, (path.name, loose)
