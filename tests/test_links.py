@@ -16,6 +16,7 @@ PAGES = [
 ]  # fmt: skip
 LINK = re.compile(r"\]\(([^()\s]+(?:\([^()\s]*\)[^()\s]*)*)\)")
 ADDRESS = re.compile(r"https?://[^\s)>\]\"'`|]+")
+SOURCE = re.compile(r'\b(1[89]|20)\d\d\b|[Dd]oc(s|ument)|https?:|\d{4}\.\d{4}|"[^"]+"')  # a year, or words of its own
 ARXIV = re.compile(r"arXiv:(\S+?)[,;.)]*(?=\s|$)")
 
 
@@ -71,5 +72,5 @@ def test_every_lecture_ends_in_references_that_say_who_and_when():
         text = path.read_text(encoding="utf-8").replace("\n# ", "\n")
         assert "## References" in text, path.name
         references = re.findall(r"^- (.+(?:\n  .+)*)", text.rpartition("## References")[2], re.M)
-        loose = [it for it in references if not re.search(r"\b(1[89]|20)\d\d\b|[Dd]oc(s|ument)|https?:|\d{4}\.\d{4}", it)]
+        loose = [it for it in references if not SOURCE.search(it)]
         assert references and not loose, (path.name, loose)

@@ -19,7 +19,7 @@ COLLECTIVES = {
 
 @shown
 def collectives():
-    """Six collectives of four ranks, before and after: a row a rank, a colour for whose values they are; grey is a sum."""
+    """Six collectives of four ranks, before and after: a row a rank, a colour for whose values; grey is a sum."""
     from matplotlib.patches import Rectangle
 
     figure, axes = subplots(2, 3, height=5.2)
