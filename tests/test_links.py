@@ -16,7 +16,8 @@ PAGES = [
 ]  # fmt: skip
 LINK = re.compile(r"\]\(([^()\s]+(?:\([^()\s]*\)[^()\s]*)*)\)")
 ADDRESS = re.compile(r"https?://[^\s)>\]\"'`|]+")
-SOURCE = re.compile(r'\b(1[89]|20)\d\d\b|[Dd]oc(s|ument)|https?:|\d{4}\.\d{4}|"[^"]+"')  # a year, or words of its own
+# A year, an address, documentation, or words of its own.
+SOURCE = re.compile(r'\b(1[89]|20)\d\d\b|[Dd]oc(s|ument)|https?:|\w\.(com|org)/|\d{4}\.\d{4}|"[^"]+"')
 ARXIV = re.compile(r"arXiv:(\S+?)[,;.)]*(?=\s|$)")
 
 
