@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import dtlib
+import dtlib.theory.collectives
+import dtlib.theory.scaling
+import dtlib.theory.zero
 from docs import glossary, instructor
-import dtlib.theory.scaling  # noqa: F401  the cheat sheet's formulas use them
-from dtlib import lab, schedule, theory  # noqa: F401
+from dtlib import lab, schedule, theory  # noqa: F401  the cheat sheet's formulas use the last two
 from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
