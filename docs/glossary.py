@@ -1,4 +1,4 @@
-"""The words of the course: ``python -m docs.glossary`` writes docs/glossary.md, each with the lesson that explains it."""
+"""The words of the course, each with the lesson that explains it: ``python -m docs.glossary`` writes the page."""
 
 import re
 from pathlib import Path

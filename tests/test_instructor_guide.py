@@ -1,17 +1,25 @@
 """The instructor's guide, followed to the letter; and that what is generated beside it is what the sources say."""
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from functools import reduce
+from pathlib import Path
 
 import pytest
+import torch
 
 import dtlib
+import dtlib.theory.collectives
+import dtlib.theory.scaling
+import dtlib.theory.zero
 from docs import glossary, instructor
-import dtlib.theory.scaling  # noqa: F401  the cheat sheet's formulas use them
-from dtlib import schedule, theory  # noqa: F401
+from dtlib import lab, schedule, theory  # noqa: F401  the cheat sheet's formulas use the last two
+from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
 from dtlib.lab.checks import checks
@@ -26,15 +34,6 @@ LISTINGS = {match[1]: match[2] for match in re.finditer(r"`(\w+\.py)`.*?```pytho
 
 @on_ranks(3)
 def test_an_exercise_of_one_file_is_judged_as_the_guide_says(world):
-    import os
-    import tempfile
-
-    import torch
-
-    os.chdir(tempfile.mkdtemp())
-    with open("largest.py", "w") as file:
-        file.write(LISTINGS["largest.py"])
-
     def right(comm, number):
         return comm.all_reduce(torch.tensor(number), op="max").item()
 
@@ -44,13 +43,14 @@ def test_an_exercise_of_one_file_is_judged_as_the_guide_says(world):
     def of_three(comm, number):
         return 3.0
 
-    verdicts = {
-        answer: checks.judge_on_this_rank("largest.py", {"largest": answer}) for answer in (right, mine, of_three)
-    }
+    answers = (right, mine, of_three)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("largest.py").write_text(LISTINGS["largest.py"])
+        verdicts = {answer: checks.judge_on_this_rank("largest.py", {"largest": answer}) for answer in answers}
+        assert checks.judge_on_this_rank("largest.py", {}).mistake == "missing"
     assert verdicts[right].passed and verdicts[right].ranks == 3
     assert (verdicts[mine].mistake, verdicts[mine].rank) == ("own-number", 0) and len(verdicts[mine].hints) == 2
     assert verdicts[of_three].mistake == "other-size", "any_size=True, as the guide says"
-    assert checks.judge_on_this_rank("largest.py", {}).mistake == "missing"
 
 
 def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path, monkeypatch, capsys):
@@ -72,8 +72,6 @@ def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path,
 def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):
     (tmp_path / "my_model.py").write_text(LISTINGS["my_model.py"])
     command = [*mpiexec_command(2), sys.executable, "my_model.py"]
-    import os
-
     ran = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, **rank_environment(2)}, capture_output=True, text=True, timeout=120
     )
@@ -105,9 +103,6 @@ def test_the_cheat_sheet_names_what_there_is_and_computes_what_it_says():
         except AttributeError:
             module, _, attribute = name.rpartition(".")
             assert hasattr(__import__(module, fromlist=["_"]), attribute), name
-    from dtlib import lab
-    from dtlib.comm.communicator import Communicator
-
     assert all(hasattr(lab, name) for name in re.findall(r"`lab\.(\w+)", text))
     assert all(hasattr(Communicator, name) for name in re.findall(r"`comm\.(\w+)\(", text))
     rows = re.findall(r"\| `([^`]+)` \| ([^|`]+) \|$", text, re.M)

@@ -4,13 +4,13 @@ import re
 from itertools import combinations
 from unittest.mock import patch
 
+from matplotlib.colors import to_hex
+
+from dtlib.comm.watch.recorder import Event
 from dtlib.lab import drawing, pictures
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.lessons.l03 import figures as l03
 from dtlib.lab.lessons.l04 import figures as l04
-from matplotlib.colors import to_hex
-
-from dtlib.comm.watch.recorder import Event
 from dtlib.measure.trace import Timeline, Trace
 
 

@@ -1,7 +1,7 @@
 """The same colour for the same rank everywhere: in tables, outputs and figures."""
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart (jfly.uni-koeln.de/color, 2008); its yellow
-# is left out, as it is too light for text. From the eighth on, colours that are as far as possible from those before.
+# Okabe and Ito's palette, which people with any colour vision can tell apart (jfly.uni-koeln.de/color, 2008); its
+# yellow is left out, as it is too light for text. From the eighth on each is as far as possible from those before it.
 RANK_COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#660022",
     "#9900FF", "#220099", "#005500", "#FF22FF", "#AA1177", "#44CC00", "#0033FF", "#775544",

@@ -19,7 +19,7 @@ COLLECTIVES = {
 
 @shown
 def collectives():
-    """Six collectives of four ranks: a row a rank, a colour for whose values they are, before and after; grey is a sum."""
+    """Six collectives of four ranks, before and after: a row a rank, a colour for whose values; grey is a sum."""
     from matplotlib.patches import Rectangle
 
     figure, axes = subplots(2, 3, height=5.2)
@@ -79,5 +79,5 @@ def machine():
     axes.text(5.8, 2.7, "no wire", ha="center", va="center", rotation=90, color="0.45")
     axes.set(xlim=(-0.15, 11.75), ylim=(-0.15, 4.5), aspect="equal")
     axes.axis("off")
-    alt = "Two machines of four accelerators: thick wires between those of one machine, thin ones to the host and beyond."
+    alt = "Two machines of four accelerators: thick wires inside a machine, thin ones to its host and beyond."
     return figure, alt, Table(LINKS, ("between", "bytes a second, in orders of magnitude"))

@@ -15,7 +15,7 @@ STEPS = (
 
 @shown
 def data_parallelism(ranks: int = 4):
-    """One step from top to bottom, a column a rank: slices, the same model, gradients, one all_reduce, the same step."""
+    """One step, a column a rank: slices of the batch, the same model, gradients, one all_reduce, the same step."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     figure, axes = subplots(height=5.4)
@@ -47,5 +47,5 @@ def data_parallelism(ranks: int = 4):
         label(y, text)
     axes.set(xlim=(-1.9, 2.0 * ranks - 0.2), ylim=(0, 7.1))
     axes.axis("off")
-    alt = f"One step of data parallelism on {ranks} ranks: slices of the batch differ, models and mean gradients are equal."
+    alt = f"A step of data parallelism on {ranks} ranks: slices of the batch differ, models and mean gradients do not."
     return figure, alt, Table(STEPS, ("what", "on the ranks"))
