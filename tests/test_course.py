@@ -117,6 +117,8 @@ def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
     assert course.open_folder() == (tmp_path, ""), "ticks are no work of the learner's"
     for name in ("pi-streams", "pi-streams", "sum-for-eight", "first-sum"):
         progress.done(name)
+    assert row(page, "00 Start").split(" | ")[1] == "lecture 2 of 3"
+    progress.answered("00", 4, 5)
     assert row(page, "00 Start").split(" | ")[1] == "lecture ✓"
     assert re.fullmatch(r"exercises 1 of \d", row(page, "02 MPI").split(" | ")[1])
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())

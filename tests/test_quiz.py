@@ -1,5 +1,4 @@
-"""Quizzes: that they are fair, what a choice is told, and that nothing is told without one; the record, and what is read
-from it."""
+"""Quizzes: that they are fair, what a choice is told, and that nothing is told without one; progress and scores."""
 
 import json
 import re
@@ -33,17 +32,17 @@ def learners_folder(tmp_path, monkeypatch):
 
 
 def right_letters(name):
-    return "".join(next(l for l in q.letters if q.chosen(l).right) for q in QUIZZES[name].questions)
+    return "".join(next(x for x in q.letters if q.chosen(x).right) for q in QUIZZES[name].questions)
 
 
 def wrong_letters(name):
-    return "".join(next(l for l in q.letters if not q.chosen(l).right) for q in QUIZZES[name].questions)
+    return "".join(next(x for x in q.letters if not q.chosen(x).right) for q in QUIZZES[name].questions)
 
 
 @pytest.mark.parametrize("name", QUIZZES)
 def test_a_quiz_is_whole(name):
     found = QUIZZES[name]
-    assert 4 <= len(found.questions) <= 6 and len({question.asks for question in found.questions}) == len(found.questions)
+    assert 4 <= len({question.asks for question in found.questions}) == len(found.questions) <= 6
     for question in found.questions:
         says = [option.says for option in question.options]
         assert len(set(says)) == len(says) == 4 and sum(option.right for option in question.options) == 1
@@ -56,8 +55,8 @@ def test_a_quiz_is_whole(name):
 
 def test_there_is_a_quiz_for_each_lesson_and_the_same_topics_before_and_after():
     assert list(QUIZZES) == [*LESSONS, "before", "after"]
-    topics = [[question.asks.partition(". ")[0] for question in QUIZZES[name].questions] for name in ("before", "after")]
-    assert topics[0] == topics[1] and len(set(topics[0])) == 6
+    before, after = ([q.asks.partition(". ")[0] for q in QUIZZES[name].questions] for name in ("before", "after"))
+    assert before == after and len(set(before)) == 6
     assert not {q.asks for q in QUIZZES["before"].questions} & {q.asks for q in QUIZZES["after"].questions}
 
 

@@ -134,7 +134,8 @@ def _asked(line: str) -> dict[str, list[tuple[str, str]]]:
 def _in_words(left: dict) -> str:
     predictions = sum(kind == "predict" for kind, _ in left.values())
     said = [f"{predictions} prediction{'s' * (predictions > 1)}"] * bool(predictions)
-    return ", ".join(said + ["quiz" if kind == "quiz" else name for name, (kind, _) in left.items() if kind != "predict"])
+    others = ["quiz" if kind == "quiz" else name for name, (kind, _) in left.items() if kind != "predict"]
+    return ", ".join(said + others)
 
 
 def _of_quiz(name: str) -> str:

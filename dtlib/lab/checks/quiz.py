@@ -155,8 +155,8 @@ def _explained(quiz: Quiz, answers: str) -> str:
             raise DtlibError(f"{letter!r} in {answers!r} is no answer: write one of {question.letters}, or {OPEN}.")
     if len(letters) != len(quiz.questions):
         raise DtlibError(
-            f"Quiz {quiz.name!r} has {len(quiz.questions)} questions, and {answers!r} has {len(letters)} answers: write "
-            f"a letter for each, in order, and {OPEN} for one that you leave open."
+            f"Quiz {quiz.name!r} has {len(quiz.questions)} questions, and {answers!r} has {len(letters)} answers: "
+            f"write a letter for each, in order, and {OPEN} for one that you leave open."
         )
     lines = []
     for number, letter in enumerate(letters):

@@ -4,9 +4,9 @@
     case.ask(5)                               what rank 5 did last; ten questions
     case.accuse(5, 6)                         rank 5, kept away by line 6
 
-One rank is planted for which one of the program's conditions comes out otherwise, once. What all ranks then do is
-SIMULATED, call by call: a collective ends as soon as all ranks of its group are in one of that group, whichever step they
-are in, as MPI would have it. So ranks can be out of step for a while before anybody waits, and who waits is seldom to blame.
+For one rank one of the program's conditions comes out otherwise, once. What all ranks then do is SIMULATED, call by
+call: a collective ends as soon as all ranks of its group are in one of that group, whichever step they are in, as MPI
+would have it. So ranks can be out of step for a while before anybody waits, and who waits is seldom to blame.
 """
 
 import random
@@ -57,7 +57,8 @@ def ended(sequences: list[list], tensor: int) -> list[int]:
     def group(rank, line):
         if line == 8:
             return range(RANKS)
-        return [r for r in range(RANKS) if (r // tensor == rank // tensor if line == 5 else r % tensor == rank % tensor)]
+        begin = rank - rank % tensor
+        return range(begin, begin + tensor) if line == 5 else range(rank % tensor, RANKS, tensor)
 
     done, goes_on = [0] * RANKS, True
     while goes_on:
@@ -94,8 +95,8 @@ class Case:
         program = PROGRAM.format(steps=self.steps, every=self.every, last=self.every - 1)
         rows = [f"rank {rank:2}  {self._row(rank)}" for rank in range(RANKS)]
         head, foot = (
-            f"The case of {self.name}. {RANKS} ranks, SIMULATED: rank = {self.tensor} data + tensor. Ranks with the same "
-            "data share `tensor`, those with the same tensor share `data`. All have run this, and stand still:",
+            f"The case of {self.name}. {RANKS} ranks, SIMULATED: rank = {self.tensor} data + tensor. Ranks with the "
+            "same data share `tensor`, those with the same tensor share `data`. All have run this, and stand still:",
             "# is a collective that has ended, ? is where the rank waits. One rank "
             f"took another way than all others, once. Ask at most {QUESTIONS} times: case.ask(rank) for what a rank did "
             "last, case.ask(rank, n) for its n-th collective. Then case.accuse(rank, line): the rank, and the line by "
@@ -137,7 +138,8 @@ class Case:
         self.accusations += 1
         self.solved = (rank, line) == self.bug[:2]
         if self.solved:
-            print(fold(f"Solved with {self.questions} questions: in step {self.bug[2]} line {line} sent rank {rank} another way."))
+            how = f"in step {self.bug[2]} line {line} sent rank {rank} another way"
+            print(fold(f"Solved with {self.questions} questions: {how}."))
             progress.scored("hang-detective", self.questions, QUESTIONS, "questions", 0)
         elif rank == self.bug[0]:
             print("It was this rank, but another line. Which of its collectives is missing, beside the others'?")

@@ -22,7 +22,7 @@ BETWEEN = "|"  # ranks, in a line
 
 @dataclass(frozen=True)
 class Entry:
-    """A schedule with a name: ``actions`` is a list for each rank; ``message`` and ``backward`` count in forward passes."""
+    """A schedule: ``actions`` is a list for each rank; ``message`` and ``backward`` count in forward passes."""
 
     name: str
     actions: list
@@ -68,7 +68,8 @@ def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
     for text in filter(str.strip, lines.splitlines()):
         name, _, order = text.partition(":")
         try:
-            entries.append(Entry(name.strip(), _admitted(judge_puzzle.observe(order.split(BETWEEN))), message, backward))
+            actions = _admitted(judge_puzzle.observe(order.split(BETWEEN)))
+            entries.append(Entry(name.strip(), actions, message, backward))
         except Wrong as wrong:
             refused.append(fold(f"{name.strip()} does not take part. {_reason(wrong)}"))
     if not entries:
