@@ -130,7 +130,7 @@ for stages in (1, 2, 4):
     data = TensorDataset(*digits.load(torch.float64)[0])
     engine, *_ = dtlib.initialize(net, config, training_data=data)
     losses[stages] = [engine.train_batch().item() for _ in range(15)]
-    print(f"num_stages={stages}: layers {' '.join(net.layers)}; loss {losses[stages][-1]:.10f}")
+    print(f"{stages} stages: layers {' '.join(net.layers)}; last loss {losses[stages][-1]:.10f}")
     assert max(abs(a - b) for a, b in zip(losses[stages], losses[1], strict=True)) < 1e-12
 
 # %% [markdown] tags=["two-hours", "half-day"]
