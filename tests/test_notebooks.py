@@ -15,7 +15,6 @@ from tests.tracks import before, missing
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
 WITHOUT_ENGINES = ("07_schedule_puzzle_exercises", "09_data_input_exercises")
-LONGER = ()  # than 45 code cells and 1,600 words
 WIDEST_LINE = 100
 LONGEST_CELL = 20  # lines; "mostly": one in ten may be longer
 
@@ -58,7 +57,7 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
     assert all("half-day" in tags for tags in tagged if "two-hours" in tags), "the longer track has all of the shorter"
 
 
-@pytest.mark.parametrize("source", [s for s in SOURCES if s.stem not in LONGER], ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_notebook_is_no_longer_than_a_lecture(source):
     book = build.notebook(source, "learner")
     words = sum(len(cell.source.split()) for cell in book.cells if cell.cell_type == "markdown")

@@ -51,7 +51,7 @@ rows = [
 lab.table(rows, ("", "", "bytes per parameter"))
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** A model has 7.5 billion parameters. How many GB of them does each of 64 ranks hold, with data
+# **Predict.** A model has 7.5 billion parameters. How many GB of model states does each of 64 ranks hold, with data
 # parallelism? (A GB is 10⁹ bytes. A GiB, as `nvidia-smi` counts, is 2³⁰: 7 % more.)
 
 # %% tags=["two-hours", "half-day", "stub"]

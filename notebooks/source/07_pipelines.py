@@ -93,9 +93,9 @@ lab.predict("percentage-lost", {1: 75, 8: 27.3, 32: 8.6})
 # the *activations* of all of them, what a forward pass leaves for its backward pass. Eight, simulated and measured:
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
-ran = explorer.measure("GPipe", ranks=4, microbatches=8).simulation
-figures.picture({"GPipe, simulated": simulate(gpipe(4, 8)), "measured (EMULATED)": ran})
-assert ran.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
+eight = explorer.measure("GPipe", ranks=4, microbatches=8).simulation
+figures.picture({"GPipe, simulated": simulate(gpipe(4, 8)), "measured (EMULATED)": eight})
+assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The pattern is the simulated one. What is measured on top is overhead.
@@ -130,7 +130,7 @@ for stages in (1, 2, 4):
     data = TensorDataset(*digits.load(torch.float64)[0])
     engine, *_ = dtlib.initialize(net, config, training_data=data)
     losses[stages] = [engine.train_batch().item() for _ in range(15)]
-    print(f"num_stages={stages}: layers {' '.join(net.layers)}; loss {losses[stages][-1]:.10f}")
+    print(f"{stages} stages: layers {' '.join(net.layers)}; last loss {losses[stages][-1]:.10f}")
     assert max(abs(a - b) for a, b in zip(losses[stages], losses[1], strict=True)) < 1e-12
 
 # %% [markdown] tags=["two-hours", "half-day"]

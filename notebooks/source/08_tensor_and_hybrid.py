@@ -138,8 +138,8 @@ print(f"gelu(1) + gelu(1) = {gelu(one) + gelu(one):.4f}    gelu(1 + 1) = {gelu(t
 lab.read(plain.ParallelMLP)
 
 # %% [markdown]
-# Does it compute the same as one process, gradients included? X has 1,024 rows (the tokens of a batch) of 128 numbers in
-# float64, and there are 512 hidden features.
+# Does it compute the same as one process, gradients included? X has 1,024 rows (tokens) of 128 numbers in float64, and
+# there are 512 hidden features.
 #
 # **Predict.** How many `all_reduce`s does a rank call in a forward and a backward pass, together?
 
@@ -272,7 +272,7 @@ if comm.rank == 0:
 # %% [markdown]
 # The same in shards: `from_linear` and its like take a layer that is there, and keep this rank's shard.
 #
-# **Predict.** What fraction of the model's parameters does rank 0 of 4 hold, in percent? (Ten percent off will do.)
+# **Predict.** What fraction of the model's parameters does rank 0 of 4 hold, in percent?
 
 # %% tags=["stub"]
 lab.predict("percent-held", None)
@@ -375,7 +375,7 @@ for event in trace.events:
 figures.mesh(data=2, tensor=2)
 
 # %% [markdown]
-# **Predict.** With whom does rank 3 average its gradients? Write a list of ranks, rank 3 among them.
+# **Predict.** With whom does rank 3 average its gradients? Write a list, rank 3 among them.
 
 # %% tags=["stub"]
 lab.predict("averages-with-3", None)
