@@ -76,7 +76,7 @@ def machine():
         axes.text(left + 2.6, 0.83, "host: cores, memory, disk", ha="center", va="center")
     axes.plot([5.2, 6.4], [0.83, 0.83], color="0.45", lw=1.2)
     axes.text(5.8, 1.05, "network", ha="center", va="bottom", rotation=90)
-    axes.text(5.8, 2.7, "no wire", ha="center", va="center", rotation=90, color="0.45")
+    axes.text(5.8, 3.2, "no wire", ha="center", va="center", rotation=90, color="0.45")
     axes.set(xlim=(-0.15, 11.75), ylim=(-0.15, 4.5), aspect="equal")
     axes.axis("off")
     alt = "Two machines of four accelerators: thick wires inside a machine, thin ones to its host and beyond."
