@@ -344,6 +344,7 @@ comm.time_limit = 2  # seconds
 with tells_how_it_ended():
     if world.rank != 2:
         comm.barrier()
+comm.time_limit = 30  # as before
 
 # %% [markdown]
 # MPI cannot ask a rank that is stuck, so every rank writes down its last operation and line where the others can read it.
@@ -379,12 +380,13 @@ with tells_how_it_ended():
 
 # %%
 # %%px
-comm = dtlib.reset().comm
-theirs = torch.zeros(3)
+comm, theirs = dtlib.reset().comm, torch.zeros(3)
+comm.time_limit = 2
 with tells_how_it_ended():
     if world.rank < 2:
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(3), 1 - world.rank)
+comm.time_limit = 30
 
 # %% [markdown]
 # Nobody is absent: they wait in a circle. The cure is to start a send, receive, and then wait for the send, as every step of
@@ -395,26 +397,26 @@ with tells_how_it_ended():
 
 # %% tags=["stub"]
 # %%px
-comm = dtlib.reset().comm
-theirs = torch.zeros(1)
+comm, theirs = dtlib.reset().comm, torch.zeros(1)
+comm.time_limit = 2
 with tells_how_it_ended():
     if world.rank < 2:
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(1) * world.rank, 1 - world.rank)
 print(theirs)
-comm.time_limit = 30  # as before
+comm.time_limit = 30
 
 # %% tags=["solution"]
 # %%px
-comm = dtlib.reset().comm
-theirs = torch.zeros(1)
+comm, theirs = dtlib.reset().comm, torch.zeros(1)
+comm.time_limit = 2
 with tells_how_it_ended():
     if world.rank < 2:
         sending = comm.send(torch.ones(1) * world.rank, 1 - world.rank, async_op=True)
         comm.recv(theirs, 1 - world.rank)
         sending.wait()
 print(theirs)
-comm.time_limit = 30  # as before
+comm.time_limit = 30
 
 # %% [markdown]
 # With the usual limit a line below the cell says after three seconds whom everybody waits for; **Stop** ends the wait, and
