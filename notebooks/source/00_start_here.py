@@ -168,17 +168,17 @@ estimate = pi.Estimate(10**7, inside)
 if world.rank == 0:
     print(f"pi = {estimate.pi:.5f}, give or take {estimate.standard_error:.5f}")
 
+# %% [markdown] tags=["two-hours", "half-day"]
+# The same as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
+
+# %% tags=["two-hours", "half-day"]
+lab.mpiexec("pi_mpi4py.py", ranks=4)
+
 # %% [markdown]
 # ## Quiz
 
 # %% tags=["nbval-ignore-output"]
 lab.quiz("00")
-
-# %% [markdown] tags=["two-hours", "half-day"]
-# The same as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
-
-# %% tags=["two-hours", "half-day"]
-lab.mpiexec("../pi_mpi4py.py", ranks=4)
 
 # %% [markdown]
 # ## Summary

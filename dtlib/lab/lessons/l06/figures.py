@@ -76,7 +76,7 @@ def bars(groups: dict, unit: str = "bytes", published: dict | None = None, title
         if published:
             axes.plot([at - 0.45, at + 0.45], [published[stage]] * 2, color="black", lw=1.5)
             rows.append(["", "published", *[""] * len(KINDS), _in_unit(published[stage], unit)])
-    axes.set(ylabel=unit, title=title, ylim=(0, tallest * (1.6 if len(names) > 1 else 1.15)))
+    axes.set(ylabel=unit, title=title, ylim=(0, tallest * (1.75 if len(names) > 1 else 1.15)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(range(len(groups)), list(groups))
     _legend(figure, list(KINDS)[:3], "published" if published else None)
