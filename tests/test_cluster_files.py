@@ -9,6 +9,7 @@ import tomllib
 import pytest
 from traitlets.config import PyFileConfigLoader
 
+from dtlib import lab
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor
 from dtlib.lab.engines import starting, workshop
@@ -149,9 +150,12 @@ def test_the_page_names_every_script_and_profile():
     assert page.index("mpiexec -n 4 python notebooks/pi_mpi4py.py") < page.index("sbatch")
 
 
-def test_pi_in_plain_mpi4py():
+def test_pi_in_plain_mpi4py_as_a_notebook_starts_it(capsys, tmp_path):
     script = ROOT / "notebooks" / "pi_mpi4py.py"
     assert len([line for line in script.read_text().splitlines() if line.strip()]) <= 12
-    ran = launch.start_ranks([str(script)], 2, stdout=subprocess.PIPE, text=True)
-    said, _ = ran.communicate(timeout=60)
-    assert re.fullmatch(r"pi = 3\.14\d+ by 2 ranks\n", said)
+    lab.mpiexec(script, ranks=2)
+    assert re.fullmatch(r"pi = 3\.14\d+ by 2 ranks\n", capsys.readouterr().out)
+    (tmp_path / "fails.py").write_text("raise SystemExit('no points')")
+    with pytest.raises(DtlibError, match=r"fails\.py on 2 ranks ended with status 1"):
+        lab.mpiexec(tmp_path / "fails.py", ranks=2)
+    assert "no points" in capsys.readouterr().out

@@ -3,10 +3,25 @@
 import subprocess
 from pathlib import Path
 
+from dtlib.errors import DtlibError
+from dtlib.lab.engines import workshop
 from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, end_processes, with_descendants
 
 
 def mpiexec(script: str | Path, ranks: int) -> None:
-    """``mpiexec -n ranks python script``, with the mpiexec of this environment; prints what the ranks print."""
-    with start_ranks([str(script)], ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        print(running.communicate(timeout=60)[0].strip())
+    """``mpiexec -n ranks python script``, with this environment's mpiexec; prints what the ranks print. Stop ends it.
+
+    ``script`` is a path, or the name of a program of the course, such as ``pi_mpi4py.py`` in ``notebooks``.
+
+    Raises:
+        DtlibError: for a program that does not end well.
+    """
+    script = script if Path(script).exists() else workshop.folder() / "notebooks" / script
+    process = start_ranks([str(script)], ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        print(process.communicate()[0].strip())
+    finally:
+        end_processes(with_descendants(Process.of(process.pid)) if process.poll() is None else [])
+    if process.returncode:
+        raise DtlibError(f"{Path(script).name} on {ranks} ranks ended with status {process.returncode}: see above.")
