@@ -25,6 +25,7 @@ ANSWERS = {
 }
 FIRST_NOTEBOOK = "notebooks/lectures/00_start_here.ipynb"
 HANGS = "# press Stop"  # the cell in which ranks wait until somebody stops them
+KILLS = "signal.SIGKILL"  # the cell in which one dies
 SCREENSHOTS = os.environ.get("DTLIB_SCREENSHOTS")  # a folder that gets a picture after every cell
 
 
@@ -98,6 +99,8 @@ def run_active_cell(page, number: int) -> None:
         errors = cell.locator("[data-mime-type='application/vnd.jupyter.stderr']")  # errors too are shown as this
         if HANGS in text:
             assert "Interrupted on ranks 0, 1, 3" in errors.first.inner_text()
+        elif KILLS in text:
+            assert "Rank 2 was ended by signal 9 (Killed)" in cell.inner_text()
         else:
             assert errors.count() == 0, errors.first.inner_text()
 
@@ -232,8 +235,8 @@ def test_lesson_00_cell_by_cell(page, address):
     assert re.search(r"rank 0 \| I am rank 0 of 4\nrank 1 \| I am rank 1 of 4", text)
     assert "You predicted 28, and it came out as 28: right." in text
     assert "Passed: first-sum." in text
-    # The reduced sum, on every rank; and once more, after the hang and dtlib.reset().
-    assert len(re.findall(r"ranks 0 to 3 \| tensor\(6\)", text)) == 2
+    # The reduced sum, on every rank; once more after the hang and dtlib.reset(), and on new ranks after a death.
+    assert len(re.findall(r"ranks 0 to 3 \| tensor\(6\)", text)) == 3
     assert re.search(r"rank 0 \| pi = 3\.14\d+, give or take 0\.0005", text)
     assert page.locator(".jp-Notebook .jp-OutputArea-output img").count() == 1  # the darts
 

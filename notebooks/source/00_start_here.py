@@ -168,6 +168,36 @@ estimate = pi.Estimate(10**7, inside)
 if world.rank == 0:
     print(f"pi = {estimate.pi:.5f}, give or take {estimate.standard_error:.5f}")
 
+# %% [markdown]
+# ## For the curious: a rank dies
+#
+# Processes die: somebody kills them, a machine fails, memory is full. Here rank 2 kills itself as `kill -9` would, while
+# the others wait for it. **Predict**: what becomes of ranks 0, 1 and 3? Then run the cell and read the sentence.
+
+# %% tags=["raises-exception", "nbval-ignore-output"]
+# %%px
+import os
+import signal
+
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+world.comm.barrier()
+
+# %% [markdown]
+# MPI ends all ranks of a world in which one dies. The new ones know none of the names that the old ones had, so what you need
+# is run again. Go on:
+
+# %%
+# %%px
+import dtlib
+import torch
+
+world = dtlib.init()
+print(world.comm.all_reduce(torch.tensor(world.rank)))
+
+# %% [markdown]
+# Training can go on after a death, too, even without those that are dead: [lesson 11b](11b_faults.ipynb) has a button for it.
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # The same as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
 
