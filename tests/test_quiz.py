@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 QUIZZES = quiz.quizzes()
 QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
-LESSONS = "00 01 02 03 04 05 06 07 08 08b 09 10 11 11b".split()
+LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,13 @@ would have it. So ranks can be out of step for a while before anybody waits, and
 
 import random
 import textwrap
+from collections import Counter
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks import progress
 from dtlib.lab.tables import WIDEST, fold
 
-RANKS, QUESTIONS, ACCUSATIONS = 16, 10, 3
+RANKS, FEWEST, QUESTIONS, ACCUSATIONS = 16, 2, 10, 3
 PROGRAM = """\
  1  for step in range({steps}):
  2      batch = next(batches, None)
@@ -75,21 +76,57 @@ def ended(sequences: list[list], tensor: int) -> list[int]:
     return done
 
 
+def bugs(steps: int, every: int) -> list[tuple]:
+    """All (rank, line, step) that may be planted."""
+    saves = [step for step in range(steps - 1) if step % every == every - 1]
+    # Line 6 in a step that does not save would do as line 7 does: nobody could tell them apart.
+    return [
+        (rank, line, step) for rank in range(RANKS) for line in LEFT_OUT
+        for step in (saves if line in (6, 8) else range(1, steps - 1))
+    ]  # fmt: skip
+
+
+def where_ranks_stand(steps: int, every: int, tensor: int, bug: tuple | None) -> list[tuple]:
+    """For each rank how many collectives have ended, and the (step, line) of the one in which it waits, or None."""
+    made = [calls(rank, steps, every, bug) for rank in range(RANKS)]
+    return [(done, own[done] if done < len(own) else None) for done, own in zip(ended(made, tensor), made, strict=True)]
+
+
 class Case:
     """A hang, and how often one may still ask."""
 
     def __init__(self, name: str):
         draw = random.Random(f"hang detective: {' '.join(name.lower().split())}")
         self.name, self.questions, self.accusations, self.solved = name, 0, 0, False
+        self._draw(draw)
+        while not FEWEST <= self._questions_needed() <= QUESTIONS:
+            self._draw(draw)
+
+    def _draw(self, draw: random.Random) -> None:
         self.steps, self.every, self.tensor = draw.randint(6, 9), draw.choice((2, 3, 4)), draw.choice((2, 4, 8))
-        saves = [step for step in range(self.steps - 1) if step % self.every == self.every - 1]
         line = draw.choice(list(LEFT_OUT))
-        # Line 6 in a step that does not save would do as line 7 does: nobody could tell them apart.
-        step = draw.choice(saves if line in (6, 8) else range(1, self.steps - 1))
-        self.bug = draw.randrange(RANKS), line, step
+        self.bug = draw.choice([bug for bug in bugs(self.steps, self.every) if bug[1] == line])
         self.sequences = [calls(rank, self.steps, self.every, self.bug) for rank in range(RANKS)]
         self.ended = ended(self.sequences, self.tensor)
         self.lost = set(draw.sample(range(RANKS), 10))  # ranks of whose timeline nothing is left
+
+    def _questions_needed(self) -> int:
+        """How many ranks one has to ask what they did last, each time the one whose answer leaves the fewest cases open."""
+        said = {
+            bug: where_ranks_stand(self.steps, self.every, self.tensor, bug) for bug in bugs(self.steps, self.every)
+        }
+        kept = [rank for rank in range(RANKS) if rank not in self.lost]
+
+        def rows(bug):
+            return [(said[bug][rank][0], said[bug][rank][1] is None) for rank in kept]
+
+        left, asked = [bug for bug in said if rows(bug) == rows(self.bug)], 0
+        while len({bug[:2] for bug in left}) > 1:
+            best = min(
+                range(RANKS), key=lambda rank: sum(n * n for n in Counter(said[bug][rank] for bug in left).values())
+            )
+            left, asked = [bug for bug in left if said[bug][best] == said[self.bug][best]], asked + 1
+        return asked
 
     def text(self) -> str:
         program = PROGRAM.format(steps=self.steps, every=self.every, last=self.every - 1)
@@ -98,9 +135,9 @@ class Case:
             f"The case of {self.name}. {RANKS} ranks, SIMULATED: rank = {self.tensor} data + tensor. Ranks with the "
             "same data share `tensor`, those with the same tensor share `data`. All have run this, and stand still:",
             "# is a collective that has ended, ? is where the rank waits. One rank "
-            f"took another way than all others, once. Ask at most {QUESTIONS} times: case.ask(rank) for what a rank did "
-            "last, case.ask(rank, n) for its n-th collective. Then case.accuse(rank, line): the rank, and the line by "
-            "which it took another way.",
+            f"took another way than all others, once. Ask at most {QUESTIONS} times: case.ask(rank) for what a rank "
+            "did last, case.ask(rank, n) for its n-th collective. Then case.accuse(rank, line): the rank, and the line "
+            "by which it took another way.",
         )
         return "\n\n".join([textwrap.fill(head, WIDEST), program, "\n".join(rows), textwrap.fill(foot, WIDEST)])
 
