@@ -350,6 +350,39 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     picture(other, "last")
 
 
+FAULTS = "from dtlib.lab.lessons.l11b import fault_lab; fault_lab.fault_lab(3)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_button_kills_a_rank_and_the_curve_goes_on(page, address, course_folder):
+    """Lesson 11b's lab: by each of the recoveries, of which the curves stay."""
+    write_notebook(course_folder / FIRST_NOTEBOOK, [FAULTS])
+    open_notebook(page, address, course_folder / FIRST_NOTEBOOK)
+    lab = Cell(page, 0).cell
+    lab.locator("select").wait_for(timeout=60_000)
+    names = {
+        "commit": ("commit and restore in memory", "Rank 1 has died: 2 ranks are left, and go on."),
+        "shrink": ("shrink and go on", "Rank 1 has died: 2 ranks are left, and go on."),
+        "checkpoint": ("start all again from the checkpoint", "It starts again on 3 ranks, from the last checkpoint."),
+    }
+    for short, (name, sentence) in names.items():
+        lab.locator("select").select_option(label=name)
+        lab.get_by_role("button", name="start a training").click()
+        button = lab.get_by_role("button", name="kill rank 1")
+        page.wait_for_function("b => !b.disabled", arg=button.element_handle(), timeout=120_000)
+        button.click()
+        lab.locator(f"text={sentence}").wait_for(timeout=60_000)
+        lab.locator("text=The training has ended, after step 60 of 60.").wait_for(timeout=120_000)
+        lab.locator(f"td:text-is('{name}')").wait_for(timeout=10_000)
+        lab.scroll_into_view_if_needed()
+        picture(page, f"faults-{short}")
+    rows = [row.split("\t") for row in lab.locator("table").last.inner_text().splitlines()[1:]]
+    ranks = {row[0]: row[2] for row in rows}
+    assert [ranks[name] for name, _ in names.values()] == ["3 -> 2", "3 -> 2", "3 -> 3"]
+    assert all(float(row[1]) > 0 for row in rows), "seconds from the kill to the next good step"
+
+
 TORCHS_DDP = """%%px
 import os, torch, dtlib.backend
 from torch import distributed as dist, nn

@@ -151,29 +151,40 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
     assert not cluster.run("h1", ["squeue", "--noheader"]), "the job outlives its notebook"
 
 
+# It says who it is, and then is `dtlib train` with the arguments that it was given.
 PROGRAM = """
-import os, socket, torch, dtlib
+import runpy, socket, torch, dtlib
 world = dtlib.init()
 total = world.comm.all_reduce(torch.tensor(world.rank + 1.0)).item()
 print("rank", world.rank, world.node, world.local_rank, socket.gethostname(), total, flush=True)
+runpy.run_module("dtlib", run_name="__main__")
 """
+TINY = {
+    "workload": {"model": "mlp"}, "run": {"steps": 3}, "train_batch_size": 24,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}  # fmt: skip
 
 
 @needs_slurm
-@pytest.mark.parametrize("job", ["slurm", "torchrun"])
-def test_a_batch_script_runs_a_program_on_all_nodes(cluster, tmp_path, job):
+@pytest.mark.parametrize("job", ["slurm", "torchrun", "mpiexec"])
+def test_a_batch_script_trains_on_all_nodes(cluster, tmp_path, job):
     """The script is the course's, filled in for this cluster; here Python is at home elsewhere than in the course."""
-    render = runpy.run_path(str(ROOT / "cluster_profiles" / "render.py"))["render"]
+    module = runpy.run_path(str(ROOT / "cluster_profiles" / "render.py"))
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     as_root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     prepare = f"export PYTHONPATH={ROOT} {as_root} GLOO_SOCKET_IFNAME=wire"
     site = tomllib.loads((ROOT / "cluster_profiles" / "site.toml").read_text())
     site |= {"ranks_a_node": 2, "course": str(tmp_path), "prepare": prepare, "interface": "wire"}
-    (tmp_path / "job.sh").write_text(render(job, ["program.py"], site))
+    site |= {"hosts": ["h1", "h2"], "ssh": str(cluster.agent())}
+    train = ["train", "vision", "--config=tiny.json", "--json=result.json", *module["TRAIN"].get(job, [])]
+    (tmp_path / "job.sh").write_text(module["render"](job, ["program.py", *train], site))
     output = tmp_path / "output"
     command = ["sbatch", "--wait", f"--output={output}", str(tmp_path / "job.sh")]
+    if job == "mpiexec":
+        command = ["sh", "-c", f"bash {tmp_path / 'job.sh'} > {output} 2>&1"]
     try:
         cluster.run("h1", command, timeout=120)
     except RuntimeError as problem:
@@ -183,3 +194,5 @@ def test_a_batch_script_runs_a_program_on_all_nodes(cluster, tmp_path, job):
         [str(rank), str(rank // 2), str(rank % 2), "10.0"] for rank in range(4)
     ]
     assert {host for *_, host, _ in said[:2]} != {host for *_, host, _ in said[2:]}
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["ranks"], result["steps"], len(result["losses"])) == (4, 3, 3)

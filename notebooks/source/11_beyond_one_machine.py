@@ -285,6 +285,34 @@ figures.modelled(large, "ms", "All-reduce of 4 GB", form=".0f", log=True)
 # A network between machines also tends to have fast and slow hops: then one reduces inside each machine first, and
 # between machines with one rank of each.
 #
+# ## Two hosts, measured
+#
+# No model this time: two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are namespaces of one
+# machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest all-reduce.
+
+# %%
+measured = figures.slow_network()
+
+# %% tags=["stub"]
+lab.predict("fastest-of-two-hosts", {"4 kB": None, "4 MB": None})
+
+# %% tags=["solution"]
+lab.predict("fastest-of-two-hosts", {"4 kB": "recursive_doubling", "4 MB": "recursive_doubling"})
+
+# %%
+lab.table(*figures.milliseconds_of(measured, "all-reduce"))
+
+# %% [markdown]
+# The ring sends the fewest bytes, and is not the fastest here: it crosses between the hosts six times, one after another,
+# and doubling once. And a backward pass (EMULATED: 64 layers that sleep for 4 ms each) whose gradients, 2 MiB, leave in 2, 8 or 64 buckets, after it
+# or meanwhile:
+
+# %%
+lab.table(*figures.milliseconds_of(measured, "backward pass"))
+
+# %% [markdown]
+# **Discuss.** Which of it does the model of lesson 03 foretell? What do 64 buckets pay for, and what can 2 not hide?
+#
 # ## Your first job: a checklist
 #
 # 1. It runs on the laptop on 2 ranks, from the command line, without a notebook.

@@ -1,5 +1,6 @@
 """The figures of lesson 11, each with its text. What is measured is solid and filled, a model dashed and hollow."""
 
+import json
 import runpy
 
 from dtlib.lab.colours import RANK_COLOURS
@@ -13,6 +14,24 @@ def job_script(name: str, program: list[str]) -> str:
 
     render = runpy.run_path(str(workshop.folder() / "cluster_profiles" / "render.py"))["render"]
     return render(name, program)
+
+
+def slow_network() -> dict[str, dict[str, float]]:
+    """Seconds on two hosts that are far apart, by what was done and how (measured by benchmarks/slow_network.py)."""
+    from dtlib.lab.engines import workshop
+
+    found = {}
+    for row in json.loads((workshop.folder() / "data" / "slow_network.json").read_text()):
+        what, how = row["case"].split(": ")
+        found.setdefault(what, {row["peer"]: row["peer_seconds"]})[how] = row["ours_seconds"]
+    return found
+
+
+def milliseconds_of(measured: dict, what: str) -> tuple[list, tuple]:
+    """Rows and headers of a table: a row each way, a column for all that begins with these words."""
+    columns = [name for name in measured if name.startswith(what)]
+    rows = [(how, *(round(1e3 * measured[name][how]) for name in columns)) for how in measured[columns[0]]]
+    return rows, ("", *(f"{name}: ms" for name in columns))
 
 
 @shown

@@ -8,6 +8,11 @@ def _rounds() -> dict:
     return {name: collectives.rounds("all_reduce", name, 1024) for name in ("ring", "rabenseifner")}
 
 
+def _fastest(measured: dict) -> dict:
+    ways = {size: measured[f"all-reduce of {size}"] for size in ("4 kB", "4 MB")}
+    return {size: min(seconds, key=seconds.get) for size, seconds in ways.items()}
+
+
 PREDICTIONS = {
     "amdahl": Prediction(
         came=lambda: {"4 ranks": scaling.amdahl(0.1, 4), "any number": 10.0},
@@ -25,6 +30,14 @@ PREDICTIONS = {
     "rounds-of-1024": Prediction(
         came=_rounds,
         hint={"ring": "2 (N - 1): all the way round, twice.", "rabenseifner": "It halves log2 N times, and doubles."},
+    ),
+    "fastest-of-two-hosts": Prediction(
+        came=_fastest,
+        choices=("ring", "tree", "recursive_doubling", "rabenseifner"),
+        hint={
+            "4 kB": "Only messages between the hosts take time here: who has the fewest of them, one after another?",
+            "4 MB": "Bytes between the hosts take time, and so does each crossing: how often has each way to wait for one?",
+        },
     ),
     # The exercises
     "limit-of-amdahl": Prediction(
