@@ -68,6 +68,11 @@ for on_ranks in zip(*lab.values("shown"), strict=True):
 headers = ("collective", "", *(f"rank {rank}" for rank in range(4)))
 lab.table(rows, headers, align="llrrrr")
 
+# %%
+from dtlib.lab.lessons.l03 import figures
+
+figures.collectives()
+
 # %% [markdown] tags=["half-day"]
 # `reduce` leaves the others as they were; `all_reduce` gives the result to all. Look at `reduce_scatter`: rank r has the sum
 # of everybody's chunk r, and nothing else. Put `all_gather` after it, and every rank has all sums: **a reduce-scatter and an

@@ -280,3 +280,14 @@ lab.check("hangs")
 # - Give `watch(hang_3, seconds=10)` and press Stop. What does the cell say, and what brings the ranks back?
 # - Make `my_all_reduce` go both ways round at once, half of the tensor each way. Does the check still pass?
 # - How would your ring do a *maximum* instead of a sum? And a mean?
+
+# %% [markdown]
+# ## The hang detective
+#
+# A case of your own, by your name: sixteen ranks stand still. Ten questions, then accuse a rank and a line:
+# `case.ask(5)`, `case.ask(5, 3)`, `case.accuse(5, 7)`.
+
+# %%
+from dtlib.lab.lessons.l03 import detective
+
+case = detective.case("your name")

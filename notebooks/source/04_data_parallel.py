@@ -31,7 +31,13 @@ comm = world.comm
 # A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be shared out: give
 # every rank an equal slice, and the mean of their gradients is the gradient of the batch. **That is data parallelism: every
 # rank has the whole model and a slice of the batch.** Only gradients travel.
-#
+
+# %%
+from dtlib.lab.lessons.l04 import figures
+
+figures.data_parallelism()
+
+# %% [markdown] tags=["two-hours", "half-day"]
 # Our net tells handwritten digits apart, in float64, so that no mistake can hide behind rounding.
 
 # %% tags=["two-hours", "half-day"]

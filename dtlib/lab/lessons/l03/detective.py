@@ -111,10 +111,9 @@ class Case:
         self.lost = set(draw.sample(range(RANKS), 10))  # ranks of whose timeline nothing is left
 
     def _questions_needed(self) -> int:
-        """How many ranks one has to ask what they did last, each time the one whose answer leaves the fewest cases open."""
-        said = {
-            bug: where_ranks_stand(self.steps, self.every, self.tensor, bug) for bug in bugs(self.steps, self.every)
-        }
+        """How many ranks one has to ask what they did last, each time the one that leaves the fewest cases open."""
+        mesh = self.steps, self.every, self.tensor
+        said = {bug: where_ranks_stand(*mesh, bug) for bug in bugs(self.steps, self.every)}
         kept = [rank for rank in range(RANKS) if rank not in self.lost]
 
         def rows(bug):

@@ -34,5 +34,5 @@ from dtlib.training.run import train
 # %% [markdown]
 # ## So far
 #
-# A pipeline sends little, and waits. What you did by hand is a number in a config. Afterwards: the puzzle's next
+# A pipeline sends little, and waits. What you did by hand is a config. Afterwards: the puzzle's next
 # level, and [pi and speed-up](../../lectures/02_pi.ipynb).
