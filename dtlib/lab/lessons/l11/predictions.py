@@ -36,7 +36,7 @@ PREDICTIONS = {
         choices=("ring", "tree", "recursive_doubling", "rabenseifner"),
         hint={
             "4 kB": "Only messages between the hosts take time here: who has the fewest of them, one after another?",
-            "4 MB": "Bytes between the hosts take time, and so does each crossing: how many are there, one after another?",
+            "4 MB": "Bytes between the hosts take time, and so does each crossing: how many, one after another?",
         },
     ),
     # The exercises
