@@ -2,8 +2,8 @@
 # # 07 The schedule puzzle
 #
 # Order the work of a pipeline by hand: 4 stages, one a rank, and 8 micro-batches. The first levels take twenty minutes in all; the third
-# is for a quiet evening. No engines are needed: a check simulates your order, draws it, and compares its time with par, the shortest
-# that there is. At par it passes; above it you see your score. Check again for the next hint.
+# is for a quiet evening. No engines are needed before the duel at the end: a check simulates your order, draws it, and compares its
+# time with par, the shortest that there is. At par it passes; above it you see your score. Check again for the next hint.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
@@ -163,3 +163,32 @@ lab.check("schedule-puzzle-4")
 # - What is the shortest time with one activation? With two it is 51: can you find that order?
 # - Let the backward pass take three times as long as the forward pass: `simulate(one_f_one_b(4, 8), backward=3)`. Is 1F1B still as fast as
 #   GPipe? Is any order faster?
+
+# %% [markdown]
+# ## The duel
+#
+# Now with a price on messages: each takes half a forward pass, and no par is known. At most 4 activations; `F` and `B`, or `F`, `I` and `W`.
+# `duel.line` makes an order one line, for the class to collect. (`lab.scores()` shows your best at the levels above.)
+
+# %%
+from dtlib.lab.lessons.l07 import duel
+
+duel.line("me", puzzle_2)
+
+# %% [markdown]
+# Paste the lines of all below. The two that are there take four micro-batches at a time, and two.
+
+# %%
+four, two = "F0-3 B0-3 F4-7 B4-7", "F0-1 B0-1 F2-3 B2-3 F4-5 B4-5 F6-7 B6-7"
+lines = f"""
+Ann: {four} | {four} | {four} | {four}
+Ben: {two} | {two} | {two} | {two}
+"""
+winner = duel.rank(lines, message=0.5)
+
+# %% [markdown]
+# And does it win on ranks as well? Beside 1F1B and ZB-H1, with EMULATED stages and network:
+
+# %% tags=["nbval-ignore-output"]
+lab.engines(4)
+duel.run(winner)
