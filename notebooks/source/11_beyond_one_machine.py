@@ -290,9 +290,6 @@ figures.modelled(large, "ms", "All-reduce of 4 GB", form=".0f", log=True)
 # No model this time: two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are namespaces of one
 # machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest all-reduce.
 
-# %%
-measured = figures.slow_network()
-
 # %% tags=["stub"]
 lab.predict("fastest-of-two-hosts", {"4 kB": None, "4 MB": None})
 
@@ -300,12 +297,13 @@ lab.predict("fastest-of-two-hosts", {"4 kB": None, "4 MB": None})
 lab.predict("fastest-of-two-hosts", {"4 kB": "recursive_doubling", "4 MB": "recursive_doubling"})
 
 # %%
+measured = figures.slow_network()
 lab.table(*figures.milliseconds_of(measured, "all-reduce"))
 
 # %% [markdown]
 # The ring sends the fewest bytes, and is not the fastest here: it crosses between the hosts six times, one after another,
-# and doubling once. And a backward pass (EMULATED: 64 layers that sleep for 4 ms each) whose gradients, 2 MiB, leave in 2, 8 or 64 buckets, after it
-# or meanwhile:
+# and doubling once. And a backward pass (EMULATED: 64 layers that sleep for 4 ms each) whose gradients, 2 MiB, leave in 2, 8
+# or 64 buckets, after it or meanwhile:
 
 # %%
 lab.table(*figures.milliseconds_of(measured, "backward pass"))
