@@ -18,6 +18,9 @@ comm = world.comm
 # %% [raw]
 # 03_collectives
 
+# %%
+# %px comm = dtlib.reset().comm;
+
 # %% [raw]
 # 04_data_parallel
 
