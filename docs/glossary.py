@@ -14,7 +14,7 @@ TERMS = {
     "all-gather": ("a collective: each rank's piece, put together on every rank", "03"),
     "all-reduce": ("a collective: the sum (or mean, ...) of all ranks' arrays, on every rank", "03"),
     "Amdahl": ("whose law says that the part that stays serial limits the speed-up", "11"),
-    "asynchronous": ("an operation that has started and is waited for later", "07"),
+    "asynchronous": ("an operation that has started and is waited for later", "07b"),
     "bandwidth": ("bytes a second, once a message flows", "03"),
     "broadcast": ("a collective: one rank's array, on every rank", "03"),
     "bubble": ("time in which a pipeline's rank has nothing to do", "07"),

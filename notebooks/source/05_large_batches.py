@@ -324,17 +324,9 @@ for batch in (256, 384, 512):
 # Where warm-up was found to help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
 
 # %% tags=["half-day"]
-import csv
-from pathlib import Path
-
-
-def published(name):
-    return list(csv.DictReader((Path("..", "..", "data") / name).open(newline="")))
-
-
 rows = [
     (row["table"], row["batch"], row["setting"], row["top1_error_pct"], row["sd"])
-    for row in published("goyal2017.csv")
+    for row in lab.published("goyal2017.csv")
 ]
 title = "P. Goyal et al., arXiv:1706.02677: error in % on ImageNet, standard deviation of 5 runs"
 lab.table(rows, ("table", "batch", "setting", "error", "sd"), title)
@@ -355,7 +347,7 @@ lab.table(rows, ("table", "batch", "setting", "error", "sd"), title)
 rows = [
     (r["network"], r["train_SB"], r["train_LB"], f"{r['test_SB']} ± {r['test_SB_sd']}",
      f"{r['test_LB']} ± {r['test_LB_sd']}")
-    for r in published("keskar2017_table2.csv")
+    for r in lab.published("keskar2017_table2.csv")
 ]
 headers = ("network", "train, small", "train, large", "test, small batch", "test, large batch")
 title = "N. S. Keskar et al., arXiv:1609.04836, table 2 (small: 256; large: 10 % of the data; Adam)"
