@@ -37,7 +37,8 @@ SETTINGS = {
     "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header"],
 }
 BESIDE = (
-    "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md"
+    "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md",
+    "instructor/discussions.md",
 )  # fmt: skip
 # What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""
@@ -54,6 +55,7 @@ def lay_out(source: Path) -> None:
         (source / kind).mkdir()
     for path in sorted((notebooks / "solutions").glob("*.ipynb")):
         shutil.copy(path, source / ("solutions" if path.stem.endswith("_exercises") else "lectures"))
+    shutil.copytree(notebooks / "workshop", source / "workshop", ignore=shutil.ignore_patterns(".*"))
     contents = "\n## Slides\n\n" + " · ".join(
         f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.lectures()
     )
@@ -69,6 +71,10 @@ def lay_out(source: Path) -> None:
     for kind in ("lectures", "exercises", "solutions"):
         pages = "\n".join(f"{kind}/{path.stem}" for path in sorted((source / kind).glob("*.ipynb")))
         contents += f"\n```{{toctree}}\n:hidden:\n:caption: {kind.capitalize()}\n\n{pages}\n```\n"
+    pages = "\n".join(
+        path.relative_to(source).with_suffix("").as_posix() for path in sorted((source / "workshop").rglob("*.*"))
+    )
+    contents += f"\n```{{toctree}}\n:hidden:\n:caption: Short tracks\n\n{pages}\n```\n"
     (source / "start.md").write_text((notebooks / "start.md").read_text() + contents)
 
 

@@ -1,6 +1,7 @@
-"""Wrong answers, and what to say: ``python -m docs.instructor`` writes docs/instructor/wrong_answers.md.
+"""What an instructor has beside the lessons: ``python -m docs.instructor`` writes two pages in docs/instructor.
 
-From the plausible wrong answers of the tests, as they were recorded on ranks, and the hints that the checks give.
+wrong_answers.md: from the plausible wrong answers of the tests, as they were recorded on ranks, and the checks' hints.
+discussions.md: from the lessons' quizzes, the question that is for all, and what may be said to it.
 """
 
 import functools
@@ -8,11 +9,13 @@ import re
 from pathlib import Path
 
 from dtlib.lab.checks.checks import judge_rounds
+from dtlib.lab.checks.quiz import quizzes
 from dtlib.lab.checks.registry import HOMES
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
 
 FILE = Path(__file__).parent / "instructor" / "wrong_answers.md"
+DISCUSSIONS = FILE.with_name("discussions.md")
 HEAD = """# Wrong answers, and what to say
 
 Made by `python -m docs.instructor` from the wrong answers of the tests: these are the mistakes that come. On the left
@@ -56,6 +59,15 @@ def page() -> str:
     return text
 
 
+def discussions() -> str:
+    """The page of questions to discuss, as Markdown."""
+    rows = [(quiz.name, quiz.discuss, quiz.answer) for quiz in quizzes().values() if quiz.discuss]
+    head = "# Questions to discuss\n\nOne a lesson, last in its quiz, and what may be said to it.\n"
+    return head + "".join(
+        f"\n## Lesson {name}\n\n**{asks}**\n\n{' '.join(says.split())}\n" for name, asks, says in rows
+    )
+
+
 def _in_short(text: str) -> str:
     return text if len(text) <= 110 else text[:107].rsplit(" ", 1)[0] + " ..."
 
@@ -67,4 +79,5 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     FILE.write_text(page(), encoding="utf-8")
+    DISCUSSIONS.write_text(discussions(), encoding="utf-8")
     print(f"{FILE}: {page().count(chr(10) + '| ')} lines")

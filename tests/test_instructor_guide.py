@@ -82,6 +82,7 @@ def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):
 def test_wrong_answers_and_what_to_say_are_those_of_the_tests():
     page = instructor.page()
     assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m docs.instructor"
+    assert instructor.DISCUSSIONS.read_text(encoding="utf-8") == instructor.discussions()
     known = [exercise for exercise in HOMES if f"\n### {exercise}\n" in page]
     assert len(known) >= 27 and page.count("\n| ") > 150
 

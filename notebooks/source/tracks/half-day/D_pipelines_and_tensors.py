@@ -25,6 +25,9 @@ from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, simulate
 # %% [raw]
 # 07_schedule_puzzle_exercises
 
+# %%
+from dtlib.lab.lessons.l08 import figures
+
 # %% [raw]
 # 08_tensor_and_hybrid
 
