@@ -6,7 +6,7 @@ import sys
 import nbformat
 import pytest
 
-from dtlib.lab import build
+from dtlib.lab import build, tracks
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
@@ -61,8 +61,8 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_notebook_is_no_longer_than_a_lecture(source):
     book = build.notebook(source, "learner")
-    words = sum(len(cell.source.split()) for cell in book.cells if cell.cell_type == "markdown")
-    assert len(code_cells(book)) <= 45 and words <= 1600, (len(code_cells(book)), words)
+    found = len(code_cells(book)), tracks.words(book.cells)
+    assert found[0] <= 45 and found[1] <= 1600, found
 
 
 @pytest.fixture(scope="module")

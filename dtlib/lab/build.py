@@ -28,6 +28,7 @@ import nbformat
 
 from dtlib.lab import navigation, tracks
 from dtlib.lab.engines import workshop
+from dtlib.lab.tables import fold
 from dtlib.lab.tracks import TRACKS
 
 PREDICTIONS_CAME = "from dtlib.lab.checks import predictions\npredictions.all_right()"
@@ -122,6 +123,8 @@ def _clean(output) -> None:
                 text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "localhost", text)
         return text
 
+    if "traceback" in output:
+        output["traceback"] = [fold(line) for line in output["traceback"]]
     if "text" in output:
         output["text"] = cleaned(output["text"])
     output.get("metadata", {}).clear()

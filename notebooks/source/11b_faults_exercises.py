@@ -13,7 +13,7 @@ from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 # %%px
 import dtlib
 import torch
-import torch._dynamo  # takes seconds, and the first optimizer would import it in the middle of a check
+import torch._dynamo  # takes seconds, which the first optimizer would take within a check
 from dtlib.lab.lessons.l11b.simulated_death import shrunk
 from dtlib.recovery.shrink import failure_of_a_rank
 from torch.nn.functional import cross_entropy
