@@ -121,7 +121,7 @@ undisturbed = alone({"steps": fault_lab.STEPS})[1]
 figures.compare(histories, undisturbed)
 
 # %% [markdown]
-# Left, all three lie on the undisturbed curve: the global batch has stayed. Right, the price in seconds. Is it really the same?
+# Above, all three lie on the undisturbed curve: the global batch has stayed. Below, the price in seconds. Is it really the same?
 
 # %%
 def furthest_off(events):
