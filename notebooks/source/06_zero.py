@@ -504,7 +504,7 @@ folder = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
 checkpoint.save(folder, engine.module, engine.optimizer, comm)
 unbroken = steps(engine, 5, 10)
 if comm.rank == 0:
-    print("Saved:", *sorted(path.name for path in Path(folder).iterdir()))
+    print("Saved:", *sorted(path.name.partition("-")[0] for path in Path(folder).iterdir()))
 
 # %%
 # %%px
