@@ -70,6 +70,7 @@ def test_a_config_whose_section_bf16_is_a_copy_of_fp16():
         read({"train_batch_size": 16, "bf16": {"hysteresis": 0}}, 2)
 
 
+@pytest.mark.slow
 def test_a_pipeline_for_deepspeed(tmp_path):
     flag = config(tmp_path, train_micro_batch_size_per_gpu=6)
     two = losses("deepspeed_pipeline", tmp_path, 2, flag)
@@ -82,6 +83,7 @@ def test_a_program_for_horovod(tmp_path):
     assert two == pytest.approx(losses("horovod_digits", tmp_path, 1, "--batch-size=16"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_program_for_torch(tmp_path):
     two = losses("torch_ddp", tmp_path, 2, torchrun=True)
     assert two == pytest.approx(losses("torch_ddp", tmp_path, 1, torchrun=True), rel=1e-5)
