@@ -10,6 +10,7 @@ another one they tell one another what they have noted, and free what all of its
 
 import itertools
 import weakref
+from contextlib import suppress
 
 import numpy as np
 
@@ -63,14 +64,19 @@ def alive() -> int:
 
 
 def _receive_strays(key) -> bool:
-    """Take in what nobody will ask for; True while some of it is still on its way."""
+    """Take in what nobody will ask for; True while some of it is still on its way.
+
+    Of a communicator that was revoked, as one of its ranks has died, nothing more comes: it is never freed.
+    """
     from mpi4py import MPI
 
     status, handle, under_way = MPI.Status(), _handles[key], _arriving.setdefault(key, [])
-    while message := handle.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-        under_way.append(message.Irecv(np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)))
-    under_way[:] = [request for request in under_way if not request.Test()]
-    return bool(under_way)
+    with suppress(MPI.Exception):
+        while message := handle.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            under_way.append(message.Irecv(np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)))
+        under_way[:] = [request for request in under_way if not request.Test()]
+        return bool(under_way)
+    return True
 
 
 def exchange(link, said: list):
