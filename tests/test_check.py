@@ -94,7 +94,7 @@ def ring_by_split(comm, tensor):
     return collectives_wrong.ring(comm, tensor, torch.tensor_split(tensor, comm.size))
 
 
-@on_ranks(1, 2, 3, 4, slow=(1, 2, 4))
+@on_ranks(1, 2, 3, 4, slow=(1, 2, 4), time_limit=150)
 def test_right_answers_pass(world):
     import torch
 
