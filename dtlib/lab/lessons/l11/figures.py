@@ -67,6 +67,7 @@ def beyond(measured: dict, model, most: int, title: str):
     axes.plot(list(gains), list(gains.values()), color=RANK_COLOURS[0], marker="o", markersize=8, label="measured")
     _powers_of_two(axes, powers)
     axes.set(yscale="log", xlabel="ranks", ylabel="speed-up", title=title, ylim=(0.8, 1.5 * max(model(most), 4)))
+    _plain_numbers(axes)
     axes.legend()
     rows = [(n, f"{gains[n]:.2f}" if n in gains else "", f"{model(n):.2f}") for n in sorted({*powers, *gains})]
     alt = f"{title}: speed-up against ranks, measured on {', '.join(map(str, gains))}, beyond them a dashed model."
@@ -76,8 +77,6 @@ def beyond(measured: dict, model, most: int, title: str):
 @shown
 def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool = False):
     """Curves of a model alone: dashed and hollow. ``series`` maps a name to a dict of ranks and values."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     powers = list(next(iter(series.values())))
     figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
@@ -85,15 +84,22 @@ def modelled(series: dict, ylabel: str, title: str, form: str = ".0%", log: bool
     _powers_of_two(axes, powers)
     axes.set(xlabel="ranks", ylabel=ylabel, title=title, yscale="log" if log else "linear")
     if log:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _plain_numbers(axes)
     else:
         axes.set_ylim(0, None)
     axes.legend()
     rows = [(n, *(format(points[n], form) for points in series.values())) for n in powers]
     alt = f"{title}: {ylabel} against ranks, by a model, a dashed line each for {', '.join(series)}."
     return figure, alt, Table(rows, ("ranks", *series), title)
+
+
+def _plain_numbers(axes) -> None:
+    """1, 2, 5 and 10 on an axis of powers, not 10 with a small exponent."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _modelled(axes, xs, ys, number: int, name: str) -> None:
