@@ -375,7 +375,7 @@ def test_a_button_kills_a_rank_and_the_curve_goes_on(page, address, course_folde
         button.click()
         lab.locator(f"text={sentence}").wait_for(timeout=60_000)
         lab.locator("text=The training has ended, after step 60 of 60.").wait_for(timeout=120_000)
-        lab.locator(f"td:text-is('{name}')").wait_for(timeout=10_000)
+        lab.locator(f"td:text-is('{name}')").last.wait_for(timeout=10_000)
         lab.scroll_into_view_if_needed()
         picture(page, f"faults-{short}")
     rows = [row.split("\t") for row in lab.locator("table").last.inner_text().splitlines()[1:]]
