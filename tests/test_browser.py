@@ -243,6 +243,26 @@ def test_lesson_00_cell_by_cell(page, address):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_tracks_notebook_from_the_first_cell_to_the_last(page, address):
+    """Under Run All, from the start page: nobody answers, and it comes to its end without an error."""
+    page.goto(address)
+    page.locator(".jp-MarkdownViewer a", has_text="four ranks and a sum").click(timeout=60_000)
+    page.locator(".jp-Notebook a", has_text="B Average").first.click(timeout=60_000)
+    page.locator(".jp-Notebook h1", has_text="B Average the gradients").wait_for(timeout=60_000)
+    notebook = page.locator(".jp-NotebookPanel:visible")
+    notebook.locator(".jp-NotebookPanel-toolbar >> text=Python 3").wait_for(timeout=60_000)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    last = notebook.locator(".jp-CodeCell").last.element_handle()
+    page.wait_for_function("c => /\\[\\d+\\]/.test(c.innerText)", arg=last, timeout=200_000)
+    picture(page, "track")
+    text = "\n".join(notebook.locator(".jp-OutputArea-output").all_text_contents())
+    assert "Not yet: hook-mend" in text and "Error" not in text
+    assert notebook.locator(".jp-OutputArea-output img").count() >= 3
+
+
+@pytest.mark.slow
 def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_path):
     """In a clone, of which git sees no change afterwards."""
     if subprocess.run(["git", "clone", "-q", "--shared", ROOT, tmp_path / "clone"]).returncode:

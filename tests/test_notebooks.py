@@ -10,7 +10,7 @@ from dtlib.lab import build, tracks
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
-from tests.tracks import before, missing
+from tests.tracks import missing
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")
@@ -140,21 +140,6 @@ def test_solutions_print_what_is_stored(workshop_with_ranks, stem):
     solution_prints_what_is_stored(stem, workshop_with_ranks)
 
 
-def cells_of(book, track):
-    return [cell for cell in code_cells(book) if track in cell.metadata.get("tags", [])]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_the_cells_of_a_track_need_no_others(source):
-    """Every name that they use is defined by them, on the side where they run."""
-    for track in build.TRACKS:
-        stems = [*before(track, source.stem), source.stem]
-        books = [build.notebook(source.with_stem(stem), "solved") for stem in stems]
-        whole = [cell.source for book in books for cell in code_cells(book)]
-        cells = [cell.source for book in books for cell in cells_of(book, track)]
-        assert not missing(cells, whole), track
-
-
 def test_a_cell_that_a_track_lacks_is_noticed():
     setup, here, there = "import dtlib\nfrom dtlib import lab", "x = 1", "%%px\ny = 2\ndef f(): return y"
     answer = "%%px\nexplained = {}"
@@ -180,13 +165,3 @@ def test_a_learners_notebook_passes_under_run_all_and_reveals_nothing(workshop_w
     outputs = [str(output) for cell in code_cells(book) for output in cell.outputs]
     assert any("Predict first" in output for output in outputs)
     assert not [output for output in outputs if "it came out as" in output or "Passed:" in output]
-
-
-@pytest.mark.slow
-def test_the_cells_of_a_short_track_run_without_the_others(workshop_folder, monkeypatch):
-    """The one that leaves out most of its notebook, as values and not only names must be there."""
-    shutil.copytree(ROOT / "data", workshop_folder / "data")
-    book = build.notebook(ROOT / "notebooks" / "source" / "03_collectives.py", "solved")
-    book.cells = cells_of(book, "two-hours")
-    monkeypatch.chdir(workshop_folder)
-    build.execute(book, workshop_folder / "notebooks")

@@ -11,11 +11,6 @@ import symtable
 
 from dtlib.lab.checks.registry import EXERCISES
 
-# Sources whose cells of a track stand in one notebook, in this order. The others are a notebook each.
-TOGETHER = {
-    "two-hours": [("03_collectives", "04_data_parallel", "04_data_parallel_exercises")],
-    "half-day": [("04_data_parallel", "04_data_parallel_exercises")],
-}
 GIVEN = {*dir(builtins), "get_ipython", "display", "__name__"}
 BOTH = ("notebook", "ranks")
 
@@ -64,11 +59,6 @@ def texts_for_lab(statement: ast.stmt):
             pushed = {argument.arg for argument in call.keywords} if called == "lab.push" else set()
             texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
             yield called, texts, pushed
-
-
-def before(track: str, stem: str) -> tuple[str, ...]:
-    """The sources whose cells come before those of this one, in the same notebook of a track."""
-    return next((stems[: stems.index(stem)] for stems in TOGETHER[track] if stem in stems), ())
 
 
 def missing(cells: list[str], whole: list[str]) -> list[str]:

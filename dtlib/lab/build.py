@@ -82,9 +82,7 @@ def _lead_on(book, source: Path, version: str) -> None:
     title, _, text = first.source.partition("\n")
     first.source = f"{title}\n\n{links}\n{text}"
     anew = f"\n\n{navigation.ANEW}" if version == "learner" else ""
-    tags = [tag for tag in first.metadata.get("tags", []) if tag in TRACKS]
-    foot = nbformat.v4.new_markdown_cell(f"---\n\n{links}{anew}", id=f"{source.stem}-foot", metadata={"tags": tags})
-    book.cells.append(foot)
+    book.cells.append(nbformat.v4.new_markdown_cell(f"---\n\n{links}{anew}", id=f"{source.stem}-foot"))
 
 
 def start_page(root: Path) -> str:

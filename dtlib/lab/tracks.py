@@ -1,10 +1,10 @@
 """The short tracks: notebooks of their own, put together from cells of the lessons.
 
 A source in ``notebooks/source/tracks/two-hours`` has its own opening, set-up and summary. A raw cell in it names a
-lesson, and in its place come the cells of that lesson that carry the track's tag, but for its title and its set-up:
+lesson, and in its place come the cells of that lesson that carry the track's tag:
 
     tracks/two-hours/B_average.py       # %% [raw]                    the cells of 04_data_parallel that are
-                                        # 04_data_parallel     ->     tagged "two-hours", from its first heading on
+                                        # 04_data_parallel     ->     tagged "two-hours"
 
 ``minutes`` says how long a class takes for such a notebook. The track's run-sheet (``run_sheet.toml`` beside the
 sources) has the minutes that it is given, one sentence to say, what fails in the room, how one sees that all are with
@@ -23,7 +23,7 @@ TRACKS = ("two-hours", "half-day")
 WORDS_A_MINUTE = 200
 MINUTES_A_CELL = 0.75
 MINUTES_A_PREDICTION = 0.5
-_LABELS = {"say": "Say", "fails": "What fails", "seen": "All are with you when", "late": "Twenty minutes late"}
+_LABELS = {"say": "Say", "fails": "What fails", "seen": "All are with you when", "late": "Late by twenty minutes"}
 _LINES_SHOWN = re.compile(r"(?:, lines |, )(\d+) to (\d+)")
 
 
@@ -37,23 +37,13 @@ def cells(source: Path, version: str) -> list:
     for cell in jupytext.read(source).cells:
         if cell.cell_type == "raw":
             lesson = source.parents[2] / f"{cell.source.strip()}.py"
-            found += [cell for cell in _after_the_set_up(jupytext.read(lesson).cells) if track in _tags(cell)]
+            found += [cell for cell in jupytext.read(lesson).cells if track in cell.metadata.get("tags", [])]
         else:
             found.append(cell)
     for cell in found:
         if cell.cell_type == "markdown":
             cell.source = _moved(cell.source, "../../.." if version == "solved" else "../..")
     return found
-
-
-def _tags(cell) -> list[str]:
-    return cell.metadata.get("tags", [])
-
-
-def _after_the_set_up(lesson: list) -> list:
-    """From the first heading below the title on."""
-    headings = (at for at, cell in enumerate(lesson) if cell.cell_type == "markdown" and "## " in cell.source[:4])
-    return lesson[next(headings) :]
 
 
 def _moved(text: str, top: str) -> str:
@@ -113,11 +103,5 @@ def run_sheet_page(root: Path, track: str) -> str:
         what = f"[{row['what']}]({name}.ipynb)" if name else row["what"]
         rows += [f"## {began // 60}:{began % 60:02d} {what} ({row['minutes']} minutes)", ""]
         began += row["minutes"]
-        labels = {
-            "say": "Say",
-            "fails": "What fails",
-            "seen": "All are with you when",
-            "late": "Late by twenty minutes",
-        }
-        rows += [f"- **{label}:** {row[key]}" for key, label in labels.items() if row.get(key)] + [""]
+        rows += [f"- **{label}:** {row[key]}" for key, label in _LABELS.items() if row.get(key)] + [""]
     return "\n".join([*rows, f"Ends at {began // 60}:{began % 60:02d}.", ""])

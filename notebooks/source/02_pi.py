@@ -9,10 +9,10 @@
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 import math
 import time
 

@@ -12,10 +12,10 @@
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px
 import dtlib
 import torch

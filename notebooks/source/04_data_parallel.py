@@ -14,10 +14,10 @@
 # **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches, the size of buckets and a template
 # of TensorFlow are in the appendix, [04b](04b_data_parallel_appendix.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch

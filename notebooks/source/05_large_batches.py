@@ -12,7 +12,7 @@
 #
 # **You need** lesson 04, or to know that data parallelism averages the gradients of all ranks.
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %%

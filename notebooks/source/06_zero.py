@@ -1,4 +1,4 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 06 ZeRO
 #
 # Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You share them out, one
@@ -13,10 +13,10 @@
 # **You need** [03 Collectives](03_collectives.ipynb) (reduce_scatter, all_gather) and the first half of [04 Data
 # parallelism](04_data_parallel.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px --local
 import dtlib
 import torch

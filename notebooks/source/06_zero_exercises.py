@@ -1,4 +1,4 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 06 ZeRO: exercises
 #
 # Five exercises: *predict* bytes (five minutes), *mend* a stage 2 that saves nothing (five minutes), *build* sharded Adam (thirty
@@ -8,7 +8,7 @@
 # **You need** the lecture [06 ZeRO](../lectures/06_zero.ipynb). Answers:
 # [solutions](../solutions/06_zero_exercises.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %%

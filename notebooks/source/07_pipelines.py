@@ -1,4 +1,4 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 07 Pipelines
 #
 # Ninety minutes. You cut a model between its layers and put the stages on different ranks. At first all ranks but one
@@ -15,10 +15,10 @@
 # **You need** [03 Collectives](03_collectives.ipynb) (send, recv) and the first half of [04 Data
 # parallelism](04_data_parallel.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px --local
 import dtlib
 import torch

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # # 07 The schedule puzzle
 #
 # Order the work of a pipeline by hand: 4 stages, one a rank, and 8 micro-batches. The first levels take twenty minutes in all; the third
@@ -8,7 +8,7 @@
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
 
-# %% tags=["two-hours", "half-day"]
+# %%
 from dtlib import lab  # no dtlib? Kernel > Change Kernel
 
 # %%

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 08 Tensor and hybrid parallelism
 #
 # One hour. You cut single layers over ranks, count what then has to travel, and put data, pipeline and tensor
@@ -13,10 +13,10 @@
 # **You need** [03 Collectives](03_collectives.ipynb), [04 Data parallelism](04_data_parallel.ipynb), and for the second
 # half of the mesh [06 ZeRO](06_zero.ipynb) and [07 Pipelines](07_pipelines.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 # %%px --local
 import dtlib
 import torch

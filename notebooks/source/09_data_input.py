@@ -13,10 +13,10 @@
 #
 # **You need** lesson 00, and to know what a batch is.
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 import tempfile
 import time
 from pathlib import Path

@@ -12,16 +12,16 @@
 #
 # **You need** [04 Data parallelism](04_data_parallel.ipynb) and the table of stages in [06 ZeRO](06_zero.ipynb).
 
-# %% tags=["two-hours", "half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 import json
 
 from dtlib.lab.lessons.l10 import figures
 from dtlib.training.run import CONFIGS
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px
 from tempfile import mkdtemp
 

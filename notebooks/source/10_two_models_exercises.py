@@ -1,4 +1,4 @@
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # # 10 Two real models: exercises
 #
 # Four exercises: *predict* GPUs (one minute), *choose* a config that fits (ten minutes), *mend* a run that two ranks make no
@@ -7,10 +7,10 @@
 # **You need** the lecture [10 Two real models](../lectures/10_two_models.ipynb). Answers:
 # [solutions](../solutions/10_two_models_exercises.ipynb).
 
-# %% tags=["half-day", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
-# %% tags=["half-day"]
+# %%
 # %%px
 import dtlib
 import torch
