@@ -216,12 +216,22 @@ def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
-    for guess, refused in ((28, False), (27, True), (None, True)):
+    claim = nbformat.v4.new_code_cell("assert lab", metadata={"tags": ["claim"]})
+    for guess, refused in ((28, False), (27, True)):
         cell = nbformat.v4.new_code_cell(f"from dtlib import lab\nlab.predict('sum-for-eight', {guess})")
-        book = nbformat.v4.new_notebook(cells=[cell])
+        book = nbformat.v4.new_notebook(cells=[cell, claim])
         if refused:
             with pytest.raises(CellExecutionError, match="Not as predicted: sum-for-eight"):
                 build.execute(book, tmp_path, refuse=True)
         else:
             build.execute(book, tmp_path, refuse=True)
             assert len(book.cells) == 1 and "right" in book.cells[0].outputs[0]["text"]
+
+
+def test_what_the_text_claims_of_a_run_is_asserted_at_the_build_alone():
+    source = next(source for source in SOURCES if source.stem == "02_pi")
+    plain, checked = (build.notebook(source, "solved", claims=claims) for claims in (False, True))
+    kept = [cell for cell in checked.cells if "claim" not in cell.metadata.get("tags", [])]
+    assert [(cell.id, cell.source) for cell in kept] == [(cell.id, cell.source) for cell in plain.cells]
+    claims = [cell.source for cell in checked.cells if cell not in kept]
+    assert len(claims) == 2 and all(source.startswith("assert ") for source in claims)

@@ -14,7 +14,8 @@ The links at a notebook's head and foot, and the minutes on the start page (from
 
 Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
 after the error of one with ``raises-exception`` Run All goes on; ``two-hours`` and ``half-day`` name the tracks that a
-cell belongs to (without one: the two-day course).
+cell belongs to (without one: the two-day course). A ``claim`` stands in neither: it runs when the solutions are built,
+and asserts what the text says of a run's times, so that no output is stored beside words that it does not bear out.
 """
 
 import re
@@ -32,7 +33,8 @@ from dtlib.lab.tables import fold
 from dtlib.lab.tracks import TRACKS
 
 PREDICTIONS_CAME = "from dtlib.lab.checks import predictions\npredictions.all_right()"
-TAGS = {"solution", "stub", "nbval-ignore-output", "raises-exception", *TRACKS}
+CLAIM = "claim"
+TAGS = {"solution", "stub", CLAIM, "nbval-ignore-output", "raises-exception", *TRACKS}
 LEFT_OUT = {"learner": "solution", "solved": "stub"}
 
 
@@ -54,22 +56,29 @@ def target(source: Path, version: str) -> Path:
     return source.parents[1] / ("solutions" if version == "solved" else kind) / f"{source.stem}.ipynb"
 
 
-def notebook(source: Path, version: str):
+def notebook(source: Path, version: str, claims: bool = False):
     """The learner's or the solved version of a source, not executed. The same source gives the same bytes."""
     book = jupytext.read(source)
     cells = tracks.cells(source, version) if _is_of_a_track(source) else book.cells
-    book.cells = [cell for cell in cells if LEFT_OUT[version] not in cell.metadata.get("tags", [])]
-    for number, cell in enumerate(book.cells):
-        unknown = set(cell.metadata.get("tags", [])) - TAGS
-        if unknown:
+    left_out = {LEFT_OUT[version]} if claims else {LEFT_OUT[version], CLAIM}
+    book.cells = [cell for cell in cells if not left_out & _tags(cell)]
+    number = 0
+    for cell in book.cells:
+        if unknown := _tags(cell) - TAGS:
             raise ValueError(f"{source.name}, cell {number}: unknown tags {sorted(unknown)}; known are {sorted(TAGS)}.")
-        cell.id = f"{source.stem}-{number:02d}"
+        is_claim = CLAIM in _tags(cell)
+        cell.id = f"{source.stem}-{number:02d}" + "-claim" * is_claim
+        number += not is_claim
     _lead_on(book, source, version)
     book.metadata = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     return book
+
+
+def _tags(cell) -> set[str]:
+    return set(cell.metadata.get("tags", []))
 
 
 def _lead_on(book, source: Path, version: str) -> None:
@@ -92,22 +101,24 @@ def start_page(root: Path) -> str:
 
 
 def execute(book, folder: Path, refuse: bool = False) -> None:
-    """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only.
+    """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only; no claims.
 
     Raises:
         CellExecutionError: for a cell that fails; with ``refuse`` also where a prediction did not come as predicted.
     """
     from nbclient import NotebookClient
 
-    if refuse:  # a last cell that is not kept
-        book.cells.append(nbformat.v4.new_code_cell(PREDICTIONS_CAME))
-    NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     if refuse:
-        book.cells.pop()
+        book.cells.append(nbformat.v4.new_code_cell(PREDICTIONS_CAME, metadata={"tags": [CLAIM]}))
+    NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    book.cells = [cell for cell in book.cells if CLAIM not in _tags(cell)]
     book.metadata.pop("widgets", None)
-    for cell in book.cells:
+    for number, cell in enumerate(tracks.code(book.cells), 1):
         cell.metadata.pop("execution", None)
-        for output in cell.get("outputs", []):
+        cell.execution_count = number
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output.execution_count = number
             _clean(output)
 
 
@@ -139,7 +150,7 @@ def main() -> None:
         if wanted and not wanted & {source.stem, source.parent.name}:
             continue
         for version in ("learner", "solved"):
-            book, path = notebook(source, version), target(source, version)
+            book, path = notebook(source, version, claims=version == "solved"), target(source, version)
             path.parent.mkdir(parents=True, exist_ok=True)
             if version == "solved":
                 began = time.monotonic()

@@ -306,12 +306,15 @@ model = {
     for name, seconds in measured.items()
 }
 lab.pictures.costs(measured, model, title="EMULATED network, measured, and the model")
-tolerance = 0.4  # Python's own time, and naps of ranks that wait
-for name in ("tree", "recursive_doubling", "ring"):
-    for n, seconds in measured[name].items():
-        assert abs(seconds / model[name][n] - 1) < tolerance, (name, n)
+off = max(
+    abs(seconds / model[name][n] - 1)
+    for name in ("tree", "recursive_doubling", "ring") for n, seconds in measured[name].items()
+)
+print(f"Tree, doubling and ring are within {off:.0%} of the model.")
+
+# %% tags=["claim"]
+assert off < 0.4  # Python's own time, and naps of ranks that wait
 assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
-print(f"Tree, doubling and ring are within {tolerance:.0%} of the model.")
 
 # %% [markdown]
 # Two numbers, measured on two ranks, predict four ranks and three algorithms. The naive one is faster than its model: this

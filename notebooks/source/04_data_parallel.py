@@ -354,6 +354,8 @@ lab.pictures.timeline("inline")
 lab.pictures.timeline("thread")
 with_hooks, with_thread = (Timeline(lab.values(name)) for name in ("inline", "thread"))
 print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
+
+# %% tags=["two-hours", "half-day", "claim"]
 assert with_thread.end < with_hooks.end
 
 # %% [markdown]

@@ -95,6 +95,7 @@ lab.predict("percentage-lost", {1: 75, 8: 27.3, 32: 8.6})
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 eight = explorer.measure("GPipe", ranks=4, microbatches=8).simulation
 figures.picture({"GPipe, simulated": simulate(gpipe(4, 8)), "measured (EMULATED)": eight})
+# %% tags=["two-hours", "half-day", "claim"]
 assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -389,7 +390,9 @@ runs = {name: explorer.measure(name, ranks=4, microbatches=8) for name in explor
 figures.picture({f"{name}, measured": run.simulation for name, run in runs.items()})
 for name, run in runs.items():
     assert run.peaks == four[name].peak_activations
-    assert run.simulation.makespan > four[name].makespan
+
+# %% tags=["claim"]
+assert all(run.simulation.makespan > four[name].makespan for name, run in runs.items())
 
 # %% [markdown]
 # ## Explore

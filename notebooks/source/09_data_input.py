@@ -95,6 +95,8 @@ print(f"decoding takes {1e6 * decoded / 1920:.0f} us a sample,", end=" ")
 print(f"reading it as a record {1e6 * copied / 1920:.1f} us")
 print(f"raw {sum(len(part) for sample in raw for part in sample):,} bytes,", end=" ")
 print(f"binary {sum(record.nbytes for record in records):,} bytes")
+
+# %% tags=["claim"]
 assert copied < decoded
 
 # %% [markdown]
@@ -230,6 +232,8 @@ pace = {
 }
 for name, used in pace.items():
     print(f"{name}: {used}")
+
+# %% tags=["half-day", "claim"]
 assert pace["the fast one"].au < pace["the slow one"].au
 
 # %% [markdown]

@@ -108,6 +108,8 @@ weak = {k: seconds_on(k, k * 5 * 10**8) for k in (1, 2, 3, 4)}
 # %% tags=["nbval-ignore-output"]
 strong, weak = lab.values("strong")[0], lab.values("weak")[0]
 figures.scaling(strong, weak, usable_cores())
+
+# %% tags=["claim"]
 assert strong[4] < 2 * strong[1]
 
 # %% [markdown]
@@ -159,6 +161,8 @@ emulated = {k: emulated_job(k) for k in (1, 2, 3, 4)}
 emulated = lab.values("emulated")[0]
 title = "A tenth is serial (EMULATED); dashed: Amdahl"
 figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, title)
+
+# %% tags=["claim"]
 assert 2.5 < emulated[1] / emulated[4] < 3.2
 
 # %% [markdown]
