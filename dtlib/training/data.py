@@ -1,4 +1,7 @@
-"""Batches for this rank: a slice of the data set, reshuffled for every epoch, alike on all ranks."""
+"""Batches for this rank: a slice of the data set, reshuffled for every epoch, alike on all ranks.
+
+DeepSpeed's own loader keeps the order of the first epoch, so from the second one on its losses are others.
+"""
 
 from itertools import islice
 
