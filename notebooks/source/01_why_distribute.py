@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 01 Why distribute
 #
-# Forty-five minutes. Why do people spread training over many processors? Because a model does not fit on one, or
-# because training on one takes too long. You compute both, see four ways to divide the work, and put nineteen claims on
-# trial.
+# Forty-five minutes. People spread training over many processors because a model does not fit on one, or because
+# training on one takes too long. You compute both, see four ways to divide the work, and put nineteen claims on trial.
 #
 # **Questions.** What is too large, and what too slow? In how many ways can training be divided? Which numbers can you
 # believe?
@@ -132,10 +131,10 @@ lab.predict("from-29-hours-to-72-seconds", {"processors": None, "speed": None})
 lab.predict("from-29-hours-to-72-seconds", {"processors": 256, "speed": 1450})
 
 # %% [markdown]
-# Faster than linear? The processors differ (in 16 bits a V100 computes several times faster than a P100), and so do
-# libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920. And the title of
-# the last row's paper says 74.7 seconds, not 72. Such rows, measured by different people under different rules, show
-# what was reached. They show no *efficiency*.
+# This looks faster than linear. But the processors differ (in 16 bits a V100 computes several times faster than a
+# P100), and so do libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920.
+# And the title of the last row's paper says 74.7 seconds, not 72. Such rows, measured by different people under
+# different rules, show what was reached. They show no *efficiency*.
 #
 # ## Question the number: Megatron
 #

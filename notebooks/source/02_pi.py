@@ -290,9 +290,9 @@ for active in (1, 2, 4):
 lab.pictures.ladder(rungs)
 
 # %% [markdown]
-# Where did the speed come from? Most of it from one core used well; ranks multiply what one core does. This order is
-# a habit worth having: first make one process fast, then add processes. Many processes of a slow program are an
-# expensive way to be slow.
+# Most of the speed comes from one core used well; ranks multiply what one core does. This order is a habit worth
+# having: first make one process fast, then add processes. Many processes of a slow program are an expensive way to be
+# slow.
 
 # %% [markdown]
 # ## An article's claims on trial

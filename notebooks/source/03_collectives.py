@@ -138,8 +138,8 @@ for name in ("naive", "tree"):
 # ## The ring
 #
 # A gradient may have a billion numbers. Then bytes count: a rank that handles whole arrays again and again holds up the
-# others. In the ring all ranks send all the time, but little. Cut the array into as many chunks as there are ranks. In
-# every step each rank sends one chunk to its right neighbour and receives one from its left.
+# others. In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are
+# ranks. In every step each rank sends one chunk to its right neighbour and receives one from its left.
 #
 # - **Reduce-scatter**, N - 1 steps on N ranks: add what comes to your own chunk, and pass on the sum. Then each rank
 #   has one complete chunk.
