@@ -223,5 +223,5 @@ lab.quiz("00")
 #   closing its tab is not enough.
 #
 # **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
-# `lab.engines(restart=True)`, then the cells from the top, as names on the ranks are gone. `lab.panel()` opens a panel on
-# the right that shows what each rank does, with a Reset button.
+# `lab.engines(restart=True)`, then run the cells from the top, because all names on the ranks are gone. `lab.panel()`
+# opens a panel on the right that shows what each rank does, with a Reset button.

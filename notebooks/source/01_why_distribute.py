@@ -347,7 +347,7 @@ lab.quiz("01")
 #
 # ## References
 #
-# - J. Kaplan et al.: Scaling laws for neural language models. arXiv:2001.08361, 2020 (6 P operations a token).
+# - J. Kaplan et al.: Scaling laws for neural language models. arXiv:2001.08361, 2020 (6 P operations per token).
 # - D. Amodei and D. Hernandez: AI and compute. OpenAI, 2018.
 # - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021, table 2.
 # - M. Yamazaki et al.: Yet another accelerated SGD: ResNet-50 training on ImageNet in 74.7 seconds. arXiv:1903.12650, 2019.

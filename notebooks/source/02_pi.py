@@ -357,15 +357,15 @@ lab.read(workshop_folder() / "notebooks" / "pi.R")
 #     sudo apt-get install --no-install-recommends libopenmpi-dev
 #     /usr/bin/mpiexec --oversubscribe -n 4 Rscript notebooks/pi.R 1e7
 #
-# Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop is another Open MPI: an MPI
-# program must be started by the MPI that it was built with.
+# Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop belongs to another Open MPI:
+# an MPI program must be started by the MPI that it was built with.
 #
 # What is the same: each rank takes its slice of the points (`start` is our `slice_of`), draws its own random numbers,
 # counts in blocks, and one `allreduce` adds the counts. What differs is where the random numbers come from. R's
 # generator (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers,
-# so that no two ranks ever use the same numbers. But now the points depend on who draws them: 1, 2 and 4 ranks throw
-# different points. Each result is right within its standard error, and none can be checked against another to the last
-# point.
+# so that no two ranks ever use the same numbers. But now the points depend on which rank draws them: 1, 2 and 4 ranks
+# throw different points. Each result is right within its standard error, and none can be checked against another to the
+# last point.
 
 # %% [markdown]
 # ## Quiz

@@ -210,7 +210,7 @@ def golf(comm, x, y):
 lab.check("byte-golf")
 
 # %% [markdown]
-# The solution is below par, and far from the end. Ideas, each with its price:
+# The solution is below par, and far from the best. Some ideas, each at a price:
 #
 # - Fewer parameters: no hidden layer at all? A layer that all ranks draw from the same seed, and never train, needs no
 #   bytes.
@@ -222,5 +222,5 @@ lab.check("byte-golf")
 # ## If you have time
 #
 # - Let `MyDataParallel` start each bucket with `async_op=True` and wait for all at the end. Does the check still pass?
-# - Make it a subclass that works from hooks. Which rule about the order of buckets do you need?
+# - Write a version of it that works from hooks. Which rule about the order of buckets do you need?
 # - Run the check with `lab.engines(2)`. Which mistakes would two ranks have hidden?

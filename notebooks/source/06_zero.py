@@ -615,8 +615,8 @@ assert operations.count("all_gather") == 6 and operations.count("reduce_scatter"
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: the values, the bytes held and sent, the order of the gathers. Not shown: speed. On GPUs use
-# FSDP2 or DeepSpeed; there, how much of a gather hides behind computing decides what stage 3 costs.
+# Seen here, and true there: the values, the bytes held and sent, the order of the gathers. Not shown: speed. On GPUs
+# use FSDP2 or DeepSpeed; there the cost of stage 3 depends on how much of each gather hides behind computation.
 #
 # **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you take, and what
 # would you measure first?

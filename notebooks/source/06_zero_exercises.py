@@ -126,8 +126,8 @@ lab.check("zero2-mend")
 # - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters that one process would have on the mean of
 #   all ranks' gradients. Every parameter has a gradient.
 #
-# 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides by `comm.size`. Let each
-#    `parameter.data` be a view of it.
+# 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides evenly by `comm.size`. Let
+#    each `parameter.data` be a view of it.
 # 2. This rank's shard of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
 # 3. A step: `reduce_scatter` of flat gradients, AdamW on this rank's shard, `all_gather` of the new values.
 #
