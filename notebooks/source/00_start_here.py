@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 00 Start here
 #
-# Ten minutes. You start four processes, run a line of Python on all of them, let them add up numbers, bring them to a halt
-# and back, and throw darts at a circle with them.
+# Ten minutes. You start four processes, run a line of Python on all of them, let them add up numbers, make them hang
+# and free them again, and let them throw darts at a circle.
 #
 # **Questions.** What is a rank? Where does a cell run? How do ranks work together?
 #
@@ -18,12 +18,12 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# A row is a rank. Each has a process id of its own: ranks share no memory. The last column says when torch (PyTorch, the
-# library for deep learning that this course uses) has been imported; you can go on meanwhile.
+# Each row is a rank. Each rank has its own process id: ranks share no memory. The last column says whether torch
+# (PyTorch, the library for deep learning that this course uses) has been imported. You need not wait for it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# This notebook is one more process: five Pythons. A cell runs here; a cell that starts with `%%px` runs on every rank
-# instead. **Predict:** each rank prints its own number. Will you see 1 to 4, or others?
+# This notebook is a fifth process. A plain cell runs here; a cell that starts with `%%px` runs on every rank instead.
+# **Predict:** each rank prints its own number. Will you see 1 to 4, or other numbers?
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -33,7 +33,7 @@ world = dtlib.init()
 print("I am rank", world.rank, "of", world.size)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Ranks count from 0. All four ran the same line; what differs is `world.rank`, and all that is computed from it.
+# Ranks are numbered from 0. All four ran the same lines; only `world.rank` differs, and what is computed from it.
 #
 # **Predict.** Now `x` gets a value on every rank, then another one in the notebook. What will the second cell show?
 
@@ -51,17 +51,17 @@ lab.values("x")
 # One name, five values. `lab.values` brings those of the ranks here, in rank order.
 
 # %% [markdown]
-# One program, many ranks, different data: this style is called SPMD. If a name is missing on one side, the error tells you
-# on which side it is. Try it later: print `world` without `%%px`.
+# One program, many ranks, different data: this style is called SPMD (*single program, multiple data*). If a name is
+# missing on one side, the error tells you on which side it is. Try it later: print `world` without `%%px`.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
 #
-# `world.comm` is a *communicator*: through it a rank exchanges messages with the others. Operations for which all ranks meet
-# are *collectives*. One is `all_reduce`: it adds the numbers of all ranks, and gives *every* rank the sum.
+# `world.comm` is a *communicator*: through it a rank exchanges messages with the others. A *collective* is an operation
+# that all ranks do together. One is `all_reduce`: it adds the numbers of all ranks and gives *every* rank the sum.
 
 # %% [markdown]
-# In data parallelism, the commonest way to train on many GPUs, those numbers are gradients.
+# In data parallelism, the most common way to train on many GPUs, those numbers are gradients.
 #
 #     rank 0   0 \                  / 6   rank 0
 #     rank 1   1  \                /  6   rank 1
@@ -70,7 +70,7 @@ lab.values("x")
 #     rank 3   3 /                  \ 6   rank 3
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** Each rank holds its own number. What is the sum for eight ranks? Replace `None`.
+# **Predict.** Each rank holds its own number. What is the sum over eight ranks? Replace `None`.
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("sum-for-eight", None)
@@ -79,7 +79,7 @@ lab.predict("sum-for-eight", None)
 lab.predict("sum-for-eight", 28)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Your turn.** Where the comment stands, call `world.comm.all_reduce(total)`. Then run the check, which looks at `total` on
+# **Your turn.** Replace the comment with `world.comm.all_reduce(total)`. Then run the check, which looks at `total` on
 # all ranks.
 
 # %% tags=["two-hours", "half-day", "stub"]
@@ -102,14 +102,15 @@ print(total)
 lab.check("first-sum")
 
 # %% [markdown]
-# If it said *not yet*, it also said on which rank, what it expected and what came. Mend the cell and check again.
+# If the check said *not yet*, it also said on which rank, what it expected and what it found. Mend the cell and check
+# again.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## When ranks hang
 #
-# A collective needs all ranks. If one does not come, the others wait: the program *hangs*. It will happen to you, so try it
-# now. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a line below
-# says whom everybody waits for, then press **Stop**, the square above.
+# A collective needs all ranks. If one does not come, the others wait: the program *hangs*. It will happen to you, so
+# try it now. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a
+# line below says which rank is missing, then press **Stop**, the square above.
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
@@ -129,11 +130,11 @@ except dtlib.DtlibError as error:
 world.comm.time_limit = 30
 
 # %% [markdown]
-# No line of this code is wrong in itself. Each rank notes where it is, so the others can say whom they wait for, and in
-# which line it was last. (Without Stop the cell ends by itself after ten seconds.)
+# No line of this code is wrong in itself. Each rank notes where it is, so the others can say which rank they wait for,
+# and in which line it was last. (Without Stop the cell ends by itself after ten seconds.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Whoever was interrupted is out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign
+# Interrupted ranks are out of step. `dtlib.reset()` on **all** ranks gives a clean start. (`%px` with one percent sign
 # runs a single line on the ranks.)
 
 # %% tags=["two-hours", "half-day"]
@@ -143,8 +144,8 @@ world.comm.time_limit = 30
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Each of four ranks throws its own slice
-# of 600 darts.
+# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Each of the four ranks throws
+# its own slice of 600 darts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -171,8 +172,8 @@ if world.rank == 0:
 # %% [markdown]
 # ## For the curious: a rank dies
 #
-# Processes die: somebody kills them, a machine fails, memory is full. Here rank 2 kills itself as `kill -9` would, while
-# the others wait for it. **Predict**: what becomes of ranks 0, 1 and 3? Then run the cell and read the sentence.
+# Processes die: somebody kills them, a machine fails, memory is full. Here rank 2 kills itself as `kill -9` would,
+# while the others wait for it. **Predict**: what happens to ranks 0, 1 and 3? Then run the cell and read the sentence.
 
 # %% tags=["raises-exception", "nbval-ignore-output"]
 # %%px
@@ -184,8 +185,8 @@ if world.rank == 2:
 world.comm.barrier()
 
 # %% [markdown]
-# MPI ends all ranks of a world in which one dies. The new ones know none of the names that the old ones had, so what you need
-# is run again. Go on:
+# If one rank of a world dies, MPI ends all the others. The new ranks know none of the old names, so run again what you
+# need:
 
 # %%
 # %%px
@@ -196,10 +197,11 @@ world = dtlib.init()
 print(world.comm.all_reduce(torch.tensor(world.rank)))
 
 # %% [markdown]
-# Training can go on after a death, too, even without those that are dead: [lesson 11b](11b_faults.ipynb) has a button for it.
+# Training can go on after a death, even without the dead ranks: [lesson 11b](11b_faults.ipynb) has a button for it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The same as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python notebooks/pi_mpi4py.py`.
+# The same estimate as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
+# notebooks/pi_mpi4py.py`.
 
 # %% tags=["two-hours", "half-day"]
 lab.mpiexec("pi_mpi4py.py", ranks=4)
@@ -214,11 +216,12 @@ lab.quiz("00")
 # ## Summary
 #
 # - A *rank* is a process with a number; a *world* is all of them.
-# - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Names are separate.
-# - Ranks share no memory. They work together through collectives such as `all_reduce`.
+# - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Each side has its own names.
+# - Ranks share no memory. They work together through collectives such as `all_reduce`; if one does not come, the others
+#   hang.
 # - The ranks end by themselves when you shut down the last notebook that uses them (Kernel > Shut Down Kernel);
 #   closing its tab is not enough.
 #
 # **If something hangs:** press Stop (the square above), then run `%px dtlib.reset()`. If that does not help:
-# `lab.engines(restart=True)`, then the cells from the top, as names on the ranks are gone. `lab.panel()` opens a panel on
-# the right that shows what each rank does, with a Reset button.
+# `lab.engines(restart=True)`, then run the cells from the top, because all names on the ranks are gone. `lab.panel()`
+# opens a panel on the right that shows what each rank does, with a Reset button.

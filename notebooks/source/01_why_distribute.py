@@ -1,13 +1,14 @@
 # %% [markdown]
 # # 01 Why distribute
 #
-# Forty-five minutes. Before you spread a training run over processors, you see what forces people to: models that do not fit, and
-# runs that take too long. Then four ways to cut the work, and nineteen claims about all this, put on trial.
+# Forty-five minutes. People spread training over many processors because a model does not fit on one, or because
+# training on one takes too long. You compute both, see four ways to divide the work, and put nineteen claims on trial.
 #
-# **Questions.** What is too large, and what too slow? In how many ways can training be cut? Whom may one believe?
+# **Questions.** What is too large, and what too slow? In how many ways can training be divided? Which numbers can you
+# believe?
 #
-# **Afterwards you can** estimate memory and time of a training run on the back of an envelope; name the kinds of
-# parallelism, who built them, and what each rank holds; find what is wrong with a published number.
+# **Afterwards you can** estimate the memory and the time of a training run on the back of an envelope; name the kinds
+# of parallelism, who built them, and what each rank holds; find what is wrong with a published number.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
@@ -30,10 +31,12 @@ def published(name):
 # %% [markdown]
 # ## What does not fit
 #
-# Training with Adam in mixed precision keeps 16 bytes a parameter: the parameter and its gradient in 16 bits, a master copy
-# and two running means in 32. GPT-3 has 175 billion parameters, an accelerator 80 GB.
+# Training with Adam, the usual optimizer, in mixed precision keeps 16 bytes per parameter: the parameter and its
+# gradient in 16 bits each; a master copy and two running means in 32 bits each. GPT-3 has 175 billion parameters; an
+# accelerator has 80 GB.
 #
-# **Predict.** How many accelerators does it take to *hold* that, before any activation? Replace `None`.
+# **Predict.** How many accelerators does it take just to *hold* that, before any *activations* (what a layer keeps for
+# the backward pass)? Replace `None`.
 
 # %% tags=["stub"]
 lab.predict("gpus-for-the-states", None)
@@ -44,11 +47,11 @@ lab.predict("gpus-for-the-states", 35)
 # %% [markdown]
 # ## What takes too long
 #
-# A language model of P parameters computes about 6 P operations for each word (*token*) that it trains on: 2 P forward, twice
-# that backward. GPT-3 read 300 billion tokens. An A100 does 312 TFLOP/s in 16 bits on paper, and 45 % of it when all goes
-# well.
+# A language model with P parameters needs about 6 P operations for each *token* (a word or a piece of one) that it
+# trains on: 2 P forward, twice that backward. GPT-3 read 300 billion tokens. On paper an A100, a GPU, does 312 TFLOP/s
+# (10¹² operations per second) in 16 bits; in practice it does 45 % of that, when all goes well.
 #
-# **Predict.** How many years does one A100 need?
+# **Predict.** How many years would one A100 need?
 
 # %% tags=["stub"]
 lab.predict("years-on-one-gpu", None)
@@ -57,7 +60,7 @@ lab.predict("years-on-one-gpu", None)
 lab.predict("years-on-one-gpu", 71)
 
 # %% [markdown]
-# The rule of 6 P can be checked where both sides are published:
+# We can check the rule of 6 P where both sides of it are published:
 
 # %%
 models = published("models.csv")
@@ -72,8 +75,9 @@ lab.table(rows, ("model", "6 x parameters x tokens", "published operations"))
 # %% [markdown]
 # ## How it grows
 #
-# Two claims of a lecture of 2023: the compute of the largest runs doubles every 3.5 months, and language models get ten times
-# larger every year. We draw them **as claimed**, from the first model in each series, beside what was published.
+# Two claims from a lecture of 2023: the compute of the largest runs doubles every 3.5 months, and language models get
+# ten times larger every year. We draw them **as claimed**, from the first model in each series, beside what was
+# published.
 
 # %%
 compute = {}
@@ -105,8 +109,8 @@ lab.predict("zeros-too-many", None)
 lab.predict("zeros-too-many", 4.3)
 
 # %% [markdown]
-# A straight line on such paper is a fit to some years, and no law. Since 2020 it is data that grew, more than models: 300
-# billion tokens became 15,600 billion.
+# A straight line on a logarithmic axis fits some years; it is not a law. Since 2020 the data have grown more than the
+# models: 300 billion tokens became 15,600 billion.
 #
 # ## Question the number: ResNet-50
 #
@@ -127,17 +131,19 @@ lab.predict("from-29-hours-to-72-seconds", {"processors": None, "speed": None})
 lab.predict("from-29-hours-to-72-seconds", {"processors": 256, "speed": 1450})
 
 # %% [markdown]
-# Faster than linear? The processors are others (a V100 computes several times faster in 16 bits than a P100), so are
-# libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920. And the last row's own
-# title says 74.7 seconds, not 72. Rows measured by different people under different rules show what was reached, and no
-# *efficiency*.
+# This looks faster than linear. But the processors differ (in 16 bits a V100 computes several times faster than a
+# P100), and so do libraries and precision. Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920.
+# And the title of the last row's paper says 74.7 seconds, not 72. Such rows, measured by different people under
+# different rules, show what was reached. They show no *efficiency*.
 #
 # ## Question the number: Megatron
 #
-# A better table: one group, one model, one kind of GPU, and the batch of all GPUs together stays the same. The model has
-# 174.6 billion parameters. *PTD* cuts it by pipeline, tensor and data parallelism; ZeRO-3 shards it over all ranks.
+# A better table: one group and one kind of GPU. We take the model with 174.6 billion parameters; all its runs have the
+# same batch, over all GPUs together. *PTD* combines pipeline, tensor and data parallelism; ZeRO-3 shards the model over
+# all ranks. (Both are explained below.)
 #
-# On 384 GPUs 300 billion tokens take 84 days with PTD, and 90 with ZeRO-3. **Predict.** How many on 1,536 GPUs?
+# On 384 GPUs 300 billion tokens take 84 days with PTD, and 90 with ZeRO-3. **Predict.** How many days does each take on
+# 1,536 GPUs?
 
 # %% tags=["stub"]
 lab.predict("days-on-1536", {"PTD": None, "ZeRO-3": None})
@@ -153,7 +159,8 @@ for row in published("megatron_ptd_vs_zero3.csv"):
 figures.throughput(table)
 
 # %% [markdown]
-# Do the days follow from the work of each GPU? With recomputation a token costs 8 P instead of 6 P operations.
+# Do the days follow from the speed of each GPU? These runs save memory by *recomputation*: the backward pass repeats
+# the forward pass. So a token costs 8 P operations instead of 6 P.
 
 # %%
 worst = 0
@@ -165,18 +172,19 @@ print(f"Every row agrees with its own formula within {worst:.0%}.")
 assert worst < 0.06
 
 # %% [markdown]
-# It is honest arithmetic, and its makers' own system wins. ZeRO-3 ran *without* model parallelism and with ever fewer samples
-# a GPU, where it must be slow. What would be a fair setting?
+# The arithmetic is honest, and the authors' own system wins. But ZeRO-3 ran *without* model parallelism and with ever
+# fewer samples per GPU, and that makes it slow. What would be a fair comparison?
 #
 # ## Four ways to cut
 #
-# One model of four layers, four ranks. A row is a layer, a colour a rank:
+# One model with four layers, on four ranks. Each row is a layer, each colour a rank:
 
 # %%
 figures.kinds()
 
 # %% [markdown]
-# Here each layer has 64 x 64 weights. **Predict.** How many weights does rank 0 keep under each? (With ZeRO-3, between two steps.)
+# Here each layer has 64 x 64 weights. **Predict.** How many weights does rank 0 keep with each way? (With ZeRO-3:
+# between two steps.)
 
 # %% tags=["stub"]
 lab.predict("weights-on-rank-0", {"data": None, "ZeRO-3": None, "pipeline": None, "tensor": None})
@@ -219,17 +227,17 @@ held = {
 # | | what travels | who built it |
 # |---|---|---|
 # | data | gradients, once a step | parameter servers, DistBelief (Google, 2012: *sharded* over servers and *asynchronous*); the ring for gradients (Baidu, 2017); Horovod (Uber, 2017); torch's DDP |
-# | sharded data | gradients, and parameters up to twice | ZeRO in DeepSpeed (Microsoft, 2019); torch's FSDP |
+# | sharded data | gradients, and parameters up to twice | ZeRO (Microsoft, 2019) in the library DeepSpeed; torch's FSDP |
 # | pipeline | activations at the cuts, and their gradients | GPipe (Google, 2018), PipeDream (Microsoft, 2018) |
 # | tensor | activations in every layer | Megatron-LM (NVIDIA, 2019); Mesh-TensorFlow (Google, 2018) |
 # | any of them | | TF-Replicator (DeepMind, 2019): one step function, on any number of devices |
 #
-# Who else: Horovod runs under Keras and TensorFlow 2 too, with the same steps; torch has pipelines by remote calls (RPC) in
-# old tutorials, which `torch.distributed.pipelining` has replaced.
+# Horovod also runs under Keras and TensorFlow 2, with the same steps. Old torch tutorials build pipelines from remote
+# calls (RPC); `torch.distributed.pipelining` has replaced them.
 #
 # ## Who needs it
 #
-# Not only language models. Six from science:
+# Not only language models. Six examples from science:
 #
 # | field | what is large |
 # |---|---|
@@ -240,14 +248,14 @@ held = {
 # | gravitational waves (A. Khan et al., Phys. Lett. B 808, 2020) | millions of simulated waves; 1,536 GPUs |
 # | viruses: GenSLMs (M. Zvyagin et al., IJHPCA 37, 2023) | whole genomes as sentences, models to 25 billion |
 #
-# Some couple training to a simulation that runs beside it, since its output is too large to store, or even to read twice.
-# Proteomics and medical images of high resolution do not fit in another way: one sample's activations fill a GPU, so the
+# Some projects train beside a running simulation, because its output is too large to store, or to read twice.
+# Proteomics and medical images of high resolution meet another limit: the activations of one sample fill a GPU, so the
 # *sample* is cut.
 #
 # ## In any language
 #
-# MPI joins processes of any language. In R, with the package Rmpi, a rank's number is one call, and the sum over all ranks
-# another (from `notebooks/pi.R`, which lesson 02 reads):
+# MPI, which carries the ranks' messages, joins processes of any language. In R, with the package Rmpi, a rank's number
+# is one call, and the sum over all ranks another (from `notebooks/pi.R`, which lesson 02 reads):
 #
 # ```r
 # library(Rmpi)
@@ -284,7 +292,8 @@ if world.rank == 0:
     assert seconds < 20
 
 # %% [markdown]
-# **Predict.** And the last of them: how many GPUs does `deepspeed --num_nodes 2 --num_gpus 8` use?
+# **Predict.** The last claim is about a command of DeepSpeed. How many GPUs does `deepspeed --num_nodes 2 --num_gpus 8`
+# use?
 
 # %% tags=["stub"]
 lab.predict("gpus-of-two-nodes", None)
@@ -293,7 +302,8 @@ lab.predict("gpus-of-two-nodes", None)
 lab.predict("gpus-of-two-nodes", 16)
 
 # %% [markdown]
-# Five more of the same texts. **Your verdict?** One of: `"holds"`, `"does not hold"`, `"it depends"`, `"cannot be said"`.
+# Five more claims from the same texts. **Your verdict?** One of: `"holds"`, `"does not hold"`, `"it depends"`, `"cannot
+# be said"`.
 
 # %% tags=["stub"]
 lab.predict("verdicts", {
@@ -314,7 +324,8 @@ lab.predict("verdicts", {
 })
 
 # %% [markdown]
-# And the fourteen, with a verdict each, and how one gets to it. Disagree: most of them come back in a lesson.
+# And here are the fourteen, each with a verdict and a reason. You may disagree: most of them come back in a later
+# lesson.
 
 # %%
 rows = [
@@ -332,15 +343,15 @@ lab.quiz("01")
 # %% [markdown]
 # ## Summary
 #
-# - Two walls: 16 bytes a parameter do not fit, 6 P operations a token take too long.
-# - Four cuts: the batch, the weights' storage, between layers, within layers. They combine.
+# - Two walls: 16 bytes per parameter do not fit, 6 P operations per token take too long.
+# - Four cuts: the batch, the weights' storage, between layers, within layers. They can be combined.
 # - A claim needs its setting: which machine, which batch, against what, measured by whom.
 #
 # Next: [02 MPI and pi](02_pi.ipynb), ranks at work.
 #
 # ## References
 #
-# - J. Kaplan et al.: Scaling laws for neural language models. arXiv:2001.08361, 2020 (6 P operations a token).
+# - J. Kaplan et al.: Scaling laws for neural language models. arXiv:2001.08361, 2020 (6 P operations per token).
 # - D. Amodei and D. Hernandez: AI and compute. OpenAI, 2018.
 # - D. Narayanan et al.: Efficient large-scale language model training on GPU clusters using Megatron-LM. SC, 2021, table 2.
 # - M. Yamazaki et al.: Yet another accelerated SGD: ResNet-50 training on ImageNet in 74.7 seconds. arXiv:1903.12650, 2019.

@@ -26,25 +26,26 @@ from dtlib import pi
 # A point with random x and y between 0 and 1 lies inside the quarter circle if x² + y² < 1. The quarter circle
 # covers pi/4 of the square. So pi is about four times the fraction of points inside.
 #
-# No rank needs another rank to throw its points. Such work is called *embarrassingly parallel*; it is where one
-# starts, because only the sum at the end is communication.
+# No rank needs another one to throw its points. Such work is called *embarrassingly parallel*. It is a good start,
+# because only the sum at the end needs communication.
 
 # %% [markdown]
 # ## Points that everybody can compute
 #
-# A usual random generator is a chain: each number needs the one before. Ranks that share a chain must wait for one
+# Most random generators are a chain: each number needs the one before. Ranks that share a chain must wait for one
 # another; ranks that each start their own chain must take care that the chains do not overlap.
 #
-# We use a *counter-based* generator: point number `i` is a function of `i` and nothing else. Any rank can compute
-# any point at any time. Here it is in plain Python, with the loop that counts the points inside.
+# We use a *counter-based* generator: point number `i` is a function of `i` (and a seed), and of nothing else. Any rank
+# can compute any point at any time. Here it is in plain Python, with the loop that counts the points inside.
 
 # %%
 lab.read(pi.point, pi.count_loop)
 
 # %% [markdown]
-# The capital names are constants: `MASK_64` keeps the lower 64 bits, `MASK_31` the lower 31. Three multiplications and some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by
-# Steele, Lea and Flood, 2014). The result has 64 bits: the upper 31 are x, the lower 31 are y. Both stay integers, and
-# the circle's radius is 2³¹: a point is inside if x² + y² < 2⁶² (`RADIUS_SQUARED`). Nothing is ever rounded.
+# Names in capitals are constants: `MASK_64` keeps the lower 64 bits, `MASK_31` the lower 31. Three multiplications and
+# some shifts stir the bits of `i` until they look random (SplitMix64, from a paper by Steele, Lea and Flood, 2014). The
+# result has 64 bits: the upper 31 are x, the lower 31 are y. Both stay integers, and the circle's radius is 2³¹: a
+# point is inside if x² + y² < 2⁶² (`RADIUS_SQUARED`). Nothing is ever rounded.
 
 # %%
 for i in range(3):
@@ -54,7 +55,7 @@ for i in range(3):
 # %% [markdown] tags=["half-day"]
 # ## A loop
 #
-# How many points can one core count in a second? First a loop in Python, `pi.count_loop`:
+# How many points can one core count per second? First a loop in Python, `pi.count_loop`:
 
 # %% tags=["half-day", "nbval-ignore-output"]
 def seconds_of(kernel, points, repeats=3):
@@ -82,7 +83,7 @@ estimate = pi.Estimate(10**4, pi.count_numpy(0, 10**4))
 print(f"pi = {estimate.pi:.4f} ± {estimate.standard_error:.4f} from {estimate.points:,} points")
 
 # %% [markdown]
-# **Predict.** With 100 times more points, how many times smaller is the standard error?
+# **Predict.** With 100 times as many points, how many times smaller is the standard error?
 
 # %% tags=["stub"]
 lab.predict("times-smaller", None)
@@ -95,8 +96,8 @@ more = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
 print(f"pi = {more.pi:.4f} ± {more.standard_error:.4f} from {more.points:,} points")
 
 # %% [markdown]
-# One digit more costs 100 times the points. The picture shows it: each dot is the error of one experiment with
-# points of its own, the line is the standard error.
+# One more digit costs 100 times the points. The picture shows it: each dot is the error of one experiment with points
+# of its own, the line is the standard error.
 
 # %%
 sizes = [10**k for k in range(2, 7)]
@@ -116,7 +117,7 @@ assert -0.6 < slope < -0.4
 # ## numpy, block by block
 #
 # numpy does the same arithmetic on whole arrays. All points at once would need 16 bytes each, 1.6 GB for 10⁸ points,
-# and every step would walk through all of that memory. Blocks that fit the cache of a core avoid it.
+# and every step would walk through all of that memory. Blocks that fit into a core's cache avoid this.
 
 # %%
 lab.read(pi.count_numpy)
@@ -161,8 +162,8 @@ lab.read(pi.slice_of)
 print([pi.slice_of(10, rank, 3) for rank in range(3)])
 
 # %% [markdown] tags=["half-day"]
-# Four counts, four processes; one `all_reduce` makes them one count on every rank. That is all the communication of this
-# program: eight bytes per rank, however many points there are.
+# Four processes, four counts; one `all_reduce` adds them up on every rank. That is all the communication of this
+# program: one number of eight bytes from each rank, however many points there are.
 
 # %% tags=["half-day"]
 # %%px
@@ -183,8 +184,8 @@ print("this notebook alone:", alone)
 assert lab.values("inside")[0][0] == alone
 
 # %% [markdown] tags=["half-day"]
-# The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and
-# easy to test, so we keep to that wherever arithmetic allows.
+# The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and easy
+# to test, so we do the same wherever rounding allows it.
 
 # %% [markdown] tags=["half-day"]
 # ## How much faster?
@@ -229,21 +230,20 @@ lab.pictures.speed_up(seconds, usable_cores())
 assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 
 # %% [markdown] tags=["half-day"]
-# Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. Where it
-# stays below, something else used a core meanwhile, and the slowest rank decides; or two of what the system counts as
-# cores share one real core. Beyond the number of cores ranks take turns, which makes none of them faster: the curve goes
-# flat.
+# Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. If it stays
+# below, something else used a core meanwhile (the slowest rank decides), or two of the cores that the system counts are
+# one real core. With more ranks than cores, ranks take turns: the curve goes flat.
 
 # %% [markdown]
-# With more cores the curve would go on until something else is shared: memory bandwidth (not here, as points live in
-# registers), the network, the part of the program that is not parallel (Amdahl's law), or the power budget of the
-# chip, which lowers the clock when all cores are busy.
+# With more cores the curve would rise until something else sets the limit: memory bandwidth (not here, as points live
+# in registers), the network, the part of the program that is not parallel (Amdahl's law), or the chip's power, which
+# forces a lower clock when all cores are busy.
 
 # %% [markdown]
 # ## A file of points
 #
-# Many parallel programs do not make their data but read it. Here the points are written to a file beforehand, 8 bytes
-# each. Every rank opens the file, goes to its own slice, and reads nothing else: the same `slice_of`, now of bytes.
+# Many parallel programs read their data instead of making it. Here we first write the points to a file, 8 bytes each.
+# Every rank opens the file, goes to its own slice, and reads nothing else: the same `slice_of`, now of bytes.
 
 # %%
 import tempfile
@@ -264,12 +264,13 @@ assert lab.values("estimate")[0].inside == pi.count_numpy(0, 10**6)
 folder.cleanup()
 
 # %% [markdown]
-# mpi4py's own example for pi, `cpi.py`, hands out its work in the same way: a rank's number says which slice is its.
+# mpi4py's own example for pi, `cpi.py`, adds up intervals instead of darts. There, too, a rank's number alone says
+# which of them it takes: on N ranks every N-th one.
 
 # %% [markdown]
 # ## A GPU
 #
-# A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi/gpu.py`, thirty lines of Triton)
+# A GPU runs the compiled loop in thousands of threads. dtlib's kernel (`dtlib/pi/gpu.py`, in Triton, a Python for GPUs)
 # keeps the points in registers too, and counts the same points. Without a GPU the next cell says so and goes on.
 
 # %% tags=["nbval-ignore-output"]
@@ -292,15 +293,15 @@ for active in (1, 2, 4):
 lab.pictures.ladder(rungs)
 
 # %% [markdown]
-# Where did the speed come from? Most of it from one core used well; ranks multiply what one core does. This order is
-# a habit worth having: first make one process fast, then add processes. Many processes of a slow program are an
-# expensive way to be slow.
+# Most of the speed comes from one core used well; ranks multiply what one core does. This order is a habit worth
+# having: first make one process fast, then add processes. Many processes of a slow program are an expensive way to be
+# slow.
 
 # %% [markdown]
 # ## An article's claims on trial
 #
-# An article of 2022 on OpenMPI and DeepSpeed reports pi by Monte Carlo with 10⁸ points. Its claims stand in
-# `data/claims.csv`:
+# An article of 2022 on OpenMPI and DeepSpeed (a library for training large models) reports pi by Monte Carlo with 10⁸
+# points. Its claims are in `data/claims.csv`:
 
 # %%
 import csv
@@ -314,7 +315,7 @@ words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
 lab.table(words, ("claim", "in its words"))
 
 # %% [markdown]
-# Three figures, and any two of them give the third. **Predict** before you run: do they agree?
+# Any two of these three figures give the third. **Predict** before you run: do they agree?
 
 # %%
 one, six, gain = (float(row["figure"]) for row in claims)
@@ -323,11 +324,13 @@ print(f"{one:g} s, {gain:g} times faster: more than {one / gain:g} s on six, not
 print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
 
 # %% [markdown]
-# It is one contradiction, a factor of at least 1.2, seen from three sides. About a minute and under ten seconds would
-# mean more than six times on six GPUs, an efficiency above 100 %: this pair deserves the most doubt. If *about a minute*
-# was 49 seconds, then 9.9 seconds and 4.95 times go together: the article's words leave that room, its figures do not.
+# All three lines show the same contradiction, by a factor of at least 1.2. From about a minute to under ten seconds
+# would be more than six times faster on six GPUs, an efficiency above 100 %: doubt this pair most. If *about a minute*
+# was 49 seconds, then 9.9 seconds and 4.95 times fit: the words *about* and *almost* allow that, the plain figures do
+# not.
 #
-# `data/claims.csv` adds a remark: the type of computer that the article names has one GPU in its maker's list, not six.
+# `data/claims.csv` adds a remark: by its maker's list, the type of computer that the article names has one GPU, not
+# six.
 #
 # And a second question: is a minute for 10⁸ points on a GPU fast? Compare with the ranks of this computer.
 
@@ -341,13 +344,13 @@ lab.table(table, ("10^8 points", "seconds"), align="lr")
 assert seconds[1] / 2 < one
 
 # %% [markdown]
-# One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up says little when
-# the program that it speeds up is slow. Ask for the baseline first.
+# One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up says little when the
+# program that it starts from is slow. Ask for this *baseline* first.
 
 # %% [markdown]
 # ## The same in R
 #
-# MPI is not a Python thing. This is the same program in R, with the package Rmpi (`notebooks/pi.R`):
+# MPI is not tied to Python. Here is the same program in R, with the package Rmpi (`notebooks/pi.R`):
 
 # %%
 lab.read(workshop_folder() / "notebooks" / "pi.R")
@@ -359,14 +362,15 @@ lab.read(workshop_folder() / "notebooks" / "pi.R")
 #     sudo apt-get install --no-install-recommends libopenmpi-dev
 #     /usr/bin/mpiexec --oversubscribe -n 4 Rscript notebooks/pi.R 1e7
 #
-# Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop is another Open MPI: an MPI
-# program must be started by the MPI that it was built with.
+# Debian's R needs Debian's `mpiexec`, hence the full path. The `mpiexec` of this workshop belongs to another Open MPI:
+# an MPI program must be started by the MPI that it was built with.
 #
-# The same: each rank takes its slice of the points (`start` is our `slice_of`), draws random numbers of its own, counts in
-# blocks, and one `allreduce` adds the counts. What differs is where the random numbers come from. R's generator
-# (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers, so that no
-# two ranks ever meet. But now the points depend on who draws them: 1, 2 and 4 ranks throw different points. Each result
-# is right within its standard error, and none can be checked against another to the last point.
+# What is the same: each rank takes its slice of the points (`start` is our `slice_of`), draws its own random numbers,
+# counts in blocks, and one `allreduce` adds the counts. What differs is where the random numbers come from. R's
+# generator (L'Ecuyer-CMRG) is a chain. All ranks start the same chain, and rank r jumps ahead r times by 2¹²⁷ numbers,
+# so that no two ranks ever use the same numbers. But now the points depend on which rank draws them: 1, 2 and 4 ranks
+# throw different points. Each result is right within its standard error, and none can be checked against another to the
+# last point.
 
 # %% [markdown]
 # ## Quiz

@@ -10,7 +10,7 @@
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# Three ranks this time: a number that is no power of two and divides few things evenly shows more mistakes.
+# Three ranks this time. Three is no power of two, and few numbers divide evenly by it: that shows more mistakes.
 
 # %%
 # %%px
@@ -24,8 +24,8 @@ world = dtlib.init()
 # ## Predict
 #
 # With 10,000 points the standard error of the estimate is about 0.016. By how much is the estimate typically off with
-# 100 times more points? And how many points would it take to be off by 0.004? Replace each `None`; 10 % off counts as
-# right.
+# 100 times as many points? And how many points would it take to be off by 0.004? Replace each `None`; 10 % off counts
+# as right.
 
 # %% tags=["stub"]
 lab.predict("error-of-a-million", None)
@@ -64,9 +64,9 @@ def count_my_points(points, comm):
 lab.check("pi-streams")
 
 # %% [markdown]
-# The bug is a classic: ranks that are started together seed their generators alike, and nobody notices, because every
-# single estimate looks right. Only the error tells. Here is the proof for three ranks: with the same darts on all of them,
-# the error is that of one rank.
+# The bug is a classic: all ranks give their generators the same seed, and nobody notices, because every single estimate
+# looks right. Only the error gives it away. Here is the proof for three ranks: with the same darts on all of them, the
+# error is that of one rank.
 
 # %%
 import math
@@ -91,8 +91,8 @@ print(f"own darts on each of 3 ranks: error {scatter[1]:.4f}, {less:.1f} times l
 # 3. add the counts of all ranks,
 # 4. return the estimate of pi, a number, **on every rank**.
 #
-# It must be right for any number of points, also when they do not divide evenly, and when there are fewer points than
-# ranks. The check compares your estimate with the serial one, to six digits, and looks at who counted which points.
+# It must be right for any number of points, even if they do not divide evenly, or if there are fewer points than ranks.
+# The check compares your estimate with the serial one, to six digits, and looks at which rank counted which points.
 #
 # The ranks add with `comm.all_reduce(tensor)`: `comm` is what you know as `world.comm`.
 
@@ -115,6 +115,6 @@ lab.check("pi-on-ranks")
 # %% [markdown]
 # ## If you have time
 #
-# - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop or wait
-#   half a minute, and bring the ranks back with `%px dtlib.reset()`.
+# - What happens to the estimate if one rank forgets to call `all_reduce`? Guess, try it, press Stop or wait ten
+#   seconds, and bring the ranks back with `%px dtlib.reset()`.
 # - In a terminal: `dtlib pi --points 1e10 --ranks 2`. How long would 10¹² points take? What would you gain?

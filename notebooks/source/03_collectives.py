@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 03 Collectives
 #
-# Sixty minutes. You see what each collective does, count messages and bytes, step through the ring all-reduce, measure what
-# it costs, and bring ranks to a halt on purpose.
+# Sixty minutes. You see what each collective does, count messages and bytes, step through the ring all-reduce, measure
+# what it costs, and make ranks hang on purpose.
 #
 # **Questions.** How do many ranks add up an array? Why is there more than one way? What does it cost? What is a hang,
 # and who is to blame?
 #
 # **Afterwards you can** name the collectives and say what each sends; choose between tree, doubling and ring by size;
-# predict a cost from latency and bandwidth; read the sentence with which a hang ends.
+# predict a cost from latency and bandwidth; understand the sentence with which a hang ends.
 #
 # **You need** [00 Start here](00_start_here.ipynb).
 
@@ -26,13 +26,14 @@ comm = world.comm
 # %% [markdown] tags=["half-day"]
 # ## The collectives
 #
-# A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and `recv`
-# are the other kind: from one rank to one rank.) Both are methods of a *communicator*, such as `comm`: a group of ranks that
-# exchange messages.
+# A *collective* is an operation that all ranks call together, in the same order and with the same shapes. (`send` and
+# `recv` are the other kind: from one rank to another.) Both are methods of a *communicator*, such as `comm`: a group of
+# ranks that exchange messages.
 #
-# Some collectives move whole values, to or from a *root*; others deal in *chunks*: an array has as many equal chunks as
-# there are ranks. Rank r begins with 10 r, or with 10 r to 10 r + 3. **Predict** before you run: what does each rank hold
-# after `broadcast`, after `reduce`, after `all_reduce`?
+# Some collectives move whole values, often to or from one rank, the *root*. Others move *chunks*: an array is cut into
+# as many equal chunks as there are ranks. Below, rank r begins with the number 10 r, or with the four numbers from 10 r
+# to 10 r + 3. **Predict** before you run: what does each rank hold after `broadcast`, after `reduce`, after
+# `all_reduce`?
 
 # %% tags=["half-day"]
 # %%px
@@ -74,9 +75,10 @@ from dtlib.lab.lessons.l03 import figures
 figures.collectives()
 
 # %% [markdown] tags=["half-day"]
-# `reduce` leaves the others as they were; `all_reduce` gives the result to all. Look at `reduce_scatter`: rank r has the sum
-# of everybody's chunk r, and nothing else. Put `all_gather` after it, and every rank has all sums: **a reduce-scatter and an
-# all-gather make an all-reduce.** That is how the ring works, and later how ZeRO saves memory.
+# `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. Look at
+# `reduce_scatter`: rank r gets the sum of every rank's chunk r, and nothing else. Put `all_gather` after it, and every
+# rank has all sums: **a reduce-scatter and an all-gather make an all-reduce.** That is how the ring works, and later
+# how ZeRO saves memory.
 #
 # **Predict.** Two ranks hold (1, 2) and (3, 4). What does rank 1 hold after a `reduce_scatter`?
 
@@ -89,9 +91,10 @@ lab.predict("chunk-of-rank-1", 6)
 # %% [markdown]
 # ## Everybody to rank 0, and back
 #
-# The simplest way: all send to rank 0, which adds and sends the sum back, one message after the other. A tree shares the
-# work: in every round half of those that still have a partial sum give it to the other half; then `tree_broadcast` goes down
-# again. This is the library's own source; `link` sends and receives, `yield` waits.
+# The simplest way: all send to rank 0, which adds and sends the sum back, one message after the other. A tree shares
+# the work: in every round, half of the ranks that still have a partial sum send it to the other half; then
+# `tree_broadcast` sends the result back down the tree. This is the library's own source; `link` sends and receives,
+# `yield` waits.
 
 # %%
 from dtlib.comm import algorithms
@@ -99,8 +102,8 @@ from dtlib.comm import algorithms
 lab.read(algorithms.naive_all_reduce, algorithms.tree_reduce)
 
 # %% [markdown]
-# **Predict.** On eight ranks: how many *messages* does the naive way send in all, and how many the tree? How many of them
-# come one after the other (*rounds*)?
+# **Predict.** On eight ranks: how many *messages* does the naive way send in all, and how many does the tree send? How
+# many of them come one after the other (*rounds*)?
 
 # %% tags=["stub"]
 lab.predict("naive-and-tree", {
@@ -119,7 +122,8 @@ lab.predict("naive-and-tree", {
 })
 
 # %% [markdown]
-# As many messages, but the tree sends several at a time. `dtlib.trace()` records what a rank calls and sends:
+# The number of messages is the same, but the tree sends several at a time. `dtlib.trace()` records what a rank calls
+# and sends:
 
 # %%
 # %%px
@@ -133,16 +137,16 @@ for name in ("naive", "tree"):
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
 #
-# A gradient may have a billion numbers. Then bytes count: whoever sends or receives whole arrays again and again holds up
-# all others. In the ring all ranks send all the time, and little. Cut the array into as many chunks as there are ranks. In
-# every step each rank sends one chunk to its right neighbour and receives one from its left.
+# A gradient may have a billion numbers. Then bytes count: a rank that handles whole arrays again and again holds up the
+# others. In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are
+# ranks. In every step each rank sends one chunk to its right neighbour and receives one from its left.
 #
-# - **Reduce-scatter**, N - 1 steps on N ranks: add what comes to your own chunk, and pass on the sum. Then every rank has one
-#   chunk complete.
+# - **Reduce-scatter**, N - 1 steps on N ranks: add what comes to your own chunk, and pass on the sum. Then each rank
+#   has one complete chunk.
 # - **All-gather**, N - 1 steps: pass complete chunks on.
 #
-# Drag the slider. A row is a rank, a column a chunk of its array; colours and numbers say whose values are in it; a frame
-# marks what is sent next. It is the library's own code that runs, one step at a time.
+# Drag the slider. Each row is a rank, each column a chunk; colours and numbers say whose values are in it; a frame
+# marks what is sent next. The library's own code runs, one step at a time.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib.lab import ring
@@ -165,8 +169,8 @@ lab.predict("steps-until-complete", 3)
 ring.show_all(4)
 
 # %% [markdown] tags=["half-day"]
-# Chunk 0 starts at rank 1, collects at ranks 2 and 3, and is complete at rank 0. Here is all of the code, which runs under
-# everything that follows:
+# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code. Everything that
+# follows uses it:
 
 # %% tags=["half-day"]
 from dtlib.comm import algorithms
@@ -198,19 +202,22 @@ print(f"{messages} messages, {sent_bytes:,} bytes; every element is {gradient[0]
 assert (messages, sent_bytes) == (6, 2 * 3 * gradient.nbytes // 4)
 
 # %% [markdown]
-# Nobody can do with less: where ranks do the adding, N arrays become one and go out again, 2 (N-1) n bytes in all, so the
-# busiest rank sends at least 2 (N-1)/N n. The *rounds* are another matter: 2 (N-1) of them.
+# No algorithm needs fewer bytes: if the ranks do the adding, N arrays of n bytes become one, and the result goes out
+# again. That is 2 (N-1) n bytes in all, so the busiest rank sends at least 2 (N-1)/N n. But the ring needs many
+# *rounds*: 2 (N-1).
 #
 # ## Recursive doubling
 #
-# Each round costs a *latency*, the time until even an empty message has arrived. For small arrays another way is better:
-# exchange whole arrays with the rank whose number differs in one bit, then in the next.
+# Each round costs a *latency*, the time until even an empty message has arrived. For small arrays another way is
+# better: each rank exchanges whole arrays with the rank whose number differs in the lowest bit, then in the next bit,
+# and so on.
 
 # %%
 lab.read(algorithms.recursive_doubling_all_reduce)
 
 # %% [markdown]
-# Where N is no power of two, the ranks beyond it hand their values to a partner and get the result back: two rounds more.
+# If N is no power of two, the extra ranks first hand their values to a partner and get the result at the end: two more
+# rounds.
 #
 # **Predict.** How many rounds does recursive doubling take on 4, on 6 and on 1024 ranks?
 
@@ -224,7 +231,7 @@ lab.predict("rounds-of-doubling", {4: 2, 6: 4, 1024: 10})
 # ## What it costs
 #
 # The usual model has two numbers. A message of n bytes takes α + n β seconds: α is the latency, 1/β the bandwidth. A
-# rank sends one message and receives one at a time. Then on N ranks, without the time to add:
+# rank sends one message and receives one at a time. Then, without the time to add, N ranks need:
 #
 # | all-reduce | seconds |
 # |---|---|
@@ -234,9 +241,10 @@ lab.predict("rounds-of-doubling", {4: 2, 6: 4, 1024: 10})
 # | ring | 2 (N-1) (α + n/N β) |
 # | Rabenseifner's | 2 log₂N α + 2 (N-1)/N n β |
 #
-# Doubling has the fewest α, the ring the fewest bytes. Rabenseifner's, where N is a power of two, has the ring's bytes in few
-# rounds: a rank halves what it adds up, then doubles it back. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046
-# latencies and takes 10.6 ms, Rabenseifner's 0.42.
+# Doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm, for N a power of two,
+# sends as few bytes as the ring in few rounds: in each round a rank adds half as much as before, and later gathers
+# twice as much. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.6 ms, Rabenseifner's
+# 0.42 ms.
 #
 # **Predict.** Where do doubling and ring cross? Set their formulas equal for N = 4, 5 ms and 100 MB/s, and give n in bytes.
 
@@ -247,12 +255,12 @@ lab.predict("crossing", None)
 lab.predict("crossing", 4_000_000)
 
 # %% [markdown]
-# Is the model true? Inside one computer messages are copies in memory, and ranks may share cores. So the library emulates a
-# network: it holds each message back until its latency and its bytes would have passed. **What follows is EMULATED**, and
-# slow, so that Python's own time disappears beside it.
+# Is the model true? Inside one computer messages are copies in memory, and ranks may share cores. So the library
+# emulates a network: it holds each message back for the time that α and β say. **What follows is EMULATED**, and so
+# slow that Python's own time hardly counts.
 #
-# We do as if we did not know α and β, and measure: ranks 0 and 1 send each other a message, there and back (*ping-pong*). A
-# short one gives α, a long one β. Meanwhile `progress_thread` looks after messages.
+# We pretend not to know α and β, and measure: ranks 0 and 1 send each other a message, there and back (*ping-pong*). A
+# short one gives α, a long one β. Meanwhile a thread, `progress_thread`, moves messages on.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -317,11 +325,11 @@ assert off < 0.4  # Python's own time, and naps of ranks that wait
 assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
 # %% [markdown]
-# Two numbers, measured on two ranks, predict four ranks and three algorithms. The naive one is faster than its model: this
-# emulation charges the *sender*, so three ranks may send to rank 0 at once, and nobody stands in line. A real network card
-# receives one message after the other. **Discuss:** what else do this model and this emulation leave out?
+# Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model:
+# this emulation charges the *sender*, so three ranks may send to rank 0 at once, and none has to wait. A real network
+# card receives one message after the other. **Discuss:** what else do this model and this emulation leave out?
 #
-# `all_reduce` without `algorithm=` chooses by size: doubling up to a limit, the ring above (on eight ranks and more
+# `all_reduce` without `algorithm=` chooses by size: doubling up to a limit, the ring above it (on 8, 16, 32, ... ranks
 # Rabenseifner's in between). The number of messages gives the choice away:
 
 # %%
@@ -338,9 +346,9 @@ for count in (1000, 100_000, 200_000):
 # %% [markdown] tags=["half-day"]
 # ## What a hang is
 #
-# Ranks wait for one another. If one does not come, the others wait for ever; nothing is broken, nothing is printed, and a
-# cluster burns its hours. There are three kinds. In these cells a wait has a short limit, and ends with a sentence
-# (`tells_how_it_ended` prints it).
+# Ranks wait for one another. If one does not come, the others wait forever; nothing breaks, nothing is printed, and
+# hours on the cluster are wasted. There are three kinds. In these cells a wait has a short limit, and ends with a
+# sentence (`tells_how_it_ended` prints it).
 #
 # **One: a rank that does not come.** Who, according to the sentence, and where was it last?
 
@@ -368,9 +376,9 @@ comm = dtlib.reset().comm
 print(comm.all_reduce(torch.tensor(1)))
 
 # %% [markdown] tags=["half-day"]
-# **Two: ranks that disagree.** Everybody comes, but not to the same. In a notebook ranks compare what they call before
-# each collective, so it ends at once. Without that, an all-reduce would meet a broadcast: a hang, or worse, a wrong sum.
-# (`dtlib.reset()` comes first: it gives a clean communicator after an interrupted operation.)
+# **Two: ranks that disagree.** All come, but not to the same operation. In a notebook, ranks compare what they call
+# before each collective, so the error comes at once. Without that, an all-reduce would meet a broadcast: a hang, or
+# worse, a wrong sum. (`dtlib.reset()` comes first: it gives a clean communicator after an interrupted operation.)
 
 # %% tags=["half-day"]
 # %%px
@@ -397,11 +405,11 @@ with tells_how_it_ended():
 comm.time_limit = 30
 
 # %% [markdown]
-# Nobody is absent: they wait in a circle. The cure is to start a send, receive, and then wait for the send, as every step of
-# the ring does. With `async_op=True` an operation returns a handle at once; until `handle.wait()` you must not touch the
-# tensor.
+# No rank is absent: they wait in a circle. The cure is to start the send, receive, and then wait for the send, as every
+# step of the ring does. With `async_op=True` an operation returns a handle at once; until `handle.wait()` you must not
+# touch the tensor.
 #
-# **Your turn.** Mend it, so that both ranks get the other's number.
+# **Your turn.** Mend it, so that ranks 0 and 1 get each other's number.
 
 # %% tags=["stub"]
 # %%px
@@ -427,8 +435,9 @@ print(theirs)
 comm.time_limit = 30
 
 # %% [markdown]
-# With the usual limit a line below the cell says after three seconds whom everybody waits for; **Stop** ends the wait, and
-# `%px dtlib.reset()` brings the ranks back into step. After thirty seconds a wait ends by itself.
+# With the usual limit, a line below the cell says after three seconds whom everybody waits for; **Stop** ends the wait,
+# and `%px dtlib.reset()` brings the ranks back into step. A wait ends by itself after thirty seconds, or after ten if
+# the missing rank has finished its cell.
 
 # %% [markdown]
 # ## Quiz
@@ -440,7 +449,8 @@ lab.quiz("03")
 # ## Summary
 #
 # - A collective is called by all ranks, in the same order. An all-reduce is a reduce-scatter and an all-gather.
-# - Small arrays: rounds count (recursive doubling). Large ones: bytes count (ring: twice the array on any number of ranks).
+# - Small arrays: rounds count (recursive doubling). Large ones: bytes count (ring: less than twice the array on any
+#   number of ranks).
 # - α + n β predicts the cost from two numbers; it leaves things out, and so does an emulation.
 # - A hang is a rank that does not come, ranks that disagree, or ranks that wait in a circle. Read the sentence; Stop;
 #   `%px dtlib.reset()`.

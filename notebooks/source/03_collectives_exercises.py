@@ -12,7 +12,8 @@
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# Three ranks: no power of two, and on two ranks left and right are the same, which hides mistakes.
+# Three ranks: three is no power of two; and on two ranks the left and the right neighbour are the same, which hides
+# mistakes.
 
 # %%
 # %%px
@@ -24,7 +25,7 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# - A tree broadcasts an array to eight ranks. How many messages are sent in all, and in how many rounds?
+# - A tree broadcasts an array on eight ranks. How many messages are sent in all, and in how many rounds?
 # - Three ranks sum arrays of 1,200,000 bytes with a ring all-reduce. How many bytes does each rank send?
 #
 # Replace each `None`.
@@ -48,8 +49,8 @@ sent_bytes = trace.sent()[1]
 #
 # This ring all-reduce runs to its end, sends as many messages as it should, and gives wrong sums. One index is wrong. Mend it.
 #
-# `torch.tensor_split` cuts an array into `size` chunks; they are views, so what changes in a chunk changes in the array. The
-# second half begins where the first has ended: which chunk has a rank complete by then?
+# `torch.tensor_split` cuts an array into `size` chunks; they are views, so what changes in a chunk changes in the
+# array. The second half begins where the first has ended: which chunk is complete on a rank by then?
 #
 # `ring.show_all(3)` draws what should happen.
 
@@ -108,13 +109,14 @@ ring.show_all(3)
 # `comm.send`, `comm.recv`, `comm.rank` and `comm.size`, and no collective.
 #
 # 1. Cut the tensor into `comm.size` chunks that are views of it.
-# 2. In N - 1 steps: start to send a chunk to the right (`async_op=True`), receive one from the left into a tensor
-#    of its own, wait for the send, add what came.
-# 3. In N - 1 more steps pass complete chunks on; receive them in their place.
+# 2. In N - 1 steps: start to send a chunk to the right (`async_op=True`), receive one from the left into a new tensor,
+#    wait for the send, add what came.
+# 3. In N - 1 more steps pass complete chunks on; receive each straight into its place.
 #
-# It must be right for every length: also one that does not divide by the ranks, one shorter than the number of ranks,
-# none at all, and one so long that MPI does not send ahead: there `comm.send` waits for its receive. The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes.
-# Try to write it without looking up. The direction is yours; so is which chunk goes first.
+# It must be right for every length: one that does not divide evenly by the number of ranks, one shorter than the number
+# of ranks, zero, and one so long that MPI cannot send ahead: then `comm.send` waits until the other rank receives. The
+# check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes. Try to write
+# it without looking at the ring above. You choose the direction, and which chunk goes first.
 
 # %% tags=["stub"]
 # %%px
@@ -141,9 +143,9 @@ def my_all_reduce(comm, tensor):
 lab.check("ring-build")
 
 # %% [markdown]
-# A ring that is right but sends too much is as fast as no ring: look at the bytes before you look at the clock.
+# A ring that is right but sends too much is no faster than other ways: look at the bytes before you look at the clock.
 #
-# Here is yours beside the library's. The same bytes; the library's adds without Python's detours.
+# Here is yours beside the library's. Do both send the same bytes?
 
 # %%
 # %%px
@@ -157,12 +159,12 @@ print("bytes sent: mine", mine.sent()[1], "library", library.sent()[1])
 # %% [markdown]
 # ## Explain: five hangs
 #
-# Each of these functions brings ranks to a halt. `watch` runs one of them with a wait of two seconds at most, prints how
-# it ended on each rank, and returns the trace; `lab.pictures.timeline` draws it.
+# Each of these functions makes ranks hang. `watch` runs one of them with a wait of two seconds at most, prints how it
+# ended on each rank, and returns the trace; `lab.pictures.timeline` draws it.
 #
-# For each, find the rank that the others wait for, and the line that keeps it away. Where ranks wait for one another, name
-# any of them. Write them into `explained` further below: `1: (rank, line)`, the line as text or as its number. Lines count as
-# in the errors: the one below `%%px` is line 1.
+# For each, find the rank that the others wait for, and the line that keeps it away. Where ranks wait for one another,
+# name any of them. Write both into `explained` further below: `1: (rank, line)`, the line as text or as its number.
+# Lines are numbered as in the errors: the one below `%%px` is line 1.
 #
 # First look at the code alone, and guess. Then run it.
 
@@ -184,7 +186,8 @@ trace = watch(hang_1)
 lab.pictures.timeline("trace")
 
 # %% [markdown]
-# Ranks 0 and 1 stand in line 4. The sentence names whom they wait for; the line that keeps it away is up to you. Now the others:
+# Ranks 0 and 1 wait in line 4. The sentence names the rank that they wait for; you find the line that keeps it away.
+# Now the other four:
 
 # %%
 # %%px
@@ -272,8 +275,9 @@ lab.check("hangs")
 
 # %% [markdown]
 # All five are common in real programs: logging inside `if rank == 0` that calls a collective, data that do not divide
-# evenly, an exchange that works for short messages alone, an `except` that is too broad. Their cures: call collectives on all
-# ranks; agree on the number of steps beforehand; start sends asynchronously; let errors through.
+# evenly, an exchange in which both ranks receive first, tags that do not match, an `except` that is too broad. Their
+# cures: call collectives on all ranks; agree on the number of steps beforehand; start sends asynchronously; use the
+# same tag on both sides; let errors through.
 #
 # ## If you have time
 #
@@ -284,7 +288,7 @@ lab.check("hangs")
 # %% [markdown]
 # ## The hang detective
 #
-# A case of your own, by your name: sixteen ranks stand still. Ten questions, then accuse a rank and a line:
+# A case of your own, made from your name: sixteen ranks hang. Ask up to ten questions, then accuse a rank and a line:
 # `case.ask(5)`, `case.ask(5, 3)`, `case.accuse(5, 7)`.
 
 # %%

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 04 Data parallelism
 #
-# Ninety minutes. You train one small net on handwritten digits in the ways that the field uses, or used most: with averaged
-# gradients, a parameter server, Horovod, torch's DDP, a config. The result is the same to the last few bits. What differs
-# is who sends what, and when.
+# Ninety minutes. You train one small net on handwritten digits in the ways that are, or were, the most common: with
+# averaged gradients, a parameter server, Horovod, torch's DDP, a config. The result is always the same, up to rounding.
+# What differs is who sends what, and when.
 #
-# **Questions.** How do many ranks train one model? Why did parameter servers give way to all-reduce? What do hooks and
-# buckets buy? What changes in a script that goes from one process to many?
+# **Questions.** How do many ranks train one model? Why did parameter servers give way to all-reduce? What are hooks and
+# buckets good for? What changes in a script that goes from one process to many?
 #
 # **Afterwards you can** predict the bytes of a step; average gradients by hand and prove it right; turn a serial script
 # into one for Horovod or DDP; read a timeline; write a config and understand its errors.
 #
-# **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches, the size of buckets and a template
-# of TensorFlow are in the appendix, [04b](04b_data_parallel_appendix.ipynb).
+# **You need** [03 Collectives](03_collectives.ipynb): send, recv, the ring. Odd batches, the size of buckets and an old
+# TensorFlow template are in the appendix, [04b](04b_data_parallel_appendix.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -28,9 +28,9 @@ comm = world.comm
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## One step, many ranks
 #
-# A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be shared out: give
-# every rank an equal slice, and the mean of their gradients is the gradient of the batch. **That is data parallelism: every
-# rank has the whole model and a slice of the batch.** Only gradients travel.
+# A training step computes the gradient of the mean loss over a batch, and moves the weights. A mean can be divided:
+# give every rank an equal slice, and the mean of their gradients is the gradient of the batch. **That is data
+# parallelism: every rank has the whole model and a slice of the batch.** Only gradients travel.
 
 # %%
 from dtlib.lab.lessons.l04 import figures
@@ -38,7 +38,7 @@ from dtlib.lab.lessons.l04 import figures
 figures.data_parallelism()
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Our net tells handwritten digits apart, in float64, so that no mistake can hide behind rounding.
+# Our net reads handwritten digits, in float64, so that no mistake can hide behind rounding.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -101,7 +101,7 @@ if world.rank == 0:
     print(f"{digits.accuracy(alone, test):.0%} of the test images are right.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** Now each rank's seed is its number, so their weights differ at first. How far apart are the ranks after one
+# **Predict.** Now each rank's seed is its number, so weights differ at first. How far apart are the ranks after one
 # epoch? And how far from the one process?
 
 # %% tags=["two-hours", "half-day"]
@@ -124,8 +124,8 @@ if world.rank == 0:
     print("From rank to rank: equal to the last bit. From one process: less than 1e-12.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Not zero, because four partial sums round differently from one long sum. That is the whole difference: **data parallelism
-# changes no mathematics.**
+# The last bits differ from one process: four partial sums round differently from one long sum. That is all: **data
+# parallelism changes no mathematics.**
 
 # %% [markdown]
 # **Change a line.** Below, the last line of the class says "sum" instead of "mean", and plain SGD takes one step. Which
@@ -158,13 +158,14 @@ gaps = {rate: distance(summed, one_step(rate)) for rate in (0.05, 0.1, 0.2, 0.4,
 assert min(gaps.values()) < 1e-12
 
 # %% [markdown]
-# So a forgotten division is a learning rate N times too large. It may even train, and gets worse with every rank.
+# So a forgotten division is a learning rate N times too large. The net may still train, but worse with every rank that
+# is added.
 
 # %% [markdown] tags=["half-day"]
 # ## The parameter server
 #
-# The first large systems had a *server* that keeps the weights (DistBelief, 2012). Workers pull them, compute a gradient
-# from their slice of the batch, and push it; the server takes the step. Below, rank 0 serves and the other three work.
+# The first large systems kept the weights on a *server* (DistBelief, 2012). Workers pull them, compute a gradient from
+# their slice of the batch, and push it; the server takes the step. Below, rank 0 serves and the other three work.
 #
 # **Predict.** The weights have P bytes, and so have the gradients. How many bytes does rank 0 *send* in one step? How many
 # does it *receive*?
@@ -220,8 +221,8 @@ lab.table(sent_by, ("rank", "sent, server", "sent, ring"))
 print(f"The busiest sends {max(sent_with_server) / max(sent_with_ring):.1f} times as much.")
 
 # %% [markdown]
-# With more ranks the gap opens: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N, hardly more on a thousand
-# ranks than on ten. By these formulas, for this net:
+# With more ranks the gap grows: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N. That is hardly more on
+# a thousand ranks than on ten. By these formulas, for this net:
 
 # %% tags=["nbval-ignore-output"]
 ranks, P = [2, 4, 8, 16, 64, 256], lab.values("P")[0]
@@ -234,16 +235,16 @@ lab.pictures.lines(
 )
 
 # %% [markdown]
-# With as many servers as workers, each with a shard of the weights, the bytes are those of the ring. What a server can do
-# and an all-reduce cannot: let workers go on with weights that are out of date.
+# If every worker is also the server of one slice of the weights, each rank sends as much as in the ring. But a server
+# can do what an all-reduce cannot: let workers go on with weights that are out of date.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Hooks and buckets
 #
-# Averaging after the backward pass wastes twice: one small message per parameter pays the latency again and again, and the
-# network sleeps while gradients are computed. autograd, the part of torch that computes them, can help. It calls a *hook*, a
-# function of yours, as soon as a parameter's gradient is complete, and goes on. From its hook a gradient can leave, alone or
-# with others in a *bucket*.
+# Averaging after the backward pass wastes time twice: many small messages pay the latency again and again, and the
+# network sleeps while gradients are computed. autograd, the part of torch that computes them, can help. As soon as a
+# parameter's gradient is complete, it calls a *hook*, a function of yours, which can send the gradient, alone or with
+# others in a *bucket*.
 
 # %% [markdown] tags=["half-day"]
 # **Predict:** which layer's gradients come first, those of the first layer (0) or of the last (2)?
@@ -265,27 +266,28 @@ if world.rank == 0:
     print("layers in order of their gradients:", *layers)
 
 # %% [markdown]
-# The file of our first class has two more. Its head draws what all three do:
+# The file of our first class has two more classes. Its first lines show what all three do:
 
 # %%
 lab.read(plain)
 
 # %% [markdown]
-# The second class: each gradient leaves from its hook.
+# In the second class each gradient leaves from its hook.
 
 # %%
 lab.read(plain.DataParallelHooks)
 
 # %% [markdown]
-# Why `while`, and not `if`? autograd may call hooks in another order on another rank, and **all ranks must send in the
-# same order**: what has come early waits for those before it. The third class: neighbours travel together.
+# It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must
+# send in the same order**: a gradient that comes early waits for those before it. In the third class neighbours travel
+# together.
 
 # %%
 lab.read(plain.DataParallelBuckets)
 
 # %% [markdown]
-# `flat` does the work: gradients become views into the message, so nothing is copied back. **Discuss** before you run: the
-# net has two layers with weight and bias. How many messages per step does each class send?
+# `flat` does the work: gradients become views into the message, so nothing is copied back. **Discuss** before you run:
+# the net has two layers with weight and bias. How many `all_reduce`s per step does each class call?
 
 # %%
 # %%px
@@ -313,11 +315,13 @@ lab.read_end(plain)
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Overlap, seen
 #
-# Sending during the backward pass helps only if somebody else computes. On a GPU cluster the accelerator does, and the core
-# is idle. So we emulate that: layers whose backward pass *sleeps*, and a slow network. **These timelines are EMULATED.**
+# Sending during the backward pass helps only if the core that sends need not compute. On a cluster the GPU computes,
+# and the core is idle. We emulate that: layers whose backward pass *sleeps*, and a slow network. **These timelines are
+# EMULATED.**
 #
-# The plain class sends from hooks: messages move on *between* two layers. The full class, `DataParallel`, can leave them to a
-# thread. **Predict:** six layers, a bucket each. How many buckets can the thread hide behind the backward pass?
+# The plain class sends from hooks: messages move on only *between* layers. The full class, `DataParallel`, can leave
+# them to a thread. **Predict:** six layers, one bucket each. How many buckets can the thread hide behind the backward
+# pass?
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("hidden-buckets", None)
@@ -359,14 +363,14 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% [markdown]
-# Where the core itself computes, a thread takes from the computation what it gives to the messages: `DataParallel` works
-# inline on the CPU. How large should a bucket be? The [appendix](04b_data_parallel_appendix.ipynb) measures it.
+# Where the core itself computes, a thread takes time from the computation, so on the CPU `DataParallel` works without
+# one. How large should a bucket be? The [appendix](04b_data_parallel_appendix.ipynb) measures it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Horovod: seven changes
 #
-# Horovod (2018) made the ring all-reduce popular: take a serial script and change a few lines. Here are those between
-# `notebooks/digits_serial.py` and `digits_horovod.py`:
+# Horovod (Uber, 2017) made the ring all-reduce popular: take a serial script and change a few lines. Here they are,
+# from `notebooks/digits_serial.py` to `digits_horovod.py`:
 
 # %% tags=["two-hours", "half-day"]
 import difflib
@@ -414,16 +418,16 @@ by_itself = run("serial", comm.size * 24, comm.size * 0.02)
 assert distance(on_ranks, by_itself) < 1e-5  # float32
 
 # %% [markdown]
-# In the first run rank 0 spoke for all; the weights are the same. In a terminal: `mpiexec -n 4 python
-# notebooks/digits_horovod.py 24 0.02`.
+# In the first run only rank 0 printed; in the second, every rank ran the serial script. The weights are the same. In a
+# terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
 
 # %% [markdown] tags=["half-day"]
 # ## DDP
 #
 # torch's `DistributedDataParallel` is the production form of the same idea: hooks, buckets, overlap. The model's line
-# changes, and around it process group, sampler and launcher. DDP sends through a *backend*: NCCL, NVIDIA's collectives for
-# GPUs; gloo, Meta's for CPUs; or, here, dtlib's own. So torch's class runs on these ranks, and its timeline stands below
-# ours (EMULATED, as above). The losses are equal to 1e-12.
+# changes; around it come a process group (torch's communicator), a sampler and a launcher. DDP sends through a
+# *backend*: NCCL, NVIDIA's collectives for GPUs; gloo, Meta's for CPUs; or, here, dtlib's own. So torch's class runs on
+# these ranks, and its timeline stands below ours (EMULATED, as above). The losses agree to 1e-12.
 
 # %% tags=["half-day"]
 # %%px
@@ -467,11 +471,11 @@ assert operations == ["all_reduce"] * 6
 # ## From a config
 #
 # Large projects keep such choices in a file. `dtlib.initialize` reads the keys of DeepSpeed, Microsoft's library for
-# training large models; its engine wraps model, optimizer and data, and with `runtime="torch"` runs on DDP. Our net has a
-# parameter that no step uses, as real models do.
+# training large models; it returns an engine that wraps model, optimizer and data, and with `runtime="torch"` runs on
+# DDP. Our net gets a parameter that no step uses, as real models sometimes have.
 #
-# **Predict.** In the config below `gradient_accumulation_steps` is missing: how many micro-batches of 12 images each rank
-# adds up before a step. What must it be, on four ranks?
+# **Predict.** The config below leaves out `gradient_accumulation_steps`: for how many *micro-batches*, here of 12
+# images, a rank adds up gradients before a step. What must it be, on four ranks?
 
 # %% tags=["stub"]
 lab.predict("accumulation-steps", None)
@@ -500,7 +504,7 @@ steps = engine.gradient_accumulation_steps()
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-12
 
 # %% [markdown]
-# A mistake in a config should cost a sentence, not a night:
+# A mistake in a config should cost you a sentence, not a night:
 
 # %%
 # %%px
@@ -516,9 +520,11 @@ except dtlib.DtlibError as error:
 #
 # Seen here, and true there: values, messages and bytes, the order of buckets, what a missing division does, why a ring
 # beats one server, and that communication can hide behind the backward pass. Not shown: speed. These nets are tiny, all
-# ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which runs on the GPU and knows the wires.
+# ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which runs on the GPU and knows how GPUs
+# are connected.
 #
-# **Discuss.** Half of the ranks are twice as fast as the others. What do they do most of the time? What would you change?
+# **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ones wait? What would
+# you change?
 
 # %% [markdown]
 # ## Quiz
@@ -529,12 +535,14 @@ lab.quiz("04")
 # %% [markdown]
 # ## Summary
 #
-# - Every rank has the model and a slice of the batch; the mean of the gradients is the gradient of the whole. It equals one
-#   process up to rounding; test that.
+# - Every rank has the model and a slice of the batch; the mean of the gradients is the gradient of the batch. The
+#   result is that of one process up to rounding: test that.
 # - A server sends N - 1 times the model; in a ring each rank sends less than twice the model, whatever N is.
 # - Broadcast parameters *and* buffers at the start; shard the data; weight uneven batches.
-# - Buckets spare latency, hooks start them early, and overlap pays where the core that sends is not the one that computes.
-# - Horovod: seven changes. DDP: the model's line, process group, sampler and launcher. A config: none in the loop.
+# - Buckets save latency, hooks start them early, and overlap pays where the core that sends is not the one that
+#   computes.
+# - Horovod: seven changes. DDP: the model's line, process group, sampler and launcher. A config: one call, and a
+#   shorter loop.
 #
 # Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): mend a hook, build buckets, and play byte golf.
 #

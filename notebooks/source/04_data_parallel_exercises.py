@@ -26,7 +26,7 @@ world = dtlib.init()
 # The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with data
 # parallelism.
 #
-# - How many parameters has it?
+# - How many parameters does it have?
 # - How many bytes does each rank *send* in a step, if gradients are averaged with a ring? 0.1 % off counts as right.
 # - How many does rank 0 send in a step, if it is the parameter server of two workers?
 #
@@ -63,7 +63,7 @@ counted = len(flat), ring.sent()[1], server.sent()[1]
 # ## Mend: a hook that reduces the wrong thing
 #
 # `average_with_hooks(comm, module)` sets a hook on each parameter, so that gradients are averaged when `backward()`
-# returns. It runs, it sends as many bytes as it should, and the loss goes down. But the ranks do not train one model: one
+# returns. It runs, sends as many bytes as it should, and the loss goes down. But the ranks do not train one model: one
 # word is wrong. Mend it.
 
 # %% tags=["two-hours", "half-day", "stub"]
@@ -96,26 +96,27 @@ def average_with_hooks(comm, module):
 lab.check("hook-mend")
 
 # %% [markdown]
-# Why does the loss go down with the bug in it? Each rank trains on its own images, and the parameters are averaged in the middle
-# of the backward pass: that is a kind of local training with averaging, and no data parallelism. Nothing but a comparison
-# with one process finds it.
+# The loss goes down in spite of the bug, because each rank trains on its own images, and the parameters are averaged in
+# the middle of the backward pass. That is a kind of local training with averaging, not data parallelism. Only a
+# comparison with one process finds it.
 #
 # ## Build: gradients in buckets
 #
 # Write a class with two methods:
 #
 # - `MyDataParallel(comm, module, bucket_bytes)`: afterwards all ranks have rank 0's parameters *and* buffers.
-# - `average_gradients(samples)`, called on every rank after `backward()`: each gradient becomes the gradient of the mean loss over
-#   all samples of all ranks. `samples` is how many this rank had: the last batch of an epoch is not the same size everywhere.
+# - `average_gradients(samples)`, called on every rank after `backward()`: each gradient becomes the gradient of the
+#   mean loss over all samples of all ranks. `samples` is how many this rank had: the last batch of an epoch does not
+#   have the same size everywhere.
 #
-# 1. Find this rank's weight, `samples` / all ranks' samples. One small `all_reduce` tells.
-# 2. Fill a bucket with gradients, up to `bucket_bytes`: begin a new one when the next gradient would go beyond (a larger
-#    gradient has a bucket of its own).
-# 3. For each bucket one `comm.all_reduce` of one flat tensor; copy the pieces back into the gradients.
+# 1. Find this rank's weight: `samples` divided by the samples of all ranks. This takes one small `all_reduce`.
+# 2. Fill a bucket with gradients, up to `bucket_bytes`: begin a new one when the next gradient would not fit (a
+#    gradient larger than that gets its own bucket).
+# 3. For each bucket, call `comm.all_reduce` once, on one flat tensor; copy the pieces back into the gradients.
 #
-# Tied weights are one parameter with two names and travel once. Frozen and unused parameters have `grad=None` and keep it. All
-# parameters have the same type, and every rank uses the same ones and has at least one sample. The check compares with one process
-# that has all samples, and counts what is reduced.
+# Tied weights are one parameter with two names, and travel once. Frozen and unused parameters have `grad=None` and keep
+# it. All parameters have the same dtype, and every rank uses the same ones and has at least one sample. The check
+# compares with one process that has all samples, and counts what is reduced.
 
 # %% tags=["stub"]
 # %%px
@@ -162,15 +163,17 @@ lab.check("buckets-build")
 #
 # ## Byte golf
 #
-# Teach three ranks all ten digits with as few bytes on the wire as you can. `golf(comm, x, y)` trains on this rank's images and returns a
-# model (or a function of images). On *every* rank it must get at least 95 % of the test images right, in 30 seconds. The
-# score is the payload bytes that all ranks together have sent, with whatever operation. You pass with **par**, which is computed by
-# a reference that ships with the check; go below it as far as you can. Results stay on your computer.
+# Teach three ranks all ten digits, and send as few bytes as you can. `golf(comm, x, y)` trains on this rank's images
+# and returns a model (or a function of images). On *every* rank it must get at least 95 % of the test images right, in
+# 30 seconds. Your score is the number of payload bytes that all ranks together have sent, with any operations. You pass
+# at **par**, the score of a reference that comes with the check; go as far below it as you can. Results stay on your
+# computer.
 #
-# Training images are sorted: rank 0 has the digits from 0 to 3, rank 1 those from 3 to 6, rank 2 the rest. So none can do without
-# the others. You may not load digits on your own. `torch.manual_seed(0)` is called before, so a run can be repeated.
+# Training images are sorted: rank 0 has the digits from 0 to 3, rank 1 those from 3 to 6, rank 2 the rest. So no rank
+# can do without the others. You may not load the digits yourself. `torch.manual_seed(0)` is called first, so a run can
+# be repeated.
 #
-# What is a byte spent on? Steps × parameters × bytes a number. Which of the three can you bring down?
+# What are the bytes spent on? Steps × parameters × bytes per number. Which of the three can you reduce?
 
 # %% tags=["stub"]
 # %%px
@@ -207,16 +210,17 @@ def golf(comm, x, y):
 lab.check("byte-golf")
 
 # %% [markdown]
-# The solution is below par, and far from the end. Ideas, each with its price:
+# The solution is below par, and far from the best. Some ideas, each at a price:
 #
-# - Fewer parameters: no hidden layer at all? A layer that is drawn from a common seed and never trained needs no bytes.
-# - Fewer steps: a better optimizer, a higher rate, several local steps before the weights are averaged (what does it do that each rank
-#   has other digits?).
-# - Fewer bytes a number: eight bits, one bit and a scale, or only the largest entries.
+# - Fewer parameters: no hidden layer at all? A layer that all ranks draw from the same seed, and never train, needs no
+#   bytes.
+# - Fewer steps: a better optimizer, a higher rate, several local steps before the weights are averaged (what happens
+#   then, as each rank has different digits?).
+# - Fewer bytes per number: eight bits, one bit and a scale, or only the largest entries.
 # - Not gradients at all: what else could ranks tell one another about their images?
 #
 # ## If you have time
 #
 # - Let `MyDataParallel` start each bucket with `async_op=True` and wait for all at the end. Does the check still pass?
-# - Make it a subclass that works from hooks. Which rule about the order of buckets do you need?
+# - Write a version of it that works from hooks. Which rule about the order of buckets do you need?
 # - Run the check with `lab.engines(2)`. Which mistakes would two ranks have hidden?

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 04b Data parallelism: odd batches and buckets
 #
-# Thirty minutes, an appendix to [04 Data parallelism](04_data_parallel.ipynb). Batches that do not divide evenly, the size and the
-# order of buckets, and a template of TensorFlow that you will still meet.
+# Thirty minutes, an appendix to [04 Data parallelism](04_data_parallel.ipynb). Batches that do not divide evenly, the
+# size and the order of buckets, and an old TensorFlow template that you may still meet.
 #
 # **Questions.** What if a batch does not fit into memory, or ranks have different numbers of images? How large is a good
 # bucket? What did synchronous training look like with parameter servers?
@@ -39,10 +39,10 @@ def fresh_net():
 # %% [markdown]
 # ## Odd batches
 #
-# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. Averaging each of
-# them would be waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it averages them
-# all. **Predict:** four backward passes, the last one outside `no_sync()`; four gradients in one bucket. How many
-# all-reduces?
+# **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. To average
+# each of them would be a waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it
+# averages them all. **Predict:** four backward passes, the last one outside `no_sync()`; four gradients in one bucket.
+# How many all-reduces?
 
 # %%
 # %%px
@@ -59,8 +59,8 @@ if world.rank == 0:
     print(f"{len(pieces)} backward passes, {calls} all_reduce")
 
 # %% [markdown]
-# **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of an epoch
-# they often are not. Here rank r has r + 1 images. Tell the model, and it weights:
+# **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of
+# an epoch they often are not. Here rank r has r + 1 images. Tell the model the number, and it weights the gradients:
 
 # %%
 # %%px
@@ -80,8 +80,8 @@ if world.rank == 0:
     print(f"unweighted: off by {off[0] / whole.norm():.0%}; weighted: less than 1e-12")
 
 # %% [markdown]
-# **Uneven numbers of batches.** A rank that has one batch more than the others waits for them for ever. Inside `join()` those
-# that are finished take part with zeros until all are. Rank r has r + 1 batches:
+# **Uneven numbers of batches.** A rank that has one batch more than the others waits for them forever. Inside `join()`,
+# ranks that have finished take part with zeros until all have. Rank r has r + 1 batches:
 
 # %%
 # %%px
@@ -100,9 +100,9 @@ print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
 # %% [markdown]
 # ## How large is a bucket?
 #
-# Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, and starts
-# when the backward pass is over. **Predict** the shape of the curve, then run. The accelerator and the network are EMULATED,
-# as in lesson 04: sixteen layers of 0.25 MiB.
+# Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, but
+# starts only when the backward pass is over. **Predict** the shape of the curve, then run. The accelerator and the
+# network are EMULATED, as in lesson 04: sixteen layers of 0.25 MiB.
 
 # %%
 # %%px
@@ -139,16 +139,15 @@ print(f"Best of these: {best:g} MiB.")
 assert min(seconds) < best < max(seconds)
 
 # %% [markdown]
-# The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. torch's
-# and our default, 25 MiB, was chosen for networks of data centres.
+# The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. The
+# default of torch and of dtlib, 25 MiB, was chosen for the networks of data centres.
 #
-# **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why? (To smaller buckets:
-# a message costs less.)
+# **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why?
 #
 # ## Buckets in the wrong order
 #
-# **Change a line.** Buckets in the order of the forward pass, the first layer's first. The result is the same. When does the
-# first bucket leave?
+# **Change a line.** Here the buckets are in the order of the forward pass, the first layer's bucket first. The result
+# is the same. When does the first bucket leave?
 
 # %%
 # %%px
@@ -172,12 +171,12 @@ last = max(event.start for event in mine if event.kind == "phase")  # the first 
 assert all(event.start > last for event in mine if event.name == "all_reduce")
 
 # %% [markdown]
-# Its gradient comes last, and all ranks must send in one order: so everything waits for it.
+# The first layer's gradient comes last, and buckets leave in their order: so everything waits for it.
 #
 # ## The TensorFlow template
 #
-# You will still meet this template of TensorFlow 1. It is shown as text: TensorFlow 2 keeps most of these names under
-# `tf.compat.v1`, for old code alone.
+# This is how a script of TensorFlow 1 was built. We show it as text only: TensorFlow 2 keeps most of these names under
+# `tf.compat.v1`, for old code.
 #
 #     1  cluster = tf.train.ClusterSpec({"ps": ps_hosts, "worker": worker_hosts})
 #     2  server = tf.train.Server(cluster, job_name=job_name, task_index=task_index)
@@ -202,20 +201,22 @@ assert all(event.start > last for event in mine if event.name == "all_reduce")
 # | | `if job_name == "ps": server.join()` | servers only serve | `serve(weights, steps)` on rank 0, in lesson 04 |
 # | 3 | `replica_device_setter` | variables to the servers in turn, the rest to this worker | not needed: every rank has the model |
 # | | `SyncReplicasOptimizer` | wait for all workers and average | `average_gradients()` |
-# | | `global_step` | a counter that all share | every rank counts alike |
+# | | `global_step` | a counter that all share | every rank counts its own steps |
 # | 4 | `MonitoredTrainingSession` | the chief initialises and saves, others wait for it | the broadcast at construction; `if world.rank == 0:` |
 # | | `session.run(train)` | a step | `backward()`, `step()` |
 #
-# With Horovod under TensorFlow the same four steps are `hvd.init()`, a visible device, `DistributedOptimizer` and
-# `BroadcastGlobalVariablesHook`.
+# With Horovod, a script of TensorFlow 1 has `hvd.init()`, one visible device per process, `DistributedOptimizer` and
+# `BroadcastGlobalVariablesHook` instead.
 #
 # **Discuss.** Without `SyncReplicasOptimizer` each worker's gradient is applied when it arrives. Which property of data
-# parallelism, tested in lesson 04, is lost? (The result then depends on who comes first, and equals no run of one process.)
+# parallelism, tested in lesson 04, is lost?
 #
 # ## Summary
 #
 # - `no_sync()` for accumulation; `batch_size` for uneven batches; `join()` for uneven numbers of them.
-# - A bucket too small pays latency, one too large starts late; the last layer's bucket leaves first.
+# - A bucket too small pays latency, one too large starts late: the cheaper a message, the smaller the best bucket. The
+#   last layer's bucket leaves first.
+# - Asynchronous workers give a result that depends on who comes first, and that no single process would give.
 #
 # ## References
 #

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 05 Large batches
 #
-# A side trip of forty-five minutes. More ranks mean larger batches. You see what that does to training, which rules repair
-# it, where they break, and how far to believe a figure that has no intervals.
+# A side trip of forty-five minutes. More ranks mean larger batches. You see what that does to training, which rules
+# repair it, where they break, and how far you can believe a figure without intervals.
 #
-# **Questions.** Why does data parallelism make batches large? Which learning rate goes with k times the batch? Until when?
-# Do large batches find worse networks?
+# **Questions.** Why does data parallelism make batches large? Which learning rate goes with k times the batch? Up to
+# which batch? Do large batches find worse networks?
 #
 # **Afterwards you can** scale a rate by the linear and the square-root rule, with warm-up; say where the linear rule ends
 # and why; tell a difference from noise by its interval.
@@ -42,8 +42,8 @@ def batch_of(step):
 # %% [markdown] tags=["half-day"]
 # ## Why batches grow
 #
-# A rank works well if it has enough to do between two exchanges of gradients. So one keeps the samples *per rank* and adds
-# ranks: N ranks with b samples each take a step on a batch of N b, and an epoch has N times fewer steps.
+# A rank works efficiently if it has enough to do between two exchanges of gradients. So people keep the samples *per
+# rank* and add ranks: N ranks with b samples each take a step on a batch of N b, and an epoch has N times fewer steps.
 #
 # **Predict.** 1280 images, 16 per rank. How many steps does an epoch take on 1 rank, and on 32?
 
@@ -58,13 +58,14 @@ table = [(n, 16 * n, 20 * 1280 // (16 * n)) for n in (1, 4, 16, 24, 32)]
 lab.table(table, ("ranks", "batch", "steps in 20 epochs"))
 
 # %% [markdown] tags=["half-day"]
-# That is what makes the work fast, and it is the problem: fewer steps of the same length do not get as far.
+# Fewer steps make the epoch fast, and they are the problem: fewer steps of the same length do not get as far.
 
 # %% [markdown]
 # ## Ranks or one large batch: the same
 #
-# Does it matter that the batch lies on several ranks? Four ranks train on 64 images each; the config's keys are
-# DeepSpeed's. The rate grows from 0.02 to 0.32: *warm-up*, of which more below.
+# Does it matter that the batch is spread over ranks? Four ranks train on 64 images each. The config has the keys of
+# DeepSpeed, Microsoft's library for large models. The learning rate grows from 0.02 to 0.32: this *warm-up* is
+# explained below.
 
 # %%
 # %%px
@@ -118,9 +119,9 @@ assert max(abs(a - b) for a, b in zip(together, apart, strict=True)) < 1e-12
 print("The losses of all 30 steps are equal, to 1e-12.")
 
 # %% [markdown]
-# So ranks are not the point: N ranks *are* one process with N times the batch. (Layers that look at the whole batch, such
-# as BatchNorm, are the exception.) From here on each rank may train networks of its own, with a batch as large as N ranks
-# would have made it. (As with DeepSpeed, the first *two* steps have the lowest rate.)
+# So ranks do not matter: N ranks *are* one process with N times the batch. (Layers that look at the whole batch, such
+# as BatchNorm, are the exception.) From here on each rank may train networks of its own, with a batch as large as N
+# ranks would have made it. (As with DeepSpeed, the first *two* steps have the lowest rate.)
 
 # %% [markdown] tags=["half-day"]
 # ## The rules
@@ -141,8 +142,8 @@ lab.predict("rates-at-256", {"linear": None, "square root": None})
 lab.predict("rates-at-256", {"linear": 0.32, "square root": 0.08})
 
 # %% [markdown] tags=["half-day"]
-# **Gradual warm-up** keeps the linear rule's rate but does not begin with it: at first parameters change quickly, and
-# the "if" is wrong. For five epochs the rate grows from η to k η in a straight line (P. Goyal et al., 2017).
+# **Gradual warm-up** keeps the linear rule's rate but does not begin with it: at first gradients change quickly, and
+# the "if" does not hold. For five epochs the rate grows from η to k η in a straight line (P. Goyal et al., 2017).
 
 # %%
 # %%px
@@ -174,9 +175,9 @@ large_batches.rates(lab.values("schedules")[0])  # for batch 256
 # %% [markdown]
 # ## Many networks at once
 #
-# The networks are small (64-64-64-10), the data are scikit-learn's digits, and one run proves nothing: we want 32 seeds for
-# each batch and each rule. Networks with the same batch are trained together: every parameter gets one more dimension,
-# and the loss is the sum of all networks' losses. None of them shares a parameter, so each gets its own gradient.
+# The networks are small (64-64-64-10), the data are scikit-learn's digits, and one run proves nothing: we want 32 seeds
+# for each batch and each rule. Networks with the same batch are trained together: every parameter gets one more
+# dimension, and the loss is the sum of all networks' losses. They share no parameters, so each gets its own gradient.
 
 # %%
 from dtlib.workloads import digits
@@ -184,13 +185,13 @@ from dtlib.workloads import digits
 lab.read(digits.forward, digits.losses)
 
 # %% [markdown]
-# A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts, and in which
-# order it sees the images. With the same seed, all rules and batches have the same: their runs are *paired*. All see every
-# image twenty times; a larger batch cuts the same sequence into fewer steps. Each rank takes 8 of the 32 seeds, with one
-# collective at the end.
+# A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts, and in
+# which order it sees the images. With the same seed, all rules and batches share all three: their runs are *paired*.
+# Every run sees each image twenty times; a larger batch cuts the same sequence into fewer steps. Each rank takes 8 of
+# the 32 seeds, with one collective at the end.
 #
-# **Predict.** Batch 256 is 16 times the base. Which of three, "no scaling", "square root" or "linear", ends with the
-# lowest test error? And at batch 512? (The run takes up to a minute.)
+# **Predict.** Batch 256 is 16 times the base. Which rule, "no scaling", "square root" or "linear", ends with the lowest
+# test error? And at batch 512? (The run takes up to a minute.)
 
 # %% tags=["stub"]
 lab.predict("lowest-error", {256: None, 512: None})
@@ -225,12 +226,12 @@ errors = lab.values("of_all_seeds")[0]
 large_batches.errors(errors, base_batch=16)
 
 # %% [markdown]
-# A mark is the mean over 32 seeds, with the interval in which the true mean lies in about 95 of 100 such experiments; a
+# A large mark is the mean over 32 seeds. Its interval contains the true mean in about 95 of 100 such experiments. A
 # small dot is one network; the grey band is batch 16.
 #
-# What may we say? Two rules differ if the interval of their *paired* differences leaves out 0; otherwise they are *not
-# separated*, which does not mean equal. Of sixteen such comparisons about one separates what is equal, so an interval that
-# ends near 0 says little. The sentences are made from the intervals:
+# We say that two rules differ if the interval of their *paired* differences does not contain 0. Otherwise they are *not
+# separated*, which does not mean equal. In sixteen such comparisons about one would separate equal rules by chance, so
+# an interval that ends near 0 says little. These sentences are made from the intervals:
 
 # %% tags=["nbval-ignore-output"]
 from dtlib.lab.lessons.l05 import intervals
@@ -251,16 +252,17 @@ for batch in (256, 512):
     assert intervals.difference(best, second)[2] < 0 and intervals.difference(second, last)[2] < 0
 
 # %% [markdown]
-# Without scaling, a network that takes a sixteenth of the steps does not get as far. Both rules win much of that back, the
-# linear rule more. At batch 512 the order has turned: the linear rule is behind the square-root rule. Somewhere between
-# is its **elbow**.
+# At batch 256 there are a sixteenth of the steps, and without scaling a network does not get as far. Both rules win
+# much of that back, the linear rule more. At batch 512 the order has changed: the linear rule is behind the square-root
+# rule. Somewhere in between is its **elbow**.
 #
 # ## The elbow
 #
-# Where does it come from? Imagine a valley with curvature λ. A step of rate η along its steepest direction multiplies the
-# distance from the bottom by 1 - η λ: beyond η = 2 / λ it grows. With momentum β the limit is 2 (1 + β) / λ. So a
-# network has a largest rate, whatever the batch. `digits.sharpness` measures λ, the largest eigenvalue of the Hessian of
-# the training loss, here on the way of batch 16: at the start, and after one, three and ten epochs.
+# Where does it come from? Imagine a valley with curvature λ. A step of rate η along its steepest direction multiplies
+# the distance from the bottom by 1 - η λ: for η above 2 / λ the distance grows. With momentum β the limit is 2 (1 + β)
+# / λ. So a network has a largest rate, whatever the batch. `digits.sharpness` measures λ, the *sharpness*: the largest
+# eigenvalue of the Hessian of the training loss. Here it does so for batch 16, at the start and after one, three and
+# ten epochs.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -284,12 +286,12 @@ print(f"By this argument the linear rule ends near k = {smallest:.0f}, batch {16
 assert 8 < smallest < 64
 
 # %% [markdown]
-# Compare with the figure. It is an argument about a parabola, and a loss is none: take it as a rough guide.
+# Compare with the figure. The argument is about a parabola, and a loss is not one: take it as a rough guide.
 #
 # ## Does warm-up help?
 #
 # At the elbow a mean says little: a network learns, or it does not. So we count. **A run has failed if it ends with a
-# test error above 20 %.** The rate of failures gets an interval after Wilson.
+# test error above 20 %.** The fraction of failures gets Wilson's interval.
 #
 # **Predict.** In how many of 32 runs does the linear rule fail at batch 512? Within 5 counts as right.
 
@@ -315,13 +317,13 @@ for batch in (256, 384, 512):
     print(f"Batch {batch}: {sentence}")
 
 # %% [markdown]
-# Near the elbow seeds differ so much that five of them can show a cure, or the opposite. **Where the sentences say "not
-# separated", warm-up has not been shown to help at this size.** The table of sharpness suggests a reason: this network
-# starts in a flat place and gets steeper as it learns, so a slow start may put the trouble off without preventing it. That is
-# a guess.
+# Near the elbow seeds differ so much that five of them can suggest a cure, or the opposite. **Where the sentences say
+# "not separated", warm-up has not been shown to help at this size.** The table of sharpness suggests a reason: this
+# network starts in a flat place and gets steeper as it learns, so a slow start may delay the trouble without preventing
+# it. That is a guess.
 
 # %% [markdown] tags=["half-day"]
-# Where warm-up was found to help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
+# Where warm-up did help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
 
 # %% tags=["half-day"]
 rows = [
@@ -332,16 +334,16 @@ title = "P. Goyal et al., arXiv:1706.02677: error in % on ImageNet, standard dev
 lab.table(rows, ("table", "batch", "setting", "error", "sd"), title)
 
 # %% [markdown] tags=["half-day"]
-# Gradual warm-up brings 8192 to within about a standard deviation of batch 256; without it, more than a point is lost;
-# *constant* warm-up (a small rate, then a jump) is worse than none.
+# Gradual warm-up brings batch 8192 to within about a standard deviation of batch 256; without it, more than a point is
+# lost; *constant* warm-up (a small rate, then a jump) is worse than none.
 
 # %% [markdown]
-# The rules come in the same order as with our digits below the elbow: none, square root, linear.
+# From worst to best, the rules come in the same order as for our digits below the elbow: none, square root, linear.
 #
 # ## The generalisation gap
 #
-# There is another worry: with large batches, even networks that fit their training data perfectly are worse on *other* data,
-# and lie in *sharper* valleys (N. S. Keskar et al., 2017). Their table, accuracy in %:
+# There is another worry: with large batches, even networks that fit their training data perfectly are worse on *new*
+# data, and lie in *sharper* valleys (N. S. Keskar et al., 2017). Their table, accuracy in %:
 
 # %%
 rows = [
@@ -354,10 +356,10 @@ title = "N. S. Keskar et al., arXiv:1609.04836, table 2 (small: 256; large: 10 %
 lab.table(rows, headers, title, align="lrrrr")
 
 # %% [markdown]
-# On digits as they are the gap would drown in noise, so we make the task hard: 600 training images, and a fifth of their labels
-# replaced by wrong ones, which a network can only learn by heart. We compare batch 16 at rate 0.04 with batch 600 (all of
-# them), once at the same rate and once at six times as much. Each run goes on until its training loss is 0.01, because
-# sharpness falls with the loss. Sixteen paired seeds.
+# On the plain digits the gap would drown in noise, so we make the task hard: only 600 training images, and a fifth of
+# their labels replaced by wrong ones, which a network can only learn by heart. We compare batch 16 at rate 0.04 with
+# batch 600 (all of them), once at the same rate and once at six times that rate. Each run goes on until its training
+# loss is 0.01, because sharpness falls with the loss. Sixteen paired seeds.
 #
 # **Predict** the order of the three in test error, and in sharpness. Then run; it takes up to a minute.
 
@@ -401,10 +403,10 @@ assert intervals.difference(same["error"], small["error"])[1] > 0
 assert max(same["loss"] + six["loss"] + small["loss"]) < 0.02
 
 # %% [markdown]
-# With wrong labels to learn by heart, batch 600 is worse on new images and sharper than batch 16, at the same training
-# loss. That both come together does not prove that one causes the other: sharpness can be changed without changing what a
-# network computes (L. Dinh et al., 2017). And it is one task, made hard on purpose; Goyal et al. find no gap up to 8192 once
-# the rate is right. **Discuss:** do Keskar's table and Goyal's contradict each other?
+# With wrong labels to learn by heart, batch 600 does worse on new images than batch 16, and lies in a sharper valley,
+# at the same training loss. That both come together does not prove that one causes the other: sharpness can be changed
+# without changing what a network computes (L. Dinh et al., 2017). And it is one task, made hard on purpose; Goyal et
+# al. find no gap up to 8192 once the rate is right. **Discuss:** do Keskar's table and Goyal's contradict each other?
 
 # %% [markdown]
 # ## Quiz
@@ -418,8 +420,8 @@ lab.quiz("05")
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
 # - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
-# - At this size warm-up does not help: where it is separated, it is a little worse. For ResNet-50 at batch 8192 it is worth a
-#   point.
+# - At this size warm-up does not help: where it makes a difference, it is a little worse. For ResNet-50 at batch 8192
+#   it is worth a point.
 # - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, mend a warm-up, and scale a rate.

@@ -39,9 +39,9 @@ lab.predict("warm-up-steps", 1500)
 # %% [markdown]
 # ## Mend: a warm-up with one wrong number
 #
-# `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k times as
-# much in step `warmup_steps`, and stays there. It runs, the loss falls, nobody complains; and yet the rate is wrong for
-# the whole of the training. Mend it.
+# `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k
+# times as much in step `warmup_steps`, and stays there. It runs, the loss falls, nobody complains; and yet the rate is
+# wrong in most of the steps. Mend it.
 
 # %% tags=["stub"]
 # %%px
@@ -59,7 +59,7 @@ def warmup_settings(step, warmup_steps, k):
 lab.check("warmup-mend")
 
 # %% [markdown]
-# Such a mistake shows in no loss curve. It shows if one prints the rate, so do: every engine and every optimizer can tell it.
+# No loss curve shows such a mistake. The rate itself does, so print it:
 
 # %%
 # %%px
@@ -93,8 +93,8 @@ def scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps):
 lab.check("scale-the-rate")
 
 # %% [markdown]
-# Put it to use: three ranks with 64 digits each, from the rate 0.02 at batch 16. `LambdaLR` multiplies the optimizer's rate,
-# 1 here, by what a function of the step returns.
+# Put it to use: three ranks with 64 digits each, starting from the rate 0.02 at batch 16. `LambdaLR` multiplies the
+# optimizer's rate, 1 here, by what a function of the step returns.
 
 # %%
 # %%px
@@ -126,6 +126,7 @@ assert error < 0.2
 # %% [markdown]
 # ## If you have time
 #
-# - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate comes out, and where is the elbow?
+# - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate comes out, and is it beyond
+#   the elbow?
 # - In the lecture, try a rate *between* the two rules at batch 512: k to the power 0.75. Compare it on paired seeds.
-# - Which rule would you try first with Adam, which divides a gradient by its own size? Try it; count before you believe.
+# - Which rule would you try first with Adam, which divides a gradient by its own size? Try it, with several seeds.

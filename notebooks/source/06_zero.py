@@ -4,8 +4,8 @@
 # Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You share them out, one
 # after the other, until each rank keeps 1/N of everything, and count the bytes that a rank holds and sends.
 #
-# **Questions.** What fills the memory? What does every rank keep without need? What does it cost to share it out? Which
-# setting makes a model fit?
+# **Questions.** What fills the memory? What does every rank keep without needing it? What does it cost to share that
+# out? Which setting makes a model fit?
 #
 # **Afterwards you can** predict a model's memory to the byte, at each stage; read and change all three stages; say what
 # each one sends; save on four ranks and go on with three; choose a stage.
@@ -36,8 +36,8 @@ from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes
 # ## What fills the memory?
 #
 # In *mixed precision* the model computes in 16 bits. Adam, the usual optimizer, takes steps that are too small for 16
-# bits. So it keeps a *master copy* of the weights in 32 bits, and for each weight a running mean of its gradients and one
-# of their squares. All together are the *model states*:
+# bits. So it keeps a *master copy* of the weights in 32 bits, and for each weight a running mean of its gradients and
+# one of their squares. Together these are the *model states*:
 
 # %% tags=["two-hours", "half-day"]
 mixed = SCHEMES["mixed_adam"]
@@ -70,11 +70,11 @@ figures.shards(ranks=4)
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
 #
-# In data parallelism every rank takes the same optimizer step, on all parameters. Let each rank take it for a quarter,
-# and tell the others.
+# In data parallelism every rank takes the same optimizer step, on all parameters. Let each rank take it for a quarter
+# of them, and tell the others.
 
 # %% [markdown]
-# The file that runs begins with the idea, and with a *unit*: parameters that travel together.
+# The source file begins with the idea, and with a *unit*: parameters that travel together.
 
 # %%
 lab.read(plain)
@@ -83,15 +83,15 @@ lab.read(plain)
 lab.read(plain.Unit)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Look at `step`: `reduce_scatter` gives each rank its own *shard* of the mean gradient, Adam updates that shard, and
-# `all_gather` gives everybody all new values.
+# Look at `step`: `reduce_scatter` gives each rank its own slice, or *shard*, of the mean gradient, Adam updates that
+# shard, and `all_gather` gives everybody all new values.
 
 # %% tags=["two-hours", "half-day"]
 lab.read(plain.Stage1)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** We train by data parallelism, then by stage 1, in float64, so that no mistake hides behind rounding.
-# How many times as many bytes does stage 1 send? Think of the ring.
+# **Predict.** We train by data parallelism, then by stage 1, both in float64. How many times the bytes does stage 1
+# send? Think of the ring.
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("bytes-of-stage-1", None)
@@ -134,21 +134,21 @@ if comm.rank == 0:
 # ## Stages 2 and 3
 #
 # Stage 1 keeps all gradients until the step, though a rank needs only its shard of the mean. So stage 2 reduces them
-# *during* the backward pass, and frees them: autograd, torch's backward pass, calls a *hook* as soon as a parameter's
-# gradient is there.
+# *during* the backward pass, and frees them: autograd, torch's backward pass, calls a *hook*, a function of ours, as
+# soon as a parameter's gradient is complete.
 
 # %% tags=["half-day"]
 lab.read(plain.Stage2)
 
 # %% [markdown] tags=["half-day"]
 # Now the parameters. A unit needs its weights twice: in its forward pass and in its backward pass. The rest of the time
-# a quarter will do. *Gather before use, free after use*:
+# each rank keeps only its quarter. *Gather before use, free after use*:
 
 # %% tags=["half-day"]
 lab.read(plain.Stage3)
 
 # %% [markdown] tags=["half-day"]
-# All three beside each other, one unit for each linear layer:
+# All three side by side, with one unit for each linear layer:
 
 # %% tags=["half-day"]
 # %%px
@@ -191,7 +191,8 @@ if comm.rank == 0:
     print(f"Stage3: {of_stage['Stage3'][1]} all_gathers per step; here: {gathers}")
 
 # %% [markdown]
-# Fewer bytes sent, more held: torch's FSDP2 calls it `reshard_after_forward=False`. What our file leaves out:
+# Fewer bytes sent, more held: FSDP2, which is torch's stage 3, calls it `reshard_after_forward=False`. What our file
+# leaves out:
 
 # %%
 lab.read_end(plain)
@@ -199,8 +200,8 @@ lab.read_end(plain)
 # %% [markdown] tags=["half-day"]
 # ## Memory, to the byte
 #
-# `dtlib.memory` looks at every storage that a rank holds, and counts it once. The model is in bfloat16, with master
-# weights; `dtlib.initialize` takes the stage from a config, as DeepSpeed does, Microsoft's library in which ZeRO grew up.
+# `dtlib.memory` counts every storage that a rank holds, once each. The model is in bfloat16, with master weights;
+# `dtlib.initialize` takes the stage from a config, as DeepSpeed does, the library of Microsoft that ZeRO comes from.
 #
 # **Predict.** On four ranks, how many bytes per parameter does a rank hold at stage 2?
 
@@ -233,8 +234,8 @@ if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% [markdown] tags=["half-day"]
-# Count and formula agree on every line that the formula has. *Padding* makes shards equal, Adam has a *step counter* per
-# tensor, *communication* is memory in which messages are put together, *peak* the most at a time.
+# Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
+# per tensor; *communication* is memory for messages; *peak* is the most memory at any time.
 
 # %%
 held = lab.values("lines_of")[0]
@@ -281,8 +282,8 @@ if comm.rank == 0:
 # %% [markdown]
 # ## What it costs: bytes on the wire
 #
-# We count what a rank sends for parameters and gradients in one step, in units of P (N-1)/N, P being the parameters.
-# A ring's reduce_scatter or all_gather is 1, its all_reduce 2.
+# We count what a rank sends for parameters and gradients in one step, in units of P (N-1)/N, where P is the number of
+# parameters. A reduce_scatter or an all_gather by a ring is 1 unit, an all_reduce 2.
 #
 # **Predict.** How many units does stage 3 send?
 
@@ -349,10 +350,10 @@ units_sent = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name 
 lab.table(units_sent, ("", "bytes sent", "formula", "units", "published"))
 
 # %% [markdown]
-# Stages 1 and 2 send what data parallelism sends; stage 3 half as much again, because parameters travel twice.
+# Stages 1 and 2 send what data parallelism sends; stage 3 sends half as much again, because parameters travel twice.
 #
 # **Predict.** Now the batch comes in four *micro-batches*, whose gradients add up before one step. Stage 1 sends them
-# once per step. Stage 2 has freed them, so it sends after every backward pass. How many units does stage 2 send?
+# once per step. Stage 2 frees them, so it sends in every backward pass. How many units does stage 2 send?
 
 # %% tags=["stub"]
 lab.predict("units-of-four-micro-batches", None)
@@ -395,13 +396,13 @@ order = " ".join(name for what, name, _ in events if what == "gathered")
 
 # %% [markdown]
 # Never more than one unit is whole. On an accelerator the next one is gathered *while* this one computes
-# (`prefetch=True`); then it is two.
+# (`prefetch=True`); then two are whole.
 #
 # ## Mixed precision, accumulation, recomputation
 #
 # The other great consumer of memory is *activations*, what the forward pass keeps for the backward pass. Three older
-# ideas save them: 16 bits instead of 32; micro-batches; and *recomputation* (activation checkpointing), which keeps only
-# the input of each block, and computes the block once more in the backward pass.
+# ideas make them smaller: 16 bits instead of 32; micro-batches; and *recomputation* (activation checkpointing), which
+# keeps only the input of each block, and computes the block once more in the backward pass.
 #
 # **Predict.** In float32, Adam holds 4 + 4 + 8 bytes per parameter. By which factor does mixed precision change the
 # *model states*?
@@ -463,16 +464,16 @@ lab.table(rows, ("rank 0", "activations (bytes)", "times less", "states (bytes)"
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic.
 #
 # *ZeRO-Offload* (J. Ren et al., 2021) keeps gradients and all that Adam needs in the host's memory, and takes the step
-# there, at the host's speed: 2 bytes per parameter stay on the accelerator. Then 32 GB have room for 16 billion
-# parameters, before activations; without ZeRO for 2, and with stage 2 on 64 ranks for 14.
+# there, at the host's speed: 2 bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters,
+# before activations. Without ZeRO they hold 2 billion, with stage 2 on 64 ranks 14 billion.
 
 # %% [markdown]
 # ## Checkpoints
 #
 # At stage 3 no rank has the model: whoever saves "the model of rank 0" saves a quarter. With `dtlib.checkpoint` every
-# rank writes its shards, and an index says which file has which elements of which tensor. Take five steps on four ranks
-# at stage 3, save, take five more. Then a rank is gone: `comm.split` makes a communicator (a group of ranks that talk
-# with each other) of the other three. They load, and go on at stage 1 with the same batches.
+# rank writes its shards, and an index says which file has which elements of which tensor. We take five steps on four
+# ranks at stage 3, save, and take five more. Then a rank is gone: `comm.split` makes a communicator (a group of ranks
+# that exchange messages) of the other three. They load, and go on at stage 1 with the same batches.
 #
 # **Predict:** how do their losses differ from those of the four?
 
@@ -521,13 +522,13 @@ if comm.rank == 0:
     lab.table(list(zip(range(5, 10), unbroken, continued, strict=True)), headers, floats=".10f")
 
 # %% [markdown]
-# Equal to 1e-12: a checkpoint belongs to the model, and to no number of ranks.
+# They agree to 1e-12: a checkpoint belongs to the model, not to a number of ranks.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The config that fits
 #
-# Each stage costs messages, or waiting, or code between you and your model. So take **the smallest stage that fits**, and
-# leave room for activations.
+# Each stage costs messages, waiting, or extra code. So take **the lowest stage that fits**, and leave room for
+# activations.
 #
 # **Predict.** 7.5 billion parameters in mixed precision, on 64 accelerators of 24 GiB each: which stage?
 
@@ -546,8 +547,8 @@ rows = [
 lab.table(rows, ("", "GiB on 64 ranks", "fits 24 GiB from so many ranks"), align="lrr")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Now for real, with a config. `runtime="torch"` runs the same one on torch's own classes, at stage 2 on FSDP2 (*fully
-# sharded data parallel*).
+# Now for real. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded data
+# parallel*).
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -571,15 +572,15 @@ assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # 
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The same losses. torch holds less when we look: like stage 2, FSDP2 keeps parameters whole from the forward to the
-# backward pass, but it goes back to shards between steps.
+# backward pass, but between steps it keeps shards.
 
 # %% [markdown]
-# (Its stage 1, `ZeroRedundancyOptimizer`, sends three units, not two: an all-reduce, then a broadcast.)
+# (torch's stage 1, `ZeroRedundancyOptimizer`, sends three units, not two: an all-reduce, then a broadcast.)
 #
 # ## The way out: FSDP2
 #
-# torch's `fully_shard` sends by our collectives here, so its timeline can be drawn below ours: the same gathers; in the
-# gaps a rank computes. On GPUs it uses NCCL, NVIDIA's collectives, and gathers ahead.
+# Here torch's `fully_shard` sends through our collectives, so its timeline can be drawn below ours. It has the same
+# gathers; in the gaps a rank computes. On GPUs it uses NCCL, NVIDIA's collectives, and gathers ahead.
 
 # %%
 # %%px
@@ -614,8 +615,8 @@ assert operations.count("all_gather") == 6 and operations.count("reduce_scatter"
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: the values, the bytes held and sent, the order of the gathers. Not shown: speed. On GPUs use
-# FSDP2 or DeepSpeed; there, how much of a gather hides behind computing decides what stage 3 costs.
+# Seen here, and true there: the values, the bytes held and sent, the order of the gathers. Not shown: speed. On GPUs
+# use FSDP2 or DeepSpeed; there the cost of stage 3 depends on how much of each gather hides behind computation.
 #
 # **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you take, and what
 # would you measure first?
@@ -630,7 +631,7 @@ lab.quiz("06")
 # ## Summary
 #
 # - Adam in mixed precision takes 2 + 2 + 12 bytes per parameter, and data parallelism holds them on every rank.
-# - Stage 1 shares out the 12, stage 2 a 2 as well, stage 3 all 16. The losses stay the same.
+# - Stage 1 shares out the 12, stage 2 the gradients' 2 as well, stage 3 all 16. The losses stay the same.
 # - An all-reduce is a reduce_scatter and an all_gather: stages 1 and 2 send 2 P (N-1)/N as before, stage 3 sends 3.
 # - With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3.
 # - Checkpoints name elements of tensors, not ranks.

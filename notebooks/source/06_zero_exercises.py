@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 06 ZeRO: exercises
 #
-# Five exercises: *predict* bytes (five minutes), *mend* a stage 2 that saves nothing (five minutes), *build* sharded Adam (thirty
-# minutes), *build* a layer that is gathered on demand (fifteen minutes), and *fit* a large model (ten minutes). A check looks at
-# your answer on all ranks: at values, at bytes on the wire, and at the memory that is really held. Check again for the next hint.
+# Five exercises: *predict* bytes (five minutes), *mend* a stage 2 that saves nothing (five minutes), *build* sharded
+# Adam (thirty minutes), *build* a layer that is gathered on demand (fifteen minutes), and *fit* a large model (ten
+# minutes). A check looks at your answer on all ranks: at values, at the bytes sent, and at the memory that is really
+# held. Check again for the next hint.
 #
 # **You need** the lecture [06 ZeRO](../lectures/06_zero.ipynb). Answers:
 # [solutions](../solutions/06_zero_exercises.ipynb).
@@ -25,11 +26,12 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict: what a rank holds
 #
-# The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with AdamW, which keeps two
-# moments of each parameter. How many bytes of parameters, of gradients (between backward and step) and of optimizer states does
-# rank 0 hold at each stage? Stage 0 is data parallelism. A shard that does not divide is rounded up: 0.1 % off counts as right.
+# The net has 64 inputs, 128 hidden units and 10 outputs, with biases, in float32. Three ranks train it with AdamW,
+# which keeps two running means per parameter. How many bytes of parameters, of gradients (between backward and step)
+# and of optimizer states does rank 0 hold at each stage? Stage 0 is data parallelism. Shards are rounded up where a
+# size does not divide evenly: 0.1 % off counts as right.
 #
-# Replace each `None`. You may write terms of `P`.
+# Replace each `None`. You may write expressions in `P`.
 
 # %% tags=["stub"]
 P = 64 * 128 + 128 + 128 * 10 + 10  # parameters
@@ -67,9 +69,9 @@ held_at = [held(stage) for stage in range(4)]
 # %% [markdown]
 # ## Mend: a stage 2 that saves nothing
 #
-# `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()` the dictionary that it returned has, for each
-# parameter, this rank's shard of the averaged gradient: flat, `length` elements, the last ones padding. The values are right. But each
-# rank sends as much as in data parallelism, and holds as much. Mend both: the wire, and the memory.
+# `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()`, the dictionary that it returned has
+# this rank's shard of each averaged gradient: flat, `length` elements, with padding at the end. The values are right.
+# But each rank sends as much as in data parallelism, and holds as much. Mend both: what is sent, and what is held.
 
 # %% tags=["stub"]
 # %%px
@@ -110,28 +112,30 @@ def shard_gradients(comm, module):
 lab.check("zero2-mend")
 
 # %% [markdown]
-# With the bug in it `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps the whole
-# memory behind it. Sizes that one prints are not bytes that one holds: look at `tensor.untyped_storage().nbytes()`.
+# With the bug, `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps
+# the whole memory behind it. The size of a tensor is not the memory that it holds: look at
+# `tensor.untyped_storage().nbytes()`.
 
 # %% [markdown]
 # ## Build: sharded Adam
 #
 # Stage 1 by hand. Write a class with two methods:
 #
-# - `ShardedAdam(comm, parameters, **settings)`: `settings` are those of `torch.optim.AdamW`. The parameters have the same values on
-#   all ranks, and one type.
+# - `ShardedAdam(comm, parameters, **settings)`: `settings` are those of `torch.optim.AdamW`. The parameters have the
+#   same values on all ranks, and one dtype.
 # - `step()`, called on every rank after `backward()`: afterwards all ranks have the parameters that one process would have on the mean of
 #   all ranks' gradients. Every parameter has a gradient.
 #
-# 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides by `comm.size`. Let each
-#    `parameter.data` be a view of it.
+# 1. Put all parameters into one flat tensor, padded with zeros at the end so that it divides evenly by `comm.size`. Let
+#    each `parameter.data` be a view of it.
 # 2. This rank's shard of the flat tensor is one `nn.Parameter`, and the only one that `torch.optim.AdamW` knows.
-# 3. A step: `reduce_scatter` of flat gradients, AdamW on the own shard, `all_gather` of the new values.
+# 3. A step: `reduce_scatter` of flat gradients, AdamW on this rank's shard, `all_gather` of the new values.
 #
-# Example: 535 parameters on 3 ranks are shards of 179 elements, the last 2 of which, on rank 2, are padding.
+# Example: 535 parameters on 3 ranks make shards of 179 elements; the last 2 elements on rank 2 are padding.
 #
-# Between two steps a rank holds its parameters, 2/N of them in states, and the gradient of its own shard. Nothing else that is long: flat
-# gradients are gone when `step()` returns. The check counts every tensor in the memory of the process, whoever holds it.
+# Between two steps a rank holds all parameters, and for its shard the two running means and the gradient. It holds
+# nothing else that is large: flat gradients are gone when `step()` returns. The check counts every tensor in the memory
+# of the process, whatever holds it.
 
 # %% tags=["stub"]
 # %%px
@@ -171,11 +175,12 @@ class ShardedAdam:
 lab.check("sharded-adam")
 
 # %% [markdown]
-# As much travels as in data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam has moved in between. An
-# optimizer that works element by element does not notice that its one parameter begins in the middle of a weight.
+# This sends as much as data parallelism: `all_reduce` is `reduce_scatter` and then `all_gather`, and Adam has moved in
+# between. An optimizer that works element by element does not notice that its one parameter begins in the middle of a
+# weight.
 #
-# `Stage1` of the lecture is this. The full `ZeroOptimizer` has buckets, groups, unused parameters, clipping, and masters for
-# 16 bits.
+# This is `Stage1` of the lecture. The full `ZeroOptimizer` has buckets, groups, unused parameters, clipping, and master
+# weights for 16 bits.
 #
 # ## Build: gather on demand
 #
@@ -183,9 +188,10 @@ lab.check("sharded-adam")
 #
 # - `OnDemand(comm, layer)`: `layer` is the same on all ranks. Keep this rank's shard of its weight and bias, padded as before, and let
 #   go of the rest.
-# - `__call__(x)`, on every rank with other samples: gather the parameters, compute, free them, return the output.
+# - `__call__(x)`, called on every rank, with different samples: gather the parameters, compute, free them, return the
+#   output.
 #
-# Whatever is long, and is still there before or after a call, is found.
+# The check finds every other large tensor that is there before or after a call.
 
 # %% tags=["stub"]
 # %%px
@@ -216,16 +222,17 @@ class OnDemand:
 lab.check("gather-on-demand")
 
 # %% [markdown]
-# To free means here: a local name goes out of scope. In training autograd would keep `weight` until the backward pass, and all
-# layers would be whole at the end of the forward pass. So `fully_shard` empties the storage behind the tensor that autograd keeps, and
-# fills it again, with another `all_gather`, when the backward pass comes back to the layer.
+# To free means here that a local name goes out of scope. In training autograd would keep `weight` until the backward
+# pass, and all layers would be whole at the end of the forward pass. So `fully_shard` empties the storage behind the
+# tensor that autograd keeps, and fills it again, with another `all_gather`, when the backward pass comes back to the
+# layer.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Fit it
 #
-# A model has 7.5 billion parameters, and is trained with Adam in mixed precision: 2 + 2 + 12 bytes per parameter. Each rank has
-# 16 GB for them (10⁹ bytes each). On how few ranks does it fit? Say at which stage, on how many ranks, and how many gigabytes each
-# rank then holds.
+# A model has 7.5 billion parameters, and is trained with Adam in mixed precision: 2 + 2 + 12 bytes per parameter. Each
+# rank has 16 GB for them (10⁹ bytes each). How few ranks are enough? Give the stage, the number of ranks, and the
+# gigabytes that each rank then holds.
 
 # %% tags=["two-hours", "half-day", "stub"]
 # %%px
@@ -243,13 +250,14 @@ fit = {"stage": 3, "ranks": ranks, "gigabytes": 16 * parameters / ranks / 1e9}
 lab.check("fit-it")
 
 # %% [markdown]
-# Stage 1 never fits: 4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so the rest has to fit into one
-# gigabyte: that takes many ranks. Whoever has them sends a third less than stage 3 would on as many. And with cards of 16 GiB?
+# Stage 1 never fits: 4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so the rest has
+# to fit into one gigabyte: that takes many ranks. On as many ranks, stage 2 sends a third less than stage 3. And how
+# many ranks does it take with cards of 16 GiB?
 #
 # ## If you have time
 #
 # - Which stages would fit if gradients were kept in float32 (18 bytes per parameter)?
-# - Let `ShardedAdam` reduce in buckets during the backward pass, and free gradients: that is stage 2. What does gradient accumulation
-#   cost on the wire now?
+# - Let `ShardedAdam` reduce in buckets during the backward pass, and free gradients: that is stage 2. How many bytes
+#   does gradient accumulation cost now?
 # - Make `OnDemand` trainable: a `torch.autograd.Function` that saves `x` alone, gathers again in `backward`, and calls
 #   `reduce_scatter` for the gradients.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # B Average the gradients
 #
-# Twenty-six minutes. Four ranks add by a ring; the same sum, over gradients, trains one model on all of them. **Your
-# turn**: mend an average (five minutes).
+# Twenty-six minutes. Four ranks add numbers in a ring; the same sum, over gradients, trains one model on all of them.
+# **Your turn**: mend an average (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -19,7 +19,7 @@ comm = world.comm
 # 03_collectives
 
 # %% [markdown]
-# The ring's halves are collectives of their own, `reduce_scatter` and `all_gather`. You will meet both again.
+# The two halves of the ring are collectives, too: `reduce_scatter` and `all_gather`. You will meet both again.
 
 # %% [raw]
 # 04_data_parallel
@@ -30,5 +30,5 @@ comm = world.comm
 # %% [markdown]
 # ## So far
 #
-# Every rank has its own rows, `all_reduce` averages the gradients, and all take the same step. Sending buckets *during*
-# the backward pass hides most of the time.
+# Every rank has its own slice of the batch, `all_reduce` averages the gradients, and all take the same step. Sending
+# buckets *during* the backward pass hides most of the sending.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # C Keep only your share
 #
-# Nineteen minutes. Data parallelism keeps the same states on every rank; ZeRO gives each rank a shard. **Your turn**:
-# make a model fit (five minutes).
+# Nineteen minutes. Data parallelism keeps the same states on every rank; ZeRO shares them out. **Your turn**: make a
+# model fit (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -29,5 +29,5 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # %% [markdown]
 # ## So far
 #
-# Each stage shards more, and the result is the same. Stages 1 and 2 send what data parallelism sends, stage 3 half as
-# much again.
+# Each stage shards more, and the result is the same. Stages 1 and 2 send what data parallelism sends, stage 3 sends
+# half as much again.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # D One model over two devices, and two models
 #
-# Twenty-five minutes. Layers are cut into stages, a batch into micro-batches; then two models train by one config.
-# **Your turn**: a schedule (five minutes).
+# Twenty-five minutes. Layers are grouped into stages, a batch is cut into micro-batches; then two models train from one
+# config. **Your turn**: a schedule (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -34,5 +34,5 @@ from dtlib.training.run import train
 # %% [markdown]
 # ## So far
 #
-# A pipeline sends little, and waits. What you did by hand is a config. Afterwards: the puzzle's next
-# level, and [pi and speed-up](../../lectures/02_pi.ipynb).
+# A pipeline sends little, but its ranks wait. A config does what you did by hand. Afterwards: the puzzle's next level,
+# and [pi and speed-up](../../lectures/02_pi.ipynb).
