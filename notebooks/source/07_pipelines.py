@@ -188,9 +188,8 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# **Change a line.** With `"1f1b"`, a schedule that comes below, a rank does `ranks - 1 - rank` forward passes ahead.
-# In the changed copy no rank does any. The gradients stay the same. **Predict:** what percentage of the time does a
-# rank compute?
+# **Change a line.** With `"1f1b"`, explained below, a rank does `ranks - 1 - rank` forward passes ahead. In the changed
+# copy no rank does any. The gradients stay the same. **Predict:** what percentage of the time does a rank compute?
 
 # %% tags=["stub"]
 lab.predict("percentage-with-nobody-ahead", None)

@@ -123,7 +123,7 @@ lab.read(plain)
 lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 
 # %% [markdown]
-# A layer cut by columns, and one cut by rows. Look where the second one adds its bias:
+# A layer cut by columns, and one cut by rows. Look where the second adds its bias:
 
 # %%
 lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
@@ -193,8 +193,8 @@ lab.table(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"))
 assert all(count == formula for _, count in calls)
 
 # %% [markdown]
-# Output and gradients equal those of one process, to 1e-12. B is the size of X in bytes: only activations travel, so
-# *more hidden features cost no extra byte*.
+# Output and gradients equal those of one process, to 1e-12. In the table, B is the size of X in bytes: only
+# activations travel, so *more hidden features cost no extra byte*.
 #
 # **Change a line.** Below, the layer cut by columns has no f. **Predict:** which is wrong, the output `"Z"`, or the
 # gradient of `"A"`, of `"B"` or of `"X"`?
@@ -495,9 +495,8 @@ figures.mesh(data=2, pipe=2, tensor=2)
 # %% [markdown]
 # ## Pipelines with data parallelism and ZeRO
 #
-# Two pipelines of two stages run side by side. The config chooses the stage of ZeRO (lesson 06) for the optimizer
-# along `data`. DeepSpeed allows stage 1 here, and refuses stages 2 and 3 together with a pipeline. See what stage 2
-# costs.
+# Two pipelines of two stages, side by side. The config chooses the stage of ZeRO (lesson 06) for the optimizer along
+# `data`. DeepSpeed allows stage 1 here, and refuses stages 2 and 3 together with a pipeline. See what stage 2 costs.
 #
 # **Predict.** A step has four micro-batches. Stage 1 reduces gradients once per step. How many times as many bytes does
 # stage 2 send for `reduce_scatter`?

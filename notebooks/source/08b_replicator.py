@@ -126,7 +126,7 @@ if comm.rank == 0:
 # only a mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the
 # replicas.
 #
-# **Predict.** How many `all_reduce`s has the rewired graph of the four replicas, for one step?
+# **Predict.** How many `all_reduce`s does the rewired graph of the four replicas have, for one step?
 
 # %% tags=["stub"]
 lab.predict("all-reduces-in-the-graph", None)

@@ -77,8 +77,8 @@ lab.table(rows, headers, "MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storag
 #
 # ## From raw files to binary
 #
-# The usual first advice on input: decode *once*, before training. A raw sample here is a JPEG, a JSON and a text. A
-# record holds the same as arrays, and always has the same length.
+# The usual first advice on input: decode *once*, before training. A raw sample here is an image (JPEG), an annotation
+# (JSON) and a text. A record holds the same as arrays, and always has the same length.
 
 # %%
 print(preprocessing.RECORD, preprocessing.RECORD.itemsize, "bytes")
@@ -142,7 +142,7 @@ lab.table(rows, headers)
 # %% [markdown]
 # With one file per sample, reads never jump *in* a file: here the randomness is in the opens. On a cluster's file system
 # an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also be striped
-# over several disks; for a small file that brings nothing.
+# over several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
 # ## Utilisation
@@ -170,8 +170,8 @@ for name, work in workloads.items():
         write(where, work.records(), work.dtype, form, per_shard)
 
 # %% [markdown] tags=["half-day"]
-# An honest measurement begins *cold*. The operating system keeps files in memory that were read, and then every format
-# looks good. So we empty that cache, and check that it is empty.
+# An honest measurement begins *cold*. The operating system keeps in memory what was read, and then every format looks
+# good. So we empty that cache, and check that it is empty.
 
 # %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
@@ -239,9 +239,9 @@ for name, used in pace.items():
 assert pace["the fast one"].au < pace["the slow one"].au
 
 # %% [markdown]
-# An accelerator that is ten times as fast is far from ten times the samples. On the ranks it looks like this: each feeds
-# an accelerator of its own, and waits for the others at a barrier after each step. Where a rank's line is empty, its
-# accelerator starves.
+# An accelerator that is ten times as fast gets far less than ten times the samples. On the ranks it looks like this: each
+# feeds an accelerator of its own, and waits for the others at a barrier after each step. Where a rank's line is empty,
+# its accelerator starves.
 
 # %%
 lab.push(shards=str(shards))

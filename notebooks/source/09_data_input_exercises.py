@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 # %% [markdown]
 # ## Predict
 #
-# - 1000 samples, 3 ranks, batches of 32 on each. How many steps has an epoch, if no sample may be lost? How many samples
-#   does the last step have, over all ranks?
+# - 1000 samples, 3 ranks, batches of 32 on each. How many steps does an epoch have, if no sample may be lost? How many
+#   samples does the last step have, over all ranks?
 # - A loader has 8 samples in a batch, on one rank. Its two workers have read 4 batches ahead. The training has had 10
 #   batches when it is killed. With which sample, counted from 0, does it have to resume?
 

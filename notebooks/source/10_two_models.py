@@ -37,7 +37,7 @@ comm = world.comm
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## One config
 #
-# A config says all about a run: which model and data (`workload`), how long (`run`), and the keys of DeepSpeed. The
+# A config says everything about a run: which model and data (`workload`), how long (`run`), and the keys of DeepSpeed. The
 # file is in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same as the
 # cells below.
 

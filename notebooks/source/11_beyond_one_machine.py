@@ -7,8 +7,8 @@
 # **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
 # what stops it? What does "90 % on 512 GPUs" say?
 #
-# **Afterwards you can** start one script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use Amdahl's
-# law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
+# **Afterwards you can** start one script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use
+# Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
 # You need no cluster: what cannot be measured here is modelled, and drawn dashed.
@@ -66,8 +66,8 @@ lab.read(script)
 lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
-# `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a *batch
-# script* says what you need and what to run, and the scheduler runs it when nodes are free.
+# `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a
+# *batch script* says what you need and what to run, and the scheduler runs it when nodes are free.
 
 # %%
 print(figures.job_script("slurm", ["pi_mpi4py.py"]))
@@ -164,9 +164,9 @@ assert 2.5 < emulated[1] / emulated[4] < 3.2
 # %% [markdown]
 # Filled marks were measured, hollow ones computed. From 64 ranks on, nearly all ranks wait for one.
 #
-# Clusters are worth it because they run larger jobs, not the same ones faster (J. L. Gustafson, 1988): the serial tenth
-# takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs, larger batches
-# ([05](05_large_batches.ipynb) says up to where).
+# Clusters are worth it because people run larger jobs on them, not the same job faster (J. L. Gustafson, 1988): the
+# serial tenth takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs,
+# larger batches ([05](05_large_batches.ipynb) says up to where).
 #
 # ## A training step, modelled
 #
@@ -186,11 +186,11 @@ figures.modelled(both, "efficiency", "A step of data parallelism")
 
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling
-# hardly ends: in the ring a rank sends hardly more bytes with 4,096 ranks than with 8. In this model nothing ever fails,
+# hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8. In this model nothing ever fails,
 # and nobody is late: real curves lie below.
 #
-# **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does it help
-# more, and up to which number of ranks?
+# **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
+# it help more, and up to which number of ranks?
 #
 # ## What 90 % on 512 GPUs means
 #
@@ -237,8 +237,8 @@ for million in (25, 140, 700, 3500):
 # ## Why a ring of 1,024 is slow for small messages
 #
 # The ring sends the fewest bytes, which made it famous. But it is a queue: a chunk visits all ranks, one after the other,
-# twice. **Predict.** How many rounds has an all-reduce of 1,024 ranks as a ring? And with Rabenseifner's algorithm, which
-# halves the array with a partner log2 N times and then doubles it again?
+# twice. **Predict.** How many rounds does an all-reduce of 1,024 ranks take as a ring? And with Rabenseifner's algorithm,
+# which halves the array with a partner log2 N times and then doubles it again?
 
 # %% tags=["stub"]
 lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
@@ -341,7 +341,8 @@ lab.quiz("11")
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
 # - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
 #
-# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, mend a table, and build a model of a step.
+# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, mend a table, and build a model of a
+# step.
 #
 # ## References
 #

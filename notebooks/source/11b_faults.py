@@ -104,8 +104,8 @@ lab.read(replica.Replica.step)
 #
 # ## Three: commit in memory
 #
-# What if a step fails in the middle, or nobody has died? Elastic Horovod keeps a copy of the last good state in memory, and
-# goes back to it.
+# What if a step fails in the middle, or fails although nobody has died? Elastic Horovod keeps a copy of the last good
+# state in memory, and goes back to it.
 
 # %% tags=["nbval-ignore-output"]
 of_memory = fault_lab.run("memory")
@@ -184,9 +184,9 @@ if world.rank == 0:
 # | a rank is killed, or crashes | mpiexec; with ULFM whoever talks with it | as above |
 # | an error on one rank | a journal, which has its last words | all end with that sentence; a commit is tried once more |
 # | NaN on one rank | a flag that travels with the gradients | all ranks raise the same, before any parameter changes |
-# | a straggler | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
+# | a straggler, a slow rank | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
 # | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | a sentence from outside; killed, it counts as dead |
-# | a node is cut off | mpiexec, by its daemon there | it ends with status 0: believe last words, not that |
+# | a node is cut off | mpiexec, by its daemon there | the job ends with status 0: believe the last words, not the status |
 # | the disk is full | the rank that saves | all raise the same; the checkpoint before is whole |
 # | the scheduler's time limit | a handler of SIGTERM and SIGUSR1 | all save after the same step, and end |
 #

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 11b Faults: exercises
 #
-# Three exercises: *predict* (three minutes), *mend* a recovery (five minutes), *build* one (thirty minutes). A check looks at
-# your answer on all ranks and says what is wrong; check again for the next hint.
+# Three exercises: *predict* (three minutes), *mend* a recovery (five minutes), *build* one (thirty minutes). A check
+# looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
-# **You need** the lecture [11b Faults](../lectures/11b_faults.ipynb). Answers: [solutions](../solutions/11b_faults_exercises.ipynb).
+# **You need** the lecture [11b Faults](../lectures/11b_faults.ipynb). Answers:
+# [solutions](../solutions/11b_faults_exercises.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
@@ -127,7 +128,7 @@ lab.check("resume-mend")
 #   ranks there are.
 # - Model and optimizer are the same on all ranks at the beginning. The optimizer has momentum.
 # - When it returns, every rank that lives has the parameters of an undisturbed training.
-# - An error that is not a death ends it.
+# - Any other error ends the training.
 
 # %% tags=["stub"]
 # %%px
@@ -167,5 +168,6 @@ lab.check("shrink-build")
 # ## If you have time
 #
 # - Kill two ranks at once in the fault lab of the lecture, or one while the others recover.
-# - Where must a line be added so that dropout draws the same random numbers after a death? Is that possible with fewer ranks?
+# - Where must a line be added so that dropout draws the same random numbers after a death? Is that possible with fewer
+#   ranks?
 # - Design a buddy scheme: each rank keeps a copy of its neighbour's shard. Which two deaths does it not survive?
