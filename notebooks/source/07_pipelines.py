@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 07 Pipelines
 #
-# Ninety minutes. You cut a model between its layers and put the stages on different ranks. At first all ranks but one
-# wait; so you cut the batch too, and count what is still lost. A schedule becomes a list, which you draw, check, time
-# without ranks, and run on ranks.
+# Ninety minutes. You cut a model between its layers and put the pieces, the *stages*, on different ranks. At first
+# all ranks but one wait. So you cut the batch too, and count the time that is still lost. The order of work, the
+# *schedule*, is a list: you draw it, check it, simulate it, and run it on ranks.
 #
 # **Questions.** What do you do with a model that does not fit? How much time does a pipeline lose, and how many
 # activations does it keep? Which order of work is best?
 #
-# **Afterwards you can** cut a model into stages and train it, with the same numbers as one process; compute a
-# pipeline's bubble and memory, and say what the bubble is a fraction of; choose among GPipe, 1F1B, interleaved 1F1B and
-# ZB-H1.
+# **Afterwards you can** cut a model into stages and train it, with the same numbers as one process; compute the
+# memory of a pipeline and its idle time, the *bubble*, and say what the bubble is a fraction of; choose among GPipe,
+# 1F1B, interleaved 1F1B and ZB-H1.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) (send, recv) and the first half of [04 Data
 # parallelism](04_data_parallel.ipynb).
@@ -52,7 +52,7 @@ lab.predict("percentage-of-two", None)
 lab.predict("percentage-of-two", 50)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Messages are real here, time is **EMULATED**: a stage sleeps, as a core does that waits for its accelerator. A
+# Messages are real here, computing is **EMULATED**: a stage sleeps, like a core that waits for its accelerator. A
 # backward pass takes twice as long as a forward pass.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
@@ -60,13 +60,13 @@ two = explorer.measure("GPipe", ranks=2, microbatches=1).simulation
 figures.picture({"two ranks, one piece (EMULATED)": two})
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **At every moment one of the two waits.** The model fits now, and not a second is won.
+# **At every moment one of the two waits.** The model fits now, but no time is saved.
 #
 # ## Micro-batches
 #
 # GPipe (Y. Huang et al., 2019) cuts the batch as well: while rank 1 works on one *micro-batch*, rank 0 works on the
-# next. First all forward passes, then all backward passes, then one optimizer step; gradients add up to those of the
-# whole batch. Here that is a list of actions for each rank. `2F1` is stage 2, forward, micro-batch 1.
+# next. First come all forward passes, then all backward passes, then one optimizer step. Gradients add up to those of
+# the whole batch. Here it is as a list of actions for each rank. `2F1` is stage 2, forward, micro-batch 1.
 
 # %% tags=["two-hours", "half-day"]
 schedule = gpipe(4, 4)  # ranks, micro-batches
@@ -75,7 +75,8 @@ for rank, actions in enumerate(schedule):
 print(f"\n{draw(schedule)}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# `..` is idle time: the *bubble*. Two figures are quoted for it. With p ranks and m micro-batches, GPipe has
+# `--` continues a backward pass; `..` is idle time, the *bubble*. Two figures are quoted for it. With p ranks and m
+# micro-batches, GPipe has
 #
 # - idle time / **makespan** (how long the step takes): (p-1) / (m+p-1);
 # - idle time / **ideal time** (how long it would take if nobody waited): (p-1) / m.
@@ -89,8 +90,9 @@ lab.predict("percentage-lost", {1: None, 8: None, 32: None})
 lab.predict("percentage-lost", {1: 75, 8: 27.3, 32: 8.6})
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# More micro-batches, less bubble. Why not a thousand? Small ones keep an accelerator less busy; and GPipe has to keep
-# the *activations* of all of them, what a forward pass leaves for its backward pass. Eight, simulated and measured:
+# More micro-batches, smaller bubble. Why not a thousand? Small ones keep an accelerator less busy. And GPipe has to
+# keep the *activations* of all of them: what a forward pass leaves for its backward pass. Eight, simulated and
+# measured:
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 eight = explorer.measure("GPipe", ranks=4, microbatches=8).simulation
@@ -99,13 +101,13 @@ figures.picture({"GPipe, simulated": simulate(gpipe(4, 8)), "measured (EMULATED)
 assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The pattern is the simulated one. What is measured on top is overhead.
+# The pattern is the simulated one. The extra time is overhead.
 #
 # ## The engine
 #
-# Now real training. A `LayerSpec` is a layer that is built later, on the rank that gets it; `PipelineModule` cuts the
-# list. The names are those of DeepSpeed, Microsoft's training library. With fewer stages than ranks, several pipelines
-# run side by side, each on its slice of the batch.
+# Now real training. A `LayerSpec` describes a layer that is built later, on the rank that gets it; `PipelineModule`
+# cuts the list into stages. The names are those of DeepSpeed, Microsoft's training library. With fewer stages than
+# ranks, several pipelines run side by side, each on its slice of the batch.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -135,31 +137,33 @@ for stages in (1, 2, 4):
     assert max(abs(a - b) for a, b in zip(losses[stages], losses[1], strict=True)) < 1e-12
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# One stage on four ranks is data parallelism, and the losses are equal to 1e-12: **a pipeline changes no mathematics.**
+# One stage on four ranks is data parallelism. All losses agree to 1e-12: **a pipeline does not change the
+# mathematics.**
 
 # %% [markdown]
 # ## What runs
 #
-# The plain core, from its beginning. `order` says who does what when:
+# This is the plain core, from its beginning. `order` says who does what when:
 
 # %%
 lab.read(plain)
 lab.read(plain.order)
 
 # %% [markdown]
-# What travels. A header tells the next rank what will come, and receives are posted one ahead:
+# What travels: a header tells the next rank the shape and type of what will come. Each receive is started one message
+# ahead:
 
 # %%
 lab.read(plain.announce, plain.announced, plain.arriving)
 
 # %% [markdown]
-# And a step. Look for the places where ranks talk, and where `detach()` cuts autograd:
+# And one step. Look for the places where ranks talk, and where `detach()` cuts autograd's graph:
 
 # %%
 lab.read(plain.step)
 
 # %% [markdown]
-# Train one epoch with it, beside one process that sees whole batches:
+# Train one epoch with it, and compare with one process that sees whole batches:
 
 # %%
 # %%px
@@ -185,8 +189,8 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# **Change a line.** With `"1f1b"`, a rank does `ranks - 1 - rank` forward passes ahead. Below, nobody does any. The
-# gradients stay the same. **Predict:** what percentage of the time does a rank compute?
+# **Change a line.** With `"1f1b"`, explained below, a rank does `ranks - 1 - rank` forward passes ahead. In the changed
+# copy no rank does any. The gradients stay the same. **Predict:** what percentage of the time does a rank compute?
 
 # %% tags=["stub"]
 lab.predict("percentage-with-nobody-ahead", None)
@@ -228,8 +232,8 @@ figures.picture({f"{name} (EMULATED)": found for name, found in ran.items()})
 # %% [markdown]
 # ## Will it hang?
 #
-# A schedule is a list, so a wrong one can be written down: each rank's order looks reasonable, and all wait for ever.
-# `validate` finds out without ranks. **Predict:** which of these two orders for 2 ranks hangs?
+# A schedule is a list, so you can write a wrong one: each rank's order looks reasonable, and yet all ranks wait for
+# ever. `validate` finds that out without ranks. **Predict:** which of these two orders for 2 ranks hangs?
 
 # %% tags=["stub"]
 orders = {
@@ -255,8 +259,8 @@ for name, ranks in orders.items():
         print(lab.fold(f"{name}: {problem}"))
 
 # %% [markdown]
-# What the plain core leaves out, the full classes have. Their names are those of `torch.distributed.pipelining`:
-# `PipelineStage` is this rank's stage, and one interpreter runs any list.
+# The full classes have what the plain core leaves out. Their names are those of `torch.distributed.pipelining`:
+# `PipelineStage` is this rank's stage, and one interpreter runs any list of actions.
 
 # %%
 lab.read_end(plain)
@@ -265,8 +269,8 @@ lab.read_end(plain)
 # ## Memory: 1F1B
 #
 # GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (D. Narayanan et
-# al.) does a backward pass as soon as it can: *one forward, one backward*. **Predict** for 4 ranks and 8 micro-batches:
-# of how many does rank 0 hold activations? And rank 3?
+# al.) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
+# for 4 ranks and 8 micro-batches: of how many micro-batches does rank 0 hold activations at most? And rank 3?
 
 # %% tags=["half-day", "stub"]
 lab.predict("held-with-1f1b", {"rank 0": None, "rank 3": None})
@@ -279,14 +283,15 @@ both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
 
 # %% [markdown] tags=["half-day"]
-# The bubble is the same; what is held is not.
+# The bubble is the same. The memory is not.
 
 # %%
 figures.in_flight(both)
 
 # %% [markdown]
-# On the engines, for our net: `peak_in_flight` counts micro-batches, `dtlib.memory` the bytes that autograd kept. A
-# third way is *recomputation* (lesson 06): keep only a stage's input, and run its forward pass again.
+# Now on the engines, for our net: `peak_in_flight` counts micro-batches, and `dtlib.memory` the bytes that autograd
+# kept. *Recomputation* (lesson 06) is another way to save memory: keep only a stage's input, and run its forward pass
+# again.
 
 # %%
 # %%px
@@ -323,8 +328,8 @@ for name, found in both.items():
     assert [kept[name][0] for kept in every] == found.peak_activations
 
 # %% [markdown]
-# Published: the largest AmoebaNet-D that fits accelerators of 8 GB, alone, and with GPipe, which recomputes, on 2 and
-# on 8 of them.
+# A published table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one
+# accelerator without GPipe; the others are GPipe, which recomputes, on 2 and on 8.
 
 # %%
 columns = {
@@ -340,10 +345,10 @@ lab.table(rows, ("", *columns.values()), title, align="lrrr")
 # %% [markdown] tags=["half-day"]
 # ## Other orders
 #
-# - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v stages, not neighbours, so a micro-batch goes
-#   around v times. A stage takes 1/v of the time: v times less idle time, v times as many messages.
-# - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass has two halves. The stage before waits for the gradient
-#   of the input (`I`); nobody waits for the gradients of the weights (`W`), so they fill idle time.
+# - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v small stages that are not neighbours, so a
+#   micro-batch goes around v times. Each takes 1/v of the time: v times less idle time, but v times as many messages.
+# - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
+#   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
 
 # %% tags=["half-day"]
 four = {name: explorer.simulate(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
@@ -371,8 +376,8 @@ headers = ("", "idle / makespan, simulated", "by formula", "held by rank 0, in s
 lab.table(rows, headers)
 
 # %% [markdown]
-# The published table, beside it. ZB2P and ZBV are further zero-bubble schedules, which this library does not have. One
-# row is over the ideal time, the others over the makespan: ask which.
+# Here is the published table. ZB2P and ZBV are further zero-bubble schedules, which this library does not have. One
+# row divides by the ideal time, the others by the makespan: always ask which.
 
 # %%
 rows = [
@@ -383,7 +388,7 @@ title = "P. Qi et al. (README beside their code); D. Narayanan et al., 2021"
 lab.table(rows, ("", "bubble", "activations", "bytes sent"), title)
 
 # %% [markdown]
-# And on the engines (EMULATED stages, real messages): the same four, measured.
+# And the same four on the engines, measured (EMULATED stages, real messages):
 
 # %% tags=["nbval-ignore-output"]
 runs = {name: explorer.measure(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
@@ -397,7 +402,7 @@ assert all(run.simulation.makespan > four[name].makespan for name, run in runs.i
 # %% [markdown]
 # ## Explore
 #
-# Move the sliders; the button runs what you see on the engines. Try fewer micro-batches than ranks. Then messages that
+# Move the sliders; the button runs what you see on the engines. Try fewer micro-batches than ranks. Then let messages
 # take as long as a forward pass: which order suffers most?
 
 # %% tags=["nbval-ignore-output"]
@@ -406,12 +411,13 @@ explorer.explore()
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: values, schedules, bubbles for given times, activations in flight, who waits for whom.
-# Not shown: speed. Stages slept. On GPUs the best m is not the largest, stages are never quite equal, and messages go
-# by NCCL, NVIDIA's collectives, while kernels run. Use `torch.distributed.pipelining`, Megatron-LM or DeepSpeed there.
+# Also true on GPUs: values, schedules, bubbles for given times, activations in flight, who waits for whom. Not shown
+# here: speed, as stages slept. On GPUs the best m is not the largest, stages are never quite equal, and NCCL,
+# NVIDIA's library for messages between GPUs, sends while kernels run. Use `torch.distributed.pipelining`, Megatron-LM
+# or DeepSpeed there.
 #
-# **Discuss.** Two machines of eight GPUs, a slow network between them, and a model that fits into no GPU. Where do you
-# cut, and why there?
+# **Discuss.** You have two machines with eight GPUs each, a slow network between them, and a model that does not fit
+# on one GPU. Where do you cut, and why there?
 
 # %% [markdown]
 # ## Quiz
@@ -423,17 +429,18 @@ lab.quiz("07")
 # ## Summary
 #
 # - Data parallelism copies the model, a pipeline cuts it between layers. Activations travel, and their gradients.
-# - With m micro-batches p ranks lose (p-1)/(m+p-1) of the makespan, which is (p-1)/m of the ideal time.
-# - GPipe holds the activations of m micro-batches, 1F1B those of p - rank at most. Same bubble.
-# - Interleaved: v times less idle time, v times the messages. ZB-H1: a third of the idle time, if F, I and W are equally
-#   long.
-# - A pipeline beats ZeRO-3 where wires are slow and batches small: activations at the cuts travel, not all parameters
-#   three times. ZeRO-3 has no bubble, and cares not where layers can be cut.
-# - A schedule is a list: check it, time it, draw it, run it. Gradients are those of one process, to 1e-12.
+# - With m micro-batches, p ranks lose (p-1)/(m+p-1) of the makespan, which is (p-1)/m of the ideal time.
+# - Rank r of p holds the activations of all m micro-batches with GPipe, and of at most p - r with 1F1B. The bubble is the
+#   same.
+# - Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time, if F, I and W take
+#   equally long.
+# - A pipeline beats ZeRO-3 where the network is slow and batches are small: it sends activations at the cuts, not all
+#   parameters three times. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
+# - A schedule is a list: check it, time it, draw it, run it. The gradients equal those of one process, to 1e-12.
 #
 # Now the [exercises](../exercises/07_pipelines_exercises.ipynb), and a puzzle: [be the
-# schedule](../exercises/07_schedule_puzzle_exercises.ipynb). [07b](07b_pipelines_in_earnest.ipynb) has what formulas miss;
-# lesson 08 cuts layers themselves.
+# schedule](../exercises/07_schedule_puzzle_exercises.ipynb). [07b](07b_pipelines_in_earnest.ipynb) shows what the
+# formulas miss; lesson 08 cuts single layers.
 #
 # ## References
 #

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 07 Pipelines: exercises
 #
-# Four exercises: *predict* bubble and activations (ten minutes), *mend* a pipeline whose gradients are too small (five minutes), *build*
-# the GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function on all ranks, with micro-batches
-# that are equal, unequal, few, and large. It looks at values, at who does what when, at messages, and at what autograd keeps. Check
-# again for the next hint. The schedule puzzle has [a notebook of its own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
+# Four exercises: *predict* bubble and activations (ten minutes), *mend* a pipeline whose gradients are too small (five minutes), *build* the
+# GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function on all ranks, with micro-batches that
+# are equal, unequal, few, and large. It looks at values, at who does what when, at messages, and at what autograd keeps. Check again for the
+# next hint. The schedule puzzle has [a notebook of its own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
 # [solutions](../solutions/07_pipelines_exercises.ipynb).
@@ -27,8 +27,8 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict: bubble and activations
 #
-# Three stages, one a rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of the step is a rank
-# idle, with GPipe and with 1F1B? Of how many micro-batches does each rank keep activations at most?
+# Three stages, one per rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of the step is a
+# rank idle, with GPipe and with 1F1B? And of how many micro-batches does each rank keep activations, at most?
 #
 # Replace each `None`: a fraction between 0 and 1, and a list with a number for each rank.
 
@@ -45,7 +45,7 @@ lab.predict("idle-of-three-stages", {
 lab.predict("activations-of-three-stages", {"GPipe": [6, 6, 6], "1F1B": [3, 2, 1]})
 
 # %% [markdown]
-# First the simulation.
+# First, the simulation.
 
 # %%
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
@@ -55,7 +55,7 @@ for name, step in simulated.items():
     print(f"{name}\n{draw(step)}")
 
 # %% [markdown]
-# Then a run of the library's schedules on the engines. The stages are EMULATED: they sleep, so that the ranks do not share cores.
+# Then the library's schedules, on the engines. The stages are EMULATED: they sleep, so that ranks do not compete for cores.
 
 # %%
 # %%px
@@ -103,9 +103,9 @@ for name, bubble, peaks in lab.values("runs")[0]:
 # %% [markdown]
 # ## Mend: gradients that are too small
 #
-# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The gradients
-# should be those of the mean over the batch. They point the right way, and a larger learning rate hides the mistake: but something
-# divides once too often. Mend it, and keep the four micro-batches.
+# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The gradients should be
+# those of the mean over the batch. They point in the right direction, and a larger learning rate would hide the mistake, but something is
+# divided once too often. Mend it, and keep the four micro-batches.
 
 # %% tags=["stub"]
 # %%px
@@ -141,8 +141,8 @@ def train_step(comm, stage, x, target):
 lab.check("pipeline-mend")
 
 # %% [markdown]
-# The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of micro-batches add up. Whoever accumulates
-# gradients by hand divides himself; whoever hands the loop to a library must know that it does.
+# The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of micro-batches add up. If
+# you accumulate gradients by hand, you have to divide yourself. If a library runs the loop, know that it divides.
 
 # %% [markdown]
 # ## Build: the GPipe clock
@@ -151,20 +151,19 @@ lab.check("pipeline-mend")
 # calls:
 #
 # - `stage` is this rank's stage of the model, an `nn.Module`; stage r is on rank r.
-# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are room for what the stage
+# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are buffers for what the stage
 #   before gives: receive into them. They differ in length if the last micro-batch is smaller.
-# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there `loss_fn(output, target)` is
-#   called; it gives the mean over the samples of a micro-batch.
-# - Afterwards the parameters of each stage have the gradient of the mean over the whole batch, and the last rank returns that mean: the loss
-#   of the batch.
+# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there is `loss_fn(output, target)` called;
+#   it gives the mean over the samples of a micro-batch.
+# - Afterwards the parameters of each stage have the gradient of the mean loss over the whole batch, and the last rank returns that loss.
 #
 # 1. Forward, for each micro-batch: receive, compute, send the output on. Keep what the backward pass needs.
 # 2. Backward, for each micro-batch: receive the gradient of the output, call `backward`, send the gradient of the input back.
 #
 # Example: 3 ranks and micro-batches of 3, 3 and 1 samples. The last rank scales the three losses by 3/7, 3/7 and 1/7.
 #
-# A message carries values and no graph. So what arrives has to ask for its gradient, `x.requires_grad_()`, before `stage(x)`; afterwards
-# `x.grad` is what the rank before waits for. And what leaves is `output.detach()`. A gradient has the shape of its output:
+# A message carries values, but no autograd graph. So call `x.requires_grad_()` on what arrives, before `stage(x)`; after the backward pass
+# `x.grad` is what the rank before waits for. And send `output.detach()`. A gradient has the shape of its output: receive it into
 # `torch.empty_like(output)`.
 
 # %% tags=["stub"]
@@ -205,22 +204,22 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
 lab.check("gpipe-build")
 
 # %% [markdown]
-# Each send waits until the message is on its way, and nobody waits in a circle: first all messages go down, then all go up. All
-# micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
+# Each send waits until its message is on its way, and ranks never wait in a circle: first all messages go down the pipeline, then all go up.
+# All micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
 #
 # ## Build: 1F1B
 #
-# The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N has the activations of
-# at most N - r micro-batches, and the bubble is no larger than before.
+# The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N holds the activations of at
+# most N - r micro-batches, and the bubble is no larger than before.
 #
-# 1. Some forward passes to warm up: as many as there are ranks behind this one, and not more than there are micro-batches.
+# 1. Some forward passes to warm up: as many as there are ranks after this one, but not more than there are micro-batches.
 # 2. One forward, one backward, until there is no forward pass left.
 # 3. The backward passes that are left.
 #
 # Example: rank 0 of 3 with four micro-batches works in the order `F0 F1 F2 B0 F3 B1 B2 B3`, and rank 2 in the order
 # `F0 B0 F1 B1 F2 B2 F3 B3`.
 #
-# Now messages go both ways at once. A rank that waits in a send for another that waits in a send waits for ever, if messages are large.
+# Now messages go both ways at once. Two ranks that both wait in a send to each other wait for ever, if messages are large.
 
 # %% tags=["stub"]
 # %%px
@@ -279,12 +278,12 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
 lab.check("1f1b-build")
 
 # %% [markdown]
-# Both functions do the same to a micro-batch; what differs is an order. So in `dtlib/parallel/pipeline/plain.py` there is
-# one `step`, and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
+# Both functions do the same to a micro-batch; only the order differs. So `dtlib/parallel/pipeline/plain.py` has one `step`, and `order` is
+# data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
 #
 # ## If you have time
 #
 # - Write `my_schedule(actions, comm, stage, inputs, targets, loss_fn)`, where `actions` is this rank's list of a schedule of
 #   `dtlib.schedule`. Two of the four schedules run with it as they are.
 # - Ask for activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank post when the step begins?
-# - Keep only the inputs and compute the forward pass again before each backward pass. What does it save, and what does it cost?
+# - Keep only the inputs, and compute the forward pass again before each backward pass. What does it save, and what does it cost?

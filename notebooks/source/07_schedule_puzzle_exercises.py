@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 07 The schedule puzzle
 #
-# Order the work of a pipeline by hand: 4 stages, one a rank, and 8 micro-batches. The first levels take twenty minutes in all; the third
-# is for a quiet evening. No engines are needed before the duel at the end: a check simulates your order, draws it, and compares its
-# time with par, the shortest that there is. At par it passes; above it you see your score. Check again for the next hint.
+# Order the work of a pipeline by hand: 4 stages, one per rank, and 8 micro-batches. Levels 1 and 2 take twenty minutes in all; level 3 is
+# for a quiet evening. You need no engines before the duel at the end: a check simulates your order, draws it, and compares its time with
+# par, the shortest time possible. At par it passes; above it you see your score. Check again for the next hint.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
@@ -18,15 +18,15 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # ## The rules
 #
 # - `F3` is the forward pass of micro-batch 3 and takes 1; `B3` is its backward pass and takes 2. Messages take no time.
-# - A rank does one thing at a time, in the order of its line, each as early as it can.
-# - F needs F of the same micro-batch on the rank before; B needs F on the same rank, and B on the rank behind.
-# - From F to the end of B a rank keeps the activations. How many it may keep depends on the level.
+# - A rank does one thing at a time, in the order of its line, each as early as possible.
+# - F needs F of the same micro-batch on the rank before; B needs F on the same rank, and B on the next rank.
+# - A rank keeps the activations from F to the end of B. How many it may keep depends on the level.
 
 # %% [markdown]
 # ## Predict: two stages, three micro-batches
 #
-# All forward passes first, then all backward passes. When is the last action over? How many activations does rank 0 keep at most?
-# Take paper, then replace each `None`.
+# All forward passes first, then all backward passes. When is the last action over? Of how many micro-batches does rank 0 keep activations,
+# at most? Take paper, then replace each `None`.
 
 # %% tags=["stub"]
 lab.predict("makespan-of-two-stages", None)
@@ -42,8 +42,8 @@ print(draw(simulate(gpipe(2, 3))))
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Level 1: at most 8 activations
 #
-# Write a line for each of four ranks, with 8 forward and 8 backward passes. `F0-3` stands for `F0 F1 F2 F3`. The check draws your
-# order, and passes it at par, the shortest time that there is.
+# Write a line for each of four ranks, with 8 forward and 8 backward passes. `F0-3` stands for `F0 F1 F2 F3`. The check draws your order,
+# and passes it at par, the shortest time possible.
 
 # %% tags=["two-hours", "half-day", "stub"]
 puzzle = """
@@ -65,8 +65,8 @@ F0-7 B0-7
 lab.check("schedule-puzzle")
 
 # %% [markdown]
-# This is GPipe. Why can nobody be faster? The last rank has nothing to do before the first micro-batch has passed three stages. It is
-# busy for 8 times F and B. Then the last micro-batch has three more backward passes to go: 3 + 24 + 6.
+# This is GPipe. Why can no order be faster? The last rank has nothing to do before the first micro-batch has passed three stages. Then it
+# is busy for 8 times F and B. After that the last micro-batch has three more backward passes to go: 3 + 24 + 6.
 #
 # ## Level 2: at most 4 activations
 #
@@ -92,8 +92,8 @@ F0   B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 lab.check("schedule-puzzle-2")
 
 # %% [markdown]
-# Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is the same up to
-# the way in which it is written:
+# Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is the same, in
+# another notation:
 
 # %%
 print(one_f_one_b(4, 8)[0])
@@ -102,8 +102,8 @@ print(simulate(one_f_one_b(4, 8)))
 # %% [markdown]
 # ## Level 3: at most 3 activations
 #
-# On rank 0 an activation is kept from F0 until B0 is over: four times F and four times B are 12. Three activations are too few to fill
-# that time. How little can be lost? (To move 1F1B's limit to 3 and keep everything else gives 48. Par is 39.)
+# On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations do not give a rank
+# enough work for that time. How little time can you lose? (To move 1F1B's limit to 3 and keep everything else gives 48. Par is 39.)
 
 # %% tags=["stub"]
 puzzle_3 = """
@@ -125,12 +125,12 @@ F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 lab.check("schedule-puzzle-3")
 
 # %% [markdown]
-# No paper's formula gives 39: a search over all orders does, and a test of the library holds par to it.
+# No formula from a paper gives 39. A search over all orders does, and a test of the library repeats it.
 #
 # ## Level 4: the backward pass in two halves
 #
-# `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they take the place of `B3`. The rank before
-# waits for I alone. An activation is kept from F to the end of W. At most 4 activations.
+# `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they replace `B3`. The rank before
+# waits only for I. An activation is kept from F to the end of W. At most 4 activations.
 
 # %% tags=["stub"]
 puzzle_4 = """
@@ -152,14 +152,14 @@ F0   I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4-7
 lab.check("schedule-puzzle-4")
 
 # %% [markdown]
-# The last rank waits for three forward passes and then has 24 to do: nobody can do it in less than 27. This is ZB-H1. Its bubble is a
-# third of that of 1F1B, with the memory of 1F1B's first rank on all ranks.
+# The last rank waits for three forward passes and then has 24 units of work: no order takes less than 27. This is ZB-H1. Its bubble is a
+# third of 1F1B's, and every rank needs the memory of 1F1B's first rank.
 #
 # P. Qi, X. Wan, G. Huang and M. Lin, "Zero bubble pipeline parallelism", ICLR 2024.
 #
 # ## If you have time
 #
-# - Write an order in which ranks wait for each other in a circle although each line is right by itself. What does the check say?
+# - Write an order in which ranks wait for each other in a circle, although each line looks right by itself. What does the check say?
 # - What is the shortest time with one activation? With two it is 51: can you find that order?
 # - Let the backward pass take three times as long as the forward pass: `simulate(one_f_one_b(4, 8), backward=3)`. Is 1F1B still as fast as
 #   GPipe? Is any order faster?
@@ -167,8 +167,8 @@ lab.check("schedule-puzzle-4")
 # %% [markdown]
 # ## The duel
 #
-# Now with a price on messages: each takes half a forward pass, and no par is known. At most 4 activations; `F` and `B`, or `F`, `I` and `W`.
-# `duel.line` makes an order one line, for the class to collect. (`lab.scores()` shows your best at the levels above.)
+# Now messages cost time: each takes half a forward pass, and no par is known. At most 4 activations; use `F` and `B`, or `F`, `I` and `W`.
+# `duel.line` writes an order as one line, for the class to collect. (`lab.scores()` shows your best at the levels above.)
 
 # %%
 from dtlib.lab.lessons.l07 import duel
@@ -176,7 +176,7 @@ from dtlib.lab.lessons.l07 import duel
 duel.line("me", puzzle_2)
 
 # %% [markdown]
-# Paste the lines of all below. The two that are there take four micro-batches at a time, and two.
+# Paste everybody's lines below. Ann's order takes four micro-batches at a time, Ben's takes two.
 
 # %%
 four, two = "F0-3 B0-3 F4-7 B4-7", "F0-1 B0-1 F2-3 B2-3 F4-5 B4-5 F6-7 B6-7"
@@ -187,7 +187,7 @@ Ben: {two} | {two} | {two} | {two}
 winner = duel.rank(lines, message=0.5)
 
 # %% [markdown]
-# And does it win on ranks as well? Beside 1F1B and ZB-H1, with EMULATED stages and network:
+# Does the winner win on ranks as well? Here it runs beside 1F1B and ZB-H1, with EMULATED stages and network:
 
 # %% tags=["nbval-ignore-output"]
 lab.engines(4)

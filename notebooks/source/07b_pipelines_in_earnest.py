@@ -2,13 +2,13 @@
 # # 07b Pipelines in earnest
 #
 # Forty minutes, an appendix to lesson 07. Branches that run side by side; sends that wait; stages that are not equal;
-# messages that take time; and a published table as the test of all that.
+# messages that take time; and a published table that puts the simulation to the test.
 #
-# **Questions.** What can run at the same time without micro-batches? Where does one cut a real model? When do the
+# **Questions.** What can run at the same time without micro-batches? Where do you cut a real model? When do the
 # formulas of lesson 07 mislead, and what do you trust then?
 #
-# **Afterwards you can** place branches on ranks; choose cuts by time; simulate a schedule with your own times of stages
-# and messages; say who else builds pipelines, and what is different there.
+# **Afterwards you can** place branches on ranks; choose cuts by time; simulate a schedule with your own times for
+# stages and messages; name other pipeline systems, and say how they differ.
 #
 # **You need** [07 Pipelines](07_pipelines.ipynb).
 
@@ -29,14 +29,15 @@ from dtlib.schedule import ScheduleError, formulas, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## Two branches
 #
-# A net has two branches that do not need each other: one reads the upper half of an image, the other the lower half, and
-# a head joins them. Frameworks place such operations on two devices by hand, as in TensorFlow's
-# `with tf.device("/gpu:1"):`, and run at the same time what does not wait for anything. Here each branch gets a rank.
-# (Ranks 0 and 1 are a pair; ranks 2 and 3 do the same.) Time is **EMULATED**: a stage computes, then sleeps, as a core
-# does that waits for its accelerator.
+# A net has two branches that do not need each other: one reads the upper half of an image, the other the lower half,
+# and a head joins them. In many frameworks you place such operations on two devices by hand, for example with
+# TensorFlow's `with tf.device("/gpu:1"):`, and those that do not wait for each other run at the same time. Here each
+# branch gets a rank. (Ranks 0 and 1 are a pair; ranks 2 and 3 do the same.) Time is **EMULATED**: a stage computes,
+# then sleeps, like a core that waits for its accelerator.
 #
-# autograd ends where the message begins, so the backward pass crosses by hand: rank 0 goes back through the head, sends
-# rank 1 the gradient of what it received, and then both go back through their branches at the same time.
+# autograd, torch's backward pass, ends where the message begins, so you send gradients across by hand. Rank 0 goes
+# back through the head, and sends rank 1 the gradient of what it received. Then both go back through their branches
+# at the same time.
 
 # %%
 # %%px
@@ -105,13 +106,13 @@ begin = next(event.start for event in timeline.events if event.name == "head")
 assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
 
 # %% [markdown]
-# The branches overlap, forward and backward; the head does not. Gradients are those of one process, to 1e-12.
+# The branches overlap, forward and backward; the head does not. The gradients equal those of one process, to 1e-12.
 #
 # ## Sends that wait
 #
 # If a *send* waits for its receiver, a correct order can hang: rank 0 sends activations down while rank 1 sends
-# gradients up, and neither receives. The library posts receives ahead and sends without waiting. With `lookahead=0` we
-# see what would happen to 1F1B otherwise:
+# gradients up, and neither receives. The library starts its receives ahead, and does not wait in a send. With
+# `lookahead=0` you see what would happen to 1F1B otherwise:
 
 # %%
 try:
@@ -122,9 +123,9 @@ except ScheduleError as problem:
 # %% [markdown]
 # ## Where to cut
 #
-# A pipeline is as fast as its slowest stage. Equally many layers (`"uniform"`) are rarely equal work. Parameters say
-# more, and time says it all: `partition_method="time"` runs each layer with a sample. In this list two layers are slow
-# (EMULATED) and have few parameters, as convolutions do.
+# A pipeline is only as fast as its slowest stage. Equally many layers (`"uniform"`) are rarely equal work. The number
+# of parameters often says more, but only time is certain: `partition_method="time"` runs each layer with a sample. In
+# this list two layers are slow (EMULATED) and have few parameters, as convolutions do.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -140,14 +141,14 @@ for way in ("uniform", "parameters", "time"):
 assert cut == 1  # by time: between the two slow ones
 
 # %% [markdown]
-# **Your turn.** One stage takes twice as long as the other three: what does it do to the makespan? Guess, then
-# `simulate(gpipe(4, 8), {0: 1, 1: 2, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 2, 3: 2})` in a new cell: the times of each stage,
-# forward and backward.
+# **Your turn.** One stage takes twice as long as the other three: what does that do to the makespan? Guess, then run
+# `simulate(gpipe(4, 8), {0: 1, 1: 2, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 2, 3: 2})` in a new cell. It gets the times of each
+# stage, forward and backward.
 #
 # ## When formulas miss
 #
-# The formulas know nothing of messages. `simulate(..., message=t)` lets each take a while. A rank that has work to do
-# meanwhile loses nothing; who waits for an answer pays twice, there and back:
+# The formulas know nothing of messages. With `simulate(..., message=t)` each message takes the time t. A rank that
+# has other work meanwhile loses nothing. A rank that waits for an answer pays twice, there and back:
 
 # %%
 times = [0, 0.25, 0.5, 1, 2]
@@ -161,11 +162,12 @@ assert min(series, key=lambda name: series[name][0]) == "ZB-H1"
 assert min(series, key=lambda name: series[name][2]) == "GPipe"
 
 # %% [markdown]
-# The order turns round. GPipe pays for messages only at its beginning and its end. 1F1B waits for an answer in every
-# turn, and the interleaved one sends twice as much.
+# With slow messages GPipe is the fastest: it pays for them only at its beginning and its end. 1F1B waits for an
+# answer in every round, and interleaved 1F1B sends twice as many messages.
 #
 # **Predict.** The simulator lets any number of messages travel at once. On an EMULATED network that carries one after
-# the other, a message takes 2 forward passes. Is the measured makespan of GPipe above the simulated one?
+# the other, a message takes 2 forward passes. Is the measured makespan of GPipe more than a tenth above the simulated
+# one?
 
 # %% tags=["stub"]
 lab.predict("above-the-simulated", None)  # True or False
@@ -188,14 +190,14 @@ assert all(measured > simulated for *_, simulated, measured in rows)
 last = rows[-1]
 
 # %% [markdown]
-# A message that takes longer than the work between two messages makes the network the slowest stage. So take formulas
-# for an estimate, a simulation with *your* times for a choice, and a trace for the truth.
+# If a message takes longer than the work between two messages, the network is the slowest stage. So use formulas to
+# estimate, a simulation with *your* times to choose, and a trace to know.
 #
 # ## GPipe's table 2
 #
-# Does so simple a simulation say anything about real machines? Here is the published throughput with K partitions and M
-# micro-batches, as a multiple of K = 2 and M = 1, beside the simulated one: equal stages, free messages, forward passes
-# done again.
+# Does such a simple simulation say anything about real machines? Here is the published throughput with K stages
+# ("partitions") and M micro-batches, as a multiple of that with K = 2 and M = 1. The simulated one is beside it, with
+# equal stages, messages that take no time, and recomputed forward passes.
 
 # %%
 def throughput(row):
@@ -215,27 +217,31 @@ rows = [
 lab.table(rows, ("model", "K", "M", "simulated", "GPipe", "torchgpipe"))
 
 # %% [markdown]
-# **Discuss.** Rank each column from slow to fast. Which pairs are the other way round than simulated, and why? Order
-# agrees better than size: equal stages without messages are a first guess, not a forecast.
+# **Discuss.** Sort the rows of each column from slow to fast. Which pairs of rows are in another order than
+# simulated, and why? The order agrees better than the sizes: equal stages without messages give a first guess, not a
+# forecast.
 #
 # ## Who else?
 #
-# - **PipeDream** (D. Narayanan et al., 2019) never empties the pipeline: whole batches follow one another, each with its
-#   own update of the weights, asynchronously; 1F1B comes from there. Between a batch's forward and backward pass a stage's
-#   weights would change, so *weight stashing* keeps the version of the forward pass for the backward pass. Once it is
-#   filled it has no bubble; it keeps several versions of the weights, and its numbers are not those of one process.
-# - **HetPipe** (J. H. Park et al., 2020): GPUs of different kinds, some too small for the model, form *virtual workers*,
-#   each of which is a pipeline; between them there is data parallelism with parameter servers. *Wave synchronous*: a virtual
-#   worker sends its updates once per wave of minibatches, and workers may be a bounded number of waves apart.
-# - **DAPPLE** (S. Fan et al., 2021) stays synchronous, as we do here. *Early backward scheduling* is 1F1B with a flush, and
-#   a planner chooses how many stages, where to cut, and how often to replicate each stage, for data x pipeline.
-# - **Pipe-torch** (J. Zhan and J. Zhang, 2019): pipelines combined with data parallelism, on clusters of GPUs whose
-#   links are fast here and slow there, so that the network has a say in where to cut.
+# - **PipeDream** (D. Narayanan et al., 2019) never empties the pipeline: whole batches follow one another, each with
+#   its own update of the weights, asynchronously; 1F1B comes from there. A stage's weights would change between the
+#   forward and the backward pass of a batch, so *weight stashing* keeps the version of the forward pass for the
+#   backward pass. Once the pipeline is full there is no bubble. But it keeps several versions of the weights, and its
+#   numbers are not those of one process.
+# - **HetPipe** (J. H. Park et al., 2020): GPUs of different kinds, some too small for the model, form *virtual
+#   workers*. Each of these is a pipeline; between them there is data parallelism with parameter servers. *Wave
+#   synchronous*: a virtual worker sends its updates once per wave of minibatches, and workers may be a bounded number
+#   of waves apart.
+# - **DAPPLE** (S. Fan et al., 2021) stays synchronous, as we do here. *Early backward scheduling* is 1F1B that
+#   empties the pipeline after each batch. A planner chooses how many stages there are, where to cut, and how often to
+#   replicate each stage, for data x pipeline.
+# - **Pipe-torch** (J. Zhan and J. Zhang, 2019): pipelines combined with data parallelism, on clusters of GPUs where
+#   some links are fast and others slow, so that the cuts depend on the network.
 #
 # ## Summary
 #
 # - Branches run side by side without micro-batches; most models have none.
-# - Cut by time, not by the number of layers. Slow messages hurt those most who wait for an answer in every turn.
+# - Cut by time, not by the number of layers. Slow messages hurt most where a rank waits for an answer in every round.
 # - Simulate with your own times; believe a trace.
 #
 # The [exercises](../exercises/07_pipelines_exercises.ipynb) are those of lesson 07.

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 08 Tensor and hybrid parallelism
 #
-# One hour. You cut single layers over ranks, count what then has to travel, and put data, pipeline and tensor
-# parallelism on the axes of one mesh.
+# One hour. You cut single layers over ranks, count what then has to travel, and combine data, pipeline and tensor
+# parallelism on one grid of ranks, the *mesh*.
 #
-# **Questions.** What if one layer is too large for a rank? Where do ranks that share it have to talk? Which kind of
-# parallelism belongs inside a machine?
+# **Questions.** What if one layer is too large for a rank? Where do the ranks that share it have to talk? Which kind
+# of parallelism belongs inside a machine?
 #
 # **Afterwards you can** cut a layer by columns and by rows, with the right gradients; say how many bytes each cut
 # sends; place ranks on a mesh and name their groups.
@@ -77,10 +77,11 @@ assert equal(comm.all_reduce(by_rows.clone()), Y)
 print("complete without an all_reduce:", complete)
 
 # %% [markdown]
-# By columns a rank has some outputs, complete; by rows a summand of all of them.
+# Cut by columns, a rank has some outputs, complete. Cut by rows, it has a summand of every output.
 #
-# Now the backward pass. The gradient G of Y comes in, and each rank computes the gradient of its shard of A by itself.
-# The layer before wants the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an `all_reduce`?
+# Now the backward pass. The gradient G of Y comes in, and each rank computes the gradient of its shard of A by
+# itself. The layer before needs the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an
+# `all_reduce`?
 
 # %% tags=["stub"]
 lab.predict("needs-it-backward", None)
@@ -103,34 +104,34 @@ print("complete without an all_reduce:", complete_backward)
 figures.cuts(ranks=4)
 
 # %% [markdown]
-# One is the other's mirror image. And between these ranks nothing travels for the gradient of a cut *weight*: it is
-# complete where the weight is. (Along a `data` axis it does travel, and with sequence parallelism so do norms' gradients.)
+# The two cuts mirror each other. And between these ranks nothing travels for the gradient of a cut *weight*: it is
+# complete where the weight is.
 #
 # ## f and g
 #
-# Megatron-LM (M. Shoeybi et al., 2019, section 3) has two operations for it:
+# Megatron-LM (M. Shoeybi et al., 2019, section 3) has two operations for this:
 #
 # | | forward | backward | where |
 # |---|---|---|---|
 # | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
 # | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
 #
-# In the file that runs, f and g are functions of their own for autograd, torch's backward pass:
+# Here is the plain core. In it, f and g tell autograd, torch's backward pass, what to do with gradients:
 
 # %%
 lab.read(plain)
 lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 
 # %% [markdown]
-# A layer cut by columns, and one by rows. Why does the bias of the second come after the sum?
+# A layer cut by columns, and one cut by rows. Look where the second adds its bias:
 
 # %%
 lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 
 # %% [markdown]
-# Two layers with an activation between them, as in every transformer. Cut the first **by columns, then the second by
-# rows**: a rank's columns of gelu(X A) are just those that its rows of B need, so nothing travels in between. The other
-# order would not do, as an activation of a sum is no sum of activations:
+# Every transformer has two layers with an activation between them. Cut the first **by columns, then the second by
+# rows**: a rank's columns of gelu(X A) are exactly those that its rows of B need, so nothing travels in between. The
+# other order does not work, because the activation of a sum is not the sum of the activations:
 
 # %%
 one, two = torch.tensor(1.0), torch.tensor(2.0)
@@ -192,10 +193,10 @@ lab.table(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"))
 assert all(count == formula for _, count in calls)
 
 # %% [markdown]
-# Output and gradients are those of one process, to 1e-12. B is the number of bytes of X: what travels are activations,
-# and *more hidden features cost no byte more*.
+# Output and gradients equal those of one process, to 1e-12. In the table, B is the size of X in bytes: only
+# activations travel, so *more hidden features cost no extra byte*.
 #
-# **Change a line.** Below, the layer cut by columns has no f. **Predict:** which comes out wrong, the output `"Z"`, or the
+# **Change a line.** Below, the layer cut by columns has no f. **Predict:** which is wrong, the output `"Z"`, or the
 # gradient of `"A"`, of `"B"` or of `"X"`?
 
 # %% tags=["stub"]
@@ -220,7 +221,8 @@ if comm.rank == 0:
     print("wrong:", *wrong)
 
 # %% [markdown]
-# Nothing fails, and this layer trains: only the layers before it learn from a summand. Left out here:
+# Nothing fails, and this layer trains. But the layers before it learn from one summand of their gradient. What the
+# plain core leaves out:
 
 # %%
 lab.read_end(plain)
@@ -228,12 +230,12 @@ lab.read_end(plain)
 # %% [markdown]
 # ## A transformer in shards
 #
-# - **the perceptron** is cut by hidden features, as above;
-# - **attention** by heads: the first product by columns, head after head, the last by rows;
-# - **the embedding** by words: a rank looks up the words that it has, gives zeros for the others, and g adds up;
-# - **the output layer and the loss** by words too: the logits are never put together.
+# - **the two layers** (a *perceptron*) are cut by hidden features, as above;
+# - **attention** by heads: the first product by columns, head by head, the last by rows;
+# - **the embedding** by words: a rank looks up its own words, gives zeros for the others, and g adds up;
+# - **the output layer and the loss** by words too: the logits (scores of all words) are never put together.
 #
-# A small language model of torch's own layers, and a rule that gives the next word:
+# A small language model of torch's own layers, which will learn a rule for the next word:
 
 # %%
 # %%px
@@ -270,9 +272,9 @@ if comm.rank == 0:
     print("parameters:", *(f"{name} {count:,}" for name, count in whole.items()), sep="\n    ")
 
 # %% [markdown]
-# The same in shards: `from_linear` and its like take a layer that is there, and keep this rank's shard.
+# The same in shards: `from_linear` and similar functions take an existing layer, and keep this rank's shard.
 #
-# **Predict.** What fraction of the model's parameters does rank 0 of 4 hold, in percent?
+# **Predict.** What percentage of the model's parameters does rank 0 of 4 hold?
 
 # %% tags=["stub"]
 lab.predict("percent-held", None)
@@ -355,11 +357,11 @@ for event in trace.events:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# (And one number per rank, to know who has which words.) Putting the logits together would send all 50 of them; real
-# vocabularies have a hundred thousand.
+# (One more number per rank says who has which words.) To put the logits together, ranks would send all 50; real
+# vocabularies have a hundred thousand words.
 #
-# Mind random numbers: all ranks must draw the *same* ones for what is whole (initial values, dropout between blocks), and
-# *different* ones for what is cut (dropout inside). That takes two generators.
+# Take care with random numbers: all ranks must draw the *same* ones for what is whole (initial values, dropout
+# between blocks), and *different* ones for what is cut (dropout inside). That takes two generators.
 
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
@@ -368,14 +370,14 @@ for event in trace.events:
 # layers; along `data`, the batch.
 
 # %% [markdown]
-# `world.mesh(data=2, tensor=2)` makes a communicator (a group of ranks that talk with each other) for every line of that
-# grid. The last axis varies fastest: its neighbours are ranks next to each other.
+# `world.mesh(data=2, tensor=2)` makes a communicator (a group of ranks that talk with each other) for every line of
+# that grid. The last axis varies fastest: neighbours along it have consecutive numbers.
 
 # %%
 figures.mesh(data=2, tensor=2)
 
 # %% [markdown]
-# **Predict.** With whom does rank 3 average its gradients? Write a list, rank 3 among them.
+# **Predict.** With whom does rank 3 average its gradients? Write a list that includes rank 3.
 
 # %% tags=["stub"]
 lab.predict("averages-with-3", None)
@@ -393,8 +395,8 @@ rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(lab.
 lab.table(rows, ("rank", "group along data", "group along tensor"))
 
 # %% [markdown]
-# A perceptron on the digits, cut along `tensor`, inside the plain class of lesson 04 along `data`. Neither knows of the
-# other: each was given another communicator.
+# A perceptron for the digits is cut along `tensor`; around it is the plain class of lesson 04 along `data`. Neither
+# knows of the other: each gets a communicator of its own.
 
 # %%
 # %%px
@@ -444,9 +446,9 @@ assert all(row[1] == row[2] for row in rows)
 # In a net as small as ours `data` sends more.
 
 # %% [markdown] tags=["half-day"]
-# What does each axis send in earnest? Take the shape of GPT-3 (96 layers of width 12,288) on 512 ranks, with a pipeline
-# on a third axis: data=8, pipe=8, tensor=8. Texts have 2,048 tokens; 32 micro-batches of one text each; 16 bits per
-# number. Not measured: formulas.
+# And what does each axis send for a large model? Take the shape of GPT-3 (96 layers of width 12,288) on 512 ranks,
+# with a pipeline on a third axis: data=8, pipe=8, tensor=8. Texts have 2,048 tokens; there are 32 micro-batches of
+# one text each, and 16 bits per number. These are formulas, not measurements.
 #
 # **Predict.** Along which axis does a rank send most: `"data"`, `"pipe"` or `"tensor"`?
 
@@ -471,15 +473,15 @@ in_a_step = {
 figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
 
 # %% [markdown] tags=["half-day"]
-# And every layer waits for the `all_reduce`s of `tensor`, while gradients along `data` can travel during the backward
-# pass, and messages along `pipe` go to one neighbour. So `tensor` stays **inside a machine**, where links are fastest
-# (D. Narayanan et al., 2021); `pipe` and `data` go between machines.
+# Every layer also waits for the `all_reduce`s of `tensor`, while gradients along `data` can travel during the
+# backward pass, and messages along `pipe` go to one neighbour. So `tensor` stays **inside a machine**, where links
+# are fastest (D. Narayanan et al., 2021); `pipe` and `data` go between machines.
 
 # %% [markdown]
-# Adjacent ranks mostly share a machine: so `tensor` is the last axis of a mesh.
+# Ranks with consecutive numbers mostly share a machine, so `tensor` is the last axis of a mesh.
 #
-# **Predict.** Eight ranks, two along each of three axes. With which rank does rank 5 share its layers (`tensor`), to which
-# does it hand activations (`pipe`), and with which does it average (`data`)?
+# **Predict.** Eight ranks: data=2, pipe=2, tensor=2. With which rank does rank 5 share its layers (`tensor`), to
+# which does it hand activations (`pipe`), and with which does it average (`data`)?
 
 # %% tags=["stub"]
 lab.predict("partners-of-5", {"data": None, "pipe": None, "tensor": None})
@@ -555,19 +557,20 @@ lab.table(rows, headers, "Bytes that rank 0 sent in five steps")
 reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items()}
 
 # %% [markdown]
-# The losses are equal. A pipeline wants many micro-batches, as they make its bubble small; at stage 2 each of them costs a
-# `reduce_scatter`. And a rank has only the gradients of its own stage to begin with. So one stays at stage 1 here.
+# The losses are equal. A pipeline needs many micro-batches for a small bubble, and at stage 2 each of them costs a
+# `reduce_scatter`. There is also less to save, as a rank has only the gradients of its own stage. So use stage 1
+# here.
 #
 # ## What holds on GPUs, and what does not
 #
-# Seen here, and true there: values, where an `all_reduce` stands, bytes along each axis, who talks with whom. Not shown:
+# Also true on GPUs: values, where an `all_reduce` stands, bytes along each axis, who talks with whom. Not shown here:
 # speed. On GPUs use Megatron-LM, DeepSpeed, or torch's own DTensor: there the plan of our pair is
-# `parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})`. They cut norms and
-# dropout as well, along the tokens (*sequence parallelism*: an `all_gather` and a `reduce_scatter` in the place of each
-# `all_reduce`, as many bytes).
+# `parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})`. They can also cut
+# norms and dropout, along the tokens (*sequence parallelism*: an `all_gather` and a `reduce_scatter` in place of each
+# `all_reduce`, with as many bytes).
 #
-# **Discuss.** Sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need tensor
-# parallelism at all? What would change your mind?
+# **Discuss.** You have sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need
+# tensor parallelism at all? What would change your mind?
 
 # %% [markdown]
 # ## Quiz
@@ -580,13 +583,13 @@ lab.quiz("08")
 #
 # - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.
 # - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
-# - What travels are activations, 2 B (N-1)/N a time; along `tensor` nothing travels for the gradient of a cut weight.
+# - Activations travel, 2 B (N-1)/N bytes each time; along `tensor` nothing travels for the gradient of a cut weight.
 # - Attention is cut by heads, embedding and loss by words. What is whole stays equal without being sent.
 # - A mesh names axes. `tensor` sends most and is waited for most, so it stays inside a machine.
 # - Pipelines with ZeRO-2 work; they pay one `reduce_scatter` per micro-batch.
 #
 # Now the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb); the last of them belongs to
-# [08b](08b_replicator.ipynb), in which one writes a step without knowing any of this.
+# [08b](08b_replicator.ipynb), where you write a step without knowing any of this.
 #
 # ## References
 #

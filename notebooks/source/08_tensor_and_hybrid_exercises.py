@@ -27,9 +27,10 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict: what a pair of layers sends
 #
-# Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. A `ColumnParallelLinear(64, 256)` whose
-# output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Each of them runs forward and backward. Which
-# collective does it call, `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, by ring?
+# Three ranks, and x of 1,536 tokens with 64 features in float64: B = 786,432 bytes. First comes a `ColumnParallelLinear(64,
+# 256)` whose output stays in slices, then a `RowParallelLinear(256, 64)` that takes slices. Which collective does each of them
+# call, forward and backward: `"all_reduce"`, `"all_gather"` or `"nothing"`? And how many bytes does a rank send for it, with
+# the ring?
 
 # %% tags=["stub"]
 lab.predict("column-forward", {"collective": None, "bytes": None})
@@ -66,8 +67,8 @@ _, column_backward = sent(lambda: hidden.backward(inside.grad))
 # %% [markdown]
 # ## Predict: the groups of a mesh
 #
-# Twelve ranks: `world.mesh(data=2, pipe=2, tensor=3)`. The last axis varies fastest. Write the ranks of the three groups that rank 7
-# belongs to, itself among them, from the lowest to the highest.
+# Twelve ranks: `world.mesh(data=2, pipe=2, tensor=3)`. The last axis varies fastest. Write the ranks of the three groups that
+# rank 7 belongs to, with rank 7, in ascending order.
 
 # %% tags=["stub"]
 lab.predict("groups-of-7", {"data": None, "pipe": None, "tensor": None})
@@ -83,8 +84,9 @@ figures.mesh(data=2, pipe=2, tensor=3)
 # %% [markdown]
 # ## Mend: a layer cut by rows
 #
-# `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this rank's
-# features of the input, and gives all ranks the output of the whole layer. It does not: find out what comes instead, and mend it.
+# `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this
+# rank's features of the input, and should give all ranks the output of the whole layer. It does not: find out what it gives
+# instead, and mend it.
 #
 # The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
 # nothing backward.
@@ -119,18 +121,20 @@ class RowParallel(nn.Module):
 lab.check("row-mend")
 
 # %% [markdown]
-# Two other ways give the right output and are wrong all the same: `self.bias / comm.size` on every rank has a gradient that is
-# 1/N of the right one; and a bias that rank 0 alone adds gets no gradient on the others, so that it is stale there.
+# Two other ways give the right output and are still wrong. With `self.bias / comm.size` on every rank, the bias has a gradient
+# that is 1/N of the right one. And if rank 0 alone adds the bias, the others get no gradient for it, so their copies fall
+# behind.
 #
 # ## Build: a perceptron in shards
 #
-# `MyMLP(linear1, linear2, comm)` stands in for `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks; the hidden
-# features divide by the number of ranks, and rank r has slice r of them, in order. `forward(x)` takes the whole x on every rank, with
-# any number of dimensions before the last, and gives the whole output on every rank.
+# `MyMLP(linear1, linear2, comm)` replaces `linear2(gelu(linear1(x)))`. The two whole layers are the same on all ranks. The
+# number of hidden features is a multiple of the number of ranks, and rank r has slice r of them, in order. `forward(x)` takes
+# the whole x on every rank, with any number of dimensions before the last, and gives the whole output on every rank.
 #
 # 1. Keep this rank's hidden features: rows of `linear1.weight` (which are columns of A), elements of `linear1.bias`, columns of
-#    `linear2.weight` (rows of B). And all of `linear2.bias`. Each an `nn.Parameter` with memory of its own; call them what you like.
-# 2. f, the first product, gelu, the second product, g, the bias.
+#    `linear2.weight` (rows of B). Keep all of `linear2.bias`. Make each an `nn.Parameter` with memory of its own; call them
+#    what you like.
+# 2. Then in `forward`: f, the first product, gelu, the second product, g, the bias.
 #
 # Example: width 6, 48 hidden features, 3 ranks: 16 x 6, 16, 6 x 16 and 6 numbers per rank.
 #
@@ -169,22 +173,22 @@ class MyMLP(nn.Module):
 lab.check("mlp-build")
 
 # %% [markdown]
-# `ParallelMLP` of the lecture is this, made of two layers; the full one is for hidden features that do not divide, too. Leave out f: the output is still
-# right, and so are the gradients of all parameters here. Only whoever stands *before* this block is trained with a wrong
-# gradient. A test that looks at outputs alone would not see it.
+# The lecture's `ParallelMLP` is the same, made of two layers; the full layers also take numbers of hidden features that are no
+# multiple of the ranks. Without f the output is still right, and so are the gradients of all parameters here. Only the layers
+# *before* this block get a wrong gradient. A test that looks at outputs alone would not see it.
 #
 # ## Build: a step for the Replicator
 #
 # Write `build_step(replicator, model)`. It returns `step_fn(inputs)`, the step of one replica:
 #
 # - `inputs` are x and y, this replica's samples; the loss is the mean cross-entropy of `model(x)` and y;
-# - the optimizer is `torch.optim.SGD` with the rate 0.5, and all replicas train as one on all samples;
-# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples; and the fraction of right answers among the samples
-#   of *all* replicas, by the same scores. All replicas have as many samples.
+# - the optimizer is `torch.optim.SGD` with a learning rate of 0.5, and all replicas train as one on all samples;
+# - it returns `{"loss": ..., "accuracy": ...}`: the loss of this replica's samples, and the fraction of right answers among the
+#   samples of *all* replicas, from the same scores. All replicas have equally many samples.
 #
-# Make what stays (the optimizer) in `build_step`, and in `step_fn` what happens in every step. The check runs your code on the three
-# engines, one process per replica; and then in one process, where it is captured as a graph. The example of the lecture counts hits;
-# here a fraction is wanted.
+# Make what stays (the optimizer) in `build_step`; do in `step_fn` what happens in every step. The check runs your code on the
+# three engines, one process per replica, and then in one process, where it is captured as a graph. The lecture's example counts
+# hits; here you return a fraction.
 
 # %% tags=["stub"]
 # %%px
@@ -217,13 +221,14 @@ def build_step(replicator, model):
 lab.check("step-build")
 
 # %% [markdown]
-# There is no rank in this code, no communicator, and no number of replicas. Whoever runs it decides: `Replicator(comm)`, or
+# There is no rank in this code, no communicator, and no number of replicas. Whoever runs it chooses: `Replicator(comm)`, or
 # `Replicator(replicas=3)`.
 #
 # ## If you have time
 #
 # - Cut an `nn.Embedding` by words: which rows does a rank look up, what does it give for the others, and where is g?
-# - Let `MyMLP` take hidden features that do not divide by the ranks (`slice_of` in `dtlib.parallel.tensor.functions`).
+# - Let `MyMLP` take numbers of hidden features that are no multiple of the ranks (`slice_of` in
+#   `dtlib.parallel.tensor.functions`).
 # - Put `MyMLP` on `world.mesh(data=..., tensor=...)["tensor"]`, inside `DataParallel` on the other axis. Which ranks must begin with
 #   the same slices?
 # - Give `step_fn` a loss in which each sample is compared with the samples of all replicas: `replicator.map_gather(model(x))`.

@@ -4,9 +4,10 @@
 # Thirty minutes. Lesson 08 asks a lot of somebody who only wants to train a model. Here you write a training step once,
 # and it runs on many processes or in one graph.
 #
-# **Questions.** Can the same code know nothing of ranks? What is a graph of four replicas, and what can it not hold?
+# **Questions.** Can code that knows nothing of ranks train on many of them? What is a graph of four replicas, and
+# what can it not hold?
 #
-# **Afterwards you can** read and write a program for TF-Replicator's model; say what is exchanged in a step; tell what
+# **Afterwards you can** read and write a program for TF-Replicator's model; say what is exchanged in a step; say what
 # captured graphs refuse, and why.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
@@ -30,9 +31,10 @@ from dtlib.parallel.replicator import Replicator
 # %% [markdown]
 # ## The step of one replica
 #
-# With TF-Replicator (P. Buchlovsky et al., 2019) the user writes what *one* replica reads and does; the library runs it
-# on all of them. A program in that style, for TensorFlow 1, written for this lesson; it does not run here. `input_fn`,
-# `step_fn`, `run` and `wrap_optimizer` are its names.
+# A *replica* trains the model on its own slice of the data. With TF-Replicator (P. Buchlovsky et al., 2019) you write
+# what *one* replica reads and does, and the library runs it on all of them. Here is a program in that style for
+# TensorFlow 1. It was written for this lesson, and does not run here. `input_fn`, `step_fn`, `run` and
+# `wrap_optimizer` are TF-Replicator's names.
 #
 # ```python
 #  1   replicator = MultiGpuReplicator(num_gpus=4)
@@ -57,24 +59,24 @@ from dtlib.parallel.replicator import Replicator
 # 20           session.run(loss)
 # ```
 #
-# Line by line, with ours:
+# Line by line, beside ours:
 #
 # | there | here | |
 # |---|---|---|
-# | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process a replica, or all in this process |
-# | 3, 4 | `model = nn.Linear(64, 10)` | one copy a process, which `wrap_optimizer` makes equal; or one copy for all |
+# | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process per replica, or all in this process |
+# | 3, 4 | `model = nn.Linear(64, 10)` | one copy per process, which `wrap_optimizer` makes equal; or one copy for all |
 # | 5 | `replicator.wrap_optimizer(torch.optim.SGD(...))` | from now on gradients are averaged over replicas |
 # | 7, 8 | `def input_fn(replica_id)` | what this replica reads |
 # | 10 to 13 | `def step_fn(inputs)` | what it computes: the same code on all replicas |
 # | 14 | `optimizer.minimize(loss)` | gradients, their average, the step |
-# | 15 | `return loss` | this replica's; `run` gives those of all |
-# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | there a graph is built, and run by hand; here it runs |
+# | 15 | `return loss` | the loss of this replica; `run` gives those of all |
+# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | there you build a graph, then run it; here it runs at once |
 
 # %% [markdown]
-# `map_reduce` combines a tensor of every replica: below, it counts what all of them got right. `map_gather` puts tensors
-# one after the other. The gradients of both flow back to every replica. (In a proposal for TensorFlow of 2018, authors of
-# TF-Replicator call such exchanges `all_sum`, `all_min`, `all_max`, `all_gather` and `broadcast`, and ask for the same as
-# here: all replicas make them, in the same order.)
+# `map_reduce` combines the tensors of all replicas: below, it counts what all of them got right. `map_gather` puts
+# the tensors one after the other. Gradients flow back through both, to every replica. (A proposal for TensorFlow of
+# 2018, by authors of TF-Replicator, calls such exchanges `all_sum`, `all_min`, `all_max`, `all_gather` and
+# `broadcast`. It asks for the same as we do here: all replicas make them, in the same order.)
 
 # %%
 # %%px --local
@@ -103,7 +105,7 @@ def program(replicator):
     return replicator.run(step_fn, input_fn)
 
 # %% [markdown]
-# **Between-graph replication**: one process per replica, on our ranks. Whatever is exchanged is an operation.
+# **Between-graph replication**: one process per replica, on our ranks. Each exchange is a collective operation.
 
 # %%
 # %%px
@@ -116,14 +118,15 @@ if comm.rank == 0:
     print("in a step:", *per_step, sep="\n    ")
 
 # %% [markdown]
-# The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?); then the
-# hits.
+# The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). Then come
+# the hits.
 #
-# **In-graph replication**: one process, this notebook's own, holds all four replicas. No engine takes part. Each
-# replica's step is *captured* as a graph, gradients included (by torch's `make_fx`), in which an exchange is only a
-# mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the replicas.
+# **In-graph replication**: one process, this notebook's own, holds all four replicas. The engines do nothing. Each
+# replica's step is *captured* as a graph, gradients included (by torch's `make_fx`). In this graph an exchange is
+# only a mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the
+# replicas.
 #
-# **Predict.** How many `all_reduce`s has the rewired graph of the four replicas, for one step?
+# **Predict.** How many `all_reduce`s does the rewired graph of the four replicas have, for one step?
 
 # %% tags=["stub"]
 lab.predict("all-reduces-in-the-graph", None)
@@ -144,18 +147,19 @@ headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
 lab.table(rows, headers)
 
 # %% [markdown]
-# The same losses on each replica, to 1e-12. Here is the rewired graph. (Operations that only give a tensor another shape or
-# name are left out; `print(replicator.graph())` counts all of them, and `graph().dot()` is for Graphviz.)
+# Each replica has the same losses both ways, to 1e-12. Here is the rewired graph. (Operations that only give a tensor
+# another shape or name are left out; `print(replicator.graph())` counts all of them, and `graph().dot()` is for
+# Graphviz.)
 
 # %%
 figures.rewired(replicator.graph())
 exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
 
 # %% [markdown]
-# Replicas go from exchange to exchange in step. When `apply_gradients` changes the shared variables, every replica has
-# read the old ones, and none has read the new ones.
+# Replicas go from exchange to exchange together. When `apply_gradients` changes the shared variables, every replica
+# has read the old ones, and none has read the new ones.
 #
-# **Predict.** What does `map_reduce` give if each of four replicas adds up every fourth of the numbers 0 to 11?
+# **Predict.** Replica r of four adds up every fourth of the numbers 0 to 11, from r on. What does `map_reduce` give?
 
 # %% tags=["stub"]
 lab.predict("sum-over-replicas", None)
@@ -177,8 +181,9 @@ print(f"of replicas 0 to 3: {sums[0].tolist()}")
 # %% [markdown]
 # ## What a graph cannot hold
 #
-# A graph does the same operations every time. A value that becomes Python's, a random number, a counter: the graph
-# would keep what it was when it was captured, and be wrong without a word. So it is refused, with its line:
+# A graph does the same operations every time. Think of a Python `if` on a value, a random number, or a counter: the
+# graph would keep what it was at capture, and would be wrong without a word. So such a step is refused, and the
+# message names the line:
 
 # %%
 def step_with_a_branch(x):
@@ -198,9 +203,9 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
         print(lab.fold(f"{refusal}\n"))
 
 # %% [markdown]
-# Both work with one process per replica, for there Python runs in every step. Whoever captures graphs makes this trade.
-# What differs from the original: its in-graph replicas have a device each; ours take turns on one, so the graph shows
-# what happens, and is no faster.
+# Both work with one process per replica, because there Python runs in every step. Every system that captures graphs
+# makes this trade. There is one difference from the original: its in-graph replicas have a device each, and ours take
+# turns on one. So our graph shows what happens, but is no faster.
 #
 # **Discuss.** Where else have you met the trade between a graph that is captured once and Python that runs every time?
 
@@ -214,7 +219,7 @@ lab.quiz("08b")
 # ## Summary
 #
 # - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.
-# - Between graphs: a process per replica, and an exchange is a collective. In one graph: captured, then rewired.
+# - Between graphs: a process per replica, and each exchange is a collective. In one graph: captured, then rewired.
 # - The losses are equal, to 1e-12. A graph refuses what it would freeze: branches on values, random numbers, counters.
 #
 # Now the last of the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).

@@ -2,14 +2,14 @@
 # # 09 Feeding the accelerators
 #
 # Ninety minutes. An accelerator that waits for its data is an expensive heater. You write the same samples in several
-# formats, feed emulated accelerators from them, and see what makes them starve and what helps. Then you stop in the middle
-# of an epoch and go on with another number of ranks, and no sample is lost.
+# formats, feed emulated accelerators from them, and see what makes them starve and what helps. Then you stop in the
+# middle of an epoch and go on with a different number of ranks, without losing a sample.
 #
-# **Questions.** How many bytes a second does a model eat? Which format, how many workers? What does an accelerator do while
-# it waits? How is an epoch resumed?
+# **Questions.** How many bytes per second does a model need? Which format, how many workers? What does an accelerator do
+# while it waits? How do you resume an epoch?
 #
-# **Afterwards you can** estimate what storage has to deliver; measure *accelerator utilisation* honestly; choose a
-# format by opens and bytes; say in one number where an epoch is.
+# **Afterwards you can** estimate what storage has to deliver; measure *accelerator utilisation* honestly; choose a format
+# by the files that it opens and the bytes that it reads; say in one number where an epoch is.
 #
 # **You need** lesson 00, and to know what a batch is.
 
@@ -45,11 +45,11 @@ comm = world.comm
 # %% [markdown] tags=["half-day"]
 # ## On paper first
 #
-# A step takes `batch` samples and then computes for a while. If the accelerator is never to wait, storage has to deliver
-# batch x bytes / seconds. MLPerf Storage publishes these three numbers for real models.
+# A step takes `batch` samples and then computes for a while. If the accelerator must never wait, storage has to deliver
+# batch x bytes / seconds. MLPerf Storage, a benchmark, publishes these three numbers for real models.
 #
-# **Predict.** UNet3D on an A100: 7 samples of 146.6 MB, 0.636 s a step. How many GB/s? And how many times as much as BERT on a
-# V100, which takes 48 samples of 2500 bytes in 0.968 s?
+# **Predict.** UNet3D on an A100 takes 7 samples of 146.6 MB, and 0.636 s per step. How many GB/s is that? And how many
+# times as much as BERT on a V100, which takes 48 samples of 2500 bytes in 0.968 s?
 
 # %% tags=["half-day", "stub"]
 lab.predict("demand-of-unet3d", None)
@@ -71,13 +71,14 @@ headers = ("model", "accelerator", "format", "bytes a sample", "batch", "s a ste
 lab.table(rows, headers, "MLPerf Storage 0.5 to 3.0, github.com/mlcommons/storage; GB/s derived")
 
 # %% [markdown]
-# **Question the number.** One of these rows was not measured. UNet3D on a B200 has 0.162 s a step, and its file says where
-# from: the H100's 0.323 s, halved. Such a row tells what somebody expects; storage is bought for it all the same.
+# **Question the number.** At least one of these rows was not measured. UNet3D on a B200 has 0.162 s per step, and its
+# file says where that comes from: the H100's 0.323 s, halved. Such a row says what somebody expects; storage is bought
+# for it all the same.
 #
 # ## From raw files to binary
 #
-# The first advice of every lecture on input: decode *once*, before training. A raw sample here is a JPEG, a JSON and a text. A
-# record has the same contents as arrays, and always the same length.
+# The usual first advice on input: decode *once*, before training. A raw sample here is an image (JPEG), an annotation
+# (JSON) and a text. A record holds the same as arrays, and always has the same length.
 
 # %%
 print(preprocessing.RECORD, preprocessing.RECORD.itemsize, "bytes")
@@ -100,19 +101,21 @@ print(f"binary {sum(record.nbytes for record in records):,} bytes")
 assert copied < decoded
 
 # %% [markdown]
-# The price: binary records are larger. (NVIDIA's DALI decodes on the GPU instead; `tf.data` does both in a graph of its own.)
+# The price: binary records are larger. (NVIDIA's DALI decodes during training, on the GPU; TensorFlow's `tf.data` does so
+# in parallel on the CPU.)
 #
 # ## One set of samples, four formats
 #
-# *A file a sample*; *shards*, many records in a file; *tar*, the same as webdataset reads it; *Parquet*, by columns. A reader is
-# a torch data set that finds a sample by its number. This is all that reading a shard takes; where a record lies is a
-# multiplication.
+# The formats are *one file per sample*; *shards*, files with many records each; *tar*, the same in the archives that
+# webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its number.
+# This is all that reading a shard takes; a multiplication gives the place of a record.
 
 # %%
 lab.read(readers.RawReader)
 
 # %% [markdown]
-# **Predict.** 1920 samples, 384 in each shard. How many files are opened in an epoch, with a file a sample, and with shards?
+# **Predict.** 1920 samples, 384 in each shard. How many files are opened in an epoch, with one file per sample, and with
+# shards?
 
 # %% tags=["stub"]
 lab.predict("opens-of-an-epoch", {"files": None, "shards": None})
@@ -139,20 +142,22 @@ headers = ("format", "opens", "reads", "bytes", "reads that jump")
 lab.table(rows, headers)
 
 # %% [markdown]
-# A file a sample never jumps *in* a file: its randomness is in the opens. Opening is a request to a *metadata server* on a
-# cluster's file system, which all users share; on Lustre a shard can also be striped over several disks, a small file not.
+# With one file per sample, reads never jump *in* a file: here the randomness is in the opens. On a cluster's file system
+# an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also be striped
+# over several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
 # ## Utilisation
 #
-# We need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take. Its
-# **utilisation (AU)** is compute time over all time, without the first step. MLPerf wants 90 % for most models.
+# You need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take. Its
+# **utilisation (AU)** is compute time divided by all time, without the first step. MLPerf Storage asks for 90 % for most
+# models.
 
 # %%
 lab.read(utilisation.measure)
 
 # %% [markdown] tags=["half-day"]
-# Two workloads that could not differ more, scaled to a laptop:
+# Two very different workloads, scaled to a laptop:
 
 # %% tags=["half-day"]
 large = mlperf.named(TABLE, "unet3d", "v100").scaled(
@@ -167,8 +172,8 @@ for name, work in workloads.items():
         write(where, work.records(), work.dtype, form, per_shard)
 
 # %% [markdown] tags=["half-day"]
-# An honest measurement begins *cold*: the system keeps files in memory that were read, and then every format looks good. So
-# we empty that cache and look whether it is empty.
+# An honest measurement begins *cold*. The operating system keeps in memory what was read, and then every format looks
+# good. So we empty that cache, and check that it is empty.
 
 # %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
@@ -208,13 +213,14 @@ for name, found in grid.items():
     figures.utilisation(found, name)
 
 # %% [markdown]
-# With no workers the accelerator waits for every read. Large samples leave much to hide. Small ones in shards are read so
-# quickly that a message from a worker costs about as much; on two cores workers can even hurt. **How many workers? Measure.**
+# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much. Small
+# ones in shards are read so quickly that a message from a worker costs about as much; where cores are few, workers can
+# even hurt. **How many workers? Measure.**
 
 # %% [markdown] tags=["half-day"]
 # ## A faster accelerator starves
 #
-# The same reader, the same files, no workers; one accelerator computes for 60 ms, the other for 6.
+# The same reader, the same files, no workers: one accelerator computes for 60 ms per step, the other for 6 ms.
 #
 # **Predict.** Whose utilisation is lower, that of "the slow one" or of "the fast one"?
 
@@ -237,8 +243,9 @@ for name, used in pace.items():
 assert pace["the fast one"].au < pace["the slow one"].au
 
 # %% [markdown]
-# Ten times the accelerator is far from ten times the samples. On the ranks it looks like this: each feeds an accelerator of its
-# own, and waits for the others at a barrier after each step. Where a lane is empty, the accelerator starves.
+# An accelerator that is ten times as fast gets far less than ten times the samples. On the ranks it looks like this: each
+# feeds an accelerator of its own, and waits for the others at a barrier after each step. Where a rank's line is empty,
+# its accelerator starves.
 
 # %%
 lab.push(shards=str(shards))
@@ -260,8 +267,8 @@ lab.pictures.timeline("trace")
 # ## Three ways to hide it
 #
 # **Prefetch**: a thread reads the next batch while this one computes. **Staging**: copy the files to the node's own disk
-# first. **Caching**: keep samples in memory after the first epoch. For staging we imitate a busy metadata server: every open
-# waits 2 ms. That is INJECTED, and every figure says so.
+# first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a busy metadata
+# server: every open waits 2 ms. That is INJECTED, and the lines where it acts say so.
 
 # %% tags=["nbval-ignore-output"]
 for ahead in (0, 1, 2):
@@ -286,10 +293,10 @@ assert used.counters["opens"] == 0
 # %% [markdown]
 # ## Only the columns that are needed
 #
-# DLRM's table has 200 columns, and a model may want a few of them. Records give all or nothing; in Parquet the values of a
-# column lie together.
+# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few of them. Records give all or
+# nothing; in Parquet the values of a column lie together.
 #
-# **Predict.** A table has 40 columns of 4 bytes. We read 2 of them. Which fraction of the bytes is read? (0 to 1)
+# **Predict.** A table has 40 columns of 4 bytes. We read 2 of them. What fraction of the bytes is read? (0 to 1)
 
 # %% tags=["stub"]
 lab.predict("bytes-of-two-columns", None)
@@ -313,13 +320,13 @@ def bytes_of(columns):
 part = bytes_of(["feature_3", "feature_7"]) / bytes_of(None)
 
 # %% [markdown]
-# A little more than 2 / 40: the *footer*, which says where everything lies, is read as well. The other side: rows come in
-# groups, and who wants one row reads its whole group. If several ranks want rows of one group, each reads all of it.
+# A little more than 2 / 40: the *footer*, which says where everything lies, is read as well. The drawback: rows come in
+# groups, and to read one row you read its whole group. If several ranks want rows of one group, each reads all of it.
 #
 # ## More ranks, one storage
 #
-# Each rank adds an accelerator; the storage stays what it is. We measure up to four ranks, and model the rest: as long as
-# storage keeps up AU is full, beyond that it falls as 1 / ranks.
+# Each rank adds an accelerator; the storage stays the same. We measure up to four ranks, and model the rest: while
+# storage keeps up, AU is 100 %; beyond that it falls as 1 / ranks.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -348,20 +355,22 @@ model = {ranks: utilisation.modelled(0.016, read, ranks) for ranks in (1, 2, 4, 
 figures.against_ranks(lab.values("au")[0], model)
 
 # %% [markdown]
-# The model knows one storage and nothing of cores; four ranks on two cores also wait for each other. Where do they differ on
-# your machine, and why?
+# The model knows the storage, but not the cores: ranks that share cores also wait for each other. Where do model and
+# measurement differ on your machine, and why?
 #
 # ## Each sample once, and resuming
 #
-# Every epoch has an order of its own, made from the seed and the epoch's number alone: no rank and no worker comes into it. A
-# step takes ranks x batch samples off its front. **So one number says where an epoch is**: how many samples are gone.
+# Every epoch has an order of its own, made from the seed and the epoch's number alone; ranks and workers do not matter. A
+# step takes ranks x batch samples off its front. **So one number says where an epoch is**: how many samples have been
+# taken.
 
 # %%
 lab.read(order.slice_of_rank)
 lab.read(loader.Loader.state_dict)
 
 # %% [markdown]
-# **Predict.** Four ranks take five batches of 16 each, reading ahead with a worker. Which number is in the state?
+# **Predict.** Four ranks take five batches of 16 each, reading ahead with a worker. Which number of samples is in the
+# state?
 
 # %% tags=["stub"]
 lab.predict("state-of-resuming", None)
@@ -383,8 +392,8 @@ for step, batch in enumerate(mine):
 saved = mine.state_dict()
 
 # %% [markdown]
-# What the worker has read ahead does not count: nobody has trained on it. Now three ranks go on, with another batch size and
-# without workers.
+# What the worker has read ahead does not count: nobody has trained on it. Now three ranks go on, with another batch size
+# and without workers.
 
 # %%
 # %%px
@@ -401,12 +410,12 @@ print(f"{len(every)} samples came, {len(set(every))} different ones")
 assert len(every) == len(set(every)) == 1920
 
 # %% [markdown]
-# Where libraries break here: they save a position *for each worker*, so that as many workers must come back; or they count
-# what was read ahead. Yours is next, in the exercises.
+# Other libraries have broken here. Some save a position *per worker*, so that as many workers must come back; some count
+# what was read ahead. You write your own in the exercises.
 #
 # ## What is damaged
 #
-# A shard was cut off by a copy that failed. A reader must not go on as if nothing were missing.
+# A copy failed, and a shard was cut off. A reader must not go on as if nothing were missing.
 
 # %%
 cut = folder / "shards" / "shard-00002.bin"
@@ -424,16 +433,16 @@ assert came + len(tolerant.skipped) == 1920
 # %% [markdown]
 # ## Seven characteristics, and where you saw them
 #
-# Surveys of such input (Lewis et al. below) name these; that they are seven, and in this order, is ours.
+# Surveys of such input (Lewis et al. below) name these; the number seven and the order are ours.
 #
 # | input of deep learning | the counter that shows it |
 # |---|---|
-# | 1. it reads, and hardly writes | `bytes` grows each epoch, files stay as they are |
+# | 1. it mostly reads, and hardly writes | `bytes` grows each epoch, files stay as they are |
 # | 2. many files | `opens` |
 # | 3. small reads | `counters.read_sizes()` |
 # | 4. in random order | `jumps`, `randomness` |
 # | 5. the same again each epoch | `hits`; `page_cache.cached(folder)` |
-# | 6. in bursts, a batch a step | the gaps in the timeline |
+# | 6. in bursts, one batch per step | the gaps in the timeline |
 # | 7. by all ranks at once, from one storage | AU against ranks |
 
 # %%
@@ -448,11 +457,11 @@ lab.quiz("09")
 # %% [markdown]
 # ## Summary
 #
-# - Demand is batch x bytes / seconds of a step; between models it differs by a factor of 13,000.
-# - Preprocess to binary; many samples in a file; columns where few of them are needed.
-# - Prefetch, stage, cache; as many workers as a measurement says. Measure cold, and say if it was not.
+# - Demand is batch x bytes / seconds of a step. From BERT to UNet3D it grows by a factor of 13,000.
+# - Preprocess to binary; put many samples in a file; store columns where a model needs few of them.
+# - Prefetch, stage, cache; take as many workers as a measurement says. Measure cold, or say that it was not.
 # - AU = compute time / all time. A faster accelerator starves sooner, and so do more of them.
-# - An order from (seed, epoch) alone: each sample once, and one number to resume.
+# - The order comes from (seed, epoch) alone: each sample once, and one number to resume.
 #
 # Now the [exercises](../exercises/09_data_input_exercises.ipynb).
 #

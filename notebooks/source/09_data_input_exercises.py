@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 09 Feeding the accelerators: exercises
 #
-# *Predict* (two minutes), *mend* twice (five minutes each), *build* the cost of a format (ten minutes) and an epoch that can be
-# resumed (twenty-five minutes). They need no ranks: where one matters it is a number that you are given.
+# *Predict* (two minutes), *mend* twice (five minutes each), *build* the cost of a format (ten minutes) and an epoch that
+# can be resumed (twenty-five minutes). They need no ranks: where a rank matters, your function is given its number.
 #
 # **You need** the lecture [09 Feeding the accelerators](../lectures/09_data_input.ipynb). Answers:
 # [solutions](../solutions/09_data_input_exercises.ipynb).
@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 # %% [markdown]
 # ## Predict
 #
-# - 1000 samples, 3 ranks, batches of 32 on each. How many steps has an epoch, if no sample may be lost? How many samples has
-#   the last step, over all ranks?
-# - A loader has 8 samples in a batch, on one rank. Its two workers have read 4 batches ahead. The training has had 10 batches
-#   when it is killed. From which sample on does it have to resume?
+# - 1000 samples, 3 ranks, batches of 32 on each. How many steps does an epoch have, if no sample may be lost? How many
+#   samples does the last step have, over all ranks?
+# - A loader has 8 samples in a batch, on one rank. Its two workers have read 4 batches ahead. The training has had 10
+#   batches when it is killed. With which sample, counted from 0, does it have to resume?
 
 # %% tags=["stub"]
 lab.predict("batches-on-three-ranks", {"steps": None, "in the last step": None})
@@ -34,8 +34,8 @@ lab.predict("read-ahead-and-killed", 80)
 # %% [markdown]
 # ## Mend: samples that nobody reads
 #
-# `my_samples(order, rank, ranks)` gives the samples of one rank. It runs, every rank is busy, and yet some samples are in no
-# epoch. Together the ranks must have each exactly once, and no rank two more than another.
+# `my_samples(order, rank, ranks)` gives the samples of one rank. It runs, every rank is busy, and yet some samples are
+# never read. Together the ranks must have each sample exactly once, and no rank may have two more than another.
 
 # %% tags=["stub"]
 def my_samples(order, rank, ranks):
@@ -52,7 +52,8 @@ lab.check("shard-mend")
 # %% [markdown]
 # ## Mend: a loader that reads a sample twice
 #
-# An epoch of this stream takes twice as long since it has two workers, and the loss falls suspiciously well. Find out why:
+# This stream has two workers now. An epoch takes twice as long, and the loss falls suspiciously fast. Find out why, and
+# mend it:
 
 # %% tags=["stub"]
 class Stream(IterableDataset):
@@ -84,12 +85,13 @@ lab.check("twice-mend")
 # %% [markdown]
 # ## Build: a format for a budget
 #
-# Write `epoch_seconds(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)`: the time in which
-# a storage delivers an epoch. Files are opened one after the other, then read: the times add up.
+# Write `epoch_seconds(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read)`: the seconds
+# that storage takes to deliver an epoch. Files are opened one after the other, then read: the times add up.
 #
-# - `form` is `"files"` (a file a sample), `"shards"`, `"tar"` or `"parquet"`; the last three have `per_shard` samples in a file.
+# - `form` is `"files"` (one file per sample), `"shards"`, `"tar"` or `"parquet"`; the last three have `per_shard` samples
+#   in a file.
 # - In a tar file 512 bytes stand before each record, and a record takes whole blocks of 512 bytes.
-# - `columns_read`, a fraction of the bytes, is all that is read of Parquet; from the others whole records are.
+# - `columns_read` is the fraction of the bytes that is read from Parquet; from the others whole records are read.
 
 # %% tags=["stub"]
 def epoch_seconds(
@@ -113,8 +115,8 @@ def epoch_seconds(
 lab.check("format-budget")
 
 # %% [markdown]
-# Choose with it. A metadata server gives you 2,000 opens a second, the disks 1 GB/s. Which format for 1.2 million pictures of
-# 110 kB? For 10 million rows of 760 bytes, of which a model needs a tenth?
+# Choose with it. A metadata server gives you 2,000 opens per second, and the disks 1 GB/s. Which format do you take for 1.2
+# million pictures of 110 kB? And for 10 million rows of 760 bytes, of which a model needs a tenth?
 
 # %%
 budgets = {
@@ -130,10 +132,11 @@ for what, budget in budgets.items():
 #
 # Write a class `Epoch(order, batch_size, rank, ranks)`, one rank's batches of an epoch:
 #
-# - iterating gives lists of at most `batch_size` numbers of `order`; over all ranks each comes once, the short rest included;
-# - `state_dict()` says where the epoch is, in plain numbers that JSON can hold; one rank saves it for all of them, after each has
-#   had as many batches. It is called while the loop has a batch in hand, and that batch counts;
-# - `load_state_dict(state)` goes on from there, on any number of ranks and with any batch size. And then it is saved again.
+# - iterating gives lists of at most `batch_size` entries of `order`; over all ranks each entry comes once, also those of a
+#   short last step;
+# - `state_dict()` says where the epoch is, in plain numbers that JSON can hold. One rank saves it for all of them, when all
+#   have had equally many batches. It is called while the loop has a batch in hand, and that batch counts as done;
+# - `load_state_dict(state)` goes on from there, on any number of ranks and with any batch size. Then it can be saved again.
 
 # %% tags=["stub"]
 class Epoch:
@@ -176,5 +179,5 @@ lab.check("resume-build")
 # ## If you have time
 #
 # - `dtlib.storage.Loader` is your class with files, workers and prefetch. Where does it keep `taken`, and who changes it?
-# - Make an epoch whose last step is as large as the others. Which samples do you leave out, and do they ever come?
-# - `pip install torchdata`: save a `StatefulDataLoader` with two workers in mid-epoch, and load it with three.
+# - Make an epoch whose last step is as large as the others. Which samples do you leave out, and are they ever read?
+# - `pip install torchdata`: save a `StatefulDataLoader` with two workers in mid-epoch, and load it with three workers.

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 10 Two real models
 #
-# Ninety minutes; a quarter of an hour in the two-hour workshop. Two models, one that reads digits and one that sums
-# up texts, are trained by one config each: on our engines, on torch's and, where it is installed, on DeepSpeed.
+# Ninety minutes. Two models, one that reads digits and one that summarises texts, are trained by one config each: on
+# our engines, on torch's classes and, where it is installed, on DeepSpeed.
 #
-# **Questions.** What does a config decide, and what not? Do the frameworks learn the same? Do they perform alike? Which
-# one is for whom?
+# **Questions.** What does a config decide, and what not? Do the frameworks learn the same? Do they perform alike?
+# Which one should you take?
 #
-# **Afterwards you can** train a model by a config, on any number of ranks and under any of three runtimes; read its loss,
-# time and memory; go on from a checkpoint; tell a mistake in a listing before you run it.
+# **Afterwards you can** train a model by a config, on any number of ranks and under any of three runtimes; read its
+# loss, time and memory; go on from a checkpoint; find a mistake in a listing before you run it.
 #
 # **You need** [04 Data parallelism](04_data_parallel.ipynb) and the table of stages in [06 ZeRO](06_zero.ipynb).
 
@@ -37,18 +37,19 @@ comm = world.comm
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## One config
 #
-# This is all that is said about a run: which model and data (`workload`), how long (`run`), and what DeepSpeed's config
-# says. The file lies in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same
-# as the cells below.
+# A config says everything about a run: which model and data (`workload`), how long (`run`), and the keys of DeepSpeed. The
+# file is in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same as the
+# cells below.
 
 # %%
 vision = json.loads((CONFIGS / "vision.json").read_text())
 print(json.dumps(vision, indent=1))
 
 # %% [markdown]
-# The net is that of the tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
+# The net is the usual one of tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28
+# points.
 #
-# **Predict.** Which fraction of 357 digits that it has never seen does it get right, after thirty passes?
+# **Predict.** What fraction of 357 digits that it has never seen does it get right, after thirty passes? (0 to 1)
 
 # %% tags=["stub"]
 lab.predict("accuracy-on-digits", None)
@@ -57,7 +58,7 @@ lab.predict("accuracy-on-digits", None)
 lab.predict("accuracy-on-digits", 0.97)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# While the ranks train, what is below the cell says how far they are, and draws the loss as it falls.
+# While the ranks train, the output below the cell says how far they are, and draws the loss.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -72,8 +73,8 @@ figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits"
 # %% [markdown]
 # ## Change the stage
 #
-# One number in the config. `train` counts what a rank holds of parameters, gradients and the optimizer's states, in the
-# second step, when all of them are there.
+# The stage of ZeRO is one number in the config. `train` counts the bytes of parameters, gradients and optimizer
+# states that a rank holds, in the second step, when all of them are there.
 #
 # **Predict.** On these two ranks, what fraction of the bytes of stage 0 does a rank hold at stage 3?
 
@@ -95,15 +96,16 @@ stages = lab.values("of_stage")[0]
 figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 
 # %% [markdown]
-# The loss does not move, the bars do. And the time? On two cores the messages of stage 3 are what one sees of it.
+# The loss does not move, the bytes do. And the time? In so small a model most of a step is messages and bookkeeping,
+# and a higher stage has more of both.
 #
 # ## Change the runtime
 #
-# `runtime="torch"` gives the same config to torch's own classes: `DistributedDataParallel`, `ZeroRedundancyOptimizer`,
-# FSDP2, its pipelines. `runtime="deepspeed"` gives it to DeepSpeed, which has to be installed for that; the cell takes
-# it where it is.
+# `runtime="torch"` gives the same config to torch's own classes: `DistributedDataParallel`,
+# `ZeroRedundancyOptimizer`, FSDP2, its pipelines. `runtime="deepspeed"` gives it to DeepSpeed; the cell does so where
+# it is installed.
 #
-# **Predict.** Is it one curve or are there several?
+# **Predict.** What do you get, `"one curve"` or `"several"`?
 
 # %% tags=["stub"]
 lab.predict("curves-of-runtimes", None)
@@ -122,10 +124,10 @@ of_runtime = {name: train("vision", runtime=name, steps=40) for name in runtimes
 figures.curves(lab.values("of_runtime")[0], title="one config, several runtimes")
 
 # %% [markdown]
-# They compute the same sums. So what is left to compare is time and memory. "Horovod, DDP and DeepSpeed perform alike",
-# says a tutorial.
+# They compute the same sums. So only time and memory are left to compare. "Horovod, DDP and DeepSpeed perform alike",
+# says a tutorial. We compare Horovod's API, our engine and torch.
 #
-# **Predict.** Are the times of a step here within a tenth of each other? Answer "yes" or "no".
+# **Predict.** Are their times per step here within a tenth of each other? Answer "yes" or "no".
 
 # %% tags=["stub"]
 lab.predict("perform-alike", None)
@@ -152,7 +154,7 @@ def net():
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 # %% [markdown]
-# Small differences need care: the steps below take turns, forty times, and the median counts.
+# Small differences need care: the three take turns, forty times, and the median counts.
 
 # %%
 # %%px
@@ -192,23 +194,24 @@ medians = lab.values("seconds")[0]
 lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "ms a step"))
 
 # %% [markdown]
-# An honest box: two cores, a small model, one machine, messages in shared memory. What differs here is what each spends
-# on a *small* message and on bookkeeping. On GPUs, with large models, the three move the same bytes through the same
-# NCCL, and then the sentence is nearly true. `python -m benchmarks training` measures it with intervals.
+# To be honest: this is a small model on one machine, with messages in shared memory. What differs here is the cost of
+# a *small* message and of bookkeeping. On GPUs, with large models, the three move the same bytes through the same
+# NCCL, NVIDIA's collectives, and then the sentence is nearly true. `python -m benchmarks training` measures it with
+# intervals.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## News, or nearly
 #
-# The second model sums up. Its data is the documentation of fifty-odd Python libraries: the description of a function is
-# the article, the line above it the reference. The model is a transformer of 2.6 million parameters, with a pointer that
-# copies words of the article. It comes trained, on all libraries but one. We go on with that one, for two minutes at
-# most.
+# The second model summarises. Its data is the documentation of fifty-odd Python libraries: the description of a
+# function is the article, the line above it the *reference*. The model is a transformer of 2.6 million parameters
+# that can also copy words of the article. It comes trained on most libraries. We go on with one that it has not seen,
+# for two minutes at most.
 #
-# ROUGE-L is the longest common subsequence of words with the reference, from 0 to 1. The *lead*, the article's
+# ROUGE-L, from 0 to 1, measures the longest common subsequence of words with the reference. The *lead*, the article's
 # first sentence, is what every model must beat.
 
 # %% [markdown]
-# **Predict.** On held-out functions, who has the higher ROUGE-L: "model" or "lead"?
+# **Predict.** On functions held out for the test, which has the higher ROUGE-L: "model" or "lead"?
 
 # %% tags=["stub"]
 lab.predict("best-rouge", None)
@@ -224,7 +227,7 @@ if comm.rank == 0:
     print(f"ROUGE-L {tuned['rouge_l']:.2f}, lead {tuned['lead_rouge_l']:.2f}")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Figures are one thing; read three.
+# Numbers are one thing; read three summaries.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -235,11 +238,11 @@ if comm.rank == 0:
     print(three)
 
 # %% [markdown]
-# **Discuss.** Which would you take, and why? What does ROUGE not see?
+# **Discuss.** Which summary would you take, and why? What does ROUGE not see?
 #
 # ## Listings, mended
 #
-# Tutorials of these libraries are full of listings that were never run. With `import dtlib as deepspeed` they run here,
+# Some tutorials of these libraries have listings that were never run. With `import dtlib as deepspeed` they run here,
 # once they are right. This one was meant to train by data parallelism:
 #
 #     print(deepspeed.comm.get_rank())                     # 1
@@ -250,11 +253,12 @@ if comm.rank == 0:
 #         engine.backward(outputs)                         # 5
 #         engine.step()
 #
-# 1. Nobody has a rank before the world is there: first `init_distributed()`, or `initialize`.
+# 1. There is no rank before the world is there: first call `init_distributed()`, or `initialize`.
 # 2. The last layer has ReLU: scores below 0 become 0, and their gradients too.
 # 3. `train_loader` does not exist. `training_data=` makes `initialize` return one.
-# 4. 64 rows on *every* rank are a batch of 128 on two, and the config says 64: `train_batch_size` is that of all ranks.
-# 5. `backward` wants a loss, one number; outputs are 64 x 10.
+# 4. 64 rows on *every* rank are a batch of 128 on two ranks, but the config says 64: `train_batch_size` counts all
+#    ranks.
+# 5. `backward` needs a loss, one number; outputs are 64 x 10.
 
 # %%
 # %%px
@@ -280,8 +284,8 @@ if world.rank == 0:
     print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage}")
 
 # %% [markdown]
-# Another one cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline has some
-# of the layers only, so there is nothing to call; the schedule runs, and `train_batch` does a whole step.
+# Another listing cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline
+# has only some of the layers, so there is nothing to call: `train_batch` runs the schedule, a whole step.
 
 # %%
 # %%px
@@ -324,14 +328,14 @@ except dtlib.DtlibError as sentence:
 # | a model that fits on a GPU | torch's DDP: nothing to install, and it is what all others are compared with |
 # | one that does not | FSDP2, or DeepSpeed's stage 3 where a config file and offload suit you better |
 # | layers in a row, slow links | a pipeline: torch's, DeepSpeed's, Megatron-LM's |
-# | an old script with `hvd.` | leave it, on `dtlib.horovod` or Horovod; write new ones on torch |
-# | a class, and two cores | this one |
+# | an old script with `hvd.` | leave it, on `dtlib.horovod` or Horovod; write new ones with torch |
+# | a class, and laptops | this one |
 #
-# **Discuss.** For your own model: which line, and what would make you change?
+# **Discuss.** Which line is for your own model, and what would make you change?
 #
-# What is the same by name and argument, what differs and what is refused: the tables of
-# [torch](../../docs/conformance/torch.md), [DeepSpeed](../../docs/conformance/deepspeed.md) and
-# [Horovod](../../docs/conformance/horovod.md).
+# The tables for [torch](../../docs/conformance/torch.md), [DeepSpeed](../../docs/conformance/deepspeed.md) and
+# [Horovod](../../docs/conformance/horovod.md) say what has the same name and arguments, what differs, and what is
+# refused.
 
 # %% [markdown]
 # ## Quiz
@@ -342,10 +346,10 @@ lab.quiz("10")
 # %% [markdown]
 # ## Summary
 #
-# - One config, any number of ranks, any runtime: the curve is the same. Time and memory are what one chooses by.
+# - One config, any number of ranks, any runtime: the curve is the same. Choose by time and memory.
 # - The stage moves memory, not the loss.
-# - A summary is judged beside the lead; then one reads some.
-# - `train_batch_size` is that of all ranks. A loss is one number. A pipeline is not called.
+# - Compare a model's summaries with the lead, then read some.
+# - `train_batch_size` counts all ranks. A loss is one number. A pipeline is not called.
 #
 # Now the [exercises](../exercises/10_two_models_exercises.ipynb).
 #

@@ -4,14 +4,14 @@
 # Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what lies
 # beyond it, and learn to read what is published about hundreds of GPUs.
 #
-# **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Until when, and what
-# stops it? What does "90 % on 512 GPUs" say?
+# **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
+# what stops it? What does "90 % on 512 GPUs" say?
 #
-# **Afterwards you can** start one script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use Amdahl's
-# law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
+# **Afterwards you can** start one script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use
+# Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
 #
-# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb). No
-# cluster: what cannot be measured here is a model, and drawn dashed.
+# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
+# You need no cluster: what cannot be measured here is modelled, and drawn dashed.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -46,11 +46,11 @@ place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
 print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
-# On your laptop there is one node. In a Slurm job of two nodes the same notebook says `node 1 of 2` on half of the ranks, as
-# `lab.engines()` looks for a job around it and takes all of its nodes; nothing else changes. What a program may *not*
+# On your laptop there is one node. In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1
+# of 2` on half of the ranks: `lab.engines()` looks for a job around it and takes all of its nodes. What a program may *not*
 # assume any more:
 #
-# - a file that one rank writes is there on the others (only if the folder is shared);
+# - a file that one rank writes is there for the others (only in a shared folder);
 # - `localhost` is where the others are; a port that is free here is free there;
 # - rank 5 has GPU 5: a rank takes its GPU by `local_rank`, its number on the node.
 #
@@ -66,24 +66,24 @@ lab.read(script)
 lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
-# `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a *batch
-# script* says what you need and what to run, and the scheduler runs it when nodes are free.
+# `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a
+# *batch script* says what you need and what to run, and the scheduler runs it when nodes are free.
 
 # %%
 print(figures.job_script("slurm", ["pi_mpi4py.py"]))
 
 # %% [markdown]
-# Lines with `#SBATCH` are the request; below is what runs, on the first node. mpiexec asks Slurm for the other nodes. What
-# differs between sites stands in one short file, `cluster_profiles/site.toml`. The page beside it shows the same program
+# Lines with `#SBATCH` are the request; below them is what runs, on the first node. mpiexec asks Slurm for the other nodes.
+# What differs between sites is in one short file, `cluster_profiles/site.toml`. The page beside it shows the same program
 # under PBS, ssh, torchrun and DeepSpeed's launcher.
 #
 # **Discuss.** torchrun starts processes, but no MPI. What would `pi_mpi4py.py` print under `torchrun --nproc-per-node 2`?
 #
 # ## Strong and weak scaling
 #
-# There are two ways to add ranks. *Strong scaling*: the work stays, each rank has less; ideal is a time N times as short.
-# *Weak scaling*: each rank has as much as before; ideal is the same time. **Predict**, without a number: beyond the cores of this
-# machine, what happens to either?
+# There are two ways to add ranks. *Strong scaling*: the work stays the same, and each rank has less; ideally N ranks take
+# an N-th of the time. *Weak scaling*: each rank has as much as before; ideally the time stays the same. **Predict**,
+# without a number: beyond the cores of this machine, what happens to each?
 
 # %%
 # %%px
@@ -113,13 +113,13 @@ figures.scaling(strong, weak, usable_cores())
 assert strong[4] < 2 * strong[1]
 
 # %% [markdown]
-# Up to the dotted line this measures ranks; to the right of it ranks share cores, and it measures the machine. A plot of scaling
-# without the number of cores in it is worth nothing.
+# Up to the dotted line this measures ranks; to the right of it they share cores, and it measures the machine. A plot of
+# scaling needs the number of cores.
 #
 # ## Amdahl's law
 #
-# Some work is not divided: reading the input, what rank 0 prints, a step that all wait for. Let it be a fraction *s* of the
-# time on one rank. On N ranks s stays and the rest becomes N times shorter:
+# Some work is *serial*, not divided: reading the input, what rank 0 prints, a step that all wait for. Let it be a fraction
+# *s* of the time on one rank. On N ranks it stays, and the rest takes an N-th of its time:
 #
 # $$\text{speed-up} = \frac{1}{s + (1 - s) / N}$$
 #
@@ -132,7 +132,7 @@ lab.predict("amdahl", {"4 ranks": None, "any number": None})
 lab.predict("amdahl", {"4 ranks": 3.08, "any number": 10})
 
 # %% [markdown]
-# Measured on an *emulated* accelerator: it sleeps where it would compute, so four of them fit on two cores.
+# Measured on an *emulated* accelerator: it sleeps where it would compute, so four of them fit on any laptop.
 
 # %%
 # %%px
@@ -166,17 +166,17 @@ figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, title)
 assert 2.5 < emulated[1] / emulated[4] < 3.2
 
 # %% [markdown]
-# Filled marks were measured, hollow ones computed. From 64 ranks on nearly all ranks wait for one.
+# Filled marks were measured, hollow ones computed. From 64 ranks on, nearly all ranks wait for one.
 #
-# Why then are there clusters? Because one does not run the same job on them, but a larger one (J. L. Gustafson, 1988): the
-# serial tenth stays as long as it was while the rest grows. That is weak scaling, and training does it: more GPUs, larger batches
-# ([05](05_large_batches.ipynb) says until when).
+# Clusters are worth it because people run larger jobs on them, not the same job faster (J. L. Gustafson, 1988): the
+# serial tenth takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs,
+# larger batches ([05](05_large_batches.ipynb) says up to where).
 #
 # ## A training step, modelled
 #
-# In data parallelism nothing is serial, but every step ends with an all-reduce. A model of 25 million parameters has 100 MB of
-# gradients; let a rank compute for 0.2 s on its batch, a message take 5 µs, and the network move 12.5 GB/s. Weak: each rank
-# keeps its batch. Strong: the batch is divided, and with it the 0.2 s.
+# In data parallelism nothing is serial, but every step ends with an all-reduce. A model of 25 million parameters has 100 MB
+# of gradients. Let a rank compute for 0.2 s on its batch, a message take 5 µs, and the network move 12.5 GB/s. Weak: each
+# rank keeps its batch. Strong: the batch is divided, and with it the 0.2 s.
 
 # %%
 NETWORK = {"count": 100e6, "latency": 5e-6, "bandwidth": 12.5e9}
@@ -189,12 +189,12 @@ both = {"weak": weak_model, "strong": strong_model}
 figures.modelled(both, "efficiency", "A step of data parallelism")
 
 # %% [markdown]
-# Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling hardly
-# ends: the ring's bytes are the same for 8 ranks and for 4,096. In this model nothing ever fails, and nobody is late: real curves
-# lie below.
+# Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling
+# hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8. In this model nothing ever fails,
+# and nobody is late: real curves lie below.
 #
-# **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does it help
-# more, and up to which number of ranks?
+# **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
+# it help more, and up to which number of ranks?
 #
 # ## What 90 % on 512 GPUs means
 #
@@ -207,7 +207,7 @@ print(f"{published['model']} on {published['gpus']} GPUs: {published['scaling_ef
 print(published["source"])
 
 # %% [markdown]
-# **Predict.** How many times as many images a second is that, against one GPU?
+# **Predict.** How many times the images per second of one GPU is that?
 
 # %% tags=["stub"]
 lab.predict("times-of-512", None)
@@ -224,10 +224,10 @@ serial = scaling.serial_fraction(share, gpus)
 print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
-# It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say how soon
-# the network is trained (lesson 05), nor how fast one GPU is: whoever makes the program on one GPU slower gets a better
-# efficiency. It depends on the model: few parameters and much computing, as in Inception V3, is the easy case. Here is our model
-# for 512 ranks, with more and more parameters for the same computing:
+# It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say how
+# soon the network is trained (lesson 05), nor how fast one GPU is: a slower program gets a better efficiency. And it
+# depends on the model: few parameters and much computing, as in Inception V3, is the easy case. Here is our model for 512
+# ranks, with more and more parameters for the same computing:
 
 # %%
 for million in (25, 140, 700, 3500):
@@ -240,9 +240,9 @@ for million in (25, 140, 700, 3500):
 #
 # ## Why a ring of 1,024 is slow for small messages
 #
-# The ring sends the fewest bytes, which made it famous. But it is a queue: a chunk visits all ranks, one after the other, twice.
-# **Predict.** How many rounds has an all-reduce of 1,024 ranks as a ring, and with Rabenseifner's algorithm, which halves the
-# array with a partner log2 N times and then doubles it again?
+# The ring sends the fewest bytes, which made it famous. But it is a queue: a chunk visits all ranks, one after the other,
+# twice. **Predict.** How many rounds does an all-reduce of 1,024 ranks take as a ring? And with Rabenseifner's algorithm,
+# which halves the array with a partner log2 N times and then doubles it again?
 
 # %% tags=["stub"]
 lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
@@ -282,17 +282,18 @@ large = {name: milliseconds(algorithm, 4e9) for name, algorithm in names.items()
 figures.modelled(large, "ms", "All-reduce of 4 GB", form=".0f", log=True)
 
 # %% [markdown]
-# At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and 25 times as long as Rabenseifner's. At 4 GB the two are one. So a
-# library has several, and chooses: dtlib in `dtlib/comm/selection.py`, NCCL between ring and tree. Fewer, larger messages
-# help all of them: that is why gradients travel in buckets.
+# At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two hardly
+# differ. So a library has several, and chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
+# Fewer, larger messages help all of them: that is why gradients travel in buckets.
 #
-# A network between machines also tends to have fast and slow hops: then one reduces inside each machine first, and
-# between machines with one rank of each.
+# Links inside a machine are also faster than those between machines. So one often reduces inside each machine first, and
+# then between machines with one rank of each.
 #
 # ## Two hosts, measured
 #
-# No model this time: two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are namespaces of one
-# machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest all-reduce.
+# No model this time: two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are network
+# namespaces of one machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest:
+# `"ring"`, `"tree"`, `"recursive_doubling"` or `"rabenseifner"`?
 
 # %% tags=["stub"]
 lab.predict("fastest-of-two-hosts", {"4 kB": None, "4 MB": None})
@@ -305,15 +306,15 @@ measured = figures.slow_network()
 lab.table(*figures.milliseconds_of(measured, "all-reduce"))
 
 # %% [markdown]
-# The ring sends the fewest bytes, and is not the fastest here: it crosses between the hosts six times, one after another,
-# and doubling once. And a backward pass (EMULATED: 64 layers that sleep for 4 ms each) whose gradients, 2 MiB, leave in 2, 8
-# or 64 buckets, after it or meanwhile:
+# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times, one after another,
+# and doubling once. Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB, leave in 2, 8
+# or 64 buckets, after it ("then") or during it ("meanwhile"):
 
 # %%
 lab.table(*figures.milliseconds_of(measured, "backward pass"))
 
 # %% [markdown]
-# **Discuss.** Which of it does the model of lesson 03 foretell? What do 64 buckets pay for, and what can 2 not hide?
+# **Discuss.** Which of this does the model of lesson 03 predict? What do 64 buckets pay for, and what can 2 not hide?
 #
 # ## Your first job: a checklist
 #
@@ -324,10 +325,11 @@ lab.table(*figures.milliseconds_of(measured, "backward pass"))
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
 #    that, most programs do not.
 # 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
-# 7. Compare one step on 1 node and on 2. Below 80 %? More nodes will not mend it.
-# 8. Ask for as many cores as ranks and their data loaders need; threads of ranks must not fight (`OMP_NUM_THREADS`).
+# 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not mend it.
+# 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).
 # 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`): nodes cost money.
-# 10. Nothing listens beyond its machine that need not; keys stay yours: `dtlib doctor` says who can be reached.
+# 10. Let nothing listen beyond its machine without need, and keep your keys private: `dtlib doctor` says who can be
+#     reached.
 
 # %% [markdown]
 # ## Quiz
@@ -341,9 +343,10 @@ lab.quiz("11")
 # - The same cells and the same script run on a laptop and on a cluster; what differs is who starts the ranks.
 # - Strong scaling: the same work, and Amdahl's limit. Weak scaling: work that grows, and batches with it.
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
-# - Latency times rounds makes rings slow on many ranks; halving and doubling has the ring's bytes in 2 log2 N rounds.
+# - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
 #
-# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, mend a table, and build a model of a step.
+# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, mend a table, and build a model of a
+# step.
 #
 # ## References
 #

@@ -19,9 +19,9 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# - Of a program's time 5 % is serial. How many times as fast can it become, with as many ranks as you like?
-# - 512 GPUs run at 90 % efficiency for an hour. How many minutes of each GPU's hour go into what one GPU alone would have
-#   done?
+# - 5 % of a program's time is serial. How many times as fast can it become, with as many ranks as you like?
+# - 512 GPUs run at 90 % efficiency for an hour. In how many minutes would one GPU alone do what each of them does in
+#   that hour?
 #
 # Replace each `None`.
 
@@ -36,9 +36,9 @@ lab.predict("minutes-of-an-hour", 54)
 # %% [markdown]
 # ## Mend: a table of efficiencies
 #
-# Somebody measured seconds on several numbers of ranks, and computes efficiencies from them. The function is right for the one
-# table that it was tried on: strong scaling, from one rank on. Published tables often begin at 8 GPUs, a node, and many are of
-# weak scaling: every rank has as much work on many ranks as on few.
+# Somebody measured seconds on several numbers of ranks, and computes efficiencies from them. The function is right
+# for the one table that it was tried on: strong scaling that begins at one rank. Published tables often begin at 8
+# GPUs, a node, and many show weak scaling: each rank keeps the same work, on few ranks and on many.
 #
 # Mend it. `seconds` maps ranks to seconds, in any order; `kind` is `"strong"` or `"weak"`. The smallest number of ranks
 # in the table counts as 100 %. Return a dictionary of ranks and efficiencies, as fractions.
@@ -62,14 +62,15 @@ lab.check("efficiency-mend")
 # %% [markdown]
 # ## Build: how long does a step take?
 #
-# Before one asks for a thousand GPUs one wants to know what they will bring. Write a model of a step of data
-# parallelism on `ranks` ranks, a power of two: every rank computes for `compute` seconds; then an all-reduce of `count` bytes
-# averages the gradients, by the cheapest of three algorithms. Nothing is hidden behind computing.
+# Before you ask for a thousand GPUs, you want to know what they will bring. Write a model of a step of data
+# parallelism on `ranks` ranks, a power of two: every rank computes for `compute` seconds; then an all-reduce of
+# `count` bytes averages the gradients, by the cheapest of three algorithms. No communication is hidden behind
+# computing.
 #
 # A message of m bytes takes `latency + m / bandwidth` seconds. Adding costs nothing. On N ranks and n bytes:
 #
-# - the *ring* has 2 (N - 1) steps, each with an N-th of the bytes;
-# - *recursive doubling* has log2 N rounds, each with all of them;
+# - the *ring* has 2 (N - 1) rounds, each with an N-th of the bytes;
+# - *recursive doubling* has log2 N rounds, each with all the bytes;
 # - *Rabenseifner's* has 2 log2 N rounds, and sends the ring's bytes in all, 2 n (N - 1) / N.
 #
 # One rank computes, and sends nothing. Return the seconds of a step.
@@ -97,8 +98,8 @@ def step_seconds(ranks, compute, count, latency, bandwidth):
 lab.check("step-model-build")
 
 # %% [markdown]
-# With it, ask what you would ask a cluster. A model of 25 million parameters has gradients of 100 MB; a rank computes for 0.2
-# seconds; messages take 5 µs and go at 12.5 GB/s.
+# Now ask your model what you would ask a cluster. A model of 25 million parameters has gradients of 100 MB; a rank
+# computes for 0.2 seconds; messages take 5 µs and travel at 12.5 GB/s.
 
 # %%
 # %%px
@@ -108,11 +109,12 @@ if world.rank == 0:
         print(f"{n:5} ranks: {1e3 * seconds:.1f} ms a step, efficiency {0.2 / seconds:.0%}")
 
 # %% [markdown]
-# That is weak scaling: each rank has its batch. The model is kinder than clusters are: nobody else uses this network, and no
-# rank is ever late.
+# That is weak scaling: each rank keeps its batch. The model is kinder than clusters are: nobody else uses this
+# network, and no rank is ever late.
 #
 # ## If you have time
 #
 # - Strong scaling: give each rank 0.2 / N seconds of computing. From which N on do more ranks make a step *longer*?
-# - Let `hidden` seconds of the all-reduce go on while a rank computes, as buckets do. How many ranks keep 95 % then?
-# - Cut the gradients to 16 bits. What does that bring on 8 ranks, and what on 4,096?
+# - Let `hidden` seconds of the all-reduce go on while a rank computes, as with buckets. How many ranks keep 95 %
+#   then?
+# - Send the gradients as 16-bit numbers. What does that bring on 8 ranks, and what on 4,096?

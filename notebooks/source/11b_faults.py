@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 11b Faults: a rank dies, and training goes on
 #
-# Forty-five minutes. On a thousand GPUs something dies every few hours. You kill ranks of a training with `kill -9`, read the
-# sentence that names them, and see three ways in which it goes on.
+# Forty-five minutes. On a thousand GPUs something dies every few hours. You kill ranks of a training with `kill -9`, read
+# the sentence that names them, and see three ways to go on.
 #
-# **Questions.** What does a rank that dies take along? Who notices, and how do the others learn of it? How long does it take
-# to go on, and what is done twice?
+# **Questions.** What does a rank take with it when it dies? Who notices, and how do the others learn of it? How long does
+# it take to go on, and what is done twice?
 #
 # **Afterwards you can** say for each strategy what is lost with a rank; choose between a checkpoint, a commit in memory and
-# shrinking; read and write a recovery with ULFM.
+# shrinking; read and write a recovery with ULFM, MPI's way to survive failures.
 #
 # **You need** lesson 04, and the checkpoints of lesson 06 for one section.
 
@@ -24,24 +24,25 @@ from dtlib.recovery import memory as memory_commit
 # %% [markdown]
 # ## The fault lab
 #
-# Choose a recovery, start a training on four ranks, and kill one of them while it runs. The ranks of the lab are processes of
-# their own, so nothing of this notebook dies along. Each step has 0.05 s of EMULATED computing, so that there is time to aim.
+# Choose a recovery, start a training on four ranks, and kill one of them while it runs. The ranks of the lab are processes
+# of their own, so nothing of this notebook dies with them. Each step has 0.05 s of EMULATED computing, so that there is
+# time to aim.
 
 # %% tags=["nbval-ignore-output"]
 fault_lab.fault_lab(4)
 
 # %% [markdown]
-# The grey line is a training in one process that nothing happened to. The dots should lie on it, whatever you killed.
+# The grey line is an undisturbed training in one process. The dots should lie on it, whatever you killed.
 #
-# The same without buttons, to be compared below: rank 2 is killed at the beginning of step 25.
+# Now the same without buttons, to compare below: rank 2 is killed at the beginning of step 25, when 25 steps are done.
 
 # %% [markdown]
 # ## One: start all again from the checkpoint
 #
-# By default MPI ends the whole job when a rank dies. Somebody outside, such as a scheduler, starts it again, and it loads the
-# last checkpoint. Here one is saved every 10 steps.
+# By default MPI ends the whole job when a rank dies. Somebody outside, such as a scheduler, starts it again, and it loads
+# the last checkpoint. Here one is saved after every 10 steps.
 #
-# **Predict.** Rank 2 dies in step 25. How many steps are done twice?
+# **Predict.** Rank 2 dies when 25 steps are done. How many steps are done twice?
 
 # %% tags=["stub"]
 lab.predict("steps-done-twice", None)
@@ -54,23 +55,23 @@ of_checkpoint = fault_lab.run("checkpoint")
 histories = {"checkpoint": of_checkpoint}
 
 # %% [markdown]
-# The sentence comes from outside of the job: `mpiexec` tells which rank ended on which signal. The core of it:
+# The sentence comes from outside the job: `mpiexec` says which rank ended on which signal. The core of this recovery:
 
 # %%
 lab.read(restart.train_and_save)
 
 # %% [markdown]
-# This way works for every strategy, and on any number of ranks: `dtlib.checkpoint` saves shards with full names. Most of
-# its time is the start of four processes that import torch. On a cluster the queue comes on top.
+# This way works for every strategy, and on any number of ranks: `dtlib.checkpoint` saves shards under their parameters'
+# full names. Most of its time is the start of four processes that import torch. On a cluster you also wait in the queue.
 #
 # ## Two: shrink and go on
 #
-# `mpiexec --with-ft ulfm` starts ranks that survive others (user-level failure mitigation). Then a call that talks with a dead
-# rank raises an error. Three things are left to do:
+# `mpiexec --with-ft ulfm` starts ranks that survive the death of others (ULFM is user-level failure mitigation). Then a
+# call that talks with a dead rank raises an error. Three things are left to do:
 #
-# 1. `Revoke` the communicator: ranks that wait for somebody else get an error too.
-# 2. `Shrink` it: a new one, of those who live, in their old order.
-# 3. Agree where to go on. Here the lowest rank broadcasts its state, with the step.
+# 1. `Revoke` the communicator, the group of ranks that talk: ranks that wait for somebody else get an error too.
+# 2. `Shrink` it: that makes a new one of those who live, in their old order.
+# 3. Agree on where to go on. Here the lowest rank broadcasts its state, with the step.
 #
 # **Discuss.** Rank 2 dies in an all-reduce. Why can rank 3 have the result, and rank 0 not?
 #
@@ -90,21 +91,21 @@ histories["shrink"] = of_shrink
 lab.read(shrink.train_and_shrink, shrink.shrunk)
 
 # %% [markdown]
-# Two things make it so short. The *batch belongs to the step*, not to a rank: each takes its slice of it, and with three
+# Two things make it so short. The *batch belongs to the step*, not to a rank: each rank takes its slice, and with three
 # ranks the slices are larger. And a *step is done as a whole or not at all*: an error comes before anything has changed.
 
 # %%
 lab.read(replica.Replica.step)
 
 # %% [markdown]
-# `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard yet*. Known open bugs: `Agree`
-# across nodes may hang (so the core above does without it), and so may `MPI_Finalize` after a failure (so it ends by
-# `os._exit` after a barrier).
+# `Revoke` and `Shrink` are extensions of Open MPI and MPICH. They are *not in the MPI standard yet*. Known open bugs:
+# `Agree` across nodes may hang, so the core above does without it. `MPI_Finalize` after a failure may hang too, so the core
+# ends by `os._exit` after a barrier.
 #
 # ## Three: commit in memory
 #
-# What if a step fails in the middle, or without anybody's death? Elastic Horovod keeps a copy of the last good state in memory,
-# and goes back to it.
+# What if a step fails in the middle, or fails although nobody has died? Elastic Horovod keeps a copy of the last good
+# state in memory, and goes back to it.
 
 # %% tags=["nbval-ignore-output"]
 of_memory = fault_lab.run("memory")
@@ -121,7 +122,8 @@ undisturbed = alone({"steps": fault_lab.STEPS})[1]
 figures.compare(histories, undisturbed)
 
 # %% [markdown]
-# Above, all three lie on the undisturbed curve: the global batch has stayed. Below, the price in seconds. Is it really the same?
+# In the upper picture all three lie on the undisturbed curve, because the global batch stays the same. The lower one shows
+# the price in seconds. Are the losses really equal?
 
 # %%
 def furthest_off(events):
@@ -136,8 +138,8 @@ for name, events in histories.items():
 # %% [markdown]
 # ## What is lost with a rank
 #
-# Shrinking needs a copy of everything on those who live. **Predict** for each strategy what a rank takes along that nobody
-# else has: "nothing", "optimizer states", or "parameters and optimizer states".
+# Shrinking needs a copy of everything on the ranks that live. **Predict** for each strategy what a rank has that nobody
+# else has, and that dies with it: "nothing", "optimizer states", or "parameters and optimizer states".
 
 # %% tags=["stub"]
 lab.predict("lost-with-a-rank", {
@@ -153,7 +155,7 @@ lab.predict("lost-with-a-rank", {
 })
 
 # %% [markdown]
-# So ZeRO and pipelines go back to the checkpoint, and say so:
+# So ZeRO and pipelines have to go back to the checkpoint, and say so:
 
 # %% tags=["raises-exception"]
 # %%px
@@ -175,21 +177,21 @@ if world.rank == 0:
 # %% [markdown]
 # ## Who says what
 #
-# A dead rank is the simple case. Others are worse, because nobody has died:
+# A dead rank is the simple case. Other faults are worse, because nobody has died:
 #
 # | fault | who notices | what happens |
 # |---|---|---|
 # | a rank is killed, or crashes | mpiexec; with ULFM whoever talks with it | as above |
-# | an error on one rank | its last words, in a journal | all end with that sentence; a commit is tried once more |
+# | an error on one rank | a journal, which has its last words | all end with that sentence; a commit is tried once more |
 # | NaN on one rank | a flag that travels with the gradients | all ranks raise the same, before any parameter changes |
-# | a straggler | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
+# | a straggler, a slow rank | the seconds of each rank, which travel too | a sentence; training goes on, at its pace |
 # | a rank is stopped (SIGSTOP) | nobody in MPI: it counts as alive | a sentence from outside; killed, it counts as dead |
-# | a node is cut off | mpiexec, by its daemon there | it ends with status 0: believe last words, not that |
+# | a node is cut off | mpiexec, by its daemon there | the job ends with status 0: believe the last words, not the status |
 # | the disk is full | the rank that saves | all raise the same; the checkpoint before is whole |
 # | the scheduler's time limit | a handler of SIGTERM and SIGUSR1 | all save after the same step, and end |
 #
-# NaN, for instance. A mean with one NaN in it is NaN on every rank, and then nobody knows whose it was. So each rank
-# sends along a flag, in a place of its own:
+# Take NaN (not a number). A mean with one NaN in it is NaN on every rank, and then nobody knows whose it was. So each rank
+# sends a flag along, in a place of its own:
 
 # %%
 lab.read(signs.Signs.of_this_rank)
@@ -200,8 +202,8 @@ training = fault_lab.Training("memory", ranks=2, steps=20, faults=[nan]).go()
 training.end()
 
 # %% [markdown]
-# A rank that is stopped is the nastiest: MPI has no word for "alive, but it does not come". Only a limit on waiting helps
-# (`comm.time_limit`), or somebody who looks at the processes.
+# A rank that is stopped is the worst: MPI has no word for "alive, but it does not come". The only help is a limit on
+# waiting (`comm.time_limit`), or somebody who looks at the processes.
 
 # %% tags=["nbval-ignore-output"]
 stop = {"kind": "stop", "rank": 1, "step": 12, "at": "begin"}
@@ -214,11 +216,11 @@ training.end()
 # | | needs | loses | costs meanwhile |
 # |---|---|---|---|
 # | checkpoint | a disk that all see | steps since it, and the start of the job | a save now and then |
-# | commit in memory | ULFM or its like; whole copies | steps since the commit | a copy of the model a commit |
+# | commit in memory | ULFM or the like; whole copies | steps since the commit | a copy of the model per commit |
 # | shrink | the same, and steps that are whole | the step under way | nothing |
 #
-# Large trainings use the first, often with copies of shards in a neighbour's memory, and keep spare nodes in place of
-# shrinking. torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI has to offer.
+# Large trainings use the first, often with copies of shards in a neighbour's memory, and keep spare nodes instead of
+# shrinking. torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI offers.
 
 # %% [markdown]
 # ## Quiz
@@ -229,11 +231,11 @@ lab.quiz("11b")
 # %% [markdown]
 # ## Summary
 #
-# - What a rank has alone is lost with it. Data parallelism has nothing alone, ZeRO and pipelines have.
-# - A death is noticed by those who talk with the dead one; revoking tells the others.
-# - Survivors may stand one step apart: the state and its step travel together.
-# - The batch belongs to the step: so the curve goes on without a kink.
-# - A checkpoint is the only one that survives everybody's death.
+# - What only one rank has is lost with it: nothing in data parallelism, shards in ZeRO, a stage in a pipeline.
+# - Ranks that talk with the dead one notice its death; revoking tells the others.
+# - Survivors may be one step apart, so the state and its step travel together.
+# - The batch belongs to the step, so the curve goes on without a kink.
+# - Only a checkpoint survives everybody's death.
 #
 # Now the [exercises](../exercises/11b_faults_exercises.ipynb).
 #

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 11b Faults: exercises
 #
-# Three exercises: *predict* (three minutes), *mend* a recovery (five minutes), *build* one (thirty minutes). A check looks at
-# your answer on all ranks and says what is wrong; check again for the next hint.
+# Three exercises: *predict* (three minutes), *mend* a recovery (five minutes), *build* one (thirty minutes). A check
+# looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
-# **You need** the lecture [11b Faults](../lectures/11b_faults.ipynb). Answers: [solutions](../solutions/11b_faults_exercises.ipynb).
+# **You need** the lecture [11b Faults](../lectures/11b_faults.ipynb). Answers:
+# [solutions](../solutions/11b_faults_exercises.ipynb).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
@@ -23,8 +24,9 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict
 #
-# Seventeen steps are done on all ranks, and in the next one a rank is killed, before its gradients have left. How many of the
-# seventeen are done once more? And of 48 samples a step on 4 ranks, how many has each of the three that are left?
+# Seventeen steps are done on all ranks. In the next one a rank is killed, before its gradients have left. How many of the
+# seventeen are done once more? And a step has 48 samples: 12 on each of 4 ranks, but how many on each of the three that are
+# left?
 
 # %% tags=["stub"]
 lab.predict("lost-after-the-update", {
@@ -41,9 +43,10 @@ lab.predict("slices-of-three", {0: 16, 1: 16, 2: 16})
 # %% [markdown]
 # ## What is given
 #
-# In the exercises a death is SIMULATED, as the engines have to live on: in some step `comm.all_reduce` raises MPI's own error
-# on ranks that notice the death, some others still get the result, and from then on every call on that communicator fails.
-# `shrunk(comm)` gives the one of those who live; all of them have to call it. Which errors say that a rank has died:
+# In the exercises a death is SIMULATED, as the engines have to live on. In some step `comm.all_reduce` raises MPI's own
+# error on the ranks that notice the death; some others still get the result. From then on every call on that communicator
+# fails. `shrunk(comm)` gives the communicator of those who live; all of them have to call it. Which errors say that a rank
+# has died:
 
 # %%
 from dtlib.recovery.shrink import failure_of_a_rank
@@ -70,8 +73,8 @@ def step_on(comm, model, optimizer, batch):
 # %% [markdown]
 # ## Mend: one step too late on one rank
 #
-# This recovery is right in most runs: they go on, and the loss falls. Now and then one rank goes on with another step than the
-# others, and its gradients are those of another batch. Mend it.
+# This recovery is right in most runs: they go on, and the loss falls. Now and then one rank goes on with a different step
+# from the others, and its gradients are those of another batch. Mend it.
 
 # %% tags=["stub"]
 # %%px
@@ -124,8 +127,8 @@ lab.check("resume-mend")
 # - `batch_of(step)` is the batch of *all* ranks together: `x, y`. The gradient of a step is the mean over it, however many
 #   ranks there are.
 # - Model and optimizer are the same on all ranks at the beginning. The optimizer has momentum.
-# - When it returns, whoever lives has the parameters of a training that nothing happened to.
-# - An error that is no death ends it.
+# - When it returns, every rank that lives has the parameters of an undisturbed training.
+# - Any other error ends the training.
 
 # %% tags=["stub"]
 # %%px
@@ -165,5 +168,6 @@ lab.check("shrink-build")
 # ## If you have time
 #
 # - Kill two ranks at once in the fault lab of the lecture, or one while the others recover.
-# - Where must a line be added so that dropout draws the same random numbers after a death? Is that possible with fewer ranks?
-# - What would a buddy look like: each rank keeps the shard of its neighbour. Which two deaths does it not survive?
+# - Where must a line be added so that dropout draws the same random numbers after a death? Is that possible with fewer
+#   ranks?
+# - Design a buddy scheme: each rank keeps a copy of its neighbour's shard. Which two deaths does it not survive?

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A Ranks, a sum, and pi
 #
-# Thirty-five minutes. You start four processes, let them add, bring them to a halt and back, and estimate pi with
-# them: from a Python loop to many ranks, and what a speed-up is worth.
+# Thirty-five minutes. You start four processes, let them add, make them hang, and bring them back. Then you estimate
+# pi with them, from a Python loop to many ranks, and see what a speed-up is worth.
 #
 # Run a cell with Shift+Enter, from top to bottom. **Your turn**: the first sum (three minutes).
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # B One sum, and data parallelism
 #
-# Fifty-five minutes. How ranks add by a ring and by a tree, and what it costs; and how the same sum, over gradients,
+# Fifty-five minutes. How ranks add by a ring and by a tree, and what it costs. Then the same sum, over gradients,
 # trains one model on all of them. **Your turn**: mend an average (five minutes).
 
 # %% tags=["nbval-ignore-output"]
@@ -30,5 +30,5 @@ comm = world.comm
 # %% [markdown]
 # ## So far
 #
-# A ring sends the fewest bytes, a tree needs the fewest rounds. Each rank computes gradients on its own rows, `all_reduce`
-# averages them, and all take the same step. Buckets hide most of its time behind the backward pass.
+# A ring sends the fewest bytes, a tree needs fewer rounds. Each rank computes gradients on its own rows, `all_reduce`
+# averages them, and all take the same step. Buckets hide most of this communication behind the backward pass.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # C Large batches, and less memory
 #
-# Forty-five minutes. More ranks make larger batches: what that does to learning. Then ZeRO, which gives each rank a
-# shard of the model states. **Your turn**: make a model fit (five minutes).
+# Forty-five minutes. More ranks make larger batches: what does that do to learning? Then ZeRO, which gives each rank
+# a shard of the model states. **Your turn**: make a model fit (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -34,5 +34,5 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # %% [markdown]
 # ## So far
 #
-# A larger batch needs another learning rate, up to a point. Stage 1 shards the optimizer's states, stage 2 the gradients
-# too, stage 3 also the parameters; the result is the same.
+# A larger batch needs a larger learning rate, up to a point. Stage 1 shards the optimizer's states, stage 2 the
+# gradients too, stage 3 also the parameters; the result is the same.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # D Cut the model: pipelines and tensors
 #
-# Thirty-five minutes. Layers are cut into stages, and a single layer by columns and rows. **Your turn**: a schedule,
-# level 1 (five minutes).
+# Thirty-five minutes. First you cut a model between its layers, into stages; then a single layer, by columns and
+# rows. **Your turn**: a schedule, level 1 (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -34,5 +34,5 @@ from dtlib.lab.lessons.l08 import figures
 # %% [markdown]
 # ## So far
 #
-# A pipeline sends little and waits: more micro-batches make the bubble small. Tensor parallelism sends much and waits
-# little: it stays within a machine.
+# A pipeline sends little, and waits: more micro-batches make the bubble small. Tensor parallelism has no bubble, but
+# sends much, and every layer waits for it: it stays within a machine.

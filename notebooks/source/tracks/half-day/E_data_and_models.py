@@ -1,8 +1,8 @@
 # %% [markdown]
 # # E Feed them, and train two models
 #
-# Fifteen minutes. Fast accelerators starve on slow input. Then a model that reads digits and one that sums up texts,
-# by one config each.
+# Fifteen minutes. Fast accelerators starve on slow input. Then you train a model that reads digits and one that
+# summarises texts, by one config each.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
@@ -37,4 +37,4 @@ comm = world.comm
 # %% [markdown]
 # ## Afterwards
 #
-# The [start page](../../start.md) has all lessons and their exercises, clusters and faults among them.
+# The [start page](../../start.md) has all lessons and their exercises, those on clusters and faults among them.
