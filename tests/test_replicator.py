@@ -1,4 +1,4 @@
-"""TF-Replicator's model: the same user code, a process a replica or all replicas in one graph, and plain torch."""
+"""TF-Replicator's model: the same user code, a process per replica or all replicas in one graph, and plain torch."""
 
 import random
 
@@ -339,7 +339,7 @@ def counts(x):
 
 REFUSED = {
     "if": (lambda x: x.sum() if x.sum() > 1 else -x.sum(), r"capture __bool__ in 'test_replicator.py:\d+.*torch.where"),
-    "item": (lambda x: x.sum() * x.max().item(), "capture item .*a process a replica"),
+    "item": (lambda x: x.sum() * x.max().item(), "capture item .*a process per replica"),
     "float": (lambda x: x.sum() * float(x.max()), "capture __float__"),
     "list": (lambda x: x.sum() * x.tolist()[0][0], "capture tolist|capture item"),
     "numpy": (lambda x: torch.from_numpy(x.numpy()).sum(), "capture numpy"),
@@ -439,7 +439,7 @@ def test_wrong_arguments_are_refused():
         with pytest.raises(DtlibError, match=sentence):
             replicator.run(step_fn, lambda r: [torch.ones(1, 2)])
     for made in (replicator, Replicator(dtlib.comm.solo(0, 2))):
-        with pytest.raises(DtlibError, match=r"nothing has run yet|a process a replica has none"):
+        with pytest.raises(DtlibError, match=r"nothing has run yet|a process per replica has none"):
             made.graph()
     with pytest.raises(DtlibError, match=r"inside step_fn: hand it to replicator.run"):
         replicator.map_reduce(torch.ones(1))

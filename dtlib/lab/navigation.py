@@ -13,7 +13,7 @@ _NUMBERS = {
     "fifty": 50, "sixty": 60, "ninety": 90,
 }  # fmt: skip
 _TIME = r"([A-Za-z]+(?:-[a-z]+)?) (minute|hour)s?"
-ANEW = "Anew? `lab.fresh()` in a new cell gives this notebook as it was, and keeps yours beside it."
+ANEW = "Start again? `lab.fresh()` in a new cell gives this notebook as it was, and keeps yours beside it."
 
 
 def is_lecture(source: Path) -> bool:

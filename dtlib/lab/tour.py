@@ -219,7 +219,7 @@ def pipeline_steps(steps: int) -> str:
 
 
 def layers_in_shards_and_replicas(steps: int) -> str:
-    """A perceptron in shards against the whole one, gradients included; a process a replica against one graph."""
+    """A perceptron in shards against the whole one, gradients included; a process per replica against one graph."""
     import torch
 
     import dtlib

@@ -27,7 +27,7 @@ from dtlib.comm.watch.call import callers_line
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator.python_state import changed, python_state
 
-BETWEEN = "or use Replicator(comm), a process a replica, where it works"
+BETWEEN = "or use Replicator(comm), a process per replica, where it works"
 VALUES = f"a graph does not know values: compute with tensors, for instance torch.where, {BETWEEN}"
 # What asks a tensor for its value, in Python.
 METHODS = {name: VALUES for name in (

@@ -1,4 +1,4 @@
-"""Lesson 08: a step function for the Replicator, run a process a replica and in one graph, judged by what it trains."""
+"""Lesson 08: a step function for the Replicator, run a process per replica and in one graph, judged by what it trains."""
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.equality import same
@@ -29,7 +29,7 @@ def make_batch(replica: int, step: int):
 
 
 def observe_step(build_step, comm) -> dict:
-    """What it gives and trains, a process a replica; then the same in one graph of as many replicas."""
+    """What it gives and trains, a process per replica; then the same in one graph of as many replicas."""
     from dtlib.parallel.replicator import Replicator
 
     seen = {"between": _train(build_step, Replicator(comm))}
@@ -223,7 +223,7 @@ def _judge_graph(seen, rank: int) -> None:
             continue  # a fraction of hits may be a float32
         if not same(came, wanted):
             raise Wrong(
-                "graph-differs", rank, f"the same {name} in a graph as a process a replica", "something else",
+                "graph-differs", rank, f"the same {name} in a graph as a process per replica", "something else",
                 "The graph is captured once. What does step_fn read that was other then?",
                 "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.",
             )  # fmt: skip
