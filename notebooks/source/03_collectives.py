@@ -208,7 +208,7 @@ assert (messages, sent_bytes) == (6, 2 * 3 * gradient.nbytes // 4)
 #
 # ## Recursive doubling
 #
-# Each round costs a *latency*, the time until even an empty message has arrived. For small arrays another way is
+# Each round costs a *latency*, the time until an empty message has arrived. For small arrays another way is
 # better: each rank exchanges whole arrays with the rank whose number differs in the lowest bit, then in the next bit,
 # and so on.
 
