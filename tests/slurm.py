@@ -71,6 +71,15 @@ class Slurm(hosts.Hosts):
         outer = [word for name in os.environ if name.startswith(("SLURM_", "SBATCH_")) for word in ("-u", name)]
         return super().command(host, ["env", *outer, *settings, *command])
 
+    def jobs_end(self, seconds: float) -> bool:
+        """Wait until no job is left; whether that was so in time. (``sbatch --wait`` looks ever more seldom.)"""
+        deadline = time.monotonic() + seconds
+        while left := self.run("h1", ["squeue", "--noheader"]):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.3)
+        return not left
+
     def _start_daemons(self) -> None:
         folder = self.folder
         folder.chmod(0o700)  # munged refuses a key that others could have written

@@ -393,14 +393,14 @@ def test_killed_at_random_moments_of_saving(tmp_path):
     path, confirmed = tmp_path / "checkpoint", tmp_path / "confirmed"
     model = nn.Sequential(*[nn.Linear(100, 100) for _ in range(20)])
     step, leftovers, chance = 0, 0, random.Random(3)
-    for _ in range(20):
+    for _ in range(8):
         confirmed.unlink(missing_ok=True)
         mpiexec = start_ranks(["-c", LOOP, str(path), str(confirmed), str(step)], 2, cwd=ROOT)
         try:
             deadline = time.monotonic() + 60
             while not confirmed.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(chance.uniform(0, 0.1))
+            time.sleep(chance.uniform(0, 0.05))
         finally:
             for process in reversed(with_descendants(Process.of(mpiexec.pid))):
                 if found := process.find():

@@ -145,10 +145,7 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
     assert controller == {"127.0.0.1", f"{hosts.NETWORK}.1"}
     # In a job it is named in the command line of salloc, too, which listens for Slurm.
     assert inside or session_itself <= {"127.0.0.1"}
-    deadline = time.monotonic() + 30
-    while cluster.run("h1", ["squeue", "--noheader"]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not cluster.run("h1", ["squeue", "--noheader"]), "the job outlives its notebook"
+    assert cluster.jobs_end(30), "the job outlives its notebook"
 
 
 # It says who it is, and then is `dtlib train` with the arguments that it was given.
@@ -182,13 +179,15 @@ def test_a_batch_script_trains_on_all_nodes(cluster, tmp_path, job):
     train = ["train", "vision", "--config=tiny.json", "--json=result.json", *module["TRAIN"].get(job, [])]
     (tmp_path / "job.sh").write_text(module["render"](job, ["program.py", *train], site))
     output = tmp_path / "output"
-    command = ["sbatch", "--wait", f"--output={output}", str(tmp_path / "job.sh")]
+    command = ["sbatch", f"--output={output}", str(tmp_path / "job.sh")]
     if job == "mpiexec":
         command = ["sh", "-c", f"bash {tmp_path / 'job.sh'} > {output} 2>&1"]
     try:
         cluster.run("h1", command, timeout=120)
+        ended = cluster.jobs_end(120)
     except RuntimeError as problem:
         pytest.fail(f"{problem}\n{output.read_text() if output.exists() else ''}")
+    assert ended and (tmp_path / "result.json").exists(), output.read_text()
     # Not lines: rank 0's progress bar, which ends in none, may stand before what another node says.
     said = sorted(re.findall(r"rank (\d) (\d) (\d) (\w+) ([\d.]+)\n", output.read_text()))
     assert [[rank, node, local, total] for rank, node, local, _, total in said] == [

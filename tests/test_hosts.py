@@ -12,7 +12,7 @@ EAGER = 65536  # Open MPI's tcp: a message that is longer is announced first, an
 PING_PONG = (1_000, 30_000, 60_000, 300_000, 900_000)  # bytes
 WITHIN = 0.15
 TRIES = 3
-REPEATS = 25
+REPEATS = 12
 CASES = (("recursive_doubling", 4), ("recursive_doubling", 40_000), ("ring", 100_000), ("ring", 800_000))  # bytes
 
 pytestmark = [
