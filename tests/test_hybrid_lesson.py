@@ -132,7 +132,7 @@ RIGHT = {
 }
 
 
-@on_ranks(1, 2, 3, 4, slow=(1, 2, 4))
+@on_ranks(1, 3, 4, slow=(1, 4))
 @pytest.mark.parametrize("exercise", RIGHT)
 def test_every_right_answer_to_lesson_08_passes(world, exercise):
     for answer in RIGHT[exercise]:
@@ -153,7 +153,7 @@ def cells_of_lesson_08(cells_with):  # noqa: F811
     ]
 
 
-@on_ranks(2, 3, slow=(2,))
+@on_ranks(3)
 def test_the_stubs_of_lesson_08_are_wrong_and_their_solutions_right(world, cells_of_lesson_08):
     from dtlib.parallel.tensor import copy_to_ranks, reduce_from_ranks
 

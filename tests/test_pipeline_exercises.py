@@ -208,14 +208,13 @@ RIGHT = {
 
 
 # For the test that goes through all exercises (test_check.py).
-RIGHT_TO_LESSON_07 = {
-    "train_step": trains_right, "my_gpipe": pipelines_wrong.Step(), "my_1f1b": pipelines_wrong.Right1F1B(),
+RIGHT_PUZZLES = {
     "puzzle": puzzle_wrong.GPIPE, "puzzle_2": puzzle_wrong.ONE_F_ONE_B, "puzzle_3": puzzle_wrong.THREE,
     "puzzle_4": puzzle_wrong.HALVES,
 }  # fmt: skip
 
 
-@on_ranks(1, 2, 3, 4, slow=(1, 2, 4))
+@on_ranks(1, 3, 4, slow=(1, 4))
 @pytest.mark.parametrize("exercise", RIGHT)
 def test_every_right_pipeline_passes(world, exercise):
     for answer in RIGHT[exercise]:
@@ -245,7 +244,7 @@ def cells():
     return found
 
 
-@on_ranks(2, 3, slow=(2,))
+@on_ranks(3)
 def test_the_stubs_are_wrong_and_their_solutions_right(world, cells):
     import torch
 

@@ -58,7 +58,9 @@ class Replicator:
 
     def __init__(self, comm=None, replicas: int | None = None):
         if (comm is None) == (replicas is None):
-            raise DtlibError("Replicator needs one of the two: comm, a process per replica, or replicas, how many in it.")
+            raise DtlibError(
+                "Replicator needs one of the two: comm, a process per replica, or replicas, how many in it."
+            )
         if replicas is not None and (not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1):
             raise DtlibError(f"Replicator(replicas={replicas!r}): a whole number from 1 on.")
         self.comm = comm if comm is None else as_communicator(comm)

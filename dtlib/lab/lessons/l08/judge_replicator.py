@@ -1,4 +1,4 @@
-"""Lesson 08: a step function for the Replicator, run a process per replica and in one graph, judged by what it trains."""
+"""Lesson 08: a step function for Replicator, in a process per replica and in one graph, judged by what it trains."""
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.equality import same
