@@ -83,7 +83,7 @@ def _compared(folder, workload, workers: int, repeats: int):
             folder / form,
             _theirs(input_peers.plain, folder / form, workload, workers),
         )
-        if not workers and form in ("shards", "tar"):  # as the libraries beside them read ahead
+        if not workers:  # its default, and what some of the libraries do
             contestants["ours, a thread ahead", form] = folder / form, _ours(folder / form, workload, 0, ahead=2)
     for name, (_, data, _, read) in input_peers.installed().items():
         contestants[name, data] = folder / data, _theirs(read, folder / data, workload, workers)

@@ -11,6 +11,7 @@ from dtlib.lab import drawing, pictures
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.lessons.l03 import figures as l03
 from dtlib.lab.lessons.l04 import figures as l04
+from dtlib.lab.lessons.l11 import figures as l11
 from dtlib.measure.trace import Timeline, Trace
 
 
@@ -71,7 +72,7 @@ def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale():
 
 
 def test_new_figures_have_a_sentence_and_a_text():
-    for draw, words in ((l03.collectives, "reduce_scatter"), (l03.machine, "NVLink"), (l04.data_parallelism, "mean")):
+    for draw, words in ((l03.collectives, "reduce_scatter"), (l11.machine, "NVLink"), (l04.data_parallelism, "mean")):
         picture = shown(draw)
         assert len(picture.alt) > 20 and words in str(picture)
     for name, (before, after) in l03.COLLECTIVES.items():

@@ -89,6 +89,7 @@ def test_a_step_is_undone_in_memory_and_tried_once_more(tmp_path):
     assert run.said[2] == "this rank's data cannot be read. The step is undone on all ranks, and tried once more."
 
 
+@pytest.mark.slow
 def test_all_start_again_from_the_checkpoint_on_fewer_ranks(tmp_path):
     """A rank is killed between two checkpoints; then a scheduler asks for the end, and all is saved."""
     faults = [fault("kill", 1, 13), fault("ask to end", 0, 17)]
@@ -101,6 +102,7 @@ def test_all_start_again_from_the_checkpoint_on_fewer_ranks(tmp_path):
     assert "Rank 0 was asked to end" in said[2] and "ends after 17 steps. They are saved" in said[2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tmp_path):
     """SIGSTOP: MPI does not notice, so somebody outside must say it. One that computes long is named too."""
     faults = [fault("stop", 1, 14), fault("late", 2, 0, seconds=0.05)]

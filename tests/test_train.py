@@ -220,11 +220,13 @@ def test_joins_the_ranks_that_torchrun_started(tmp_path):
     assert json.loads(out.read_text())["ranks"] == 2
 
 
-def test_killed_in_the_middle_and_started_again(tmp_path):
+@pytest.mark.parametrize("runtime", ["dtlib", pytest.param("torch", marks=pytest.mark.slow)])
+def test_killed_in_the_middle_and_started_again(tmp_path, runtime):
     config, save, log = tmp_path / "config.json", tmp_path / "save", tmp_path / "log.jsonl"
     many = config_of("vision") | {"run": {"steps": 4000, "float64": True, "save_every": 5}}
     config.write_text(json.dumps(many))
-    command = ["-m", "dtlib", "train", "vision", f"--config={config}", f"--save={save}", f"--log={log}"]
+    arguments = ["vision", f"--config={config}", f"--save={save}", f"--runtime={runtime}"]
+    command = ["-m", "dtlib", "train", *arguments, f"--log={log}"]
     ranks = start_ranks(command, 2, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (save / "latest").exists() and ranks.poll() is None:
         time.sleep(0.02)
@@ -237,20 +239,11 @@ def test_killed_in_the_middle_and_started_again(tmp_path):
     assert 5 <= there < 4000
     killed = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
     out = tmp_path / "result.json"
-    ran = run(
-        "vision",
-        "--ranks=3",
-        f"--config={config}",
-        f"--save={save}",
-        "--resume",
-        f"--steps={there + 5}",
-        f"--json={out}",
-    )
+    ran = run(*arguments, "--ranks=3", "--resume", f"--steps={there + 5}", f"--json={out}")
     assert ran.returncode == 0, ran.stderr
     again = json.loads(out.read_text())
     assert again["steps"] == there + 5
-    ran = run("vision", "--ranks=1", f"--config={config}", f"--steps={there + 5}", f"--json={out}")
-    unbroken = json.loads(out.read_text())["losses"]
+    unbroken = train("vision", many, steps=there + 5)["losses"]
     assert killed[:there] == pytest.approx(unbroken[:there], abs=1e-12)
     assert again["losses"] == pytest.approx(unbroken[there:], abs=1e-12)
 

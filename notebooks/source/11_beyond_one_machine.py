@@ -47,8 +47,13 @@ print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
 # On your laptop there is one node. In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1
-# of 2` on half of the ranks: `lab.engines()` looks for a job around it and takes all of its nodes. What a program may *not*
-# assume any more:
+# of 2` on half of the ranks: `lab.engines()` looks for a job around it and takes all of its nodes.
+
+# %%
+figures.machine()
+
+# %% [markdown]
+# What a program may *not* assume any more:
 #
 # - a file that one rank writes is there for the others (only in a shared folder);
 # - `localhost` is where the others are; a port that is free here is free there;

@@ -3,9 +3,44 @@
 import json
 import runpy
 
-from dtlib.lab.colours import RANK_COLOURS
+from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
+
+LINKS = (
+    ("memory of an accelerator", "1,000 to 4,000 GB/s"),
+    ("accelerators of one machine (NVLink)", "300 to 900 GB/s"),
+    ("accelerator and host (PCIe)", "16 to 64 GB/s"),
+    ("machine and machine (InfiniBand, Ethernet)", "1 to 50 GB/s a link"),
+)
+
+
+@shown
+def machine():
+    """Two machines of four accelerators with their links, thicker where more bytes a second go through."""
+    from matplotlib.patches import FancyBboxPatch
+
+    figure, axes = subplots(height=3.9)
+    box = {"boxstyle": "round,pad=0.02,rounding_size=0.12", "lw": 1.5}
+    for node, left in enumerate((0, 6.4)):
+        axes.add_patch(FancyBboxPatch((left, 0), 5.2, 4.3, fc="0.96", ec="0.5", **box))
+        axes.text(left + 2.6, 4.0, f"machine {node}", ha="center", va="center")
+        for number in range(4):
+            rank, x = 4 * node + number, left + 0.25 + 1.25 * number
+            axes.add_patch(FancyBboxPatch((x, 2.2), 0.9, 1.0, fc=rank_colour(rank), ec="white", zorder=3, **box))
+            axes.text(x + 0.45, 2.7, f"{rank}", ha="center", va="center", color="white", weight="bold", zorder=4)
+            axes.plot([x + 0.45, x + 0.45], [1.3, 2.2], color="0.45", lw=2.5, zorder=1)
+            if number:
+                axes.plot([x - 0.35, x], [2.7, 2.7], color="0.1", lw=9, zorder=2, solid_capstyle="butt")
+        axes.add_patch(FancyBboxPatch((left + 0.25, 0.4), 4.65, 0.85, fc="white", ec="0.4", **box))
+        axes.text(left + 2.6, 0.83, "host: cores, memory, disk", ha="center", va="center")
+    axes.plot([5.2, 6.4], [0.83, 0.83], color="0.45", lw=1.2)
+    axes.text(5.8, 1.05, "network", ha="center", va="bottom", rotation=90)
+    axes.text(5.8, 3.2, "no wire", ha="center", va="center", rotation=90, color="0.45")
+    axes.set(xlim=(-0.15, 11.75), ylim=(-0.15, 4.5), aspect="equal")
+    axes.axis("off")
+    alt = "Two machines of four accelerators: thick wires inside a machine, thin ones to its host and beyond."
+    return figure, alt, Table(LINKS, ("between", "bytes a second, in orders of magnitude"))
 
 
 def job_script(name: str, program: list[str]) -> str:
