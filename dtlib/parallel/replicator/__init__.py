@@ -3,7 +3,7 @@
     input_fn(replica_id)      what one replica reads
     step_fn(inputs)           what one replica does with it: loss, gradients, optimizer
 
-    between-graph: one process a replica             in-graph: one process holds all replicas
+    between-graph: one process per replica           in-graph: one process holds all replicas
       process 0   step_fn --\\                          step_fn, captured for each replica ---\\
                              >  collectives of comm      graph 0 --\\                            >  one graph
       process 1   step_fn --/                           graph 1 --- marks become exchanges ---/
