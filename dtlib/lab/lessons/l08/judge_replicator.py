@@ -214,7 +214,7 @@ def _judge_graph(seen, rank: int) -> None:
     if "refusal" in seen:
         raise Wrong(
             "not-captured", rank, "a step that can be captured as a graph", seen["refusal"],
-            "With a process per replica it works. A graph does the same operations every time: what depends on values here?",
+            "A process per replica runs it. A graph does the same operations every time: what depends on values here?",
             "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.",
         )  # fmt: skip
     for name in ("loss", "accuracy", "after"):
