@@ -14,8 +14,8 @@ import torch
 import dtlib
 from dtlib.comm import waiting
 from dtlib.errors import CommunicationError, WaitTimeout
-from dtlib.world.launch import start_ranks
-from dtlib.world.processes import Process, with_descendants
+from dtlib.world.launch import mpiexec_command, start_ranks
+from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.ranks import on_ranks
 
 
@@ -253,3 +253,22 @@ def test_an_error_in_a_program_with_a_process_group_of_torch_is_shown(tmp_path, 
     said = output.decode()
     assert said.count("ValueError: no data") == 1 and "Traceback (most recent call last)" in said, said
     assert "printed before" in said, said
+
+
+def test_what_a_killed_mpiexec_leaves_behind_keeps_no_other_one_from_starting(tmp_path, monkeypatch):
+    """A folder with its process id in the name: with that id, another one would not start."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ranks = start_ranks(["-c", "input()"], 1, stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)})
+    left = tmp_path / f"ompi.{ranks.pid}"
+    deadline = time.monotonic() + 30
+    while not list(left.glob("pmix.*.tool.*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    everyone = with_descendants(Process.of(ranks.pid))
+    mpiexec_command()
+    assert left.exists(), "it is alive"
+    os.kill(ranks.pid, signal.SIGKILL)
+    ranks.wait()
+    end_processes(everyone)
+    assert left.exists()
+    mpiexec_command()
+    assert not left.exists()

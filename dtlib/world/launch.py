@@ -6,10 +6,14 @@ Everything that starts ranks goes through here: ``dtlib pi``, the engines, the t
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+
+import psutil
 
 from dtlib.errors import DtlibError
 from dtlib.world import loopback
@@ -77,7 +81,19 @@ def check_mpiexec(path: str) -> str:
             f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
             f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
         )
+    _remove_sessions_of_the_dead()
     return theirs
+
+
+def _remove_sessions_of_the_dead() -> None:
+    """What an mpiexec of Open MPI 5 leaves behind if it is killed, ``ompi.PID`` among the temporary files: another one
+    to which the system gives that PID would not start ("The PMIx server's listener thread failed to start")."""
+    here = socket.gethostname()
+    for folder in Path(tempfile.gettempdir()).glob("ompi.*"):
+        pid = folder.suffix[1:]  # of a process here, if the folder says so: other machines may share these files
+        of_here = any((folder / f"pmix.{host}.tool.{pid}").exists() for host in (here, here.partition(".")[0]))
+        if pid.isdigit() and of_here and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
 
 
 def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str]:
