@@ -346,9 +346,8 @@ for count in (1000, 100_000, 200_000):
 # %% [markdown] tags=["half-day"]
 # ## What a hang is
 #
-# Ranks wait for one another. If one does not come, the others wait forever; nothing breaks, nothing is printed, and
-# hours on the cluster are wasted. There are three kinds. In these cells a wait has a short limit, and ends with a
-# sentence (`tells_how_it_ended` prints it).
+# Ranks wait for one another. If one does not come, the others wait forever; nothing breaks, nothing is printed. There
+# are three kinds. Here a wait has a short limit, and ends with a sentence (`tells_how_it_ended` prints it).
 #
 # **One: a rank that does not come.** Who, according to the sentence, and where was it last?
 

@@ -589,7 +589,7 @@ lab.quiz("08")
 # - Pipelines with ZeRO-2 work; they pay one `reduce_scatter` per micro-batch.
 #
 # Now the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb); the last of them belongs to
-# [08b](08b_replicator.ipynb), where you write a step without knowing any of this.
+# [08b](08b_replicator.ipynb).
 #
 # ## References
 #
