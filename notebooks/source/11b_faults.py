@@ -219,8 +219,8 @@ training.end()
 # | commit in memory | ULFM or the like; whole copies | steps since the commit | a copy of the model per commit |
 # | shrink | the same, and steps that are whole | the step under way | nothing |
 #
-# Large trainings use the first, often with copies of shards in a neighbour's memory, and keep spare nodes instead of
-# shrinking. torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI offers.
+# Large trainings use the first, with copies of shards in a neighbour's memory, and spare nodes instead of shrinking.
+# torchrun's `--max-restarts` is our `supervise`; Elastic Horovod is our commit; ULFM is what MPI offers.
 
 # %% [markdown]
 # ## Quiz
