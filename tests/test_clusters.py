@@ -150,10 +150,11 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
 
 # It says who it is, and then is `dtlib train` with the arguments that it was given.
 PROGRAM = """
-import runpy, socket, torch, dtlib
+import os, runpy, socket, torch, dtlib
 world = dtlib.init()
 total = world.comm.all_reduce(torch.tensor(world.rank + 1.0)).item()
-print("rank", world.rank, world.node, world.local_rank, socket.gethostname(), total, flush=True)
+# One write: torchrun starts Python with -u, and what is printed piece by piece mixes with that of other ranks.
+os.write(1, f"rank {world.rank} {world.node} {world.local_rank} {socket.gethostname()} {total}\n".encode())
 runpy.run_module("dtlib", run_name="__main__")
 """
 TINY = {
