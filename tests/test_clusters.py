@@ -154,7 +154,7 @@ import os, runpy, socket, torch, dtlib
 world = dtlib.init()
 total = world.comm.all_reduce(torch.tensor(world.rank + 1.0)).item()
 # One write: torchrun starts Python with -u, and what is printed piece by piece mixes with that of other ranks.
-os.write(1, f"rank {world.rank} {world.node} {world.local_rank} {socket.gethostname()} {total}\n".encode())
+os.write(1, f"rank {world.rank} {world.node} {world.local_rank} {socket.gethostname()} {total}\\n".encode())
 runpy.run_module("dtlib", run_name="__main__")
 """
 TINY = {
