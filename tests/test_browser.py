@@ -110,13 +110,18 @@ def open_notebook(page, address: str, file) -> int:
     page.goto(address)
     page.locator(".jp-MarkdownViewer a", has_text="00 Start here").click(timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-    page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
+    wait_for_kernel(page)
     assert page.locator(".jp-Dialog").count() == 0, "nothing stands in front of the first lesson"
     # Cells are attached one after the other: wait for the last.
     count = len(nbformat.read(file, as_version=4).cells)
     page.wait_for_selector(f":nth-match(.jp-Notebook .jp-Cell, {count})", state="attached", timeout=60_000)
     page.locator(".jp-Notebook .jp-Cell").first.click()
     return count
+
+
+def wait_for_kernel(page) -> None:
+    """JupyterLab loses a cell that is run before its kernel is connected (jupyterlab/jupyterlab issue 8490)."""
+    page.wait_for_selector("#jp-main-statusbar >> text=/^Python 3.* Idle$/", timeout=60_000)
 
 
 def write_notebook(file, sources) -> None:
@@ -250,9 +255,9 @@ def test_a_tracks_notebook_from_the_first_cell_to_the_last(page, address):
     page.locator(".jp-MarkdownViewer a", has_text="four ranks and a sum").click(timeout=60_000)
     page.locator(".jp-Notebook a", has_text="B Average").first.click(timeout=60_000)
     notebook = page.locator(".jp-NotebookPanel", has=page.locator("h1", has_text="B Average"))
-    notebook.locator(".jp-NotebookPanel-toolbar >> text=Python 3").wait_for(timeout=60_000)
     count = len(nbformat.read(ROOT / "notebooks/workshop/two-hours/B_average.ipynb", as_version=4).cells)
     notebook.locator(".jp-Cell").nth(count - 1).wait_for(state="attached", timeout=60_000)
+    wait_for_kernel(page)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     last = notebook.locator(".jp-CodeCell").last.element_handle()
@@ -282,7 +287,7 @@ def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_
         # One click to the exercises of a lesson far down; they want no ranks.
         map_of_lessons.locator("tr", has_text="09 Feeding").locator("a", has_text="predict").click()
         notebook = page.locator(".jp-Notebook")
-        page.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
+        wait_for_kernel(page)
         notebook.locator(".jp-MarkdownCell a", has_text="lecture 09 Feeding").first.wait_for(timeout=60_000)
         for words in ("from dtlib import lab", "def my_samples", 'lab.check("shard-mend")'):
             cell = notebook.locator(".jp-CodeCell", has_text=words).first
@@ -364,7 +369,7 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     time.sleep(5)  # the cell ends, and nobody looks
     other.goto(address.replace("/lab/tree/notebooks/start.md?", f"/lab/tree/{FIRST_NOTEBOOK}?reset&"))
     other.wait_for_selector(":nth-match(.jp-Notebook .jp-Cell, 3)", timeout=60_000)
-    other.wait_for_selector(".jp-NotebookPanel-toolbar >> text=Python 3", timeout=60_000)
+    wait_for_kernel(other)
     assert "step 3" not in other.locator(".jp-Notebook").inner_text(), "the page has lost it"
     other.locator(".jp-Notebook .jp-Cell").nth(2).locator(".cm-content").click()
     shown = Cell(other, 2).wait()
