@@ -19,6 +19,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and there is none here"))
 
 
+def pytest_runtest_setup():
+    """What nobody holds any more ends, workers of a loader too; what stays, modules above all, is looked at once."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_over():
     """No process that a test started outlives the session."""

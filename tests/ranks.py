@@ -10,6 +10,7 @@ that a test costs milliseconds; one that fails or hangs takes its world with it,
 """
 
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -129,6 +130,8 @@ def _serve(address: str) -> None:
                 module, name, arguments = connection.recv()
             except EOFError:
                 os._exit(0)  # after a failed test the other ranks may never come to MPI_Finalize
+            gc.collect()
+            gc.freeze()  # modules above all, at which collections need not look again
             try:
                 getattr(importlib.import_module(module), name).body(world, **arguments)
                 connection.send(None)

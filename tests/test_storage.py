@@ -1,7 +1,6 @@
 """Samples in files, and loaders that lose none of them: each exactly once an epoch, whoever reads and resumes."""
 
 import errno
-import gc
 import io
 import json
 import os
@@ -28,13 +27,6 @@ from tests.ranks import on_ranks
 
 NUMBERED = np.dtype([("number", "<i4"), ("data", "u1", (28,))])  # 32 bytes: few, and no multiple of tar's 512
 SAMPLES, PER_SHARD = 103, 16
-
-
-@pytest.fixture(autouse=True)
-def workers_end():
-    """Those of a loader that nobody holds any more."""
-    yield
-    gc.collect()
 
 
 def numbered(count=SAMPLES):

@@ -636,15 +636,15 @@ def test_the_engine_says_what_would_not_train(world):
 def test_others_frozen_objects_stay_frozen():
     from dtlib.lab.checks.held import Snapshot
 
-    with Snapshot() as before:
-        kept = torch.ones(3)
-    assert gc.get_freeze_count() == 0
     gc.freeze()
-    try:
-        count = gc.get_freeze_count()
-        with Snapshot() as before:
-            kept = torch.ones(5)
-            assert [tensor.numel() for tensor in before.new()] == [kept.numel()]
-        assert 0 < gc.get_freeze_count() <= count
-    finally:
-        gc.unfreeze()
+    count = gc.get_freeze_count()
+    with Snapshot() as before:
+        kept = torch.ones(5)
+        assert [tensor.numel() for tensor in before.new()] == [kept.numel()]
+    assert 0 < gc.get_freeze_count() <= count
+    gc.unfreeze()
+    with Snapshot() as before:
+        assert gc.get_freeze_count() > 0
+        kept = torch.ones(3)
+        assert [tensor.numel() for tensor in before.new()] == [kept.numel()]
+    assert gc.get_freeze_count() == 0
