@@ -156,7 +156,7 @@ def test_a_cell_that_a_track_lacks_is_noticed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", ["02_pi", "03_collectives", "03_collectives_exercises"])
+@pytest.mark.parametrize("stem", ["02_pi", "04_data_parallel_exercises", "06_zero_exercises"])
 def test_a_learners_notebook_passes_under_run_all_and_reveals_nothing(workshop_with_ranks, stem, monkeypatch):
     """Nobody has guessed, and nobody has written an answer: checks say "Not yet", and no prediction is compared."""
     book = build.notebook(ROOT / "notebooks" / "source" / f"{stem}.py", "learner")
