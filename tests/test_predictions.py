@@ -4,6 +4,7 @@ import ast
 from importlib import import_module
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 
 from dtlib.errors import DtlibError
@@ -212,8 +213,25 @@ def test_what_is_computed_is_what_the_solution_says():
                     assert predictions._outcomes[name] == "right", predictions._outcomes[name]
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_every_outcome_stands_in_the_stored_solution(source):
+    """Where the cell that brings it had gone, nothing else would be missing."""
+    shown, expected = "", []
+    for cell in nbformat.read(build.target(source, "solved"), as_version=4).cells:
+        outputs = cell.get("outputs", [])
+        shown += " ".join(" ".join(output.get("text", "").split()) for output in outputs)
+        guesses = guesses_in(cell.source).values() if cell.cell_type == "code" else ()
+        for guess in guesses:
+            try:
+                guess = ast.literal_eval(guess)
+            except ValueError:
+                continue  # made of names
+            for one in guess.values() if isinstance(guess, dict) else [guess]:
+                expected.append(f"predicted {one}, and it came out as")
+    assert [words for words in expected if words not in shown] == []
+
+
 def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
-    import nbformat
     from nbclient.exceptions import CellExecutionError
 
     claim = nbformat.v4.new_code_cell("assert lab", metadata={"tags": ["claim"]})
