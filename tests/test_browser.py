@@ -29,8 +29,8 @@ KILLS = "signal.SIGKILL"  # the cell in which one dies
 SCREENSHOTS = os.environ.get("DTLIB_SCREENSHOTS")  # a folder that gets a picture after every cell
 
 
-@pytest.fixture
-def page():
+@pytest.fixture(scope="module")
+def browser():
     problem = None
     if CHROMIUM is None:
         problem = "there is no chromium on PATH"
@@ -42,8 +42,15 @@ def page():
         pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser.new_page(viewport={"width": 1280, "height": 900})
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    yield page
+    page.close()
 
 
 @pytest.fixture
@@ -375,6 +382,7 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     shown = Cell(other, 2).wait()
     assert "ranks 0 to 1 | step 0" in shown and "ranks 0 to 1 | step 3" in shown, shown
     picture(other, "last")
+    other.close()
 
 
 FAULTS = "from dtlib.lab.lessons.l11b import fault_lab; fault_lab.fault_lab(3)"
@@ -500,27 +508,34 @@ LOOK = """async () => {
 
 
 @pytest.fixture(scope="module")
-def address_to_read_at(tmp_path_factory):
-    """One JupyterLab for all lectures: their outputs are looked at, and nothing is run."""
+def page_to_read(browser, tmp_path_factory):
+    """One page for all lectures: their outputs are looked at, and nothing is run. Reads a notebook."""
     folder, base = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("lab")
     settings = base / "settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # all cells are on the page
     with jupyterlab(folder, base) as address:
-        yield address
+        page = browser.new_page()
+
+        def read(file):
+            page.goto(re.sub(r"/lab[^?]*\?", f"/lab/tree/{file}?reset&", address))
+            count = len(nbformat.read(ROOT / file, as_version=4).cells)
+            page.wait_for_selector(f":nth-match(.jp-Notebook .jp-Cell, {count})", state="attached", timeout=60_000)
+            return page
+
+        yield read
+        page.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lecture", LECTURES)
-def test_what_a_lecture_has_stored_can_be_read(page, address_to_read_at, lecture):
+def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
     """Nothing is wider than its place, figures have text that is large enough, and words for who does not see them."""
-    file = f"notebooks/solutions/{lecture}.ipynb"
-    count = len(nbformat.read(ROOT / file, as_version=4).cells)
-    page.goto(re.sub(r"/lab[^?]*\?", f"/lab/tree/{file}?reset&", address_to_read_at))
-    page.wait_for_selector(f":nth-match(.jp-Notebook .jp-Cell, {count})", state="attached", timeout=60_000)
+    page = page_to_read(f"notebooks/solutions/{lecture}.ipynb")
     for width in (1280, 1600):
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_timeout(1000)  # for JupyterLab to lay out the page anew
+        assert page.locator(".jp-Notebook").count() == 1
         assert page.locator(".jp-Notebook .jp-OutputArea-output").count() > 10
         assert not page.evaluate(LOOK)
         picture(page, f"{lecture}-{width}")
