@@ -145,7 +145,7 @@ def _explain_assertions() -> None:
     from _pytest.config import get_config
 
     config = get_config()
-    config.parse(["--import-mode=prepend", "-p", "no:cacheprovider"])
+    config.parse(["--import-mode=prepend", "-p", "no:cacheprovider", "--disable-plugin-autoload"])
     install_importhook(config).mark_rewrite("tests")
 
 
