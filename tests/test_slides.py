@@ -7,7 +7,7 @@ import pytest
 
 from docs import slides
 from tests.conftest import ROOT
-from tests.test_browser import page  # noqa: F401
+from tests.test_browser import browser, page  # noqa: F401
 
 LECTURES = slides.lectures()
 
