@@ -30,6 +30,7 @@ def nothing_left_over():
     """No process that a test started outlives the session."""
     yield
     end_worlds()
+    gc.unfreeze()
     gc.collect()  # a loader that nobody holds any more ends its workers
     children = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(children, timeout=5)
