@@ -90,8 +90,8 @@ def solution_prints_what_is_stored(stem, folder):
     rules = folder / "lines.cfg"
     rules.write_text("[lines]\nregex: , lines [0-9, to]+\nreplace: , lines\n")
     notebook = folder / build.target(source, "solved").relative_to(ROOT)
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=100"]
-    command.append(f"--nbval-sanitize-with={rules}")
+    command = [sys.executable, "-m", "pytest", "-q", "--disable-plugin-autoload", "-p", "nbval.plugin"]
+    command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=100", f"--nbval-sanitize-with={rules}"]
     ran = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), str(notebook)],
         capture_output=True, text=True, cwd=folder, timeout=170,
