@@ -25,11 +25,11 @@ FLAGS = [
 ADDRESS = re.compile(r"(http://(?:localhost|127\.0\.0\.1):\d+)/\S*\?token=(\w+)")
 LONGEST = 90_000  # milliseconds, for whatever a page waits for
 # Of each picture: its notebook, what the cells that it needs have in them, and a button to press once they have run.
-BUSY = "runs on the engines"  # what that button says meanwhile
 PICTURES = {
     "lesson_00": ("00_start_here", ("lab.engines(", "I am rank", "points_numpy", "pictures.darts"), None),
     "lesson_07": ("07_pipelines", ("lab.engines(", "digits, explorer", "explorer.explore()"), "run it on the engines"),
 }
+BUSY = "runs on the engines"  # what that button says meanwhile
 
 
 def with_few_cells(path: Path, needed: tuple[str, ...]) -> None:
@@ -52,6 +52,7 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
     with_few_cells(folder / path, needed)
     page.goto(f"{address}/lab/tree/{path}?reset&token={token}")
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LONGEST)
+    # JupyterLab loses a cell that is run before its kernel is connected.
     page.wait_for_selector("#jp-main-statusbar >> text=/^Python 3.* Idle$/", timeout=LONGEST)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()

@@ -215,20 +215,19 @@ def test_what_is_computed_is_what_the_solution_says():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_every_outcome_stands_in_the_stored_solution(source):
-    """Where the cell that brings it had gone, nothing else would be missing."""
+    """A page that was stored before the cell that brings it was there shows none, and has all else."""
     shown, expected = "", []
     for cell in nbformat.read(build.target(source, "solved"), as_version=4).cells:
         outputs = cell.get("outputs", [])
         shown += " ".join(" ".join(output.get("text", "").split()) for output in outputs)
-        guesses = guesses_in(cell.source).values() if cell.cell_type == "code" else ()
-        for guess in guesses:
+        for guess in guesses_in(cell.source).values() if cell.cell_type == "code" else ():
             try:
                 guess = ast.literal_eval(guess)
             except ValueError:
                 continue  # made of names
             for one in guess.values() if isinstance(guess, dict) else [guess]:
                 expected.append(f"predicted {one}, and it came out as")
-    assert [words for words in expected if words not in shown] == []
+    assert [words for words in expected if shown.count(words) < expected.count(words)] == []
 
 
 def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
