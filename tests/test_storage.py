@@ -91,8 +91,33 @@ def test_what_is_written_is_read(tmp_path, form):
     if form == "parquet":  # of another row group: its images stay on the disk
         only.files.counters.reset()
         assert len(only[[9, 12]]["label"]) == 2 and 0 < only.files.counters.totals()["bytes"] < 200
-    with pytest.raises(IndexError):
-        reader[[37]]
+    for number in (37, -1):
+        with pytest.raises(IndexError):
+            reader[[number]]
+    for few in ([], [3]):  # of one row, or none, any stride will do
+        for name in RECORD.names:
+            np.testing.assert_array_equal(reader[few][name], np.stack(records)[few][name])
+    with pytest.raises(TypeError):
+        reader[[2.5]]
+    for number in (np.int64(17), torch.tensor(17)):
+        assert reader[number]["label"] == records[17]["label"] and reader[number]["image"].shape == (32, 32, 3)
+
+
+def test_fields_at_places_where_numbers_do_not_begin(tmp_path):
+    """As of MNIST: a record's length is no multiple of its number's; and with gaps, as C's compilers leave them."""
+    for at, dtype in enumerate((
+        np.dtype([("image", "u1", (7, 3)), ("label", "<i8"), ("half", "<f2"), ("yes", "?")]),
+        np.dtype([("image", "u1", (7, 3)), ("label", "<i8")], align=True),
+    )):  # fmt: skip
+        rows = np.zeros(11, dtype)
+        rows["label"], rows["image"] = np.arange(11) - 5, np.arange(11)[:, None, None]
+        for form in FORMATS:
+            reader = open_samples(write(tmp_path / f"{at}{form}", rows, dtype, form, 8, 4))
+            for few in ([], [3], [10, 0, 7]):
+                batch = Cached(reader)[few]
+                assert list(batch) == list(dtype.names)
+                for name in dtype.names:
+                    np.testing.assert_array_equal(batch[name], rows[few][name])
 
 
 def test_tar_files_are_those_that_others_read(folder_of):
@@ -109,7 +134,30 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         write(tmp_path / "b", [b"x" * 31], NUMBERED, "shards")
     with pytest.raises(DtlibError, match="per_shard=10 is no multiple of row_group=8"):
         write(tmp_path / "c", numbered(), NUMBERED, "parquet", per_shard=10, row_group=8)
+    for sizes in ({"per_shard": 0}, {"row_group": -1}):
+        with pytest.raises(DtlibError, match="numbers of samples: give at least 1"):
+            write(tmp_path / "c", numbered(), NUMBERED, "shards", **sizes)
+    for kind, form in ((">i4", "shards"), ("U3", "tar"), ("M8[s]", "files"), ("c8", "parquet"),
+                       (("u1", (0,)), "shards"), ([("y", "u1")], "shards"), ("O", "shards")):  # fmt: skip
+        with pytest.raises(DtlibError, match=f"Field 'x' is .* which no reader of {form} reads"):
+            write(tmp_path / "c", [], [("x", kind)], form)
+    for dtype, words in (
+        ("<i4", "int32 has no fields"),
+        ({"names": ["a", "b"], "formats": ["u1", "u1"], "offsets": [1, 0]}, "one behind the other"),
+    ):
+        with pytest.raises(DtlibError, match=words):
+            write(tmp_path / "c", [], dtype, "shards")
+    for record in (32, np.zeros((), [("data", "u1", (28,)), ("number", "<i4")])):
+        with pytest.raises(DtlibError, match="convert it"):
+            write(tmp_path / "c", [record], NUMBERED, "shards")
     write(tmp_path / "d", numbered(), NUMBERED, "shards")
+    index = (tmp_path / "d" / "index.json").read_text()
+    (tmp_path / "e").mkdir()
+    for text in ("", index[:40], "[]", "{}", index.replace("shards", "zip"), index.replace("<i4", "<q9")):
+        (tmp_path / "e" / "index.json").write_text(text)
+        for use in (open_samples, lambda folder: stage(folder, tmp_path / "f")):
+            with pytest.raises(DtlibError, match=r"index\.json is cut off, or not by"):
+                use(tmp_path / "e")
     with pytest.raises(DtlibError, match="has samples already"):
         write(tmp_path / "d", numbered(), NUMBERED, "shards")
     with pytest.raises(DtlibError, match=r"has no index\.json"):
@@ -233,6 +281,14 @@ def test_drop_last_and_orders():
     assert [loader.state_dict()["epoch"] for loader in loaders] == [1, 1, 1] and len(loaders[0]) == 2
     assert numbers_in(Loader(Numbers(7), 3, shuffle=False, prefetch=0)) == list(range(7))
     assert slice_of_rank(np.arange(10), 8, 4, 2, 3).tolist() == []
+    state = loop(Numbers(50), None, 1, 5, 2, drop_last=True)[1][0]
+    for ranks, batch_size, full in ((3, 8, 1), (1, 7, 5), (2, 20, 1), (1, 41, 0)):  # of the 40 that are left
+        got, states = loop(Numbers(50), state, ranks, batch_size, full or 1, drop_last=True)
+        assert all(len(batch) == batch_size for batches in got for batch in batches), "none is short"
+        assert states[0]["epoch"] == 1 + (not full) and len(got[0]) == max(full, 1)
+    loader = Loader(Numbers(50), 8, 0, 3, drop_last=True, prefetch=0)
+    loader.load_state_dict(state)
+    assert len(loader) == 2 and [len(numbers_in(loader)) for _ in range(2)] == [8, 16], "later epochs are whole"
 
 
 @pytest.mark.parametrize("arguments", [
@@ -372,6 +428,31 @@ def other_width(path):
     parquet.write_table(table.set_column(1, "data", wider), path, row_group_size=8)
 
 
+def other_groups(path):
+    from pyarrow import parquet
+
+    parquet.write_table(parquet.read_table(path), path, row_group_size=4)
+
+
+def null_number(path):
+    _null(path, "number", 3)
+
+
+def null_array(path):
+    _null(path, "data", 11)
+
+
+def _null(path, name, row):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    values = [None if at == row else value for at, value in enumerate(table[name].to_pylist())]
+    at = table.schema.get_field_index(name)
+    table = table.set_column(at, name, pa.array(values, table.schema.field(name).type))
+    parquet.write_table(table, path, row_group_size=8)
+
+
 def shorter_member(path):
     """A tar file that is in order, with a record that is not."""
     with tarfile.open(path) as tar:
@@ -400,6 +481,9 @@ DAMAGED = [  # format, file, damage, lost samples, the byte at which it is notic
     ("parquet", "shard-00002.parquet", Path.unlink, THIRD, 0, "No such file"),
     ("parquet", "shard-00002.parquet", another_column, THIRD, None, "no column 'number', only nr, data"),
     ("parquet", "shard-00002.parquet", fewer_rows, THIRD, 0, "9 rows instead of 16"),
+    ("parquet", "shard-00002.parquet", other_groups, THIRD, 0, "row groups of up to 4 rows instead of 8"),
+    ("parquet", "shard-00002.parquet", null_number, range(32, 40), None, "column 'number' has rows without a value"),
+    ("parquet", "shard-00002.parquet", null_array, range(40, 48), None, "column 'data' has rows without a value"),
     ("parquet", "shard-00002.parquet", other_width, THIRD, None, "binary[29]"),
 ]
 
@@ -425,6 +509,20 @@ def test_damage_is_told_with_file_and_offset_or_skipped_and_counted(
     assert sorted(error.sample for error in skipped) == list(lost)
     assert all(error.file == str(folder / name) for error in skipped)
     assert all(loader.state_dict()["epoch"] == 1 for loader in loaders), "ranks stay in step"
+    if workers == 0:
+        goes_on_behind_what_is_damaged(folder, lost, workers=2 * (lost == [34]))
+
+
+def goes_on_behind_what_is_damaged(folder, lost, workers):
+    """A loop over samples, and torch's DataLoader: an IndexError would end the one and miscount the other."""
+    reader, kept = open_samples(folder, damaged="skip"), [number for number in range(SAMPLES) if number not in lost]
+    for samples in (reader, Cached(reader)):
+        assert [int(sample["number"]) for sample in samples] == kept
+        with pytest.raises(StorageError):
+            samples[lost[-1]]
+    assert numbers_in(torch.utils.data.DataLoader(reader, SAMPLES, num_workers=workers)) == kept
+    with pytest.raises(StorageError):  # it knows no batch without samples
+        list(torch.utils.data.DataLoader(reader, 1))
 
 
 def test_a_loader_goes_on_behind_what_could_not_be_read(folder_of):
@@ -490,9 +588,69 @@ def test_a_file_that_is_missing_while_staging_is_told_as_the_source(folder_of, t
     assert raised.value.file == str(folder / "shard-00001.bin")
 
 
+def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatch):
+    """What finds no room is read where it comes from, never from what an older staging has left."""
+    folder, local = folder_of("shards", 40), tmp_path / "local"
+    assert len(stage(folder, local).copied) == 3
+    assert stage(folder, local).bytes == 0, "it is there already"
+
+    def new(value):  # of the same folder: as long as the old ones, and with other values
+        rows = numbered(40)
+        rows["number"] += value
+        (folder / "index.json").unlink()
+        write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
+        return list(range(value, value + 40))
+
+    def no_room(source, target):
+        if full and target.name != "shard-00000.bin":
+            raise StorageError(target, 0, "no room")
+        return copy_file(source, target)
+
+    copy_file = cache._copy_file
+    monkeypatch.setattr(cache, "_copy_file", no_room)
+    for full, left in ((True, 2), (False, 0), (True, 2)):
+        expected = new(1000 + 100 * left + full)
+        staged = stage(folder, local, if_full="leave")
+        assert len(staged.left) == left and open_samples(local)[range(40)]["number"].tolist() == expected
+
+    full = False  # from a folder where some are missing, as they are where that one has them from
+    again = stage(local, tmp_path / "again")
+    assert not again.left and open_samples(again.folder)[range(40)]["number"].tolist() == expected
+    stage(local, local)
+    assert sorted(path.name for path in local.iterdir()) == ["index.json", *(f"shard-0000{at}.bin" for at in range(3))]
+
+    full = True
+    new(5)
+    with pytest.raises(StorageError):
+        stage(folder, local)
+    assert not (local / "index.json").exists() or open_samples(local)[[39]]["number"].tolist() == [44]
+    for where in (folder, folder_of("tar"), tmp_path / "again"):
+        with pytest.raises(DtlibError, match="has samples already, and not those of"):
+            stage(folder_of("files"), where) if where.name == "again" else stage(folder, where)
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(StorageError, match="a file cannot be written"):
+        stage(folder, tmp_path / "a file")
+
+
+def test_processes_that_stage_at_once(folder_of, tmp_path):
+    """Four of them, to one place: each finds whole files there, and its own samples."""
+    folder, children = folder_of("shards", 4000), []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            status = 1
+            with suppress(BaseException):
+                staged = stage(folder, tmp_path / "local")
+                status = open_samples(staged.folder)[range(4000)]["number"].tolist() != list(range(4000))
+            os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert not list((tmp_path / "local").glob("*.partial"))
+
+
 @on_ranks(3)
 def test_all_ranks_learn_that_staging_failed(world, tmp_path):
-    with pytest.raises(DtlibError, match="no samples to stage"):
+    with pytest.raises(DtlibError, match=r"has no index\.json"):
         stage(tmp_path / "nothing", tmp_path / "local", comm=world.comm)
     source = tmp_path / "samples"
     if world.rank == 0:
@@ -530,6 +688,9 @@ def test_the_cache_in_memory_is_read_once_and_shared_by_workers(folder_of):
         assert len(loader.skipped) == 16
     assert reader.files.counters.totals()["hits"] == 2 * (SAMPLES - 16)
     assert reader[5]["number"] == 5 and reader[[5, 6]]["data"].shape == (2, 28)
+    for number in (-1, SAMPLES):  # kept or not
+        with pytest.raises(IndexError):
+            reader[number]
     with pytest.raises(DtlibError, match="3,296 bytes and the cache may keep 100"):
         Cached(open_samples(folder), most_bytes=100)
 

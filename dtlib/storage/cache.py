@@ -1,21 +1,22 @@
 """Closer to the accelerator: samples kept in memory, files staged in a local folder."""
 
-import json
+import fcntl
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
 from dtlib.storage.files import StorageError
-from dtlib.storage.formats import INDEX
+from dtlib.storage.formats import INDEX, read_index, write_index
+from dtlib.storage.readers import Samples
 
 CHUNK = 2**22  # bytes that are copied at a time
 
 
-class Cached(Dataset):
+class Cached(Samples):
     """A reader that keeps every sample that it has read, in memory that all its workers share.
 
     ``most_bytes``: what it may keep; a set of samples that is larger is refused, not kept by half.
@@ -40,18 +41,13 @@ class Cached(Dataset):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, numbers):
-        if isinstance(numbers, int):
-            return {name: values[0] for name, values in self.read([numbers])[0].items()}
-        return self.read(numbers)[0]
-
     def will_need(self, numbers) -> None:
         have = self._have.numpy()
         if missing := [number for number in numbers if not have[number]]:
             self.reader.will_need(missing)
 
     def read(self, numbers):
-        have = self._have.numpy()
+        have, numbers = self._have.numpy(), list(map(self._number, numbers))
         missing, skipped = [number for number in numbers if not have[number]], []
         self.files.counters.add(hits=len(numbers) - len(missing))
         if missing:
@@ -79,9 +75,11 @@ def stage(folder, local, if_full: str = "stop", comm=None) -> Staged:
     """Copy samples to a folder on this node's own disk; ``open_samples(staged.folder)`` reads them there.
 
     ``if_full="leave"``: files for which there is no room stay where they are, and are read from there; else it is an
-    error. With ``comm``, of the ranks that share the local folder, rank 0 copies and all of them return the same.
+    error. What an earlier staging has copied is not copied again, unless it has changed. With ``comm``, of the ranks
+    that share the local folder, rank 0 copies and all of them return the same.
 
     Raises:
+        DtlibError: for a local folder that has other samples already.
         StorageError: where a file cannot be read or written, with the byte at which it stopped; on all ranks.
     """
     if comm is None:
@@ -101,22 +99,61 @@ def stage(folder, local, if_full: str = "stop", comm=None) -> Staged:
 def _copy(folder: Path, local: Path, if_full: str) -> Staged:
     if if_full not in ("stop", "leave"):
         raise DtlibError(f"if_full={if_full!r} is not known: 'stop', or 'leave' files where they are.")
-    try:
-        index = json.loads((folder / INDEX).read_text())
-    except FileNotFoundError:
-        raise DtlibError(f"{folder} has no {INDEX}: there are no samples to stage.") from None
-    local.mkdir(parents=True, exist_ok=True)
+    index = read_index(folder)
+    index.setdefault("elsewhere", str(folder))  # samples that were staged themselves are whole where they are from
+    places = (folder, Path(index["elsewhere"]))
+    sources = {
+        name: next((place / name for place in places if (place / name).exists()), folder / name)
+        for name in index["counts"]
+    }
     copied, left, count = [], [], 0
-    for name in index["counts"]:
-        try:
-            count += _copy_file(folder / name, local / name)
-            copied.append(name)
-        except StorageError:
-            if if_full == "stop":
-                raise
-            left.append(name)
-    (local / INDEX).write_text(json.dumps({**index, "elsewhere": str(folder)}))
+    try:
+        local.mkdir(parents=True, exist_ok=True)
+        with _locked(local):
+            _make_way(local, index, sources)
+            for name, source in sources.items():
+                try:
+                    count += 0 if (local / name).exists() else _copy_file(source, local / name)
+                    copied.append(name)
+                except StorageError:
+                    if if_full == "stop":
+                        raise
+                    left.append(name)
+            write_index(local, index)
+    except OSError as problem:
+        raise StorageError(
+            local, 0, f"{local} cannot be written ({problem.strerror}): make room, or choose another folder."
+        ) from None
     return Staged(local, copied, left, count)
+
+
+@contextmanager
+def _locked(folder: Path):
+    """One process at a time stages there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_way(local: Path, index: dict, sources: dict[str, Path]) -> None:
+    """Delete what an earlier staging has left there, unless it is a copy of what its source is now."""
+    there = read_index(local) if (local / INDEX).exists() else None
+    if there and there.get("elsewhere") != index["elsewhere"]:
+        raise DtlibError(f"{local} has samples already, and not those of {index['elsewhere']}: name a new folder.")
+    if there != index:
+        (local / INDEX).unlink(missing_ok=True)
+    for name, source in sources.items():
+        copy = local / name
+        if copy.exists() and not (source.exists() and _alike(source, copy)) and (source.exists() or there != index):
+            copy.unlink()
+
+
+def _alike(source: Path, copy: Path) -> bool:
+    theirs, ours = source.stat(), copy.stat()
+    return (theirs.st_size, theirs.st_mtime_ns) == (ours.st_size, ours.st_mtime_ns)
 
 
 def _copy_file(source: Path, target: Path) -> int:
@@ -130,7 +167,8 @@ def _copy_file(source: Path, target: Path) -> int:
                     written = ours.write(piece)
                     done, piece = done + written, piece[written:]
                 reading = True
-            reading = False
+            reading, made = False, os.fstat(theirs.fileno())
+        os.utime(partial, ns=(made.st_atime_ns, made.st_mtime_ns))  # by which a later staging knows it
         os.replace(partial, target)
         return done
     except OSError as problem:

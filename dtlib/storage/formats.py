@@ -13,12 +13,15 @@ and one that has a record of another length can be told apart.
 
 import io
 import json
+import math
+import os
 import tarfile
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dtlib.errors import DtlibError
 
@@ -33,13 +36,17 @@ def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, ro
     ``per_shard``: samples in a shard, a tar file or a Parquet file. ``row_group``: rows that Parquet reads together.
 
     Raises:
-        DtlibError: for a form that there is not, a folder that has samples already, or a record of another length.
+        DtlibError: for a form that there is not, a dtype that no reader reads, a folder that has samples already, or a
+            record of another length or with other fields.
     """
     folder, dtype = Path(folder), np.dtype(dtype)
     if form not in FORMATS:
         raise DtlibError(f"There is no format {form!r}: choose one of {', '.join(FORMATS)}.")
     if (folder / INDEX).exists():
         raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
+    if per_shard < 1 or row_group < 1:
+        raise DtlibError(f"per_shard={per_shard} and row_group={row_group} are numbers of samples: give at least 1.")
+    _check_dtype(dtype, form)
     if form == "parquet" and per_shard % row_group:
         raise DtlibError(f"per_shard={per_shard} is no multiple of row_group={row_group}: files have whole row groups.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,12 +63,66 @@ def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, ro
     for name, piece in named:
         counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
         first += counts[name]
-    index = {"format": form, "dtype": np.lib.format.dtype_to_descr(dtype), "counts": counts, "row_group": row_group}
-    (folder / INDEX).write_text(json.dumps(index))
+    index = {"format": form, "dtype": dtype, "counts": counts, "row_group": row_group}
+    write_index(folder, index)
     return folder
 
 
+def write_index(folder: Path, index: dict) -> None:
+    """As a whole, or not at all."""
+    partial = folder / f"{INDEX}.{os.getpid()}.partial"
+    try:
+        partial.write_text(json.dumps({**index, "dtype": np.lib.format.dtype_to_descr(index["dtype"])}))
+        os.replace(partial, folder / INDEX)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_index(folder: Path) -> dict:
+    """What ``write`` wrote beside samples, with its ``dtype``.
+
+    Raises:
+        DtlibError: for a folder without an index, or one that is cut off or of something else.
+    """
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        lists = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
+        dtype = np.lib.format.descr_to_dtype(lists)
+        _check_dtype(dtype, index["format"])
+        whole = index["format"] in FORMATS and index["row_group"] > 0 and min(index["counts"].values(), default=1) >= 0
+    except FileNotFoundError:
+        raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, DtlibError):
+        whole = False
+    if not whole:
+        raise DtlibError(f"{folder / INDEX} is cut off, or not by dtlib.storage.write: copy the samples anew.")
+    return {**index, "dtype": dtype}
+
+
+def _check_dtype(dtype: np.dtype, form: str) -> None:
+    """Has it fields, each a number or an array of numbers that torch knows?"""
+    if not dtype.names:
+        raise DtlibError(f"dtype {dtype} has no fields: name it, as in np.dtype([('x', {str(dtype)!r})]).")
+    for name in dtype.names:
+        base, shape = dtype[name].subdtype or (dtype[name], ())
+        try:
+            if not math.prod(shape):
+                raise TypeError
+            torch.from_numpy(np.empty(0, base))
+            if form == "parquet" and not shape:
+                _column(np.empty(0, base))
+            np.lib.format.dtype_to_descr(dtype)
+        except (TypeError, ValueError, NotImplementedError):
+            raise DtlibError(
+                f"Field {name!r} is {dtype[name]}, which no reader of {form} reads: choose numbers in this machine's "
+                "byte order, or bool, or arrays of at least one of them, and fields one behind the other."
+            ) from None
+
+
 def _bytes_of(record, dtype: np.dtype) -> bytes:
+    fields = getattr(record, "dtype", None)
+    if isinstance(record, int) or (getattr(fields, "names", None) and fields != dtype):
+        raise DtlibError(f"A record is {record!r:.60} (dtype {fields}), and the samples are to be {dtype}: convert it.")
     data = record.tobytes() if hasattr(record, "tobytes") else bytes(record)
     if len(data) != dtype.itemsize:
         raise DtlibError(f"A record has {len(data)} bytes, and its dtype {dtype.itemsize}: all have the same length.")

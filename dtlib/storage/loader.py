@@ -61,13 +61,15 @@ class Loader:
         self.workers, self.prefetch, self.drop_last, self.device = workers, prefetch, drop_last, device
         self.skipped = []
         self._epoch, self._taken = 0, 0  # samples that all ranks have taken
+        self._begin = 0  # of them, before the first step of this size
         self._order = {
             "seed": seed, "shuffle": shuffle, "block": block or reader.block, "window": window or reader.window,
         }  # fmt: skip
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return -(-self._end // (self.batch_size * self.ranks))
+        rest = 0 if self.drop_last else self.batch_size * self.ranks - 1
+        return (len(self.reader) + rest) // (self.batch_size * self.ranks)
 
     @property
     def epoch(self) -> int:
@@ -75,9 +77,9 @@ class Loader:
 
     @property
     def _end(self) -> int:
-        """How many samples of an epoch come."""
-        together = self.batch_size * self.ranks
-        return len(self.reader) // together * together if self.drop_last else len(self.reader)
+        """How many samples of this epoch are taken."""
+        together, rest = self.batch_size * self.ranks, len(self.reader) - self._begin
+        return self._begin + rest // together * together if self.drop_last else len(self.reader)
 
     def _position(self) -> tuple[int, int]:
         return (self._epoch, self._taken) if self._taken < self._end else (self._epoch + 1, 0)
@@ -106,9 +108,11 @@ class Loader:
                     "and samples would come twice, or not at all: make the loader alike."
                 )
         self._epoch, self._taken = states[0]["epoch"], states[0]["samples"]
+        self._begin = self._taken
 
     def __iter__(self):
         self._epoch, self._taken = self._position()
+        self._begin = min(self._begin, self._taken)
         numbers = np.arange(len(self.reader))
         if self._order["shuffle"]:
             of_it = (self._order[name] for name in ("block", "window"))

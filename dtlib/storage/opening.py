@@ -1,10 +1,8 @@
 """Which reader a folder of samples has."""
 
-import json
 from pathlib import Path
 
-from dtlib.errors import DtlibError
-from dtlib.storage.formats import INDEX
+from dtlib.storage.formats import read_index
 from dtlib.storage.parquet import ColumnReader
 from dtlib.storage.readers import FileReader, RawReader, Reader, TarReader
 
@@ -20,11 +18,8 @@ def open_samples(folder, damaged: str = "stop", columns=None, open_delay: float 
     ``columns``: the names of some fields; from Parquet no others are read. ``open_delay``: seconds, INJECTED.
 
     Raises:
-        DtlibError: for a folder without samples, or a column that they do not have.
+        DtlibError: for a folder without samples, with a broken index, or without a column that is asked for.
     """
     folder = Path(folder)
-    try:
-        index = json.loads((folder / INDEX).read_text())
-    except FileNotFoundError:
-        raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
+    index = read_index(folder)
     return READERS[index["format"]](folder, index, damaged, columns, open_delay)

@@ -27,7 +27,7 @@ class ColumnReader(Reader):
 
     def read(self, numbers):
         places, skipped = [], []
-        for number in map(int, numbers):
+        for number in map(self._number, numbers):
             file, at = self.place(number)
             try:
                 self._group(file, at // self.block)
@@ -70,6 +70,9 @@ class ColumnReader(Reader):
             except Exception as problem:  # pyarrow raises whatever its decoders do
                 offset = table.metadata.row_group(group).column(0).data_page_offset
                 raise self._damaged(name, offset, problem) from None
+            if empty := [name for name in self.columns if columns[name].null_count]:
+                offset = table.metadata.row_group(group).column(0).data_page_offset
+                raise self._damaged(name, offset, f"column {empty[0]!r} has rows without a value")
             self._groups[file, group] = {column: self._values(columns[column], column) for column in self.columns}
         self._groups.move_to_end((file, group))
         return self._groups[file, group]
@@ -107,6 +110,9 @@ class ColumnReader(Reader):
         wanted = self.counts[self.names.index(name)]
         if rows != wanted:
             raise self._damaged(name, 0, f"{rows} rows instead of {wanted}")
+        groups = [table.metadata.row_group(at).num_rows for at in range(table.num_row_groups)]
+        if groups != [min(self.block, rows - first) for first in range(0, rows, self.block)]:
+            raise self._damaged(name, 0, f"row groups of up to {max(groups)} rows instead of {self.block}")
         for column in self.columns:
             kind = self.dtype[column]
             wanted = pa.binary(kind.itemsize) if kind.subdtype else pa.from_numpy_dtype(kind)

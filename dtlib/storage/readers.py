@@ -4,6 +4,7 @@ Readers know nothing of ranks, epochs or orders: whoever asks says which samples
 any batch, and there is no state to be saved here. ``open_samples(folder)`` (``opening.py``) finds a folder's reader.
 """
 
+import operator
 from bisect import bisect_right
 from contextlib import suppress
 from itertools import accumulate
@@ -22,7 +23,43 @@ PIECE = 2**18  # bytes of a shard that are read together
 WINDOW = 16  # pieces whose samples are mixed
 
 
-class Reader(Dataset):
+class Samples(Dataset):
+    """A data set of numbered samples. A subclass has ``read`` and a length.
+
+    ``samples[7]`` is a dict of tensors, ``samples[[7, 2, 4]]`` one with a dimension more in front. Where what is
+    damaged is skipped, a batch and a loop (also torch's ``DataLoader``) go on without it; ``samples[7]`` itself raises.
+    """
+
+    def __getitem__(self, numbers) -> dict[str, torch.Tensor]:
+        if not isinstance(numbers, int) and getattr(numbers, "ndim", 1):
+            return self.read(numbers)[0]
+        batch, skipped = self.read([numbers])
+        if skipped:
+            raise skipped[0]
+        return {name: values[0] for name, values in batch.items()}
+
+    def __getitems__(self, numbers) -> list[dict[str, torch.Tensor]]:
+        """The samples of a batch, for torch's ``DataLoader``, which has no batch of none."""
+        batch, skipped = self.read(numbers)
+        if len(skipped) == len(numbers) > 0:
+            raise skipped[0]
+        return [{name: values[at] for name, values in batch.items()} for at in range(len(numbers) - len(skipped))]
+
+    def __iter__(self):
+        for number in range(len(self)):
+            batch, skipped = self.read([number])
+            if not skipped:
+                yield {name: values[0] for name, values in batch.items()}
+
+    def _number(self, number) -> int:
+        """Raises: IndexError, for a number that no sample has."""
+        number = operator.index(number)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}: their numbers begin at 0")
+        return number
+
+
+class Reader(Samples):
     """What all readers share. A subclass reads one record, or a whole batch."""
 
     block, window = 1, 1  # of the order in which it is best read; see order.py
@@ -30,8 +67,7 @@ class Reader(Dataset):
     def __init__(self, folder: Path, index: dict, damaged: str = "stop", columns=None, open_delay: float = 0.0):
         if damaged not in ("stop", "skip"):
             raise DtlibError(f"damaged={damaged!r} is not known: 'stop' at it, or 'skip' it and count.")
-        descr = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
-        self.format, self.dtype, self.damaged = index["format"], np.dtype(descr), damaged
+        self.format, self.dtype, self.damaged = index["format"], index["dtype"], damaged
         self.columns = list(columns or self.dtype.names)
         if absent := [name for name in self.columns if name not in self.dtype.names]:
             raise DtlibError(f"{folder} has no column {absent[0]!r}: it has {', '.join(self.dtype.names)}.")
@@ -42,12 +78,6 @@ class Reader(Dataset):
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    def __getitem__(self, numbers) -> dict[str, torch.Tensor]:
-        """A sample as a dict of tensors; of a sequence of numbers all of them, with a dimension more in front."""
-        if isinstance(numbers, int):
-            return {name: values[0] for name, values in self.read([numbers])[0].items()}
-        return self.read(numbers)[0]
 
     @property
     def sample_bytes(self) -> int:
@@ -64,7 +94,7 @@ class Reader(Dataset):
         size, kept, skipped = self.dtype.itemsize, 0, []
         rows = torch.empty(len(numbers) * size, dtype=torch.uint8)
         memory = memoryview(rows.numpy())
-        for number in map(int, numbers):
+        for number in map(self._number, numbers):
             try:
                 self._read_into(memory[kept * size : (kept + 1) * size], number)
                 kept += 1
@@ -79,8 +109,6 @@ class Reader(Dataset):
 
     def place(self, number: int) -> tuple[int, int]:
         """Which file has this sample, and how many samples stand before it there."""
-        if not 0 <= number < self._starts[-1]:
-            raise IndexError(f"sample {number} of {len(self)}")
         file = bisect_right(self._starts, number) - 1
         return file, number - self._starts[file]
 
@@ -180,6 +208,7 @@ def _field(rows: torch.Tensor, dtype: np.dtype, name: str) -> torch.Tensor:
     base, shape = kind.subdtype or (kind, ())
     bytes_of_field = rows[:, offset : offset + kind.itemsize]
     if offset % base.itemsize or dtype.itemsize % base.itemsize:
-        bytes_of_field = bytes_of_field.contiguous()
+        # contiguous() leaves a single row as it is, whatever its stride.
+        bytes_of_field = bytes_of_field.clone(memory_format=torch.contiguous_format)
     values = bytes_of_field.view(torch.from_numpy(np.empty(0, base)).dtype)
     return values.view(len(rows), *shape)
