@@ -1,4 +1,4 @@
-# make lab | test | test-all | test-gpu | tour | notebooks | workshop | slides | book | wheelhouse | lint | clean
+# make lab | test | test-all | test-nightly | test-gpu | tour | notebooks | workshop | slides | book | wheelhouse | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
@@ -12,21 +12,25 @@ BIN := .venv/bin
 TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 WHEELS ?=
+UV_PIN := uv==0.13.9
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
-.PHONY: lab test test-slow test-gpu test-all tour notebooks workshop slides book wheelhouse lint clean
+.PHONY: lab test test-slow test-nightly test-gpu test-all tour notebooks workshop slides book wheelhouse lint clean
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
 
-test: .venv/ready
-	$(BIN)/python -m pytest -m "not slow"
+test: .venv/tests
+	$(BIN)/python -m pytest -m "not slow and not nightly"
 
-test-slow: .venv/ready
-	$(BIN)/python -m pytest -m slow
+test-slow: .venv/tests
+	$(BIN)/python -m pytest -m "slow and not nightly"
 
-test-gpu: .venv/ready
+test-nightly: .venv/tests
+	$(BIN)/python -m pytest -m nightly
+
+test-gpu: .venv/tests
 	$(BIN)/python -m pytest -m gpu
 
 test-all: test test-slow
@@ -54,33 +58,48 @@ wheelhouse: slides
 	$(PIP) wheel --wheel-dir wheelhouse --find-links wheelhouse "torch==$$torch" 'setuptools>=77' '.[test]'
 	@echo "All wheels, dtlib's own with its slides too, are in wheelhouse: make lab WHEELS=wheelhouse needs no network."
 
-lint: .venv/ready
+lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
 	rm -rf .venv
 
-# Set-up happens once; .venv/ready is newer than the pins once it has succeeded.
+# Set-up happens once; .venv/ready is newer than the pins once it has succeeded. uv installs several times faster than
+# pip, which brings it; where it cannot be had, or does not reach what pip is told of (a mirror in pip.conf), pip goes on.
+# What only tests need is installed by the first `make test`.
+UV := $(BIN)/python -m uv --quiet pip install --python $(BIN)/python
+install = { [ -z "$(WHEELS)" ] && $(UV) $(1) 2>/dev/null; } || $(PIP) --quiet install $(SOURCE) $(1)
+
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dtlib needs Python 3.11 or newer, and $(PYTHON) is older or missing: make PYTHON=python3.12 lab"; exit 2; }
-	$(PYTHON) -m venv .venv
+	@echo "1 of 4  an environment of its own, in .venv"
+	@$(PYTHON) -m venv .venv
 	@set -e; \
 	if [ -n "$(WHEELS)" ]; then \
-	  choice="$(TORCH_PIN)"; echo "torch: the build in $(WHEELS)"; \
+	  choice="$(TORCH_PIN)"; why="the build in $(WHEELS)"; \
 	elif [ -n "$(TORCH)" ]; then \
-	  choice="$(TORCH)"; echo "torch: $(TORCH), as TORCH= asks"; \
+	  choice="$(TORCH)"; why="$(TORCH), as TORCH= asks"; \
 	elif nvidia-smi -L >/dev/null 2>&1; then \
-	  choice="$(TORCH_PIN)"; echo "torch: the default build, as there is an NVIDIA driver"; \
+	  choice="$(TORCH_PIN)"; why="the default build, as there is an NVIDIA driver"; \
 	elif $(BIN)/python -c 'import signal, sys, urllib.request; signal.alarm(3); urllib.request.urlopen(sys.argv[1])' \
 	    "$(CPU_INDEX)/torch/" >/dev/null 2>&1; then \
-	  choice="$(TORCH_PIN) --index-url $(CPU_INDEX)"; echo "torch: the CPU build from $(CPU_INDEX), as there is no NVIDIA driver"; \
+	  choice="$(TORCH_PIN) --index-url $(CPU_INDEX)"; why="the CPU build from $(CPU_INDEX), as there is no NVIDIA driver"; \
 	else \
 	  choice="$(TORCH_PIN)"; \
-	  echo "torch: no NVIDIA driver, but $(CPU_INDEX) does not answer within 3 s: taking the default index's build"; \
+	  why="the default index's build: no NVIDIA driver, but $(CPU_INDEX) does not answer within 3 s"; \
 	fi; \
-	echo "Installing the pinned packages into .venv; the first time this takes minutes."; \
-	$(PIP) install $(SOURCE) $$choice
-	$(PIP) install $(SOURCE) -e '.[test]'
+	echo "2 of 4  torch, the largest: $$why"; \
+	$(PIP) --quiet install --no-compile $(SOURCE) $$choice
+	@echo "3 of 4  the other packages; the first time 2 and 3 take a minute or more, most of it download"
+	@[ -n "$(WHEELS)" ] || $(PIP) --quiet install $(UV_PIN) || true
+	@$(call install,-e .)
+	@echo "4 of 4  a first import, which compiles what notebooks and ranks load"
+	@$(BIN)/python -c 'import torch, ipyparallel, jupyterlab.labapp, matplotlib.pyplot, ipykernel.kernelapp, dtlib.lab'
 	@touch .venv/ready
+
+.venv/tests: .venv/ready
+	@echo "What only tests need"
+	@$(call install,-e '.[test]')
+	@touch .venv/tests

@@ -15,7 +15,7 @@ import pytest
 from tests import hosts, slurm
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 needs_slurm = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
 
 # What a notebook's cells do, in a program that runs on a node.

@@ -1,7 +1,8 @@
-"""``runtime="deepspeed"``: its absence in one sentence, and the thing itself in the slow tier.
+"""``runtime="deepspeed"``: its absence in one sentence, and the thing itself in the nightly tier.
 
-The slow tier takes the Python that ``DTLIB_DEEPSPEED`` names, or makes one in ``~/.cache/dtlib``, which has DeepSpeed
-beside what is installed here. Where it cannot be had, these tests fail: to skip them would be to say that they pass.
+The nightly tier takes the Python that ``DTLIB_DEEPSPEED`` names, or makes one in ``~/.cache/dtlib``, which has
+DeepSpeed beside what is installed here. Where it cannot be had, these tests fail: to skip them would say that they
+pass.
 """
 
 import json
@@ -84,7 +85,7 @@ def python_with_deepspeed() -> str:
     return str(python)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * COMPILES)
 def test_all_stages_and_the_pipeline_have_the_losses_of_ours(tmp_path):
     python, out = python_with_deepspeed(), tmp_path / "out.json"

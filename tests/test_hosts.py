@@ -16,7 +16,7 @@ REPEATS = 12
 CASES = (("recursive_doubling", 4), ("recursive_doubling", 40_000), ("ring", 100_000), ("ring", 800_000))  # bytes
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
 ]
 

@@ -209,7 +209,7 @@ def test_every_mesh_of_two_axes_on_four_ranks(world, shape):
     one_step(world, shape, shape["pipe"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(8, time_limit=170)
 def test_all_three_axes_on_eight_ranks(world):
     one_step(world, {"data": 2, "pipe": 2, "tensor": 2}, 2)

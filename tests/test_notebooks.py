@@ -83,20 +83,53 @@ def workshop_with_ranks(workshop):
     holder.close()
 
 
-def solution_prints_what_is_stored(stem, folder):
-    """Strict nbval."""
-    source = next(source for source in SOURCES if source.stem == stem)
+def not_as_stored(stems, folder) -> dict[str, list[str]]:
+    """Strict nbval, one process for all of them; what it says of each notebook that prints something else."""
+    solved = [build.target(source, "solved").relative_to(ROOT) for source in SOURCES if source.stem in stems]
     # What is shown of the library is compared, where it stands in its file is not.
     rules = folder / "lines.cfg"
     rules.write_text("[lines]\nregex: , lines [0-9, to]+\nreplace: , lines\n")
-    notebook = folder / build.target(source, "solved").relative_to(ROOT)
-    command = [sys.executable, "-m", "pytest", "-q", "--disable-plugin-autoload", "-p", "nbval.plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--disable-plugin-autoload", "-p", "nbval.plugin"]
     command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=100", f"--nbval-sanitize-with={rules}"]
     ran = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), str(notebook)],
-        capture_output=True, text=True, cwd=folder, timeout=170,
+        [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, solved)],
+        capture_output=True, text=True, cwd=folder, timeout=170 * len(stems),
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-6000:]
+    assert ran.returncode in (0, 1), ran.stdout[-6000:] + ran.stderr[-2000:]
+    said = {}
+    for line, stem in re.findall(r"^((?:FAILED|ERROR) .*?(\w+)\.ipynb.*)$", ran.stdout, re.MULTILINE):
+        said.setdefault(stem, [ran.stdout[-20000:]]).append(line)
+    assert bool(said) == bool(ran.returncode), ran.stdout[-6000:]
+    return said
+
+
+def touched_since_yesterday() -> set[str] | None:
+    """Files of the last day's commits; those of the days before were the nightly's. None where git does not say."""
+
+    def git(*words):
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        yesterday = int(git("log", "-1", "--format=%ct")) - 24 * 3600
+        return set(git("log", f"--since={yesterday}", "--name-only", "--format=").split("\n"))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def tier(source, touched) -> pytest.MarkDecorator:
+    """Slow for a notebook of which a commit of the last day touched source, stored outputs or judges; else nightly."""
+    own = [path.relative_to(ROOT).as_posix() for path in (source, build.target(source, "solved"))]
+    own.append(f"dtlib/lab/lessons/l{source.stem.split('_')[0]}/")
+    is_new = touched is None or any(path.startswith(tuple(own)) for path in touched)
+    return pytest.mark.slow if is_new else pytest.mark.nightly
+
+
+def test_only_what_was_touched_is_run_before_the_night():
+    source = next(source for source in SOURCES if source.stem == "04_data_parallel")
+    for touched in (None, {"notebooks/source/04_data_parallel.py"}, {"dtlib/lab/lessons/l04/figures.py", "README.md"}):
+        assert tier(source, touched).name == "slow"
+    for touched in (set(), {"notebooks/source/04_data_parallel_exercises.py", "dtlib/lab/lessons/l05/figures.py"}):
+        assert tier(source, touched).name == "nightly"
 
 
 def test_every_stored_verdict_on_a_solution_is_that_it_passed():
@@ -131,13 +164,26 @@ def html_of(output) -> str:
 
 @pytest.mark.parametrize("stem", WITHOUT_RANKS)
 def test_solutions_without_ranks_print_what_is_stored(workshop, stem):
-    solution_prints_what_is_stored(stem, workshop)
+    assert not not_as_stored([stem], workshop)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", [source.stem for source in SOURCES if source.stem not in WITHOUT_RANKS])
-def test_solutions_print_what_is_stored(workshop_with_ranks, stem):
-    solution_prints_what_is_stored(stem, workshop_with_ranks)
+@pytest.fixture(scope="module")
+def differences(workshop_with_ranks, request):
+    """Of all notebooks that this session is to run."""
+    tests = [item for item in request.session.items if item.originalname == "test_solutions_print_what_is_stored"]
+    return not_as_stored([item.callspec.params["stem"] for item in tests], workshop_with_ranks)
+
+
+TOUCHED = touched_since_yesterday()
+
+
+@pytest.mark.timeout(func_only=True)
+@pytest.mark.parametrize(
+    "stem",
+    [pytest.param(source.stem, marks=tier(source, TOUCHED)) for source in SOURCES if source.stem not in WITHOUT_RANKS],
+)
+def test_solutions_print_what_is_stored(differences, stem):
+    assert not differences.get(stem), "\n".join(differences[stem])
 
 
 def test_a_cell_that_a_track_lacks_is_noticed():

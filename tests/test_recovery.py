@@ -310,7 +310,7 @@ def trained_one_after_another(folder, trainings: list[dict]) -> Run:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("by", ["shrink", "memory"])
 def test_ten_random_faults(tmp_path, by):
@@ -327,7 +327,7 @@ def test_ten_random_faults(tmp_path, by):
     assert happened >= planned - 1, "a rank may have died before its next fault was due"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize("ranks, pairs", [(2, 2), (3, 2), (4, 1)])
 def test_ten_random_faults_that_end_all_ranks(tmp_path, ranks, pairs):
@@ -364,7 +364,7 @@ def test_a_strategy_with_shards_starts_again_from_its_checkpoint_on_fewer_ranks(
     assert nobody_lives(runs[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("half", [0, 1])
 def test_ten_runs_with_one_kill_each(tmp_path, half):

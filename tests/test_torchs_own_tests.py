@@ -27,9 +27,8 @@ CHOOSE_BY_NAME = ("test_accumulate_gradients",)
 NOT_OURS = {"monitored_barrier": "torch keeps it for gloo: 'monitored_barrier is only implemented for GLOO backend.'"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", (3, 8))
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)])
 def test_what_gloo_passes(ranks):
     lines = Path(__file__).with_name("torchs_own_tests.txt").read_text().splitlines()
     ours = [line for line in lines if not any(part in line for part in NOT_OURS)]
