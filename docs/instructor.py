@@ -1,11 +1,13 @@
 """What an instructor has beside the lessons: ``python -m docs.instructor`` writes two pages in docs/instructor.
 
 wrong_answers.md: from the plausible wrong answers of the tests, as they were recorded on ranks, and the checks' hints.
-discussions.md: from the lessons' quizzes, the question that is for all, and what may be said to it.
+discussions.md: from the lessons' quizzes, the question that is for all, and what may be said to it; and the prompts of
+the lectures, whose answers are in prompts.toml.
 """
 
 import functools
 import re
+import tomllib
 from pathlib import Path
 
 from dtlib.lab.checks.checks import judge_rounds
@@ -16,6 +18,8 @@ from tests.wrong_answers.cases import CASES
 
 FILE = Path(__file__).parent / "instructor" / "wrong_answers.md"
 DISCUSSIONS = FILE.with_name("discussions.md")
+PROMPTS = FILE.with_name("prompts.toml")
+SOURCES = Path(__file__).parents[1] / "notebooks" / "source"
 HEAD = """# Wrong answers, and what to say
 
 Made by `python -m docs.instructor` from the wrong answers of the tests: these are the mistakes that come. On the left
@@ -52,20 +56,35 @@ def page() -> str:
         ]  # fmt: skip
         if not rows:
             continue
-        number = re.search(r"\.l(\w+)\.", home)[1]
+        number = re.search(r"\.l(\d\w*)\.", home)[1]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
         text += f"\n### {exercise}\n\n| what came | ask | say |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     return text
 
 
+def prompts() -> list[tuple[str, str]]:
+    """(lesson, what is asked) for each "Discuss" of the lectures, up to its last question mark, without links."""
+    found = []
+    for source in sorted(SOURCES.glob("[0-9]*.py")):
+        text = re.sub(r"^# ?", "", source.read_text(encoding="utf-8"), flags=re.M)
+        for paragraph in re.findall(r"\*\*Discuss[.:]?\*\*(?: before you run:)?(.+?\?)(?:[^?]*?)\n\n", text, re.S):
+            asked = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).split())
+            found.append((source.stem.partition("_")[0], asked))
+    return found
+
+
 def discussions() -> str:
-    """The page of questions to discuss, as Markdown."""
+    """The page of questions to discuss, as Markdown: each lesson's, then those that stand in its lecture."""
+    answers = tomllib.loads(PROMPTS.read_text(encoding="utf-8"))["prompt"]
     rows = [(quiz.name, quiz.discuss, quiz.answer) for quiz in quizzes().values() if quiz.discuss]
-    head = "# Questions to discuss\n\nOne a lesson, last in its quiz, and what may be said to it.\n"
-    return head + "".join(
-        f"\n## Lesson {name}\n\n**{asks}**\n\n{' '.join(says.split())}\n" for name, asks, says in rows
-    )
+    rows += [(row["lesson"], row["asks"], row["says"]) for row in answers]
+    text = "# Questions to discuss\n\nOf each lesson: its quiz's last, then its lecture's; and what may be said.\n"
+    for lesson in sorted({lesson for lesson, _, _ in rows}):
+        text += f"\n## Lesson {lesson}\n" if lesson[0].isdigit() else f"\n## {lesson}\n"
+        for _, asks, says in (row for row in rows if row[0] == lesson):
+            text += f"\n**{asks[0].upper()}{asks[1:]}**\n\n{' '.join(says.split())}\n"
+    return text
 
 
 def _in_short(text: str) -> str:

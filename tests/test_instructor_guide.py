@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from functools import reduce
 from pathlib import Path
 
@@ -85,6 +86,16 @@ def test_wrong_answers_and_what_to_say_are_those_of_the_tests():
     assert instructor.DISCUSSIONS.read_text(encoding="utf-8") == instructor.discussions()
     known = [exercise for exercise in HOMES if f"\n### {exercise}\n" in page]
     assert len(known) >= 27 and page.count("\n| ") > 150
+    lessons = re.findall(r"^## Lesson (\S+)$", page, re.M)
+    assert lessons == list(dict.fromkeys(lessons)) and {"00", "03", "11b"} <= set(lessons)
+
+
+def test_each_prompt_of_a_lecture_has_an_answer_for_the_instructor():
+    answered = tomllib.loads(instructor.PROMPTS.read_text(encoding="utf-8"))["prompt"]
+    asked = instructor.prompts()
+    assert len(asked) >= 16, "of the lectures' own"
+    assert {(row["lesson"], row["asks"]) for row in answered if row["lesson"][0].isdigit()} == set(asked)
+    assert all(len(row["says"].split()) >= 30 for row in answered), "something to say"
 
 
 def test_each_word_of_the_glossary_is_in_the_lesson_that_explains_it():

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 QUIZZES = quiz.quizzes()
 QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
 LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b"]
+TRACKS = ["half-day", "two-hours"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,8 @@ def test_a_quiz_is_whole(name):
 
 
 def test_there_is_a_quiz_for_each_lesson_and_the_same_topics_before_and_after():
-    assert list(QUIZZES) == [*LESSONS, "before", "after"]
+    assert list(QUIZZES) == [*LESSONS, "after", "before", *TRACKS]
+    assert all(len(QUIZZES[track].questions) == 6 for track in TRACKS)
     before, after = ([q.asks.partition(". ")[0] for q in QUIZZES[name].questions] for name in ("before", "after"))
     assert before == after and len(set(before)) == 6
     assert not {q.asks for q in QUIZZES["before"].questions} & {q.asks for q in QUIZZES["after"].questions}

@@ -1,7 +1,7 @@
 """``lab.quiz("03")``: a lesson's choice questions, each answer explained once it is chosen, right or wrong.
 
-The questions stand with the lessons, as text that a teacher can edit (``dtlib/lab/lessons/l*/quiz.toml``; the tests
-before and after the course in ``dtlib/lab/lessons/quiz_*.toml``). The right option is written first. Learners see the
+The questions stand with the lessons, as text that a teacher can edit (``dtlib/lab/lessons/l*/quiz.toml``; those of a
+track, and the tests before and after the course, in ``dtlib/lab/lessons/quiz_*.toml``). The right option is written first. Learners see the
 options in an order that the question's own words decide, so it is the same for everybody:
 
     [[questions]]
@@ -76,7 +76,8 @@ def quiz(name: str, answers: str | None = None) -> None:
     """Show a quiz: buttons that mouse and keyboard reach (Tab, then Enter or Space), or text where there is no page.
 
     Args:
-        name: a lesson's number such as "03", or "before" or "after" for the test before or after the course.
+        name: a lesson's number such as "03"; "two-hours" or "half-day" for a track's; "before" or "after" for the test
+            before or after the course.
         answers: a letter for each question, in order, such as "bacda"; "-" leaves one open. Each is explained at once.
             None shows the questions, and reveals nothing.
 
@@ -100,13 +101,13 @@ def quiz(name: str, answers: str | None = None) -> None:
 
 @cache
 def quizzes() -> dict[str, Quiz]:
-    """Those of all lessons, and the tests before and after, by their names."""
+    """Those of all lessons, of the tracks, and the tests before and after, by their names."""
     folder, found = Path(__file__).parents[1] / "lessons", {}
     for file in [*sorted(folder.glob("l*/quiz*.toml")), *sorted(folder.glob("quiz_*.toml"), reverse=True)]:
         lesson = "" if file.parent == folder else file.parent.name[1:]
         name = lesson + file.stem.removeprefix("quiz").removeprefix("_")
         found[name] = _read(name, tomllib.loads(file.read_text(encoding="utf-8")))
-    return dict(sorted(found.items(), key=lambda item: (not item[0][0].isdigit(), item[0] == "after", item[0])))
+    return dict(sorted(found.items(), key=lambda item: (not item[0][0].isdigit(), item[0])))
 
 
 def _read(name: str, table: dict) -> Quiz:
