@@ -1,8 +1,8 @@
 """``lab.quiz("03")``: a lesson's choice questions, each answer explained once it is chosen, right or wrong.
 
 The questions stand with the lessons, as text that a teacher can edit (``dtlib/lab/lessons/l*/quiz.toml``; those of a
-track, and the tests before and after the course, in ``dtlib/lab/lessons/quiz_*.toml``). The right option is written first. Learners see the
-options in an order that the question's own words decide, so it is the same for everybody:
+track, and the tests before and after the course, in ``dtlib/lab/lessons/quiz_*.toml``). The right option is written
+first. Learners see the options in an order that the question's own words decide, so it is the same for everybody:
 
     [[questions]]
     asks = "A ring all-reduce of 120 MB on four ranks: how much does each rank send?"
