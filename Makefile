@@ -2,7 +2,7 @@
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
-#   ARGS="..."           arguments for dtlib lab
+#   ARGS="..."           arguments for dtlib lab and JupyterLab, such as ARGS="--no-browser --port=8890"
 #   TRACK=half-day       which short track `workshop` writes, two-hours unless told
 
 PYTHON ?= python3

@@ -27,9 +27,11 @@ def main(arguments=None) -> int:
     doctor = commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
     doctor.add_argument("--decode", metavar="CODE", nargs="+", help="say what the codes that learners have sent mean")
 
-    lab = commands.add_parser("lab", help="lay out the course in this folder, in a clone in work/, and open JupyterLab")
+    lab = commands.add_parser(
+        "lab", help="lay out the course in this folder, in a clone in work/, and open JupyterLab",
+        epilog="Other arguments are JupyterLab's, such as --port=8890.",
+    )  # fmt: skip
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
-    lab.add_argument("jupyter", nargs="*", help="after --: arguments for JupyterLab, such as --port=8890")
 
     fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
     fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
@@ -61,7 +63,11 @@ def main(arguments=None) -> int:
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
     train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
     train.add_argument("--json", metavar="FILE", help="write the result")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if options.command == "lab":
+        options.jupyter = [argument for argument in unknown if argument != "--"]
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return 0

@@ -558,7 +558,7 @@ def test_a_verdict_says_in_words_and_with_a_sign_how_it_went():
     wrong = Verdict("first-sum", "line 1: total = a<b", 3, 2, "other", "6", "5 & 1", ("vague", "plain"))
     block = html(wrong, 1)
     for words in (
-        "&#8635;</span> Not yet:</b> first-sum, on rank 2.",
+        "&#8635;</b> <b>Not yet:</b> first-sum, on rank 2.",
         ">6<",
         ">5 &amp; 1<",
         ">plain<",
@@ -569,7 +569,7 @@ def test_a_verdict_says_in_words_and_with_a_sign_how_it_went():
     said = ["Judged on 3 ranks: line 1: total = a<b", "Not yet: first-sum, on rank 2.", "  expected: 6"]
     assert wrong.text(9).split("\n") == [*said, "  came:     5 & 1", "  hint:     plain"]
     right = Verdict("schedule-puzzle", "line 1", 0, score="Makespan 33.", picture="F0 <B0>")
-    assert "&#10003;</span> Passed:</b> schedule-puzzle. Makespan 33." in html(right, 0)
+    assert "&#10003;</b> <b>Passed:</b> schedule-puzzle. Makespan 33." in html(right, 0)
     assert "F0 &lt;B0&gt;" in html(right, 0) and "expected" not in html(right, 0)
 
 

@@ -248,3 +248,14 @@ def test_ranks_that_do_not_see_each_other_are_told_so():
     )  # fmt: skip
     assert ran.returncode != 0
     assert "torchrun started 2 processes" in ran.stderr and "mpiexec -n 2" in ran.stderr
+
+
+@pytest.mark.parametrize("line, browser, passed_on", [
+    ("lab", True, ""), ("lab --no-browser --port 8877", False, "--port 8877"),
+    ("lab --port 1 --ip x --no-browser", False, "--port 1 --ip x"),
+    ("lab --no-browser -- --port=1", False, "--port=1"),
+])  # fmt: skip
+def test_what_the_lab_does_not_know_is_jupyterlabs(monkeypatch, line, browser, passed_on):
+    served = []
+    monkeypatch.setattr("dtlib.lab.server.serve", lambda *given: served.append(given) or 0)
+    assert main(line.split()) == 0 and served == [(browser, passed_on.split())]

@@ -9,13 +9,14 @@ import pytest
 
 from dtlib.errors import DtlibError
 from dtlib.lab import build
-from dtlib.lab.checks import predictions
+from dtlib.lab.checks import predictions, rendering
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
 from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
 PLANTED = {
+    "percent": Prediction(came=lambda: {8: 27.27, 32: 8.571, 128: 2.29}, tolerance=0.01),
     "ten": Prediction(came=lambda: 10.0, tolerance=0.1, hint="Two hands."),
     "which": Prediction(came=lambda: "rows", choices=("rows", "columns"), hint="A summand."),
     "group": Prediction(came=lambda: [1, 3], kind=list),
@@ -61,11 +62,12 @@ def shell(monkeypatch):
 @pytest.mark.parametrize("name,guess,words", [
     ("ten", None, "Predict first"), ("ten", 10, "You predicted 10, and it came out as 10: right."),
     ("ten", 9.5, "right"),
-    ("ten", 12, "came out as 10. Two hands."), ("ten", "10", "Predict a number, without quotes: you wrote '10'."),
+    ("ten", 12, "came out as 10: not right. Two hands."),
+    ("ten", "10", "Predict a number, without quotes: you wrote '10'."),
     ("ten", True, "a number, without quotes"), ("which", "rows", "right"), ("which", "columns", "A summand."),
     ("which", "row", "Predict 'rows' or 'columns': you wrote 'row'."), ("group", [1, 3], "right"),
     ("group", 1, "Predict a list, such as [0, 1]: you wrote 1."),
-    ("rounds", {4: 2, 6: 2}, "6: you predicted 2, and it came out as 4. And 2 more."),
+    ("rounds", {4: 2, 6: 2}, "6: you predicted 2, and it came out as 4: not right. And 2 more."),
     ("rounds", 4, "for each of 4, 6: you wrote 4"), ("rounds", {4: 2}, "for each of 4, 6"),
     ("rounds", {4: None, 6: None}, "Predict first"), ("rounds", {4: None, 6: "4"}, "without quotes"),
 ])  # fmt: skip
@@ -73,9 +75,28 @@ def test_what_a_guess_is_told_at_once(shell, capsys, name, guess, words):
     predict(name, guess)
     said = capsys.readouterr().out
     assert words in said
-    assert "right" not in words or "Two hands" not in said, "a hint is for who was wrong"
+    assert "not right" in said or "Two hands" not in said, "a hint is for who was wrong"
     values = guess.values() if isinstance(guess, dict) else [guess]
     assert None not in values or "came" not in said, "without a guess nothing is revealed"
+
+
+def test_a_guess_that_is_rounded_correctly_is_right_unless_that_loses_much(shell, capsys):
+    predict("percent", {8: 27, 32: 9, 128: 2})
+    assert [line.split(": ")[-1] for line in capsys.readouterr().out.splitlines()] == ["right.", "right.", "not right."]
+    predict("percent", {8: 27.3, 32: 8, 128: 2.3})
+    assert [line.split(": ")[-1] for line in capsys.readouterr().out.splitlines()] == ["right.", "not right.", "right."]
+
+
+def test_an_outcome_has_a_sign_and_a_colour_where_there_is_a_page(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=True))
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
+    rendering.show_sentence(True, "You predicted 3 < 4: right.")
+    rendering.show_sentence(False, "You predicted 3: not right.")
+    right, wrong = (data["text/html"] for data in shown)
+    assert rendering.PASSED in right and "&#10003;" in right and "3 &lt; 4: right." in right
+    assert rendering.NOT_YET in wrong and "&#10003;" not in wrong and "not right." in wrong
+    assert shown[0]["text/plain"] == "You predicted 3 < 4: right."
 
 
 def test_a_name_that_no_lesson_has_and_a_cell_on_the_ranks_are_refused(shell, monkeypatch):
@@ -97,7 +118,7 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     shell.run("%%px\nfound = [1]", success=False)
     assert said() == ""
     shell.run("%%px\nfound, other = [1], 2")  # of the ranks
-    assert said() == "You predicted 5, and it came out as 3. One a rank.\n"
+    assert said() == "You predicted 5, and it came out as 3: not right. One a rank.\n"
     with pytest.raises(DtlibError, match="count: 5 was predicted, 3 came"):
         all_right()
     shell.run("%%px\nfound = [1]")
@@ -113,7 +134,7 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     shell.run("after = 8")
     assert said() == "You predicted 4, and it came out as 4: right.\n"
     predict("speed", 2)
-    assert "came out as 1.4." in said()
+    assert "came out as 1.4: not right." in said()
     all_right()  # a speed of this computer is no mistake of a solution
 
 
@@ -219,7 +240,8 @@ def test_every_outcome_stands_in_the_stored_solution(source):
     shown, expected = "", []
     for cell in nbformat.read(build.target(source, "solved"), as_version=4).cells:
         outputs = cell.get("outputs", [])
-        shown += " ".join(" ".join(output.get("text", "").split()) for output in outputs)
+        texts = (output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
+        shown += " ".join(" ".join(text.split()) for text in texts)
         for guess in guesses_in(cell.source).values() if cell.cell_type == "code" else ():
             try:
                 guess = ast.literal_eval(guess)
@@ -242,7 +264,7 @@ def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
                 build.execute(book, tmp_path, refuse=True)
         else:
             build.execute(book, tmp_path, refuse=True)
-            assert len(book.cells) == 1 and "right" in book.cells[0].outputs[0]["text"]
+            assert len(book.cells) == 1 and "right" in book.cells[0].outputs[0]["data"]["text/plain"]
 
 
 def test_what_the_text_claims_of_a_run_is_asserted_at_the_build_alone():

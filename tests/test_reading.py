@@ -46,6 +46,21 @@ def test_what_is_shown_is_what_runs(strategy, monkeypatch):
     assert all(len(line) <= WIDEST for text in shown for line in text.splitlines())
 
 
+def test_code_has_the_colours_of_the_page_and_each_kind_has_one(monkeypatch):
+    shown = []
+    monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/html"]))
+    for strategy in LESSONS.values():
+        plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
+        reading.read(*[thing for thing in vars(plain).values() if inspect.isclass(thing)] or [plain.step])
+    html = "".join(shown)
+    assert "color" not in html and 'class="highlight dtlib-code"' in html
+    style = (ROOT / "dtlib" / "lab" / "settings" / "custom" / "custom.css").read_text()
+    assert not re.search(r"color: *(#|rgb|[a-z]+;)", style), "in which theme?"
+    coloured = set(re.findall(r"[(, ]\.(\w+)", style.split("dtlib-code", 1)[1]))
+    plain_text = {"n", "p", "w"}  # names, brackets, spaces
+    assert set(re.findall(r'<span class="(\w+)"', html)) <= coloured | plain_text
+
+
 def words(text):
     """Long lines go on below, so that spaces differ."""
     return " ".join(text.split())

@@ -3,11 +3,13 @@
 import itertools
 import subprocess
 import sys
+from html import escape
 
 import pytest
 
 from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.rendering import html
 from dtlib.lab.lessons.l07 import judge_puzzle as puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1
 from tests.conftest import ROOT
@@ -109,11 +111,24 @@ def test_each_wrong_puzzle_is_rejected_for_its_own_reason(exercise, how):
 
 def test_a_drawing_can_be_pasted_and_changed():
     verdict = judge_here("schedule-puzzle-2", {"puzzle_2": puzzle_wrong.ONE_F_ONE_B})
-    assert judge_here("schedule-puzzle-2", {"puzzle_2": verdict.picture}).passed
+    assert judge_here("schedule-puzzle-2", {"puzzle_2": str(verdict.picture)}).passed
     slow, _ = puzzle_wrong.WRONG["schedule-puzzle"]["one at a time"]
     verdict = judge_here("schedule-puzzle", {"puzzle": slow})
-    assert max(map(len, verdict.picture.splitlines())) <= 110, "a long one goes on below"
-    assert judge_here("schedule-puzzle", {"puzzle": verdict.picture}).picture == verdict.picture
+    drawn = str(verdict.picture)
+    assert max(map(len, drawn.splitlines())) <= 110, "a long one goes on below"
+    assert judge_here("schedule-puzzle", {"puzzle": drawn}).picture == verdict.picture
+    assert drawn in verdict.text()
+    page = html(verdict, 0)
+    assert "<img alt=" in page and escape(drawn) in page.split("as text</summary>")[1], "a figure, text folded away"
+
+
+def test_a_rank_in_another_order_is_named_before_the_last_one_is_asked_about():
+    backward = "F0-7 B0-7"
+    lines = [backward, backward, "F0-7 B7-0", backward]
+    hint = judge_here("schedule-puzzle", {"puzzle": lines}).hints[0]
+    assert hint.startswith("Rank 1 takes B in the order 0, 1, 2, 3, 4, 5, 6, 7, and rank 2 in the order 7, 6,")
+    verdict = judge_here("schedule-puzzle", {"puzzle": ["F0-7 B7-0"] * 4})
+    assert verdict.passed, "any order, if all have it"
 
 
 def test_what_is_wrong_with_an_order_is_said_as_validate_says_it():

@@ -78,17 +78,21 @@ class Picture:
 
 
 def shown(draw):
-    """Have a function that returns the arguments of a ``Picture`` show it."""
+    """Have a function that returns the arguments of a ``Picture`` show it; its ``drawn`` returns the picture."""
+
+    def drawn(*arguments, **named) -> Picture:
+        from matplotlib import rc_context
+
+        with rc_context(_style()):
+            return Picture(*draw(*arguments, **named))
 
     @functools.wraps(draw)
     def show(*arguments, **named) -> None:
         from IPython.display import display
-        from matplotlib import rc_context
 
-        with rc_context(_style()):
-            picture = Picture(*draw(*arguments, **named))
-        display(picture)
+        display(drawn(*arguments, **named))
 
+    show.drawn = drawn
     return show
 
 

@@ -62,5 +62,6 @@ def _file(thing) -> str:
 
 
 def _show(where: str, text: str, lexer) -> None:
-    html = highlight(text, lexer, HtmlFormatter(noclasses=True, style="default", prestyles=LINES))
+    # Classes, not colours: those of the page's theme (settings/custom/custom.css; in the book, Sphinx's).
+    html = highlight(text, lexer, HtmlFormatter(cssclass="highlight dtlib-code", prestyles=LINES))
     display({"text/plain": f"{where}\n\n{fold(text)}", "text/html": f"<code>{where}</code>{html}"}, raw=True)

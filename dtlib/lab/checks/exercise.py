@@ -52,8 +52,8 @@ class Wrong(Exception):
 class Exercise:
     """``name`` is what the learner defines; ``observe(answer, comm)`` runs on every rank and returns something that
     pickles; ``judge(observations)`` gets those of all ranks, in rank order, and raises ``Wrong``; where there is a
-    score, it returns that, as a ``Score`` or as text. ``picture(observations)`` draws as text what was handed in,
-    right or wrong.
+    score, it returns that, as a ``Score`` or as text. ``picture(observations)`` draws what was handed in, right or
+    wrong: a text, or what has one (``str``) and HTML (``_repr_html_``).
     ``needs_ranks=False``: the answer is defined in the notebook itself and judged there, with no communicator.
     ``any_size=True``: an answer that is right is judged once more with a rank less, where no number of ranks that is
     written into it is right."""
@@ -81,7 +81,7 @@ class Verdict:
     hints: tuple = ()
     score: str = ""  # where one can do better than pass
     scored: tuple = ()  # value, par and unit, of those scores of which the best is kept
-    picture: str = ""
+    picture: object = ""
     code: str = ""  # the same for the same answer
 
     @property

@@ -19,8 +19,11 @@ from pathlib import Path
 from dtlib.errors import DtlibError
 from dtlib.lab.checks import progress
 from dtlib.lab.checks.exercise import Prediction
+from dtlib.lab.checks.rendering import show_sentence
 from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
+
+ROUNDED = 0.1  # of an answer, that a guess may be off by rounding
 
 _noted = {}  # name -> guess that waits for its run
 _outcomes = {}  # name -> what became of it, for those who build the notebooks
@@ -174,7 +177,7 @@ def _compare(name: str, guess, came) -> None:
         hint = prediction.hint.get(key, "") if isinstance(prediction.hint, dict) else prediction.hint
         begin = f"{key}: you" if key != "" else "You"
         said = f"{begin} predicted {one}, and it came out as {_shown(answers[key])}"
-        print(fold(f"{said}: right." if outcomes[-1] else f"{said}. {hint}".rstrip()))
+        show_sentence(outcomes[-1], f"{said}: right." if outcomes[-1] else f"{said}: not right. {hint}".rstrip())
     settled = all(outcomes) or prediction.of_this_computer
     _outcomes[name] = "right" if settled else f"{guess} was predicted, {came} came"
 
@@ -186,4 +189,11 @@ def _shown(came) -> str:
 def _is_right(guess, came, prediction: Prediction) -> bool:
     if not isinstance(came, Number) or not isinstance(guess, Number):
         return guess == came
-    return guess == came or abs(guess - came) <= max(prediction.within, prediction.tolerance * abs(came))
+    near = max(prediction.within, prediction.tolerance * abs(came))
+    return guess == came or abs(guess - came) <= near or _is_rounded(guess, came)
+
+
+def _is_rounded(guess, came) -> bool:
+    """Whether a guess is the answer with fewer decimals: 9 of 8.571; not where that loses more than ``ROUNDED``."""
+    decimals = len(f"{guess}".partition(".")[2])
+    return abs(guess - came) <= ROUNDED * abs(came) and float(guess) == round(float(came), decimals)

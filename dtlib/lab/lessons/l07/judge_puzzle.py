@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dtlib.lab.checks.exercise import Exercise, Score, Wrong
 from dtlib.lab.tables import WIDEST
-from dtlib.schedule import Action, ScheduleError, draw, peak_activations, simulate, validate
+from dtlib.schedule import Action, ScheduleError, Simulation, draw, peak_activations, simulate, validate
 
 STAGES, MICROBATCHES = 4, 8
 HALVES = ("F", "I", "W")
@@ -108,12 +108,27 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
 # How it is judged
 
 
-def picture(observations) -> str:
+def picture(observations):
     """What was typed, drawn, wherever ranks could carry it out."""
     try:
-        return draw(simulate(actions_of(observations[0])), widest=WIDEST)
+        return Drawn(simulate(actions_of(observations[0])))
     except (Wrong, ScheduleError):
         return ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A schedule as text, and on a page as the figure that the lecture has of it."""
+
+    simulation: Simulation
+
+    def __str__(self):
+        return draw(self.simulation, widest=WIDEST)
+
+    def _repr_html_(self):
+        from dtlib.lab.lessons.l07.figures import picture
+
+        return picture.drawn({"Yours": self.simulation})._repr_html_()
 
 
 def exercise(level: int) -> Exercise:
@@ -205,8 +220,24 @@ def _judge_score(level: Level, schedule) -> Score:
     found = Score(simulation.makespan, level.par, "forward passes", f"{score[0].upper()}{score[1:]}.")
     if simulation.makespan > level.par:
         expected = f"makespan {level.par} (par), with this many activations"
-        raise Wrong("over-par", None, expected, score, *level.hints, score=found)
+        raise Wrong("over-par", None, expected, score, *_orders_that_differ(schedule), *level.hints, score=found)
     return found
+
+
+def _orders_that_differ(schedule) -> list[str]:
+    """A hint where two neighbours take the micro-batches in different orders, so that one waits for the other."""
+    for rank in range(STAGES - 1):
+        for kind in ("F", "B", "I"):
+            mine, next_ones = (
+                ", ".join(str(action.microbatch) for action in schedule[at] if action.kind == kind)
+                for at in (rank, rank + 1)
+            )
+            if mine != next_ones:
+                return [
+                    f"Rank {rank} takes {kind} in the order {mine}, and rank {rank + 1} in the order {next_ones}: "
+                    "which of them waits for the other?"
+                ]
+    return []
 
 
 def _said_of(schedule) -> str:
