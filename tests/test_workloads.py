@@ -72,6 +72,9 @@ def test_ranks_share_an_evaluation(world):
     right = (guesses == one.test.labels).double().mean().item()
     assert abs(one.evaluate(one.model, world.comm)["accuracy"] - right) < 1e-12
     one = summarization.workload({**TINY, "test_articles": 3, "summary_tokens": 8})
+    assert [stories.spread(range(count), 200)[-1] for count in (200, 201, 399, 400, 1744)] == [199, 199, 397, 398, 1735]
+    assert all(len(stories.spread(range(count), 200)) == min(count, 200) for count in (7, 200, 399, 401))
+    assert stories.spread([1, 2], 0) == [1, 2]
     shown = stories.spread(one.test.stories, 3)
     assert len({story.name.split("/")[0] for story in shown}) == 3
     written = beam.summarize(one.model, one.test, [each.article for each in shown], 1)
@@ -107,6 +110,14 @@ def test_mnist_and_cifar_from_a_folder(tmp_path):
     image, label = one.train[4]
     assert image.shape == (1, 28, 28) and label == 4 and torch.equal(image[0], torch.from_numpy(pixels[4]) / 255)
     path = tmp_path / "train-images-idx3-ubyte.gz"
+    for wrong, their in ((pixels[:, :27], labels), (pixels, labels + 5)):
+        path.write_bytes(gzip.compress(idx(wrong)))
+        (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(their))
+        assert "MNIST has 28 x 28 and ten classes" in refusal(images.read_folder, str(tmp_path))
+    negative = idx(pixels).replace(struct.pack(">2i", 6, 28), struct.pack(">2i", -6, -28), 1)
+    for wrong, promise in ((negative, "-6 x -28 x 28"), (idx(pixels[:0]), "0 x 28 x 28")):
+        path.write_bytes(gzip.compress(wrong))
+        assert f"promises {promise}" in refusal(images.read_folder, str(tmp_path))
     path.write_bytes(gzip.compress(idx(pixels)[:-5]))
     assert f"{path} promises 6 x 28 x 28 = 4704 bytes and has 4699" in refusal(images.read_folder, str(tmp_path))
     path.write_bytes(gzip.compress(idx(pixels))[:-5])
@@ -168,11 +179,15 @@ def test_stories_from_a_folder_the_good_ones_around_the_broken(tmp_path):
     (train / "latin.story").write_bytes("Café\n\n@highlight\n\nCoffee".encode("latin-1"))
     (train / "rows.jsonl").write_text(f"{json.dumps(row(1))}\n{{broken\n{json.dumps({'article': 'x'})}\n")
     (train / "rows.json").write_text(json.dumps([row(2), 7]))
+    apart = "One\u2028two\u2029three\x85four."  # JSON needs no escapes for what Python takes for the ends of lines
+    line = json.dumps({"article": apart, "highlights": "all", "id": "a5"}, ensure_ascii=False)
+    (train / "unicode.jsonl").write_text(f"{line}\r\n{line}\n", encoding="utf-8-sig", newline="")
     parquet.write_table(table({k: [row(i)[k] for i in (3, 4)] for k in row(0)}), test / "rows.parquet")
     (test / "cut.parquet").write_bytes((test / "rows.parquet").read_bytes()[:-20])
     parquet.write_table(table({"text": ["a"]}), test / "other.parquet")
     learn, held, broken = stories.read_folder(str(tmp_path))
-    assert [s.name.rsplit("/", 1)[-1] for s in learn] == ["good.story", "a2", "a1"]
+    assert [s.name.rsplit("/", 1)[-1] for s in learn] == ["good.story", "a2", "a1", "a5", "a5"]
+    assert learn[3].article == learn[4].article == apart
     assert learn[0].summary == "First said. Then this." and learn[1].summary == "one 2. two."
     assert [s.name for s in held] == ["a3", "a4"]
     assert Counter(each.where.replace(str(tmp_path), "") for each in broken) == Counter(
@@ -182,8 +197,8 @@ def test_stories_from_a_folder_the_good_ones_around_the_broken(tmp_path):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         one = summarization.workload({**TINY, "data": str(tmp_path), "vocabulary": 60})
-    assert "7 broken stories beside 5 good ones were left out" in str(told[0].message)
-    assert len(one.train) == 3 and one.model(one.collate([one.train[0]])[0]).shape[2] <= 60
+    assert "7 broken stories beside 7 good ones were left out" in str(told[0].message)
+    assert len(one.train) == 5 and one.model(one.collate([one.train[0]])[0]).shape[2] <= 60
 
 
 def test_without_names_that_say_so_one_story_in_ten_is_for_the_test(tmp_path):
@@ -261,6 +276,13 @@ def test_a_word_is_the_same_token_wherever_it_stands():
     assert {"matrix", "rank"} <= set(inside) & set(outside)
     words = "Return the (i, j) entries of nx.Graph's edge_list."
     assert text.as_text(tokenizer, [*tokenizer.encode(words).ids, text.END, 9]).lower() == words.lower()
+    trained = text.train_tokenizer(["a [END] of the list", "the [END] of a"], 60)
+    for one in (tokenizer, trained):
+        for special in text.SPECIAL:
+            assert min(one.encode(f"the {special} of a list").ids) >= text.UNKNOWN, "letters are no control token"
+    found = [stories.Story("a", "An article of the list.", "The [END] of it, and more")] * 2
+    of_tokens = summarization.Summaries(found, tokenizer, 8, 32)[0][1]
+    assert of_tokens.count(text.END) == 1 and "end] of it" in text.as_text(tokenizer, of_tokens[1:])
 
 
 def test_rouge_and_what_it_is_compared_with():

@@ -64,6 +64,11 @@ def _mnist(place: Path, which: str) -> tuple[Tensor, Tensor]:
     images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(images) != len(labels):
         raise DtlibError(f"{paths[0]} has {len(images)} images, and {paths[1]} {len(labels)} labels: fetch both anew.")
+    if images.shape[1:] != (28, 28) or labels.max() > 9:
+        raise DtlibError(
+            f"{paths[0]} and {paths[1].name} have {len(images)} images of {' x '.join(map(str, images.shape[1:]))} and "
+            f"labels up to {labels.max()}: MNIST has 28 x 28 and ten classes. Fetch both anew."
+        )
     return images[:, None], labels.long()
 
 
@@ -83,7 +88,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < head:
         raise DtlibError(f"{path} is no IDX file of bytes in {dimensions} dimensions: fetch it anew.")
     shape = np.frombuffer(content, ">i4", dimensions, offset=4).tolist()
-    if len(content) != head + prod(shape):
+    if len(content) != head + prod(shape) or min(shape) < 1:
         raise DtlibError(
             f"{path} promises {' x '.join(map(str, shape))} = {prod(shape)} bytes and has {len(content) - head}: "
             "fetch it anew."

@@ -77,7 +77,7 @@ def _embedded() -> dict[str, list[Story]]:
 
 def spread(found: list[Story], count: int) -> list[Story]:
     """At most ``count`` of them, at equal distances; 0 for all."""
-    return found[:: max(1, len(found) // count)][:count] if count else found
+    return [found[at * len(found) // count] for at in range(count)] if 0 < count < len(found) else found
 
 
 def read_folder(folder: str) -> tuple[list[Story], list[Story], list[Broken]]:
@@ -128,9 +128,9 @@ def _read(path: Path) -> Iterator[Story | Broken]:
         if path.suffix == ".parquet":
             yield from _parquet(path)
         elif path.suffix == ".story":
-            yield story(str(path), path.read_text(encoding="utf-8"))
+            yield story(str(path), path.read_text(encoding="utf-8-sig"))
         else:
-            yield from _json(path, path.read_text(encoding="utf-8"))
+            yield from _json(path, path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         yield Broken(str(path), f"is not UTF-8 (byte {error.start})")
     except OSError as error:
@@ -145,7 +145,7 @@ def _json(path: Path, text: str) -> Iterator[Story | Broken]:
         except ValueError as error:
             yield Broken(str(path), f"is no JSON ({error})")
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts at U+2028, which JSON leaves as it is
         if line.strip():
             try:
                 yield _row(f"{path} line {number}", json.loads(line))

@@ -25,11 +25,17 @@ def train_tokenizer(texts, vocabulary: int) -> Tokenizer:
         limit_alphabet=200, show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    return _of_text_alone(tokenizer)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(path))
+    return _of_text_alone(Tokenizer.from_file(str(path)))
+
+
+def _of_text_alone(tokenizer: Tokenizer) -> Tokenizer:
+    """Who writes "[END]" in a text means these letters, and not the token that ends a summary."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def as_text(tokenizer: Tokenizer, tokens) -> str:
