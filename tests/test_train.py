@@ -205,10 +205,39 @@ def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
         (["audio"], "invalid choice: 'audio'"),
         (["vision", "--runtime=jax"], "invalid choice: 'jax'"),
         (["vision", "--steps=0"], "0 steps train nothing"),
+        (["vision", "--ranks=2", f"--json={tmp_path}"], "is a folder: name a file for the result"),
+        (["vision", "--ranks=2", f"--log={tmp_path}"], "Is a directory"),
     ):
         ran = run(*arguments)
         assert (ran.returncode, ran.stdout) == (2, ""), ran
         assert ran.stderr.count("\n") == 1 and words in ran.stderr, ran.stderr
+
+
+def test_a_full_disk_costs_rows_of_the_log_and_not_the_run(tmp_path):
+    """/dev/full takes nothing; a log that may not grow any more keeps the rows that found room, whole."""
+    ran = run("vision", "--ranks=2", "--steps=3", "--log=/dev/full", "--json=/dev/full")
+    assert ran.returncode == 2 and "samples per second" in ran.stdout, ran.stderr
+    assert ran.stderr.count("/dev/full cannot be written (No space left on device): rows of steps from 1 on") == 1
+    assert "dtlib train: /dev/full cannot be written (No space left on device): training is done" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@on_ranks(1)
+def test_a_log_keeps_whole_rows(world, tmp_path):
+    import resource
+    import warnings
+
+    log, limits = tmp_path / "log.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))  # bytes of a file
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            result = train("vision", config_of("vision"), log=log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(result["losses"]) == 5 and ["File too large" in str(each.message) for each in told].count(True) == 1
+    rows = log.read_text()
+    assert rows.endswith("}\n") and 0 < len(rows.splitlines()) < 5 and [*map(json.loads, rows.splitlines())]
 
 
 @pytest.mark.slow

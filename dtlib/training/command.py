@@ -51,23 +51,46 @@ def train_on_this_rank(options) -> int:
             options.workload, options.config, options.runtime, save=options.save, resume=options.resume,
             log=options.log, stage=options.stage, steps=options.steps,
         )  # fmt: skip
+        if comm.rank == 0:
+            print(_table(result), flush=True)
+        if options.json:
+            _write(options.json, result, comm)
     except DtlibError as problem:
         return _all_say(problem, ending)
-    if comm.rank == 0:
-        if options.json:
-            Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(_table(result))
     return 0
 
 
 def _check_can_be_written(path, comm) -> None:
+    """Before training, as far as can be told then."""
     from dtlib.training.run import agreed
 
     def check():
-        if comm.rank == 0 and not Path(path).absolute().parent.is_dir():
+        folder = Path(path).absolute().parent
+        if comm.rank:
+            return
+        if not folder.is_dir():
             raise DtlibError(f"{path} cannot be written, as its folder is not there: make it first.")
+        if Path(path).is_dir():
+            raise DtlibError(f"{path} is a folder: name a file for the result.")
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise DtlibError(f"{path} cannot be written, as it is not allowed: name another file.")
 
     agreed(comm, check)
+
+
+def _write(path, result: dict, comm) -> None:
+    from dtlib.training.run import agreed
+
+    def write():
+        try:
+            if comm.rank == 0:
+                Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        except OSError as problem:
+            raise DtlibError(
+                f"{path} cannot be written ({problem.strerror}): training is done, and its result is the table above."
+            ) from None
+
+    agreed(comm, write)
 
 
 def _all_say(problem: DtlibError, ending) -> int:

@@ -13,8 +13,10 @@ The section ``workload`` is for the workload's own module; ``run`` says how long
 
 import copy
 import json
+import os
 import time
-from contextlib import nullcontext
+import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -70,7 +72,7 @@ def train(
         resume: go on from the last checkpoint in ``save``, also on another number of ranks, at another stage, and on
             torch from dtlib's or the other way round (DeepSpeed: on as many, from its own); from the beginning where
             there is none yet.
-        log: a file to which each step adds a line of JSON.
+        log: a file to which each step adds a line of JSON; where it cannot, training goes on, with a warning.
         stage, steps: in place of the config's.
 
     Returns:
@@ -97,6 +99,7 @@ class _Training:
 
     def __init__(self, work, run, settings, runtime, comm, world, save, resume, log):
         self.work, self.run, self.runtime, self.comm, self.save = work, run, runtime, comm, save
+        self.rows_lost = 0  # of the log
         first = comm.rank == 0 and log
         self.log = agreed(comm, lambda: _appended(log) if first else nullcontext())
         self.stages = settings.get("pipeline", {}).get("stages") or 1
@@ -151,11 +154,27 @@ class _Training:
                 if file is not None:
                     rate = len(losses) * self.batch / seconds
                     row = {"step": step + 1, "loss": losses[-1], "seconds": seconds, "samples_per_second": rate}
-                    print(json.dumps({**row, "bytes_per_rank": held}), file=file, flush=True)
+                    self._log_row(file, {**row, "bytes_per_rank": held})
                 every = self.run.save_every or self.last
                 if self.save is not None and ((step + 1) % every == 0 or step == steps[-1]):
                     self.engine.save_checkpoint(self.save)
             return losses, time.perf_counter() - began, held
+
+    def _log_row(self, file, row: dict) -> None:
+        """As a whole line, or not at all."""
+        line, size = json.dumps(row).encode() + b"\n", os.fstat(file.fileno()).st_size
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as problem:
+            with suppress(OSError):
+                file.truncate(size)
+            if not self.rows_lost:
+                warnings.warn(
+                    f"{file.name} cannot be written ({problem.strerror}): rows of steps from {row['step']} on are "
+                    "missing there, and training goes on.", stacklevel=2,
+                )  # fmt: skip
+            self.rows_lost += 1
 
     def _step(self, batches) -> float:
         return float(self.engine.train_batch(batches, **({} if self.stages > 1 else {"loss_fn": self.work.loss_fn})))
@@ -191,7 +210,7 @@ def agreed(comm, work):
 
 
 def _appended(log):
-    return open(log, "a", encoding="utf-8")
+    return open(log, "ab", buffering=0)
 
 
 def alike(batches: list) -> list:
