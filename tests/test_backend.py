@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tomllib
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -107,8 +108,16 @@ def test_collectives_and_reductions(world):
     sparse = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (4,), check_invariants=True)
     dist.all_reduce(sparse, group=group)
     assert sparse.to_dense()[3] == 2 * size + (size == 4)
-    with pytest.raises(dist.DistBackendError, match="it would round"):
-        dist.all_reduce(bits, ReduceOp.AVG, group=group)
+    for dtype in (torch.int64, torch.int8, torch.uint8):  # a sum of them would not fit into 8 bits
+        whole = torch.tensor([100 + rank, 100 + size - rank, 6]).to(dtype)
+        if size % 2:
+            dist.all_reduce(whole, ReduceOp.AVG, group=group)
+            assert whole.tolist() == [100 + size // 2, 100 + size - size // 2, 6]
+        else:
+            before = whole.clone()
+            with pytest.raises(dist.DistBackendError, match=r"would be rounded: .*SUM"):
+                dist.all_reduce(whole, ReduceOp.AVG, group=group)
+            assert torch.equal(whole, before)
 
     with pytest.raises(dist.DistBackendError, match="complex"):
         dist.reduce(torch.ones(2, dtype=torch.complex64), 0, ReduceOp.PRODUCT, group=group)
@@ -182,6 +191,28 @@ def test_collectives_and_reductions(world):
         dist.all_reduce(b, group=group)
     together.wait()
     assert a.tolist() == [size] * 2 and b.tolist() == [2 * size] * 3
+
+
+@on_ranks(2)
+def test_what_autograd_has_saved(world):
+    """A backward pass goes on where a collective left the values, and is refused where it changed them."""
+    group = both(world)["dtlib"]
+    x = torch.ones(2, requires_grad=True)
+    for collective in (dist.broadcast, dist.reduce):
+        y = x.exp()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            collective(y.detach(), 0, group=group)
+        if (world.rank == 0) == (collective is dist.broadcast):
+            y.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+    y = x.exp()
+    with pytest.warns(UserWarning, match=r"writes into .* autograd.*clone\(\).*distributed\.nn\.functional"):
+        dist.all_reduce(y, group=group)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @on_ranks(2, 3)

@@ -13,11 +13,13 @@ from functools import partial
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from dtlib.backend.operations import Operations
+from dtlib.backend.dispatched import seen_by_torch
+from dtlib.backend.operations import Operations, warn_of_activations
 from dtlib.backend.reductions import moved
 from dtlib.backend.work import GroupError, ReceivedFromAny, joined
 
 
+@seen_by_torch
 class Group(Operations):
     """``comm`` is the communicator; ``members`` are its ranks as the world counts them, none for all of them;
     ``forget(group)`` is called at the end."""
@@ -87,6 +89,8 @@ class Group(Operations):
 
     def broadcast(self, tensors, opts=None):
         opts = opts or c10d.BroadcastOptions()
+        if tensors[0].requires_grad and self.rank() != opts.rootRank:
+            warn_of_activations(tensors[0])
         starts = [partial(self._alive().broadcast, moved(tensor), opts.rootRank) for tensor in tensors]
         return self._begin(opts, starts, tensors)
 
@@ -113,7 +117,9 @@ class Group(Operations):
 
     def allgather_coalesced(self, output_lists, inputs, opts=None):
         # Here there is a list for each rank, of tensors like all of ``inputs``.
-        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
+        opts = opts or c10d.AllgatherOptions()
+        pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
+        return self._each(opts, [partial(self._all_gather, list(outputs), input, opts) for outputs, input in pairs])
 
     def reduce_scatter_single(self, output, input, opts=None):
         opts = opts or c10d.ReduceScatterOptions()

@@ -1,5 +1,6 @@
 """What the methods of a group (group.py) share: from torch's arguments to operations of the communicator."""
 
+import warnings
 from functools import partial
 
 import torch
@@ -13,12 +14,14 @@ from dtlib.comm.link import CALLER_TAGS
 # Tags of messages that are the group's own; those below are the caller's.
 TAG_OF_EXCHANGES = CALLER_TAGS - 1
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 2
+WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Operations(dist.ProcessGroup):
     """Of a group that has a communicator ``comm``, or None at its end."""
 
     comm = None
+    _twin = None  # by which torch's dispatcher sees it (dispatched.py)
     _together = None  # works that are collected between _start_coalescing and _end_coalescing
 
     def _alive(self):
@@ -65,10 +68,34 @@ class Operations(dist.ProcessGroup):
             return self._all_reduce_sparse(tensor, opts)
         if function := bitwise(opts.reduceOp):
             return self._fold(function, tensor, tensor, opts)
+        if tensor.requires_grad:
+            warn_of_activations(tensor)
+        if tensor.dtype in WHOLE_NUMBERS and opts.reduceOp == dist.ReduceOp.AVG:
+            return self._exact_mean(tensor, opts)
         mine, by, name = self._to_reduce(tensor, opts)
         if by is not None:
             mine.mul_(by)
         return self._begin(opts, [partial(self._alive().all_reduce, mine, name)], [tensor])
+
+    def _exact_mean(self, tensor, opts):
+        """Of whole numbers, where their sum divides: all have all of them, and so all ranks refuse, or none.
+
+        Quotients and remainders are added apart, as the sum itself may not fit into the type.
+        """
+        size = self.size()
+        whole = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+        def finish():
+            each = whole.long()
+            rest = (each % size).sum(0)
+            if (rest % size).any():
+                raise GroupError(
+                    f"all_reduce(op=AVG) of {str(tensor.dtype)[6:]}: a sum does not divide by {size}, the number "
+                    "of ranks, and the mean would be rounded: use op=SUM and divide, or pass tensor.float()."
+                )
+            tensor.detach().copy_(each.div(size, rounding_mode="floor").sum(0) + rest // size)
+
+        return self._begin(opts, [partial(self._alive().all_gather, whole, tensor.detach())], [tensor], finish)
 
     def _to_reduce(self, tensor, opts):
         """What travels, what it is multiplied by before, or None, and the communicator's name of the reduction."""
@@ -188,3 +215,13 @@ class Operations(dist.ProcessGroup):
                 f"{self.size()} tensors of the shape {tuple(like.shape)} are wanted, one for each rank, and the list "
                 f"has {shapes}."
             )
+
+
+def warn_of_activations(tensor) -> None:
+    if tensor.grad_fn is not None and torch.is_grad_enabled():
+        warnings.warn(
+            "This collective writes into a tensor in the graph of autograd, which does not know it: gradients do not "
+            "pass through, and backward() is refused where it needs the old values. Pass tensor.detach().clone(), or "
+            "call torch.distributed.nn.functional, whose collectives have gradients.",
+            stacklevel=2,
+        )

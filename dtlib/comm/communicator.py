@@ -62,7 +62,8 @@ class Communicator(Runner):
         self._check_rank(root, "broadcast", "root")
         content = payload(tensor, "broadcast", writes=self.rank != root)
         flat = content.flat
-        return self._collective("broadcast", tensor, (flat, root), content.store, async_op, algorithm, flat, peer=root)
+        finish = content.store if self.rank != root else lambda: tensor  # whose values autograd may still need
+        return self._collective("broadcast", tensor, (flat, root), finish, async_op, algorithm, flat, peer=root)
 
     def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""

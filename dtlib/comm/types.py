@@ -89,10 +89,18 @@ def host_memory(tensor, name: str, operation: str) -> np.ndarray:
 
             tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)
         return tensor.numpy()
-    except (RuntimeError, TypeError) as error:  # sparse, or a lazy negation
-        raise CommunicationError(
-            f"{operation} needs a plain dense tensor ({error}): pass tensor.to_dense().resolve_neg()."
-        ) from None
+    except (RuntimeError, TypeError):
+        raise CommunicationError(f"{operation} needs a plain dense tensor, and {_what_it_is(tensor)}.") from None
+
+
+def _what_it_is(tensor) -> str:
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"this is a wrapper, {type(tensor).__name__}: pass the one inside, as to_local() gives it of a DTensor"
+    if tensor.layout != torch.strided:
+        return f"this one is {str(tensor.layout)[6:]}: pass tensor.to_dense()"
+    return "this one is negated or conjugated when it is read: pass tensor.resolve_neg().resolve_conj()"
 
 
 def combiner(tensor, op: str, operation: str):
