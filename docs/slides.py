@@ -1,22 +1,22 @@
-"""One deck a lesson: ``make slides`` writes notebooks/slides/NN_*.html from the solved lectures, with their figures.
+"""One deck a lesson: ``make slides`` writes notebooks/slides/NN_*.html from docs/decks and the lectures' figures.
 
-A deck is one file that needs no network: arrow keys, space, Home and End turn its slides, a click too; printed, each is
-a page. What becomes a slide is a rule, so that a lecture that changes changes its deck:
+A deck is one file that needs no network: arrow keys, space, Home and End turn its slides, a click too; ``n`` shows what
+to say; printed, each slide is a page. Its source, docs/decks/NN_*.md, is Markdown with a heading for each slide. Text,
+lists, tables and code stand there as they are shown; what the lecture computed is taken from its stored outputs:
 
-    title          the lecture's title and its questions
-    ## heading     its first sentences, and the section's first figure, or else its first short code
-                   (or, where it has neither, what it has predicted, or the first column of its table)
-    more figures   of a section, each with the sentence before it, as long as there is room
-    summary        its points
+    {figure: words}     the lecture's first figure with these words in its alternative text; "words #2" is the second
+    {table: words}      its first table with these words
+    {asks: name}        the slide puts this prediction to the room: its answer may stand on later slides only
+    Say: ...            to the end of the slide: what the speaker says
 
-git ignores the decks, as they hold nothing that the stored notebooks do not hold: they cannot be old.
+git ignores the decks themselves, as they hold nothing that sources and stored notebooks do not hold.
 """
 
 import re
 import shutil
 import sys
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, field
+from html import escape, unescape
 from pathlib import Path
 
 import mistune
@@ -26,14 +26,12 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "docs" / "decks"
 FOLDER = ROOT / "notebooks" / "slides"
-SLIDES, WORDS, LINES = 12, 40, 12  # the most of a deck; the most of a slide
-NOT_SHOWN = ("References", "Summary", "If something goes wrong")
-_IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg[^>]*>')
-_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-# What a room cannot learn from: imports, files, and cells that only ask for something to be shown.
-_ADMINISTRATION = re.compile(r"\bimport\b|\bopen\(|\bpublished\(|\blab\.table\(|^(%%px\n)?(\w+ = )?[\w.]+\([^\n]*\)$")
+SLIDES, WORDS, LINES = 12, 40, 12  # the most of a deck; the most of a slide, beside tables and code
+_IMAGE = re.compile(r'<img alt="([^"]*)" src="data:image/svg[^>]*>')
+_TABLE = re.compile(r"<table>.*?</table>", re.S)
+_BLOCK = re.compile(r"^\{(figure|table|asks): ([^}\n]+)\}$|^```(\w+)\n(.*?)^```$|((?:^\|[^\n]*\n?)+)", re.M | re.S)
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title><style>
 body {{ margin: 0; background: #ddd; font: 32px/1.35 "DejaVu Sans", Verdana, sans-serif; color: #111 }}
@@ -41,19 +39,24 @@ section {{ box-sizing: border-box; width: 1280px; height: 720px; padding: 44px 6
   background: white; overflow: hidden; position: relative; display: flex; flex-direction: column; gap: 18px }}
 .turned section {{ display: none; position: absolute; left: 0; top: 0; margin: 0; transform-origin: 0 0 }}
 .turned section.here {{ display: flex }}
-h1, h2, p, ul, pre, figure {{ margin: 0 }}
+h1, h2, p, ul, ol, pre, figure {{ margin: 0 }} p + p, ul + p, p + ul {{ margin-top: 0 }}
 h1 {{ font-size: 60px; margin-top: 90px }} h2 {{ font-size: 42px; color: #0072B2 }}
-section:not(:has(figure, pre)) {{ font-size: 40px }}
+section:not(:has(figure, pre, .table)) {{ font-size: 40px }}
 ul {{ padding-left: 1.1em }} li {{ margin-bottom: 8px }}
 code {{ font: 0.9em "DejaVu Sans Mono", Menlo, Consolas, monospace }}
 pre {{ line-height: 1.35; font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; border-left: 6px solid #0072B2;
   padding-left: 18px }}
 figure {{ flex: 1; min-height: 0; display: flex }}
 figure img {{ flex: 1; min-width: 0; object-fit: contain }}
+table {{ border-collapse: collapse; font-size: 1em }}
+td, th {{ padding: 0.15em 0.7em; border-bottom: 1px solid #bbb; text-align: left; vertical-align: top; color: #111 }}
+aside {{ display: none; position: absolute; left: 0; right: 0; bottom: 0; padding: 18px 60px 34px; background: #fff8e0;
+  border-top: 4px solid #E69F00; font-size: 24px; line-height: 1.4 }}
+.notes aside {{ display: block }}
 footer {{ position: absolute; right: 30px; bottom: 10px; font-size: 18px; color: #555 }}
 @page {{ size: 1280px 720px; margin: 0 }}
-@media print {{ .turned section {{ display: flex; position: relative; transform: none !important;
-  break-after: page }} }}
+@media print {{ aside {{ display: none !important }}
+  .turned section {{ display: flex; position: relative; transform: none !important; break-after: page }} }}
 </style><body>
 {slides}
 <script>
@@ -71,6 +74,7 @@ function show(number) {{
 const steps = {{ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1,
                Home: -slides.length, End: slides.length}};
 addEventListener("keydown", event => {{
+  if (event.key == "n") document.body.classList.toggle("notes");
   if (steps[event.key]) {{ event.preventDefault(); show(at + steps[event.key]); }}
 }});
 addEventListener("click", event => show(at + (event.clientX < innerWidth / 3 ? -1 : 1)));
@@ -82,129 +86,109 @@ show(at);
 
 
 @dataclass
-class Slide:
-    """``text`` is Markdown. ``rank`` says what goes first where a deck would be too long: the highest."""
+class Block:
+    """``kind`` is "text", "figure", "table" or "code"; ``text`` is what one reads in it, ``html`` what is shown."""
 
+    kind: str
+    text: str
+    html: str
+
+
+@dataclass
+class Slide:
     title: str
-    text: str = ""
-    code: str = ""
-    language: str = "python"
-    figure: str = ""  # an <img> with its own data
-    rank: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    asks: list[str] = field(default_factory=list)  # names of predictions
+    says: str = ""
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(block.text for block in self.blocks if block.kind == "text")
 
     @property
     def words(self) -> int:
-        """What a room has to read beside figure and code."""
+        """What a room has to read beside figures, tables and code."""
         return len(re.findall(r"\w[\w'.,%-]*", f"{self.title} {self.text}"))
 
-
-def deck(book) -> list[Slide]:
-    """The slides of an executed lecture, in its order."""
-    sections = _sections(book)
-    opening = sections[0][1][0].source
-    questions = re.search(r"\*\*Questions\.\*\*(.*?)(?:\n\n|\Z)", opening, re.S)
-    asked = re.findall(r"[^?]+\?", " ".join(questions[1].split())) if questions else []
-    first = _that_fit(re.search(r"^# (.+)$", opening, re.M)[1], [question.strip() for question in asked])[0]
-    slides = [
-        slide for title, cells in sections if title not in (None, *NOT_SHOWN) for slide in _of_section(title, cells)
-    ]
-    summary = next((_points(cells) for title, cells in sections if title == "Summary"), [])
-    last = _that_fit("Summary", summary)
-    kept = sorted(slides, key=lambda slide: slide.rank)[: SLIDES - 1 - len(last)]
-    return [first, *(slide for slide in slides if any(slide is other for other in kept)), *last]
+    @property
+    def shown(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind != "text"]
 
 
-def _sections(book) -> list[tuple[str | None, list]]:
-    """(heading, its cells); before the first one the heading is None. A cell with several headings is several."""
-    found = [(None, [])]
-    for cell in book.cells:
-        if cell.cell_type != "markdown":
-            found[-1][1].append(cell)
-            continue
-        begun, *others = re.split(r"^## ", cell.source, flags=re.M)
-        if begun.strip():
-            found[-1][1].append(nbformat.v4.new_markdown_cell(begun))
-        for other in others:
-            title, _, rest = other.partition("\n")
-            found.append((title.strip(), [nbformat.v4.new_markdown_cell(rest)]))
-    return found
+def deck(source: Path) -> list[Slide]:
+    """The slides of a deck's source, in its order, filled from the solved lecture of the same name."""
+    outputs = _outputs(lecture(source))
+    _, *parts = re.split(r"^##? ", source.read_text(encoding="utf-8"), flags=re.M)
+    return [_slide(part, outputs, source.name) for part in parts]
 
 
-def _of_section(title: str, cells: list) -> list[Slide]:
-    prose, codes, figures, question, named = [], [], [], "", []
-    for cell in cells:
-        if cell.cell_type == "markdown":
-            codes += [(code, language) for language, code in _FENCE.findall(cell.source) if _is_short(code)]
-            for paragraph in re.split(r"\n\s*\n", _FENCE.sub("", cell.source).strip()):
-                if "**Predict" in paragraph:
-                    question = question or paragraph[paragraph.index("**Predict") :].replace("Replace `None`.", "")
-                elif paragraph.startswith("|"):
-                    named = named or re.findall(r"^\| ?(\w[^|:(]*\w)[^|]*\|", paragraph, re.M)[1:]
-                elif re.match(r"[A-Za-z`*\"\d]", paragraph) and not paragraph.startswith(("**Your turn", "**Discuss")):
-                    prose.append(paragraph)
+def lecture(source: Path):
+    return nbformat.read(ROOT / "notebooks" / "solutions" / f"{source.stem}.ipynb", as_version=4)
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.md"))
+
+
+def _outputs(book) -> list[tuple[str, str]]:
+    """(HTML, text) of each output that has both."""
+    found = [output.get("data", {}) for cell in book.cells for output in cell.get("outputs", [])]
+    return [(data["text/html"], data.get("text/plain", "")) for data in found if "text/html" in data]
+
+
+def _slide(part: str, outputs: list, name: str) -> Slide:
+    title, _, rest = part.partition("\n")
+    rest, _, says = rest.partition("\nSay: ")
+    slide, at = Slide(title.strip(), says=" ".join(says.split())), 0
+    for match in _BLOCK.finditer(rest):
+        _add_text(slide, rest[at : match.start()])
+        at, (what, words, language, code, table) = match.end(), match.groups()
+        if what == "asks":
+            slide.asks += words.split(", ")
+        elif what:
+            slide.blocks.append(_of_lecture(what, words, outputs, f"{name}, {slide.title!r}"))
+        elif code:
+            slide.blocks.append(Block("code", code, _coloured(code, language)))
         else:
-            code = re.sub(r"^# ?(?=%)", "", cell.source)
-            is_answer = "solution" in cell.metadata.get("tags", [])
-            if _is_short(code) and not is_answer and not _ADMINISTRATION.search(code):
-                codes.append((code, "python"))
-            for output in cell.outputs:
-                image = _IMAGE.search(output.get("data", {}).get("text/html", ""))
-                if image:
-                    figures.append((image[0], prose[-1] if prose else ""))
-    text = _sentences(title, prose)
-    if figures:
-        (figure, _), *others = figures
-        slide = Slide(title, text, figure=figure)
-    elif codes:
-        (code, language), others = codes[0], []
-        slide = Slide(title, text, code.strip("\n"), language, rank=1)
-    else:
-        below = _sentences(f"{title} {text}", [question]) or _that_fit(f"{title} {text}", named)[:1]
-        below = below if isinstance(below, str) else "".join(slide.text for slide in below)
-        slide, others = Slide(title, "\n\n".join(filter(None, (text, below))), rank=2), []
-    more = [Slide(title, _sentences(title, [before]), figure=figure, rank=3) for figure, before in others]
-    for other in more:
-        other.text = "" if other.text == text else other.text
-    return [slide, *more] if slide.text or slide.figure or slide.code else more
+            slide.blocks.append(Block("table", table, _sized(mistune.create_markdown(plugins=["table"])(table))))
+    _add_text(slide, rest[at:])
+    return slide
 
 
-def _is_short(code: str) -> bool:
-    return len(code.strip("\n").splitlines()) <= LINES
+def _add_text(slide: Slide, text: str) -> None:
+    if text.strip():
+        slide.blocks.append(Block("text", text.strip(), mistune.html(text)))
 
 
-def _sentences(title: str, paragraphs: list[str]) -> str:
-    """The first whole sentences that fit beside a title; of the first paragraph that has one."""
-    for paragraph in paragraphs:
-        kept = ""
-        for sentence in _split(paragraph):
-            longer = f"{kept} {sentence}".strip()
-            if Slide(title, longer).words > WORDS:
-                break
-            kept = longer
-        if kept:
-            return re.sub(r":$", ".", kept)
-    return ""
+def _of_lecture(what: str, words: str, outputs: list, where: str) -> Block:
+    words, _, number = words.partition(" #")
+    left = int(number or 1)
+    for html, text in outputs:
+        image, table = _IMAGE.search(html), _TABLE.search(html)
+        found = image and unescape(image[1]) if what == "figure" else table and unescape(re.sub(r"<[^>]+>", " ", html))
+        left -= words in (found or "")
+        if left:
+            continue
+        if what == "figure":
+            return Block("figure", f"{image[1]} {text}", f"<figure>{image[0]}</figure>")
+        return Block("table", text, _sized(table[0]))
+    raise SystemExit(f"{where}: the lecture has no {what} with the words {words!r}.")
 
 
-def _split(paragraph: str) -> list[str]:
-    """Its sentences, without links."""
-    return re.split(r"(?<=[.?!])\s+(?=[\"`*A-Z\d])", " ".join(_LINK.sub(r"\1", paragraph).split()))
+def _coloured(code: str, language: str) -> str:
+    lines = code.splitlines()
+    size = min(28, int(1120 / (0.61 * max(map(len, lines)))), int(430 / (1.35 * len(lines))))
+    style = HtmlFormatter(noclasses=True, nowrap=True)
+    return f'<pre style="font-size:{size}px">{highlight(code, get_lexer_by_name(language), style)}</pre>'
 
 
-def _points(cells: list) -> list[str]:
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    found = re.findall(r"^- (.+(?:\n  .+)*)", text, re.M)
-    return [_split(point)[0] for point in found]
-
-
-def _that_fit(title: str, points: list[str]) -> list[Slide]:
-    """A list over two slides at most."""
-    slides = []
-    for point in filter(None, points):
-        if not slides or Slide(title, "\n".join([slides[-1].text, f"- {point}"])).words > WORDS:
-            slides.append(Slide(title))
-        slides[-1].text += f"- {point}\n"
-    return slides[:2]
+def _sized(table: str) -> str:
+    """As large as it fits: by its widest cells, and by its rows."""
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S) for row in re.split(r"</tr>", table)]
+    rows = [[len(unescape(re.sub(r"<[^>]+>", "", cell))) + 3 for cell in row] for row in rows if row]
+    wide = sum(max(row[at] for row in rows if at < len(row)) for at in range(max(map(len, rows))))
+    size = max(20, min(30, int(1160 / (0.6 * wide)), int(430 / (1.75 * len(rows)))))
+    return f'<div class="table" style="font-size:{size}px">{table}</div>'
 
 
 def as_page(slides: list[Slide]) -> str:
@@ -212,22 +196,13 @@ def as_page(slides: list[Slide]) -> str:
     sections = []
     for number, slide in enumerate(slides, 1):
         heading = "h1" if number == 1 else "h2"
-        parts = [f"<{heading}>{escape(slide.title)}</{heading}>", mistune.html(slide.text), slide.figure]
-        parts[2] = slide.figure and f"<figure>{slide.figure}</figure>"
-        if slide.code:
-            widest = max(map(len, slide.code.splitlines()))
-            size = min(26, int(1120 / (0.61 * widest)))
-            style = HtmlFormatter(noclasses=True, nowrap=True)
-            coloured = highlight(slide.code, get_lexer_by_name(slide.language), style)
-            parts.append(f'<pre style="font-size:{size}px">{coloured}</pre>')
-        sections.append(f"<section>{''.join(parts)}<footer>{number} / {len(slides)}</footer></section>")
+        shown = "".join(block.html for block in slide.blocks)
+        notes = f"<aside>{escape(slide.says)}</aside>" if slide.says else ""
+        sections.append(
+            f"<section><{heading}>{mistune.html(slide.title)[3:-5]}</{heading}>{shown}{notes}"
+            f"<footer>{number} / {len(slides)}</footer></section>"
+        )
     return PAGE.format(title=escape(slides[0].title), slides="\n".join(sections))
-
-
-def lectures() -> list[Path]:
-    """The solved lectures."""
-    found = sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb"))
-    return [path for path in found if not path.stem.endswith("_exercises")]
 
 
 def write(folder: Path) -> list[Path]:
@@ -235,9 +210,9 @@ def write(folder: Path) -> list[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     written = []
-    for path in lectures():
-        written.append(folder / f"{path.stem}.html")
-        written[-1].write_text(as_page(deck(nbformat.read(path, as_version=4))), encoding="utf-8")
+    for source in sources():
+        written.append(folder / f"{source.stem}.html")
+        written[-1].write_text(as_page(deck(source)), encoding="utf-8")
     return written
 
 

@@ -1,60 +1,147 @@
-"""The decks of ``make slides``: short, without a network, nothing given away, and nothing that overflows a screen."""
+"""The decks of ``make slides``: short and whole, no answer before its question, no network, nothing that overflows."""
 
+import ast
 import re
+import tomllib
 
-import nbformat
 import pytest
 
 from docs import slides
 from tests.conftest import ROOT
 from tests.test_browser import browser, page  # noqa: F401
 
-LECTURES = slides.lectures()
+SOURCES = slides.sources()
+DECKS = {source.stem: slides.deck(source) for source in SOURCES}
+OF_EACH = pytest.mark.parametrize("name", DECKS)
+POINTS = r"(?i)\b(here (is|are|it is|they are)|below|(this|the) (table|figure|picture|bars))\b"
 
 
-@pytest.mark.parametrize("lecture", LECTURES, ids=lambda path: path.stem)
-def test_a_deck_is_short_and_gives_no_answer_away(lecture):
-    book = nbformat.read(lecture, as_version=4)
-    deck = slides.deck(book)
+def missing(slide):
+    """Why what is written on a slide does not stand on it; or None."""
+    for block, after in zip(slide.blocks, [*slide.blocks[1:], None], strict=False):
+        if block.kind == "text" and block.text.endswith(":") and (after is None or after.kind == "text"):
+            return f"nothing follows {block.text[-40:]!r}"
+    if not slide.blocks:
+        return "it is empty"
+    if re.search(POINTS, slide.text) and not slide.shown:
+        return "it points at something that is not shown"
+
+
+def answers(book):
+    """Name of a prediction -> the words and numbers of its true value, without those that say little."""
+    found = {}
+    for cell in book.cells:
+        if cell.cell_type == "code" and "lab.predict(" in cell.source:
+            for call in (node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)):
+                name, value = map(ast.literal_eval, call.args) if len(call.args) == 2 else (None, None)
+                if name:
+                    values = list(value.values()) if isinstance(value, dict) else [value]
+                    found[name] = [f"{v:,}" if isinstance(v, int) else str(v) for v in values]
+    return found
+
+
+def given_away(deck, values):
+    """(title of a slide, answer) of each answer that stands on the slide that asks for it, or on one before."""
+    found = []
+    for at, slide in enumerate(deck):
+        for value in (value for name in slide.asks for value in values[name]):
+            if re.fullmatch(r"[\d,.]{2,}", value):  # one digit, or a word, says little
+                seen = [block.text for before in deck[: at + 1] for block in before.blocks]
+                seen = [text for text in seen if text != slide.blocks[-1].text]  # the question has its own numbers
+                if re.search(rf"(?<![\d.,]){re.escape(value)}(?![\d%]|[.,]\d)", " ".join(seen)):
+                    found.append((slide.title, value))
+    return found
+
+
+def asks_too_late(slide):
+    """A slide that puts a question puts it last: what stands below a question answers it."""
+    kinds = [(block.kind, "?" in block.text) for block in slide.blocks]
+    asked = next((at for at, (kind, asks) in enumerate(kinds) if kind == "text" and asks), None)
+    return asked is not None and (asked + 1 < len(kinds) or not slide.blocks[asked].text.rstrip("`").endswith("?"))
+
+
+def test_there_is_a_deck_for_each_lecture():
+    solved = (ROOT / "notebooks" / "solutions").glob("*.ipynb")
+    assert list(DECKS) == sorted(path.stem for path in solved if not path.stem.endswith("_exercises"))
+
+
+@OF_EACH
+def test_a_deck_is_short_and_whole(name):
+    deck = DECKS[name]
     assert 4 <= len(deck) <= slides.SLIDES
     assert [slide.title for slide in deck if slide.words > slides.WORDS] == []
-    assert [slide.title for slide in deck if len(slide.code.splitlines()) > slides.LINES] == []
-    assert all(slide.text or slide.figure or slide.code for slide in deck)
-    assert deck[0].text and deck[-1].title == "Summary" and "](" not in "".join(slide.text for slide in deck)
-    answers = {cell.source for cell in book.cells if "solution" in cell.metadata.get("tags", [])}
-    assert answers.isdisjoint(slide.code for slide in deck) and not any("lab.predict" in slide.code for slide in deck)
-    figures = re.findall(r'<img alt="', str(book.cells)) and [slide for slide in deck if slide.figure]
-    assert figures != [], "a lecture with figures has one on its slides"
+    assert [
+        block.text
+        for slide in deck
+        for block in slide.blocks
+        if len(block.text.splitlines()) > slides.LINES and block.kind == "code"
+    ] == []
+    assert {slide.title: missing(slide) for slide in deck if missing(slide)} == {}
+    assert deck[0].title[:2] == name[:2] and deck[-1].title == "Summary" and "](" not in str(deck)
+    assert any(block.kind == "figure" for slide in deck for block in slide.blocks)
 
 
-def test_lesson_01_is_the_talk_and_has_a_slide_on_r():
-    deck = slides.deck(nbformat.read(next(p for p in LECTURES if p.stem.startswith("01")), as_version=4))
-    (in_r,) = [slide for slide in deck if slide.language == "r"]
-    program = (ROOT / "notebooks" / "pi.R").read_text()
-    lines = [line.strip() for line in in_r.code.splitlines() if not line.startswith("#")]
-    assert len(lines) >= 5 and all(line in program for line in lines)
-    assert len(deck) == slides.SLIDES, "twelve minutes, one a slide"
+@OF_EACH
+def test_no_answer_stands_before_its_question(name):
+    deck, values = DECKS[name], answers(slides.lecture(ROOT / "docs" / "decks" / f"{name}.md"))
+    assert [slide.title for slide in deck if "**Predict" in slide.text and not slide.asks] == []
+    assert {ask for slide in deck for ask in slide.asks} <= set(values)
+    assert given_away(deck, values) == []
+    assert [slide.title for slide in deck[1:] if asks_too_late(slide)] == []
 
 
-def test_sentences_are_whole_and_the_longest_decks_leave_out_the_least_telling():
-    long = " ".join(["word"] * 50)
-    assert slides._sentences("Title", [f"{long}.", "A [link](there.md) is read. Next!"]) == "A link is read. Next!"
-    cells = [nbformat.v4.new_markdown_cell("# 99 Much\n\n**Questions.** One? Two?")]
-    figure = {"text/html": '<img alt="a" src="data:image/svg+xml,x">'}
-    for number in range(20):
-        cells.append(nbformat.v4.new_markdown_cell(f"## Part {number}\n\nSaid."))
-        output = nbformat.v4.new_output("display_data", figure if number % 2 else {})
-        cells.append(nbformat.v4.new_code_cell("x = 1\ny = 2", outputs=[output]))
-    cells.append(nbformat.v4.new_markdown_cell("## Summary\n\n- All.\n\n## References\n\n- None."))
-    deck = slides.deck(nbformat.v4.new_notebook(cells=cells))
-    assert len(deck) == slides.SLIDES and [slide.title for slide in deck if slide.figure] == [
-        f"Part {number}" for number in range(1, 20, 2)
+@OF_EACH
+def test_code_on_a_slide_is_code_of_the_lecture(name):
+    book = slides.lecture(ROOT / "docs" / "decks" / f"{name}.md")
+    cells = [
+        cell.source + str(cell.get("outputs", ""))
+        for cell in book.cells
+        if "solution" not in cell.metadata.get("tags", [])
     ]
+    others = [*(ROOT / "dtlib").rglob("*.py"), *(ROOT / "notebooks").glob("*.[Rp]*")]
+    known = " ".join([*cells, *(path.read_text() for path in others)])
+    known = re.sub(r"\s+", " ", known.replace("\\n", " ").replace("\\'", "'"))
+    lines = [
+        line
+        for slide in DECKS[name]
+        for block in slide.blocks
+        if block.kind == "code"
+        for line in block.text.splitlines()
+    ]
+    assert [line for line in lines if " ".join(line.split()) not in known] == []
+
+
+def test_a_slide_that_misses_something_or_answers_too_early_is_refused():
+    def slide(text, *blocks, asks=()):
+        return slides.Slide("Title", [slides.Block("text", text, ""), *blocks], list(asks))
+
+    figure = slides.Block("figure", "bars: 35 of them", "")
+    assert (
+        missing(slide("Here is the published table.")) and missing(slide("We measure:")) and missing(slides.Slide("A"))
+    )
+    assert not missing(slide("We measure:", figure)) and not missing(slide("Here is the table.", figure))
+    assert asks_too_late(slide("How many?", figure)) and asks_too_late(slide("How many? It is 35."))
+    assert not asks_too_late(slide("**Predict.** How many?"))
+    values = {"how-many": ["35"]}
+    assert given_away([slide("It is 35."), slide("How many?", asks=["how-many"])], values) == [("Title", "35")]
+    assert given_away([slides.Slide("A", [figure, *slide("How many?").blocks], ["how-many"])], values)
+    assert not given_away([slide("135, 35.5", asks=["how-many"]), slide("It is 35.")], values)
+
+
+def test_lesson_01_is_a_talk_that_fits_the_minutes_of_both_tracks():
+    deck = DECKS["01_why_distribute"]
+    assert all(slide.says for slide in deck), "every slide has what is said"
+    (in_r,) = [block for slide in deck for block in slide.blocks if "Rmpi" in block.text]
+    assert len(in_r.text.splitlines()) >= 5
+    minutes = sum(len(slide.says.split()) for slide in deck) / 130 + 0.4 * sum("?" in slide.text for slide in deck[1:])
+    for track in ("two-hours", "half-day"):
+        sheet = ROOT / "notebooks" / "source" / "tracks" / track / "run_sheet.toml"
+        assert minutes <= tomllib.loads(sheet.read_text())["row"][0]["minutes"], minutes
 
 
 def test_decks_need_no_network_and_no_other_file(tmp_path):
     written = slides.write(tmp_path / "slides")
-    assert [path.stem for path in written] == [path.stem for path in LECTURES]
+    assert [path.stem for path in written] == list(DECKS)
     links = re.compile(r'(?:src|href)="(?!data:|#)')
     assert not [path.name for path in written if links.search(path.read_text())]
 
