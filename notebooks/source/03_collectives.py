@@ -343,7 +343,7 @@ for count in (1000, 100_000, 200_000):
         name = {2: "recursive doubling", 6: "ring"}[messages]
         print(f"{tensor.nbytes:>7,} bytes: {messages} messages from each rank, {name}")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## What a hang is
 #
 # Ranks wait for one another. If one does not come, the others wait forever; nothing breaks, nothing is printed. There
@@ -351,7 +351,7 @@ for count in (1000, 100_000, 200_000):
 #
 # **One: a rank that does not come.** Who, according to the sentence, and where was it last?
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from dtlib.lab.lessons.l03.judge_hangs import tells_how_it_ended
 
@@ -374,12 +374,12 @@ with tells_how_it_ended():
 comm = dtlib.reset().comm
 print(comm.all_reduce(torch.tensor(1)))
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # **Two: ranks that disagree.** All come, but not to the same operation. In a notebook, ranks compare what they call
 # before each collective, so the error comes at once. Without that, an all-reduce would meet a broadcast: a hang, or
 # worse, a wrong sum. (`dtlib.reset()` comes first: it gives a clean communicator after an interrupted operation.)
 
-# %% tags=["half-day"]
+# %%
 # %%px
 comm = dtlib.reset().comm
 with tells_how_it_ended():

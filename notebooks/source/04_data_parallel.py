@@ -161,7 +161,7 @@ assert min(gaps.values()) < 1e-12
 # So a forgotten division is a learning rate N times too large. The net may still train, but worse with every rank that
 # is added.
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## The parameter server
 #
 # The first large systems kept the weights on a *server* (DistBelief, 2012). Workers pull them, compute a gradient from
@@ -170,13 +170,13 @@ assert min(gaps.values()) < 1e-12
 # **Predict.** The weights have P bytes, and so have the gradients. How many bytes does rank 0 *send* in one step? How many
 # does it *receive*?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("bytes-of-the-server", {"sent": None, "received": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("bytes-of-the-server", {"sent": 115_440, "received": 115_440})
 
-# %% tags=["half-day"]
+# %%
 # %%px
 from torch.nn.utils import vector_to_parameters
 
@@ -210,11 +210,11 @@ losses = train(control, mine=slice(None), momentum=0, steps=5)
 vector_to_parameters(weights, net.parameters())
 assert world.rank > 0 or distance(net, control) < 1e-12  # the server has what one process has
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # A worker sends its gradient once; the server sends and receives for all. Without a server every rank has the weights,
 # and a ring all-reduce sums the gradients. Who is busiest?
 
-# %% tags=["half-day"]
+# %%
 sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
 sent_by = zip(range(4), sent_with_server, sent_with_ring, strict=True)
 lab.table(sent_by, ("rank", "sent, server", "sent, ring"))

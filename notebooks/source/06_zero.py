@@ -547,7 +547,8 @@ rows = [
 lab.table(rows, ("", "GiB on 64 ranks", "fits 24 GiB from so many ranks"), align="lrr")
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Now for real. `runtime="torch"` runs the same config on torch's own classes, here FSDP2 (*fully sharded data
+# Now for real. A *config* says how to train, in the keys of DeepSpeed, Microsoft's library: `train_batch_size` counts all
+# ranks, `stage` is ZeRO's. `runtime="torch"` runs the same one on torch's own classes, here FSDP2 (*fully sharded data
 # parallel*).
 
 # %% tags=["two-hours", "half-day"]

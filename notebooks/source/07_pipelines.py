@@ -102,14 +102,15 @@ assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The pattern is the simulated one. The extra time is overhead.
-#
+
+# %% [markdown] tags=["half-day"]
 # ## The engine
 #
 # Now real training. A `LayerSpec` describes a layer that is built later, on the rank that gets it; `PipelineModule`
 # cuts the list into stages. The names are those of DeepSpeed, Microsoft's training library. With fewer stages than
 # ranks, several pipelines run side by side, each on its slice of the batch.
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 # %%px
 from dtlib.pipe import LayerSpec, PipelineModule  # DeepSpeed's is deepspeed.pipe
 
@@ -136,7 +137,7 @@ for stages in (1, 2, 4):
     print(f"{stages} stages: layers {' '.join(net.layers)}; last loss {losses[stages][-1]:.10f}")
     assert max(abs(a - b) for a, b in zip(losses[stages], losses[1], strict=True)) < 1e-12
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # One stage on four ranks is data parallelism. All losses agree to 1e-12: **a pipeline does not change the
 # mathematics.**
 
@@ -265,24 +266,24 @@ for name, ranks in orders.items():
 # %%
 lab.read_end(plain)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Memory: 1F1B
 #
 # GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (D. Narayanan et
 # al.) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
 # for 4 ranks and 8 micro-batches: of how many micro-batches does rank 0 hold activations at most? And rank 3?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("held-with-1f1b", {"rank 0": None, "rank 3": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("held-with-1f1b", {"rank 0": 4, "rank 3": 1})
 
-# %% tags=["half-day"]
+# %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # The bubble is the same. The memory is not.
 
 # %%
@@ -342,7 +343,7 @@ rows = [(row["experiment"], *(row[column] for column in columns)) for row in tab
 title = "GPipe, table 1; memory over all accelerators"
 lab.table(rows, ("", *columns.values()), title, align="lrrr")
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # ## Other orders
 #
 # - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v small stages that are not neighbours, so a
@@ -350,20 +351,20 @@ lab.table(rows, ("", *columns.values()), title, align="lrrr")
 # - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
 #   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
 
-# %% tags=["half-day"]
+# %%
 four = {name: explorer.simulate(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
 figures.picture(four)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # **Predict:** which of the four has the smallest bubble, and which holds the most activations on rank 0?
 
-# %% tags=["half-day", "stub"]
+# %% tags=["stub"]
 lab.predict("of-four-schedules", {"smallest bubble": None, "most held": None})
 
-# %% tags=["half-day", "solution"]
+# %% tags=["solution"]
 lab.predict("of-four-schedules", {"smallest bubble": "ZB-H1", "most held": "GPipe"})
 
-# %% tags=["half-day"]
+# %%
 rows, weights = [], {}
 for name, found in four.items():
     order = explorer.ORDERS[name]

@@ -64,7 +64,7 @@ F0-7 B0-7
 # %% tags=["two-hours", "half-day"]
 lab.check("schedule-puzzle")
 
-# %% [markdown]
+# %% [markdown] tags=["two-hours", "half-day"]
 # This is GPipe. Why can no order be faster? The last rank has nothing to do before the first micro-batch has passed three stages. Then it
 # is busy for 8 times F and B. After that the last micro-batch has three more backward passes to go: 3 + 24 + 6.
 #
@@ -72,7 +72,7 @@ lab.check("schedule-puzzle")
 #
 # The same par, with half the memory.
 
-# %% tags=["stub"]
+# %% tags=["two-hours", "half-day", "stub"]
 puzzle_2 = """
 F0-3 B0
 F0
@@ -80,7 +80,7 @@ F0
 F0
 """
 
-# %% tags=["solution"]
+# %% tags=["two-hours", "half-day", "solution"]
 puzzle_2 = """
 F0-3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
 F0-2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
@@ -88,7 +88,7 @@ F0-1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
 F0   B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 """
 
-# %%
+# %% tags=["two-hours", "half-day"]
 lab.check("schedule-puzzle-2")
 
 # %% [markdown]

@@ -34,7 +34,7 @@ from torch import nn
 world = dtlib.init()
 comm = world.comm
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # ## One config
 #
 # A config says everything about a run: which model and data (`workload`), how long (`run`), and the keys of DeepSpeed. The
@@ -57,10 +57,10 @@ lab.predict("accuracy-on-digits", None)
 # %% tags=["solution"]
 lab.predict("accuracy-on-digits", 0.97)
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown] tags=["half-day"]
 # While the ranks train, the output below the cell says how far they are, and draws the loss.
 
-# %% tags=["two-hours", "half-day"]
+# %% tags=["half-day"]
 # %%px
 result = train("vision")
 assert result["accuracy"] > 0.95
@@ -199,7 +199,7 @@ lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "m
 # NCCL, NVIDIA's collectives, and then the sentence is nearly true. `python -m benchmarks training` measures it with
 # intervals.
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # ## News, or nearly
 #
 # The second model summarises. Its data is the documentation of fifty-odd Python libraries: the description of a
@@ -219,17 +219,17 @@ lab.predict("best-rouge", None)
 # %% tags=["solution"]
 lab.predict("best-rouge", "model")
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px
 folder = comm.broadcast_object(mkdtemp() if comm.rank == 0 else None)
 tuned = train("summarization", save=folder)
 if comm.rank == 0:
     print(f"ROUGE-L {tuned['rouge_l']:.2f}, lead {tuned['lead_rouge_l']:.2f}")
 
-# %% [markdown] tags=["two-hours", "half-day"]
+# %% [markdown]
 # Numbers are one thing; read three summaries.
 
-# %% tags=["two-hours", "half-day"]
+# %%
 # %%px
 from dtlib.lab.lessons.l10.reading import three_articles
 

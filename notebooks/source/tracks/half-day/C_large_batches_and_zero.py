@@ -3,6 +3,8 @@
 #
 # Forty-five minutes. More ranks make larger batches: what does that do to learning? Then ZeRO, which gives each rank
 # a shard of the model states. **Your turn**: make a model fit (five minutes).
+#
+# A cell that starts with `%%px --local` runs on the ranks and in the notebook.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # D Cut the model: pipelines and tensors
 #
-# Thirty-five minutes. First you cut a model between its layers, into stages; then a single layer, by columns and
-# rows. **Your turn**: a schedule, level 1 (five minutes).
+# Forty minutes. First you cut a model between its layers, into stages; then a single layer, by columns and rows.
+# **Your turn**: two schedules (eight minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -24,6 +24,20 @@ from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, simulate
 
 # %% [raw]
 # 07_schedule_puzzle_exercises
+
+# %% [markdown]
+# ## 1F1B
+#
+# Your order of level 2 has a name: *1F1B* (D. Narayanan et al.). It begins the backward passes as soon as it can, then
+# does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
+# are. Beside GPipe:
+
+# %%
+both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
+figures.picture(both)
+
+# %% [markdown]
+# The bubble is the same, the memory is not. That is why large trainings run 1F1B or one of its descendants.
 
 # %%
 from dtlib.lab.lessons.l08 import figures

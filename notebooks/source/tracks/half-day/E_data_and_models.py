@@ -1,8 +1,7 @@
 # %% [markdown]
-# # E Feed them, and train two models
+# # E Feed them, and train by a config
 #
-# Fifteen minutes. Fast accelerators starve on slow input. Then you train a model that reads digits and one that
-# summarises texts, by one config each.
+# Fifteen minutes. Fast accelerators starve on slow input. Then one file trains a model that reads digits; and the quiz.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
@@ -20,8 +19,6 @@ folder = Path(lab_folder.name)
 
 # %%
 # %%px
-from tempfile import mkdtemp
-
 import dtlib
 from dtlib.training.run import train
 
@@ -35,6 +32,15 @@ comm = world.comm
 # 10_two_models
 
 # %% [markdown]
+# ## Quiz
+#
+# Six questions, everybody alone. Each answer is explained.
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("half-day")
+
+# %% [markdown]
 # ## Afterwards
 #
-# The [start page](../../start.md) has all lessons and their exercises, those on clusters and faults among them.
+# The [start page](../../start.md) has all lessons and their exercises: [two real models](../../lectures/10_two_models.ipynb)
+# under three runtimes, clusters, and faults among them.

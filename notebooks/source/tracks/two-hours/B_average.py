@@ -2,7 +2,7 @@
 # # B Average the gradients
 #
 # Twenty-six minutes. Four ranks add numbers in a ring; the same sum, over gradients, trains one model on all of them.
-# **Your turn**: mend an average (five minutes).
+# **Your turn**: fix an average (five minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel

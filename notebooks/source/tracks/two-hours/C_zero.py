@@ -3,6 +3,8 @@
 #
 # Nineteen minutes. Data parallelism keeps the same states on every rank; ZeRO shares them out. **Your turn**: make a
 # model fit (five minutes).
+#
+# A cell that starts with `%%px --local` runs on the ranks and in the notebook.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -23,11 +25,14 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # %% [raw]
 # 06_zero
 
+# %% [markdown]
+# What does this cost? Stages 1 and 2 send what data parallelism sends. Stage 3 gathers each layer's parameters twice, for
+# the forward and for the backward pass, so it sends three parts where the others send two: half as much again.
+
 # %% [raw]
 # 06_zero_exercises
 
 # %% [markdown]
 # ## So far
 #
-# Each stage shards more, and the result is the same. Stages 1 and 2 send what data parallelism sends, stage 3 sends
-# half as much again.
+# Each stage shards more, and the result is the same. Take the lowest stage that fits: only stage 3 sends more.

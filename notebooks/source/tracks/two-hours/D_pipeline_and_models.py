@@ -1,26 +1,16 @@
 # %% [markdown]
-# # D One model over two devices, and two models
+# # D One model over several devices
 #
-# Twenty-five minutes. Layers are grouped into stages, a batch is cut into micro-batches; then two models train from one
-# config. **Your turn**: a schedule (five minutes).
+# Twenty-five minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better order
+# of work yourself. **Your turn**: two schedules (eight minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %%
-# %%px --local
-from tempfile import mkdtemp
-
-import dtlib
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
-
-from dtlib.lab import digits, explorer
+from dtlib.lab import explorer
 from dtlib.lab.lessons.l07 import figures
-from dtlib.schedule import draw, gpipe, simulate
-from dtlib.training.run import train
+from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 # %% [raw]
 # 07_pipelines
@@ -28,11 +18,36 @@ from dtlib.training.run import train
 # %% [raw]
 # 07_schedule_puzzle_exercises
 
-# %% [raw]
-# 10_two_models
+# %% [markdown]
+# ## 1F1B
+#
+# Your order of level 2 has a name: *1F1B* (D. Narayanan et al.). It begins the backward passes as soon as it can, then
+# does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
+# are. Beside GPipe:
+
+# %%
+both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
+figures.picture(both)
+
+# %% [markdown]
+# The bubble is the same, the memory is not. That is why large trainings run 1F1B or one of its descendants. Whatever the
+# order, the gradients are those of one process: [lesson 07](../../lectures/07_pipelines.ipynb) trains a net so.
 
 # %% [markdown]
 # ## So far
 #
-# A pipeline sends little, but its ranks wait. A config does what you did by hand. Afterwards: the puzzle's next level,
-# and [pi and speed-up](../../lectures/02_pi.ipynb).
+# A pipeline sends little, but its ranks wait: more micro-batches make the bubble small, and 1F1B keeps few activations.
+
+# %% [markdown]
+# ## Quiz
+#
+# Six questions, everybody alone. Each answer is explained.
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("two-hours")
+
+# %% [markdown]
+# ## Afterwards
+#
+# The puzzle's [third level](../../exercises/07_schedule_puzzle_exercises.ipynb),
+# [pi and speed-up](../../lectures/02_pi.ipynb), and [two real models](../../lectures/10_two_models.ipynb) by one config.
