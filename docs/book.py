@@ -57,7 +57,7 @@ def lay_out(source: Path) -> None:
         shutil.copy(path, source / ("solutions" if path.stem.endswith("_exercises") else "lectures"))
     shutil.copytree(notebooks / "workshop", source / "workshop", ignore=shutil.ignore_patterns(".*"))
     contents = "\n## Slides\n\n" + " · ".join(
-        f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.lectures()
+        f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
     )
     contents += "\n\nWho teaches: [the guide](docs/instructor/guide.md). To look up: [glossary](docs/glossary.md), "
     contents += "[one page](docs/cheat_sheet.md).\n"

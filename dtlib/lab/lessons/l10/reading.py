@@ -1,4 +1,4 @@
-"""Three articles, and what is said of them."""
+"""Held-out articles and what is said of them: the best summary of a sample, a middling one, and the worst."""
 
 import json
 from pathlib import Path
@@ -9,21 +9,27 @@ from dtlib.training.run import CONFIGS
 LONGEST = 300  # letters of an article that are shown
 
 
-def three_articles(folder, comm, count: int = 3) -> str:
-    """Of held-out articles the beginning, the lead, the reference, and the summary by the model whose last checkpoint
-    is in ``folder``. All ranks call it."""
+def best_and_worst(folder, comm, of: int = 24) -> str:
+    """Of ``of`` held-out articles three, by ROUGE-L: beginning, lead, reference, and the summary by the model whose
+    last checkpoint is in ``folder``. All ranks call it, and share the writing."""
     from dtlib import checkpoint
     from dtlib.training.checkpoints import LATEST
     from dtlib.workloads.beam import summarize
-    from dtlib.workloads.rouge import lead
+    from dtlib.workloads.rouge import lead, rouge_l
+    from dtlib.workloads.stories import spread
     from dtlib.workloads.summarization import workload
 
     work = workload(json.loads((CONFIGS / "summarization.json").read_text())["workload"])
     checkpoint.load(Path(folder) / checkpoint.pointed_to(Path(folder) / LATEST, comm), work.model, comm=comm)
-    some = work.test.stories[:: max(1, len(work.test.stories) // count)][:count]
-    written = summarize(work.model, work.test, [story.article for story in some])
+    mine = spread(work.test.stories, of)[comm.rank :: comm.size]
+    written = summarize(work.model, work.test, [story.article for story in mine])
+    scored = [(rouge_l(story.summary, said), story, said) for story, said in zip(mine, written, strict=True)]
+    every = sorted((one for some in comm.all_gather_object(scored) for one in some), key=lambda one: -one[0])
     return "\n\n".join(
+        f"{which} of {len(every)}, ROUGE-L {score:.2f}\n"
         f"Article    {shorten(story.article, LONGEST)}\nLead       {shorten(lead(story.article), LONGEST)}\n"
-        f"Reference  {story.summary}\nModel      {summary}"
-        for story, summary in zip(some, written, strict=True)
-    )
+        f"Reference  {story.summary}\nModel      {said}"
+        for which, (score, story, said) in zip(
+            ("Best", "Middle", "Worst"), (every[0], every[len(every) // 2], every[-1]), strict=True
+        )
+    )  # fmt: skip
