@@ -21,4 +21,4 @@ from dtlib import pi
 # ## So far
 #
 # A *rank* is a process with a number, and shares no memory. Ranks work together by collectives. A speed-up is measured
-# against the best program on one rank, and what cannot be divided limits it.
+# against the best program on one rank, and ends where the cores end.

@@ -27,6 +27,10 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 # %% [raw]
 # 05_large_batches
 
+# %% [markdown]
+# Every rule ends somewhere: beyond some batch the linear rule's rate is more than the network bears, and runs fail.
+# [Lesson 05](../../lectures/05_large_batches.ipynb) shows where, on 32 seeds.
+
 # %% [raw]
 # 06_zero
 

@@ -2,7 +2,7 @@
 # # D Cut the model: pipelines and tensors
 #
 # Forty minutes. First you cut a model between its layers, into stages; then a single layer, by columns and rows.
-# **Your turn**: two schedules (eight minutes).
+# **Your turn**: two schedules (ten minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from dtlib.lab import digits, explorer
 from dtlib.lab.lessons.l07 import figures
-from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, simulate
+from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 # %% [raw]
 # 07_pipelines

@@ -2,7 +2,7 @@
 # # D One model over several devices
 #
 # Twenty-five minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better order
-# of work yourself. **Your turn**: two schedules (eight minutes).
+# of work yourself. **Your turn**: two schedules (ten minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
