@@ -66,3 +66,12 @@ def test_the_run_sheet_gives_each_notebook_its_minutes(track):
         assert needed <= given[source.stem] + 1, f"{source.stem} takes {needed:.1f} minutes"
         assert navigation.minutes(source) == given[source.stem]
     assert all(row["say"] and row["late"] for row in rows)
+
+
+@OF_TRACK
+def test_a_track_has_a_break_and_ends_in_a_quiz_of_its_own(track):
+    rows, ask = tracks.run_sheet(ROOT, track), f'lab.quiz("{track}")'
+    assert any(row["what"] == "Break" and row["minutes"] >= 5 for row in rows)
+    assert [ask in row["what"] for row in rows].count(True) == 1
+    *others, last = (source.read_text(encoding="utf-8") for source in tracks.sources(ROOT, track))
+    assert last.count(ask) == 1 and not any("lab.quiz" in text for text in others)

@@ -23,7 +23,7 @@ TRACKS = ("two-hours", "half-day")
 WORDS_A_MINUTE = 200
 MINUTES_A_CELL = 0.75
 MINUTES_A_PREDICTION = 0.5
-_LABELS = {"say": "Say", "fails": "What fails", "seen": "All are with you when", "late": "Late by twenty minutes"}
+_LABELS = {"say": "Say", "fails": "What fails", "seen": "Checkpoint", "late": "If twenty minutes behind"}
 _LINES_SHOWN = re.compile(r"(?:, lines |, )(\d+) to (\d+)")
 
 
