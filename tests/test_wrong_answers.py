@@ -10,7 +10,7 @@ import inspect
 import pytest
 
 from dtlib.lab.checks.answers import fingerprint
-from dtlib.lab.checks.checks import judge_rounds
+from dtlib.lab.checks.checks import judge_here, judge_rounds
 from dtlib.lab.checks.registry import EXERCISES
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
@@ -52,6 +52,12 @@ def shown_on(ranks):
 def test_nothing_is_recorded_that_is_no_case():
     kept = [path.name.removesuffix(".json.xz") for path in recordings.FOLDER.glob("*.json.xz")]
     assert {f"{exercise}: {name}" for exercise in kept for name in read(exercise)} <= set(CASES)
+
+
+@pytest.mark.parametrize("key", shown_on(0))
+def test_the_notebook_rejects_it(key):
+    verdict = judge_here(CASES[key].exercise, CASES[key].names(None))
+    assert verdict.mistake == CASES[key].mistake, verdict.text()
 
 
 @on_ranks(3)

@@ -53,7 +53,7 @@ lab.check("shard-mend")
 # ## Mend: a loader that reads a sample twice
 #
 # This stream has two workers now. An epoch takes twice as long, and the loss falls suspiciously fast. Find out why, and
-# mend it:
+# mend it, so that workers share the reading in every epoch:
 
 # %% tags=["stub"]
 class Stream(IterableDataset):
@@ -132,8 +132,8 @@ for what, budget in budgets.items():
 #
 # Write a class `Epoch(order, batch_size, rank, ranks)`, one rank's batches of an epoch:
 #
-# - iterating gives lists of at most `batch_size` entries of `order`; over all ranks each entry comes once, also those of a
-#   short last step;
+# - iterating gives lists of `batch_size` entries of `order`, at the end of the epoch of fewer; over all ranks each entry
+#   is there once, also those of a short last step;
 # - `state_dict()` says where the epoch is, in plain numbers that JSON can hold. One rank saves it for all of them, when all
 #   have had equally many batches. It is called while the loop has a batch in hand, and that batch counts as done;
 # - `load_state_dict(state)` goes on from there, on any number of ranks and with any batch size. Then it can be saved again.

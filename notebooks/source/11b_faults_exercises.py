@@ -45,8 +45,8 @@ lab.predict("slices-of-three", {0: 16, 1: 16, 2: 16})
 #
 # In the exercises a death is SIMULATED, as the engines have to live on. In some step `comm.all_reduce` raises MPI's own
 # error on the ranks that notice the death; some others still get the result. From then on every call on that communicator
-# fails. `shrunk(comm)` gives the communicator of those who live; all of them have to call it. Which errors say that a rank
-# has died:
+# fails. `shrunk(comm)` gives the communicator of those who live, on which another rank may die in a later step; all of
+# them have to call it. Which errors say that a rank has died:
 
 # %%
 from dtlib.recovery.shrink import failure_of_a_rank
@@ -124,9 +124,10 @@ lab.check("resume-mend")
 # Write `shrink_and_go_on(comm, model, optimizer, batch_of, steps)`: data parallelism from step 0 to the end, on the ranks
 # that are left. Do not use the one above, and write the step yourself too.
 #
-# - `batch_of(step)` is the batch of *all* ranks together: `x, y`. The gradient of a step is the mean over it, however many
-#   ranks there are.
+# - `batch_of(step)` is the batch of *all* ranks together: `x, y`. Each rank computes its part of it; the gradient of a step is
+#   the mean over the whole, however many ranks there are. The number of samples need not divide by them.
 # - Model and optimizer are the same on all ranks at the beginning. The optimizer has momentum.
+# - After a death, and after another one, training goes on with the step that failed; nothing is done again that all had done.
 # - When it returns, every rank that lives has the parameters of an undisturbed training.
 # - Any other error ends the training.
 

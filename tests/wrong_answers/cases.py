@@ -1,4 +1,4 @@
-"""Every wrong answer that is judged on ranks: its exercise, its mistake, and on how many ranks it shows."""
+"""Every wrong answer: its exercise, its mistake, and on how many ranks it shows; on none where it needs none."""
 
 import inspect
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from tests.wrong_answers import (
     collectives_wrong,
     data_parallel_wrong,
     hangs_wrong,
+    input_wrong,
     large_batches_wrong,
     mlp_wrong,
     one_f_one_b_wrong,
@@ -20,6 +21,7 @@ from tests.wrong_answers import (
     pipelines_wrong,
     recovery_wrong,
     replicator_wrong,
+    resuming_wrong,
     scaling_wrong,
     sizes_wrong,
     start_wrong,
@@ -80,6 +82,11 @@ def _cases():
         yield Case(exercise, answer.__name__, answer, "other-size")
     for name, (explained, mistake) in hangs_wrong.answers_to_hangs().items():
         yield Case("hangs", name, explained, mistake)
+    for exercise, answers in (input_wrong.WRONG | resuming_wrong.WRONG).items():
+        for answer, mistake in answers.items():
+            yield Case(exercise, answer.__name__, answer, mistake, 0)
+    for name, (answer, mistake) in input_wrong.COSTS.items():
+        yield Case("format-budget", name, answer, mistake, 0)
     for name, (fit, mistake) in zero3_wrong.FITS.items():
         yield Case("fit-it", name, fit, mistake)
     for exercise, answers in two_models_wrong.NAMED.items():

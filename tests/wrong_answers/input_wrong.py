@@ -37,6 +37,10 @@ def places_not_numbers(order, rank, ranks):
     return list(range(rank, len(order), ranks))
 
 
+def begins_too_late(order, rank, ranks):
+    return order[rank + 1 :: ranks]
+
+
 def how_many(order, rank, ranks):
     return len(order) // ranks
 
@@ -75,8 +79,8 @@ class ForgetsTheRank(_Stream):
         return iter(self.order if worker is None else self.order[worker.id :: worker.num_workers])
 
 
-class OnlyTheFirstWorker(_Stream):
-    """Nothing comes twice, and most of it not at all: the others skip what nobody else takes."""
+class SharesRoundedDown(_Stream):
+    """Nothing comes twice, and what is left at the end of a rank's share not at all."""
 
     def __iter__(self):
         worker = get_worker_info()
@@ -84,6 +88,40 @@ class OnlyTheFirstWorker(_Stream):
         each = len(mine) // (worker.num_workers if worker else 1)
         at = worker.id if worker else 0
         return iter(mine[at * each : (at + 1) * each])
+
+
+class Worker0ReadsAll(_Stream):
+    """Each sample once, and no faster than without workers."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(self.order[self.rank :: self.ranks] if worker is None or worker.id == 0 else [])
+
+
+class CutsAgain(_Stream):
+    """Right in the first epoch: the next one cuts what is left of it."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        self.order = self.order[self.rank :: self.ranks]
+        if worker is not None:
+            self.order = self.order[worker.id :: worker.num_workers]
+        return iter(self.order)
+
+
+class UsesItUp(_Stream):
+    """Right in the first epoch, after which nothing is left."""
+
+    def __init__(self, order, rank, ranks):
+        super().__init__(order, rank, ranks)
+        self.mine = None
+
+    def __iter__(self):
+        worker = get_worker_info()
+        at, of = (worker.id, worker.num_workers) if worker else (0, 1)
+        if self.mine is None:
+            self.mine = iter(self.order[self.rank :: self.ranks][at::of])
+        return self.mine
 
 
 class WorkersAsRanks(_Stream):
@@ -117,6 +155,14 @@ def _shards(rounded):
     return lambda form, samples, per_shard: samples if form == "files" else rounded(samples / per_shard)
 
 
+def _cost_of_multiplied_opens(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read):
+    rest = samples, record_bytes, per_shard, 1 / opens_a_second, bytes_a_second, columns_read
+    return _cost()(form, *rest)
+
+
+def _no_cost(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read): ...
+
+
 COSTS = {
     "free opens": (_cost(opens=lambda *_: 0), "no-opens"),
     "free bytes": (_cost(size=lambda *_: 0), "no-bytes"),
@@ -128,126 +174,16 @@ COSTS = {
     "tar without padding": (_cost(size=lambda f, n, b, c, s: n * (b + 512) if f == "tar" else s), "no-padding"),
     "parquet reads all": (_cost(size=lambda f, n, b, c, s: n * b if f == "parquet" else s), "all-columns"),
     "columns everywhere": (_cost(size=lambda f, n, b, c, s: s if f == "parquet" else s * c), "columns-everywhere"),
+    "rounded": (_cost(combine=lambda a, b: round(a + b, 3)), "rounded"),
+    "a shard too many": (_cost(opens=lambda f, n, per: n if f == "files" else n // per + 1), "a-shard-too-many"),
+    "a block too many": (
+        _cost(size=lambda f, n, b, c, s: n * (b // 512 + 2) * 512 if f == "tar" else s),
+        "a-block-too-many",
+    ),
+    "opens multiplied": (_cost_of_multiplied_opens, "opens-multiplied"),
     "in milliseconds": (_cost(combine=lambda a, b: 1000 * (a + b)), "other-cost"),
-    "no number": (lambda *_: None, "type"),
+    "no number": (_no_cost, "type"),
 }
-
-# build: Epoch(order, batch_size, rank, ranks)
-
-
-class Right:
-    """What the others differ from in one thing."""
-
-    def __init__(self, order, batch_size, rank, ranks):
-        self.order, self.batch_size, self.rank, self.ranks, self.taken = order, batch_size, rank, ranks, 0
-
-    def step(self):
-        return self.batch_size * self.ranks
-
-    def batch(self):
-        return self.order[self.taken : self.taken + self.step()][self.rank :: self.ranks]
-
-    def __iter__(self):
-        while self.taken < len(self.order):
-            batch = self.batch()
-            self.taken = min(self.taken + self.step(), len(self.order))
-            yield batch
-
-    def state_dict(self):
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.taken = state["taken"]
-
-
-class CountsBatches(Right):
-    """A batch of three ranks is not one of two."""
-
-    def state_dict(self):
-        return {"batches": -(-self.taken // self.step())}
-
-    def load_state_dict(self, state):
-        self.taken = state["batches"] * self.step()
-
-
-class CountsItsOwnSamples(Right):
-    def state_dict(self):
-        return {"samples": self.taken // self.ranks}
-
-    def load_state_dict(self, state):
-        self.taken = state["samples"] * self.ranks
-
-
-class CountsBehindTheYield(Right):
-    def __iter__(self):
-        while self.taken < len(self.order):
-            yield self.batch()
-            self.taken = min(self.taken + self.step(), len(self.order))
-
-
-class ForgetsWhatWasLoaded(Right):
-    """Right once: then it counts from the last resume."""
-
-    since = 0
-
-    def load_state_dict(self, state):
-        self.taken = self.since = state["taken"]
-
-    def state_dict(self):
-        return {"taken": self.taken - self.since}
-
-
-class NeverLoads(Right):
-    def load_state_dict(self, state):
-        pass
-
-
-class SavesItsOwnRest(Right):
-    def state_dict(self):
-        return {"rest": self.order[self.taken :][self.rank :: self.ranks]}
-
-    def load_state_dict(self, state):
-        self.order = state["rest"]
-
-
-class DropsTheLast(Right):
-    def __iter__(self):
-        while self.taken + self.step() <= len(self.order):
-            batch = self.batch()
-            self.taken += self.step()
-            yield batch
-
-
-class ReadsAhead(Right):
-    """What was prepared counts, though nobody has had it."""
-
-    def __iter__(self):
-        ahead = []
-        while self.taken < len(self.order) or ahead:
-            while self.taken < len(self.order) and len(ahead) < 3:
-                ahead.append(self.batch())
-                self.taken = min(self.taken + self.step(), len(self.order))
-            yield ahead.pop(0)
-
-
-class AllOnEveryRank(Right):
-    def batch(self):
-        return self.order[self.taken : self.taken + self.batch_size]
-
-
-class TakesTheWholeStep(Right):
-    def batch(self):
-        return self.order[self.taken : self.taken + self.step()]
-
-
-class SavesAnArray(Right):
-    def state_dict(self):
-        return {"taken": {self.taken}}
-
-
-class YieldsNumbers(Right):
-    def batch(self):
-        return self.taken
 
 
 WRONG = {
@@ -258,6 +194,7 @@ WRONG = {
         one_too_many: "overlap",
         shares_nothing: "all-on-every-rank",
         places_not_numbers: "strange-samples",
+        begins_too_late: "lost-on-the-way",
         how_many: "type",
     },
     "twice-mend": {
@@ -265,21 +202,10 @@ WRONG = {
         WithoutWorkersNone: "raised",
         BeginsElsewhere: "workers-overlap",
         ForgetsTheRank: "all-on-every-rank",
-        OnlyTheFirstWorker: "lost",
-        WorkersAsRanks: "lost",
-    },
-    "resume-build": {
-        CountsBatches: "other-ranks",
-        CountsItsOwnSamples: "other-ranks",
-        CountsBehindTheYield: "batch-in-hand",
-        ForgetsWhatWasLoaded: "second-resume",
-        NeverLoads: "from-the-start",
-        SavesItsOwnRest: "states-differ",
-        DropsTheLast: "lost",
-        ReadsAhead: "lost",
-        AllOnEveryRank: "overlap",
-        TakesTheWholeStep: "batch-size",
-        SavesAnArray: "no-json",
-        YieldsNumbers: "type",
+        SharesRoundedDown: "lost-on-the-way",
+        WorkersAsRanks: "lost-on-the-way",
+        Worker0ReadsAll: "workers-idle",
+        CutsAgain: "second-epoch",
+        UsesItUp: "second-epoch",
     },
 }

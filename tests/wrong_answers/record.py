@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from dtlib.lab.checks.checks import judge_on_this_rank
+from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from tests.ranks import end_worlds, on_ranks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
@@ -23,8 +23,12 @@ def observed(world, key, path):
     rounds = []
     verdict = judge_on_this_rank(CASES[key].exercise, CASES[key].names(world), rounds)
     if world.rank == 0:
-        text = json.dumps({"rounds": recordings.encoded(rounds), "verdict": asdict(verdict)})
-        Path(path).write_text(text)
+        _write(rounds, verdict, path)
+
+
+def _write(rounds, verdict, path) -> None:
+    text = json.dumps({"rounds": recordings.encoded(rounds), "verdict": asdict(verdict)})
+    Path(path).write_text(text)
 
 
 def main(word: str = "") -> None:
@@ -41,7 +45,11 @@ def main(word: str = "") -> None:
 def _recording(case) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recorded.json"
-        observed(ranks=case.ranks, key=case.key, path=str(path))
+        if case.ranks:
+            observed(ranks=case.ranks, key=case.key, path=str(path))
+        else:
+            rounds = []
+            _write(rounds, judge_here(case.exercise, case.names(None), rounds), path)
         found = json.loads(path.read_text())
     mistake = found["verdict"]["mistake"]
     wrong = "" if mistake == case.mistake else f": judged as {mistake or 'right'}, not as {case.mistake}"

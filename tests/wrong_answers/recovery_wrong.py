@@ -1,8 +1,11 @@
 """Plausible wrong recoveries, and the mistake that the check must recognise in each."""
 
+import copy
+
 import torch
 from torch import nn
 
+import dtlib
 from dtlib.lab.lessons.l11b.simulated_death import shrunk
 from dtlib.recovery.shrink import failure_of_a_rank
 
@@ -132,17 +135,6 @@ def keeps_its_slice(comm, model, optimizer, batch_of, steps):
     recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
 
 
-def averages_over_ranks(comm, model, optimizer, batch_of, steps):
-    """The sum of the means over slices."""
-
-    def take_step(comm, model, optimizer, batch):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.2 * comm.size
-        step_on(comm, model, optimizer, batch)
-
-    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
-
-
 def catches_everything(comm, model, optimizer, batch_of, steps):
     recovering(comm, model, optimizer, batch_of, steps, caught=lambda error: True)
 
@@ -152,6 +144,201 @@ def does_not_recover(comm, model, optimizer, batch_of, steps):
         step_on(comm, model, optimizer, batch_of(step))
 
 
+def survives_one_death(comm, model, optimizer, batch_of, steps):
+    step = 0
+    try:
+        while step < steps:
+            step_on(comm, model, optimizer, batch_of(step))
+            step += 1
+        comm.barrier()
+    except Exception as error:
+        if not failure_of_a_rank(error):
+            raise
+        comm = shrunk(comm)
+        for left in range(take_rank_0s(comm, model, optimizer, step), steps):
+            step_on(comm, model, optimizer, batch_of(left))
+
+
+def returns_after_a_death(comm, model, optimizer, batch_of, steps):
+    try:
+        does_not_recover(comm, model, optimizer, batch_of, steps)
+    except Exception as error:
+        if not failure_of_a_rank(error):
+            raise
+
+
+def starts_over(comm, model, optimizer, batch_of, steps):
+    """Right, and all that was done is done again."""
+    first = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def agree(comm, model, optimizer, step):
+        model.load_state_dict(first[0])
+        optimizer.load_state_dict(copy.deepcopy(first[1]))
+        return 0
+
+    recovering(comm, model, optimizer, batch_of, steps, agree)
+
+
+def takes_rank_1s(comm, model, optimizer, batch_of, steps):
+    """Until one rank alone is left."""
+
+    def agree(comm, model, optimizer, step):
+        state = comm.broadcast_object((model.state_dict(), optimizer.state_dict(), step), root=1)
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        return state[2]
+
+    recovering(comm, model, optimizer, batch_of, steps, agree)
+
+
+def asks_the_world(comm, model, optimizer, batch_of, steps):
+    """Of which the dead are members."""
+
+    def agree(comm, model, optimizer, step):
+        return take_rank_0s(dtlib.init().comm, model, optimizer, step)
+
+    recovering(comm, model, optimizer, batch_of, steps, agree)
+
+
+def step_by(share, loss_of, reduce=lambda comm, gradient: comm.all_reduce(gradient)):
+    """A step on ``share(comm, samples)`` of a batch, with the gradients of ``loss_of(mean, mine, samples, comm)``."""
+
+    def take_step(comm, model, optimizer, batch):
+        x, y = batch
+        mine = share(comm, len(x))
+        optimizer.zero_grad()
+        mean = nn.functional.cross_entropy(model(x[mine]), y[mine])
+        loss_of(mean, len(x[mine]), len(x), comm).backward()
+        for parameter in model.parameters():
+            reduce(comm, parameter.grad)
+        optimizer.step()
+
+    return take_step
+
+
+def dealt(comm, samples):
+    return slice(comm.rank, None, comm.size)
+
+
+def of_the_whole(mean, mine, samples, comm):
+    return mean * mine / samples
+
+
+def nobody_is_asked(comm, model, optimizer, batch_of, steps):
+    """The whole batch on every rank, and no messages: nobody can die."""
+    take_step = step_by(lambda comm, samples: slice(None), lambda mean, *_: mean, lambda comm, gradient: None)
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+def each_on_its_own(comm, model, optimizer, batch_of, steps):
+    """Its own part of the batch, and no messages."""
+    take_step = step_by(dealt, of_the_whole, lambda comm, gradient: None)
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+def gathers_gradients(comm, model, optimizer, batch_of, steps):
+    """Right values, by another operation."""
+
+    def gathered(comm, gradient):
+        gradient.copy_(sum(comm.all_gather_object(gradient.clone())))
+
+    recovering(comm, model, optimizer, batch_of, steps, take_step=step_by(dealt, of_the_whole, gathered))
+
+
+def the_whole_batch(comm, model, optimizer, batch_of, steps):
+    """The mean over ranks of the same gradients."""
+
+    def mean(comm, gradient):
+        comm.all_reduce(gradient, op="mean")
+
+    take_step = step_by(lambda comm, samples: slice(None), lambda mean, *_: mean, mean)
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+def alone_after_a_death(comm, model, optimizer, batch_of, steps):
+    """As soon as a rank is missing, each of the others trains by itself."""
+    first, together = comm.size, step_by(dealt, of_the_whole)
+    by_itself = step_by(lambda comm, samples: slice(None), lambda mean, *_: mean, lambda comm, gradient: None)
+
+    def take_step(comm, *rest):
+        (together if comm.size == first else by_itself)(comm, *rest)
+
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+def mean_of_means(comm, model, optimizer, batch_of, steps):
+    take_step = step_by(dealt, lambda mean, mine, samples, comm: mean / comm.size)
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+def sum_of_means(comm, model, optimizer, batch_of, steps):
+    recovering(comm, model, optimizer, batch_of, steps, take_step=step_by(dealt, lambda mean, *_: mean))
+
+
+def divides_twice(comm, model, optimizer, batch_of, steps):
+    take_step = step_by(dealt, lambda mean, mine, samples, comm: mean * mine / samples / comm.size)
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+def drops_the_rest(comm, model, optimizer, batch_of, steps):
+    def share(comm, samples):
+        each = round(samples / comm.size)  # of 13, on two ranks 6
+        return slice(comm.rank * each, (comm.rank + 1) * each)
+
+    recovering(comm, model, optimizer, batch_of, steps, take_step=step_by(share, of_the_whole))
+
+
+def one_sample_too_many(comm, model, optimizer, batch_of, steps):
+    def share(comm, samples):
+        each = samples // comm.size
+        return slice(comm.rank * each, (comm.rank + 1) * each + 1)
+
+    recovering(comm, model, optimizer, batch_of, steps, take_step=step_by(share, of_the_whole))
+
+
+def keeps_a_failed_gradient(comm, model, optimizer, batch_of, steps):
+    """Gradients are made zero behind a step; a step that fails leaves its own."""
+
+    def take_step(comm, model, optimizer, batch):
+        x, y = batch
+        mine = dealt(comm, len(x))
+        (nn.functional.cross_entropy(model(x[mine]), y[mine]) * len(x[mine]) / len(x)).backward()
+        for parameter in model.parameters():
+            comm.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+
+
+# right, and unusual
+
+
+def takes_the_latest_state(comm, model, optimizer, batch_of, steps):
+    """From the rank that was furthest; a mean over ranks that is made a sum; samples one by one."""
+
+    def agree(comm, model, optimizer, step):
+        all_steps = comm.all_gather_object(step)
+        root = all_steps.index(max(all_steps))
+        state = comm.broadcast_object((model.state_dict(), optimizer.state_dict(), step), root=root)
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        return state[2]
+
+    def take_step(comm, model, optimizer, batch):
+        optimizer.zero_grad()
+        for place in range(comm.rank, len(batch[0]), comm.size):
+            x, y = batch[0][place : place + 1], batch[1][place : place + 1]
+            (nn.functional.cross_entropy(model(x), y) * comm.size / len(batch[0])).backward()
+        for parameter in model.parameters():
+            comm.all_reduce(parameter.grad, op="mean")
+        optimizer.step()
+        with torch.no_grad():
+            nn.functional.cross_entropy(model(batch[0]), batch[1])  # only looked at
+
+    recovering(comm, model, optimizer, batch_of, steps, agree, take_step)
+
+
 WRONG = {
     "resume-mend": {
         keeps_its_own_step: "one-step-apart",
@@ -159,6 +346,12 @@ WRONG = {
         takes_the_earliest_step: "step-twice",
         skips_the_step_that_failed: "step-lost",
         leaves_early: "left-early",
+        asks_the_world: "world-comm",
+        takes_rank_1s: "no-such-root",
+        survives_one_death: "one-death-only",
+        starts_over: "steps-redone",
+        the_whole_batch: "whole-batch",
+        drops_the_rest: "rest-dropped",
     },
     "shrink-build": {
         forgets_the_momentum: "ranks-differ",
@@ -166,9 +359,24 @@ WRONG = {
         tells_the_step_alone: "ranks-differ",
         begins_again: "from-the-beginning",
         keeps_its_slice: "other-batch",
-        averages_over_ranks: "wrong-without-death",
         catches_everything: "swallowed",
         does_not_recover: "not-recovered",
         leaves_early: "left-early",
+        survives_one_death: "one-death-only",
+        returns_after_a_death: "gave-up",
+        starts_over: "steps-redone",
+        takes_rank_1s: "no-such-root",
+        asks_the_world: "world-comm",
+        nobody_is_asked: "whole-batch",
+        gathers_gradients: "no-exchange",
+        each_on_its_own: "wrong-without-death",
+        the_whole_batch: "whole-batch",
+        alone_after_a_death: "whole-batch",
+        mean_of_means: "mean-of-means",
+        sum_of_means: "sum-of-means",
+        divides_twice: "scaled",
+        drops_the_rest: "rest-dropped",
+        one_sample_too_many: "samples-twice",
+        keeps_a_failed_gradient: "other-mean",
     },
 }

@@ -39,6 +39,25 @@ def trusts_the_order(seconds, kind):
     return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
+def whole_multiples(seconds, kind):
+    first = min(seconds)
+    return {n: seconds[first] / took / (n // first if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def from_the_largest(seconds, kind):
+    last = max(seconds)
+    return {n: seconds[last] / took * (last / n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def rounded_efficiencies(seconds, kind):
+    return {n: round(came, 6) for n, came in right_efficiencies(seconds, kind).items()}
+
+
+def right_efficiencies(seconds, kind):
+    first = min(seconds)
+    return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
 def a_list(seconds, kind):
     first = min(seconds)
     return [seconds[first] / took for took in seconds.values()]
@@ -95,6 +114,40 @@ def a_message_to_oneself(ranks, compute, count, latency, bandwidth):
     return compute + latency + cheapest(ranks, count, latency, bandwidth)
 
 
+def rounded_seconds(ranks, compute, count, latency, bandwidth):
+    return round(right_seconds(ranks, compute, count, latency, bandwidth), 6)
+
+
+def right_seconds(ranks, compute, count, latency, bandwidth):
+    return compute + cheapest(ranks, count, latency, bandwidth) if ranks > 1 else compute
+
+
+def the_slowest(ranks, compute, count, latency, bandwidth):
+    network = count, latency, bandwidth
+    return compute + max(ring(ranks, *network), doubling(ranks, *network), halving(ranks, *network))
+
+
+def one_phase_of_the_ring(ranks, compute, count, latency, bandwidth):
+    network = count, latency, bandwidth
+    return compute + min(ring(ranks, *network) / 2, doubling(ranks, *network), halving(ranks, *network))
+
+
+def shares_out_computing(ranks, compute, count, latency, bandwidth):
+    network = count, latency, bandwidth
+    return right_seconds(ranks, compute / ranks, *network)
+
+
+def natural_logarithm(ranks, compute, count, latency, bandwidth):
+    rounds, of_ring = math.log(ranks), 2 * (ranks - 1) / ranks * count / bandwidth
+    of_doubling = rounds * (latency + count / bandwidth)
+    return compute + min(ring(ranks, count, latency, bandwidth), of_doubling, 2 * rounds * latency + of_ring)
+
+
+def halves_with_whole_messages(ranks, compute, count, latency, bandwidth):
+    network = count, latency, bandwidth
+    return compute + min(ring(ranks, *network), doubling(ranks, *network), 2 * doubling(ranks, *network))
+
+
 WRONG = {
     "efficiency-mend": {
         as_it_was: "strong-for-weak",
@@ -104,6 +157,9 @@ WRONG = {
         speed_ups: "speed-up",
         in_percent: "percent",
         trusts_the_order: "first-key",
+        whole_multiples: "whole-multiples",
+        from_the_largest: "last-key",
+        rounded_efficiencies: "rounded",
         a_list: "type",
     },
     "step-model-build": {
@@ -115,5 +171,11 @@ WRONG = {
         communication_alone: "no-compute",
         whole_arrays: "whole-array",
         a_message_to_oneself: "one-rank",
+        rounded_seconds: "rounded",
+        the_slowest: "slowest",
+        one_phase_of_the_ring: "half-a-ring",
+        shares_out_computing: "compute-shared-out",
+        natural_logarithm: "natural-log",
+        halves_with_whole_messages: "without-halving",
     },
 }

@@ -4,7 +4,15 @@ import torch
 from torch import nn
 
 from dtlib import pi
-from tests.wrong_answers import buckets_wrong, data_parallel_wrong, mlp_wrong, pipelines_wrong, zero3_wrong
+from tests.wrong_answers import (
+    buckets_wrong,
+    data_parallel_wrong,
+    mlp_wrong,
+    pipelines_wrong,
+    replicator_wrong,
+    tensor_wrong,
+    zero3_wrong,
+)
 from tests.wrong_answers.collectives_wrong import ring
 
 
@@ -66,6 +74,21 @@ class AThirdOfTheFeatures(mlp_wrong.RightMLP):
             setattr(self, name, nn.Parameter(whole.detach().chunk(3, dim)[comm.rank].clone()))
 
 
+class AThirdOfTheRow(tensor_wrong.RightRow):
+    def __init__(self, whole, comm):
+        super().__init__(whole, comm)
+        self.weight = nn.Parameter(whole.weight.detach().chunk(3, 1)[comm.rank].clone())
+
+
+def step_of_three_replicas(replicator, model):
+    """The mean of accuracies by a number."""
+
+    def metric(right, x, y):
+        return replicator.map_reduce(right) / 3
+
+    return replicator_wrong.built(replicator, model, metric=metric)
+
+
 class LastIsRank2(pipelines_wrong.Step):
     def run(self, count):
         self.last = self.comm.rank == 2
@@ -94,6 +117,8 @@ WRONG = {
     MeanOfThree: "buckets-build",
     AThirdOfTheLayer: "gather-on-demand",
     AThirdOfTheFeatures: "mlp-build",
+    AThirdOfTheRow: "row-mend",
+    step_of_three_replicas: "step-build",
     LastIsRank2: "gpipe-build",
     WarmsUpForThree: "1f1b-build",
 }

@@ -1,9 +1,13 @@
 """Lesson 10: configs that do not fit, batches dealt out wrongly, workloads that are not what they say."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
+import dtlib
 from dtlib.workloads import digits
 from dtlib.workloads.workload import Workload
 
@@ -48,29 +52,118 @@ def in_a_row(step, batch, rank, ranks):
     return range(step * batch + first, step * batch + last)
 
 
-def a_workload(loss_fn=cross_entropy, wide=10, shuffled=False, of_own_slice=False, kind=Workload):
+def last_takes_all(step, batch, rank, ranks):
+    """Each place once, and no faster."""
+    return range(step * batch, (step + 1) * batch) if rank == ranks - 1 else []
+
+
+def first_step_for_ever(step, batch, rank, ranks):
+    return range(rank, batch, ranks)
+
+
+def a_slice(step, batch, rank, ranks):
+    return slice(step * batch + rank, (step + 1) * batch, ranks)
+
+
+def right_among(model, images, labels):
+    with torch.no_grad():
+        return (model(images).argmax(1) == labels).sum()
+
+
+def shared(model, comm, x, y):
+    mine = slice(comm.rank, None, comm.size)
+    return {"accuracy": comm.all_reduce(right_among(model, x[mine], y[mine])).item() / len(y)}
+
+
+def of_own_slice(model, comm, x, y):
+    mine = slice(comm.rank, None, comm.size)
+    return {"accuracy": right_among(model, x[mine], y[mine]).item() / len(y[mine])}
+
+
+def on_the_whole(model, comm, x, y):
+    return {"accuracy": right_among(model, x, y).item() / len(y)}
+
+
+def whole_and_added_up(model, comm, x, y):
+    return {"accuracy": comm.all_reduce(right_among(model, x, y)).item() / len(y)}
+
+
+def without_the_rest(model, comm, x, y):
+    """357 divides by three ranks, and not by two."""
+    each = len(x) // comm.size
+    mine = slice(comm.rank * each, (comm.rank + 1) * each)
+    return {"accuracy": comm.all_reduce(right_among(model, x[mine], y[mine])).item() / (each * comm.size)}
+
+
+def mean_of_ranks(model, comm, x, y):
+    mine = slice(comm.rank, None, comm.size)
+    own = right_among(model, x[mine], y[mine]) / len(y[mine])
+    return {"accuracy": comm.all_reduce(own, op="mean").item()}
+
+
+def in_percent(model, comm, x, y):
+    return {"accuracy": 100 * shared(model, comm, x, y)["accuracy"]}
+
+
+def on_the_world(model, comm, x, y):
+    return shared(model, dtlib.init().comm, x, y)
+
+
+def a_number(model, comm, x, y):
+    return shared(model, comm, x, y)["accuracy"]
+
+
+def told_by_rank_0(model, comm, x, y):
+    """Right: one rank looks, and tells the others."""
+    return comm.broadcast_object(on_the_whole(model, comm, x, y) if comm.rank == 0 else None)
+
+
+def in_batches(model, comm, x, y):
+    """Right: batches are dealt out, the last of them short."""
+    right = sum(
+        right_among(model, x[at : at + 10], y[at : at + 10]) for at in range(10 * comm.rank, len(x), 10 * comm.size)
+    )
+    return {"accuracy": comm.all_reduce(torch.as_tensor(right)).item() / len(y)}
+
+
+def small(wide=10):
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, wide))
+
+
+def convolutional():
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 10))
+
+
+def a_workload(
+    loss_fn=cross_entropy, make=small, labels=lambda y: y, evaluated=shared, kind=Workload, seed=lambda: 0, own=False,
+    tested="test", asked="test",
+):  # fmt: skip
+    """``own``: ``evaluate`` asks the model of the workload, and not the one that it is given."""
+
     def my_workload(config):
-        (x, y), (test_x, test_y) = digits.split()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, wide))
+        data = dict(zip(("train", "test"), digits.split(), strict=True))
+        if seed() is not None:
+            torch.manual_seed(seed())
+        mine = make()
 
         def evaluate(model, comm):
-            mine = slice(comm.rank, None, comm.size)
-            with torch.no_grad():
-                right = (model(test_x[mine]).argmax(1) == test_y[mine]).sum()
-            if of_own_slice:
-                return {"accuracy": right.item() / len(test_y[mine])}
-            return {"accuracy": comm.all_reduce(right).item() / len(test_y)}
+            return evaluated(mine if own else model, comm, *data[asked])
 
-        pairs = torch.utils.data.TensorDataset
-        if shuffled:
-            y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
+        x, y = data["train"]
         return kind(
-            name="mine", model=model, layers=[], seed=0, train=pairs(x, y), test=pairs(test_x, test_y), collate=None,
-            loss_fn=loss_fn, evaluate=evaluate,
+            name="mine", model=mine, layers=[], seed=0, train=TensorDataset(x, labels(y)),
+            test=TensorDataset(*data[tested]), collate=None, loss_fn=loss_fn, evaluate=evaluate,
         )  # fmt: skip
 
     return my_workload
+
+
+def shuffled(y):
+    return y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
+
+
+def own_rank():
+    return dtlib.init().rank
 
 
 def summed(outputs, targets):
@@ -92,18 +185,42 @@ NAMED = {
         "a batch for each rank": (batch_for_each, "other-places"),
         "one place too many": (neighbours_too, "twice"),
         "the rest is left out": (rest_left_out, "left-out"),
+        "the last takes all": (last_takes_all, "uneven"),
+        "the first step for ever": (first_step_for_ever, "not-of-this-step"),
+        "a slice": (a_slice, "type"),
         "three is written into it": (every_third, "other-size"),
     },
     "wrap-a-model": {
         "a dictionary": (a_workload(kind=dict), "no-workload"),
-        "eleven scores": (a_workload(wide=11), "shape"),
+        "no evaluate": (a_workload(kind=lambda **parts: Workload(**parts | {"evaluate": None})), "incomplete"),
+        "a function for a model": (a_workload(make=lambda: lambda x: x[:, :10]), "incomplete"),
+        "eleven scores": (a_workload(make=lambda: small(11)), "shape"),
+        "a seed for each rank": (a_workload(seed=own_rank, evaluated=on_the_whole), "other-parameters"),
+        "no seed": (a_workload(seed=lambda: None), "other-parameters"),
         "a sum": (a_workload(summed), "no-mean"),
-        "accuracy of its own slice": (a_workload(of_own_slice=True), "accuracy"),
-        "labels of others": (a_workload(shuffled=True), "does-not-learn"),
+        "a loss for each sample": (a_workload(partial(cross_entropy, reduction="none")), "no-mean"),
+        "a loss of outputs alone": (a_workload(lambda out, y: cross_entropy(out, out.argmax(1))), "ignores-targets"),
+        "tested on what it learns": (a_workload(tested="train", asked="train"), "tested-on-train"),
+        "evaluates what it learns": (a_workload(asked="train"), "other-images"),
+        "asks its own model": (a_workload(own=True), "ignores-model"),
+        "accuracy of its own slice": (a_workload(evaluated=of_own_slice), "own-slice"),
+        "the rest is left out": (a_workload(evaluated=without_the_rest), "left-out"),
+        "the mean of ranks": (a_workload(evaluated=mean_of_ranks), "mean-of-means"),
+        "all look, and add up": (a_workload(evaluated=whole_and_added_up), "added-up"),
+        "in percent": (a_workload(evaluated=in_percent), "percent"),
+        "on the world": (a_workload(evaluated=on_the_world), "world-comm"),
+        "a number": (a_workload(evaluated=a_number), "no-accuracy"),
+        "labels of others": (a_workload(labels=shuffled), "does-not-learn"),
+        "softmax": (a_workload(make=lambda: nn.Sequential(small(), nn.Softmax(1))), "does-not-learn"),
+        "labels from one": (a_workload(labels=lambda y: (y + 1) % 10), "learns-something-else"),
     },
 }
 RIGHT = {
     "fits-200-mb": [config(1, **HALF), config(1, fp16={"enabled": True}), config(1, 4, **HALF)],
     "slower-mend": [in_a_row],
-    "wrap-a-model": [a_workload()],
+    "wrap-a-model": [
+        a_workload(),
+        a_workload(make=convolutional, evaluated=in_batches),
+        a_workload(evaluated=told_by_rank_0),
+    ],
 }

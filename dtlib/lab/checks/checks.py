@@ -157,12 +157,14 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
     )  # fmt: skip
 
 
-def judge_here(name: str, namespace: dict | None = None) -> Verdict:
-    """The verdict on an exercise that needs no ranks; no engines have to run."""
+def judge_here(name: str, namespace: dict | None = None, rounds: list | None = None) -> Verdict:
+    """The verdict on an exercise that needs no ranks; no engines have to run. ``rounds`` as above."""
     exercise = EXERCISES[name]
     namespace = _names_of_the_notebook() if namespace is None else namespace
-    observation = _observe(exercise, namespace, None, None)
-    return _verdict(name, [observation], _what_is_judged(exercise.name, namespace, ""))
+    observations = [_observe(exercise, namespace, None, None)]
+    if rounds is not None:
+        rounds.append(observations)
+    return _verdict(name, observations, _what_is_judged(exercise.name, namespace, ""))
 
 
 def _what_is_judged(name: str, namespace: dict, where: str = " on rank 0") -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""When values are the same, and bytes few enough, for judges of float64."""
+"""When values are the same, or the same but for digits left out, and bytes few enough, for judges of float64."""
+
+import math
 
 NUMBER = 8  # bytes of a float64
 SPARE = 32 * NUMBER  # step counters, flags
@@ -8,3 +10,9 @@ def same(came, expected) -> bool:
     import torch
 
     return came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-8, atol=1e-10)
+
+
+def rounded(came: float, wanted: float) -> bool:
+    """Whether one number is the other with fewer digits, in all or behind the point."""
+    shorter = [float(f"{wanted:.{digits}{kind}}") for digits in range(12) for kind in "ef"]
+    return 0 < abs(came - wanted) < 0.05 * abs(wanted) and any(math.isclose(came, each) for each in shorter)

@@ -5,7 +5,7 @@ import json
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.lessons.l09.judge_input import numbers_of, order_of
 
-# samples, then for each run: ranks, batch size, steps (None: to the end)
+# samples, then for each run: ranks, batch size, steps (None: to the end; 0: saved at once, without a loop)
 RUNS = (
     (63, ((2, 5, 2), (2, 5, None))),
     (60, ((2, 5, 2), (3, 4, None))),
@@ -13,11 +13,14 @@ RUNS = (
     (60, ((2, 5, 2), (3, 4, 2), (1, 6, None))),
     (47, ((3, 4, 1), (4, 3, 1), (2, 5, 2), (3, 2, None))),
     (10, ((1, 4, 1), (4, 2, None))),
+    (17, ((2, 5, 2), (3, 4, None))),  # the last step was a short one
+    (20, ((2, 5, 0), (3, 4, None))),  # saved before the first batch
+    (20, ((2, 5, 1), (3, 4, 0), (1, 6, None))),
 )
 
 
 def observe_resuming(Epoch, comm):
-    """For each run of each case: what each rank got, the state of rank 0 as text, whether all ranks have the same."""
+    """For each run of each case: what each rank got, and its state as text."""
     seen = []
     for samples, runs in RUNS:
         state, case = None, []
@@ -27,7 +30,7 @@ def observe_resuming(Epoch, comm):
                 epoch = Epoch(order_of(samples), batch_size, rank, ranks)
                 if state is not None:
                     epoch.load_state_dict(json.loads(state))
-                batches = iter(epoch)
+                batches = iter(epoch) if steps != 0 else iter(())
                 taken = []
                 while (steps is None or len(taken) < steps) and (batch := next(batches, None)) is not None:
                     taken.append(numbers_of(batch))
@@ -36,7 +39,7 @@ def observe_resuming(Epoch, comm):
                 got.append(taken)
                 states.append(_as_text(epoch.state_dict()) if steps is not None else "")
             state = states[0]
-            case.append((got, state, all(one == state for one in states)))
+            case.append((got, states))
             if state.startswith("no JSON"):
                 break
         seen.append(case)
@@ -54,9 +57,9 @@ def judge_resuming(observations) -> None:
     """Whoever resumes, each sample comes once, and batches have the size that was asked for."""
     for (samples, runs), case in zip(RUNS, observations[0], strict=True):
         order, seen = order_of(samples), []
-        for number, ((ranks, batch_size, _), (got, state, alike)) in enumerate(zip(runs, case, strict=False)):
+        for number, ((ranks, batch_size, steps), (got, states)) in enumerate(zip(runs, case, strict=False)):
             run = f"{samples} samples; run {number + 1} of {len(runs)}: {ranks} ranks, batch size {batch_size}"
-            _judge_run(run, got, state, alike, batch_size)
+            _judge_run(run, got, states, batch_size, 10 * samples if steps is None else None)
             before, now = list(seen), [n for rank in got for batch in rank for n in batch]
             seen += now
             _judge_again(run, order, before, now, got, number, runs)
@@ -64,6 +67,8 @@ def judge_resuming(observations) -> None:
             first, last = runs[0][0], runs[-1][0]
             came = f"{len(lost)} never came, in {len(runs)} runs that resumed one another: {lost[:5]}"
             everything = "Save how many samples *all* ranks have taken, not one rank's batches or samples."
+            if any(steps == 0 for _, _, steps in runs):
+                raise Wrong("saved-unread", None, f"all {samples} samples", came, UNREAD, "Count from __init__ on.")
             if first != last:
                 hint = f"{first} ranks saved, and others go on: does the state mean the same for both?"
                 raise Wrong("other-ranks", None, f"all {samples} samples", came, hint, everything)
@@ -74,20 +79,44 @@ def judge_resuming(observations) -> None:
             )  # fmt: skip
 
 
-def _judge_run(run, got, state, alike, batch_size) -> None:
+UNREAD = "A state was saved before a batch was taken: it says what was loaded, or that nothing is done yet."
+
+
+def _judge_run(run, got, states, batch_size, endless) -> None:
     for rank, batches in enumerate(got):
         if wrong := [batch for batch in batches if isinstance(batch, str)]:
-            raise Wrong("type", rank, f"{run}: batches that are lists of numbers", wrong[0], "Yield a list of numbers.")
+            raise Wrong(
+                "type", rank, f"{run}: batches that are lists of numbers", wrong[0], "Yield a list of numbers.",
+                "yield step[self.rank :: self.ranks]",
+            )  # fmt: skip
         if large := [batch for batch in batches if len(batch) > batch_size]:
             raise Wrong(
                 "batch-size", rank, f"{run}: at most {batch_size} samples in a batch", f"{len(large[0])}",
-                "batch_size is what one rank takes.",
+                "batch_size is what one rank takes.", "step[self.rank :: self.ranks] of batch_size * ranks samples.",
             )  # fmt: skip
-    if state.startswith("no JSON"):
-        raise Wrong("no-json", None, f"{run}: a state of plain numbers and lists", state, "One number is enough.")
-    if not alike:
+        while batches and not batches[-1]:
+            if endless and len(batches) > endless:
+                raise Wrong(
+                    "endless", rank, f"{run}: an end", "empty batches, for ever",
+                    "When are all samples taken, and what ends the loop then?", "while self.taken < len(self.order):",
+                )  # fmt: skip
+            batches = batches[:-1]
+        if small := [len(batch) for batch in batches[:-1] if len(batch) < batch_size]:
+            raise Wrong(
+                "small-batches", rank, f"{run}: {batch_size} samples in each batch but the last", f"{small[0]} in one",
+                "batch_size is what one rank takes in a step, and all ranks together take batch_size * ranks.",
+                "The next batch_size * ranks entries are a step: step[self.rank :: self.ranks] is this rank's.",
+            )  # fmt: skip
+    if states[0].startswith("no JSON"):
         raise Wrong(
-            "states-differ", None, f"{run}: the same state on all ranks, after as many batches", "they differ",
+            "no-json", None, f"{run}: a state of plain numbers and lists", states[0], "One number is enough.",
+            'return {"samples": self.taken}',
+        )  # fmt: skip
+    if other := [(rank, state) for rank, state in enumerate(states) if state != states[0]]:
+        rank, state = other[0]
+        raise Wrong(
+            "states-differ", rank, f"{run}: the same state on all ranks, after as many batches",
+            f"{state:.60}, and on rank 0 {states[0]:.60}",
             "Only one rank saves: its state has to speak for all of them.",
             "After each batch all ranks together have taken batch_size * ranks samples more.",
         )  # fmt: skip
@@ -100,14 +129,24 @@ def _judge_again(run, order, before, now, got, number, runs) -> None:
         raise Wrong(
             "overlap", None, f"{run}: each sample once", f"sample {twice} {now.count(twice)} times in this run",
             "In a step all ranks together take the next batch_size * ranks samples: which of them are this rank's?",
+            "step[self.rank :: self.ranks]",
         )  # fmt: skip
     if not again:
         return
     first = order.index(again[0])
     came = f"sample {again[0]}, number {first} of the order, came before it was saved"
+    if runs[number - 1][2] == 0:
+        raise Wrong("saved-unread", None, f"{run}: what was left", came, UNREAD, "Count from __init__ on.")
+    if len(before) == len(order):
+        raise Wrong(
+            "short-step", None, f"{run}: nothing, as all samples were taken", came,
+            "The last step was a short one. How many samples does the state count for it?",
+            "self.taken += len(step), which is what all ranks took together.",
+        )  # fmt: skip
     if len(again) == len(before):
         raise Wrong(
             "from-the-start", None, f"{run}: what was left", came, "load_state_dict has no effect on what is yielded.",
+            "self.taken = state[...], and __iter__ begins there.",
         )  # fmt: skip
     if number == 1 and runs[0][0] == runs[1][0]:
         raise Wrong(

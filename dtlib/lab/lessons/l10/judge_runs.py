@@ -1,4 +1,4 @@
-"""Lesson 10: a config that fits, a batch that is dealt out, and a workload of one's own."""
+"""Lesson 10: a config that fits, and a batch that is dealt out."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.theory.zero import zero_bytes
@@ -28,6 +28,11 @@ def observe_config(config, comm):
 
 
 def judge_config(seen: list) -> None:
+    if len(seen) < 3:
+        raise Wrong(
+            "too-few", None, "three ranks, for which the text asks", f"{len(seen)}",
+            "On two ranks no config fits that sends no more: in bf16 stage 1 holds 240 MB there. lab.engines(3)",
+        )  # fmt: skip
     for rank, said in enumerate(seen):
         wanted = f"batches of {BATCH}, at most {MICRO} at a time, Adam or AdamW, at most {BUDGET:,} bytes a rank"
         if "refused" in said:
@@ -36,6 +41,7 @@ def judge_config(seen: list) -> None:
                 "train_batch_size = micro-batch x accumulation x ranks.",
             )  # fmt: skip
         came = f"stage {said['stage']}, {said['bytes']:,} bytes, batches of {said['batch']}, {said['micro']} at a time"
+        came += f", {said['optimizer'] or 'no optimizer'}"
         if said["batch"] != BATCH or said["micro"] > MICRO or said["optimizer"] not in ("Adam", "AdamW"):
             raise Wrong(
                 "another-training", rank, wanted, came, "What is learnt must stay the same: batch and optimizer.",
@@ -60,116 +66,80 @@ SIZES = (96, 100)
 
 
 def observe_places(places_of, comm):
-    return [[[int(p) for p in places_of(step, batch, comm.rank, comm.size)] for step in range(2)] for batch in SIZES]
+    return [[_numbers(places_of(step, batch, comm.rank, comm.size)) for step in range(2)] for batch in SIZES]
+
+
+def _numbers(places):
+    """A list of whole numbers, or text where it is none."""
+    try:
+        return [int(place) for place in places]
+    except (TypeError, ValueError):
+        return f"{places!r:.60}"
 
 
 def judge_places(seen: list) -> None:
     ranks = len(seen)
+    for rank, places in enumerate(seen):
+        if odd := [one for steps in places for one in steps if isinstance(one, str)]:
+            raise Wrong(
+                "type", rank, "the places of this rank's samples: a range, or a list of whole numbers", odd[0],
+                "What is returned is used as images[places_of(...)].", "return range(...)",
+            )  # fmt: skip
     for which, batch in enumerate(SIZES):
         for step in range(2):
-            slices = [places[which][step] for places in seen]
-            wanted = set(range(step * batch, (step + 1) * batch))
-            where = f"the places {step * batch} to {(step + 1) * batch - 1}"
-            everything = [place for one in slices for place in one]
-            expected = f"step {step}, batch {batch}: about {batch / ranks:.0f} of {where}"
-            strange = [rank for rank, one in enumerate(slices) if not set(one) <= wanted]
-            if strange:
-                one = slices[strange[0]]
-                raise Wrong(
-                    "other-places", strange[0], expected, f"{len(one)} places, {one[:3]} ...",
-                    "The step has as many samples as on one rank.",
-                    "range(step * batch + rank, (step + 1) * batch, ranks)",
-                )  # fmt: skip
-            if ranks > 1 and set(slices[0]) == wanted:
-                raise Wrong(
-                    "whole-batch", 0, expected, f"{len(slices[0])} places, {slices[0][:3]} ...",
-                    "How many samples does this rank compute, on two ranks?",
-                    "Each rank takes every N-th place, from its own rank on.",
-                )  # fmt: skip
-            if len(everything) != len(set(everything)):
-                twice = len(everything) - len(set(everything))
-                raise Wrong(
-                    "twice", 0, f"step {step}: no place on two ranks", f"{twice} twice",
-                    "A sample that two ranks have counts twice in the mean.",
-                    "Places that differ by `ranks` belong together.",
-                )  # fmt: skip
-            if set(everything) != wanted:
-                lost = len(wanted - set(everything))
-                raise Wrong(
-                    "left-out", 0, f"batch {batch}: all {batch} places", f"{lost} are on no rank",
-                    "100 does not divide by 3.", "Slices may differ by one: use a step in range().",
-                )  # fmt: skip
+            _judge_slices([places[which][step] for places in seen], step, batch, ranks)
 
 
-# wrap-a-model: my_workload(config)
-
-
-def observe_workload(my_workload, comm):
-    """Its parts, and twenty-five steps of it."""
-    import torch
-
-    from dtlib.training.run import train
-    from dtlib.workloads.workload import Workload
-
-    work = my_workload({})
-    if not isinstance(work, Workload):
-        return {"kind": type(work).__name__}
-    collate = work.collate or torch.utils.data.default_collate
-    x, y = collate([work.train[place] for place in range(12)])
-    outputs = work.model(x).detach()
-    whole = float(work.loss_fn(outputs, y))
-    halves = [float(work.loss_fn(outputs[half], y[half])) for half in (slice(0, 4), slice(4, 12))]
-    config = {
-        "train_batch_size": 24 * comm.size, "run": {"steps": 25},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-    }  # fmt: skip
-    result = train(lambda own: my_workload({}), config, comm=comm)
-    same = work.evaluate(work.model, comm)
-    with torch.no_grad():
-        guesses = work.model(torch.stack([work.test[i][0] for i in range(len(work.test))])).argmax(1)
-    labels = torch.stack([torch.as_tensor(work.test[i][1]) for i in range(len(work.test))])
-    return {
-        "kind": "Workload", "shape": list(outputs.shape), "whole": whole, "mean": (4 * halves[0] + 8 * halves[1]) / 12,
-        "first": result["losses"][0], "last": sum(result["losses"][-5:]) / 5, "accuracy": same.get("accuracy"),
-        "expected": float((guesses == labels).double().mean()),
-    }  # fmt: skip
-
-
-def judge_workload(seen: list) -> None:
-    for rank, it in enumerate(seen):
-        if it["kind"] != "Workload":
+def _judge_slices(slices, step: int, batch: int, ranks: int) -> None:
+    first = step * batch
+    wanted = set(range(first, first + batch))
+    everything = [place for one in slices for place in one]
+    expected = f"step {step}, batch {batch}: about {batch / ranks:.0f} of the places {first} to {first + batch - 1}"
+    for rank, one in enumerate(slices):
+        if set(one) <= wanted:
+            continue
+        came = f"{len(one)} places, {one[:3]} ..."
+        if len(everything) >= 1.5 * batch:
             raise Wrong(
-                "no-workload", rank, "a Workload", f"a {it['kind']}", "What does the function return?",
-                "return Workload(name=..., model=..., ...)",
+                "other-places", rank, expected, came, "All ranks together take as many samples as one rank did.",
+                "range(step * batch + rank, (step + 1) * batch, ranks)",
             )  # fmt: skip
-        if it["shape"] != [12, 10]:
-            raise Wrong(
-                "shape", rank, "outputs (12, 10) for 12 images", f"outputs {tuple(it['shape'])}",
-                "Ten classes, so ten scores an image.", "The last layer is nn.Linear(..., 10).",
-            )  # fmt: skip
-        if abs(it["whole"] - it["mean"]) > 1e-4 * max(1, abs(it["whole"])):
-            raise Wrong(
-                "no-mean", rank, f"a mean over samples: {it['mean']:.4f} from two halves", f"{it['whole']:.4f}",
-                "Ranks average what each computes of its slice: of what must the loss be a mean?",
-                "cross_entropy has reduction='mean' by default.",
-            )  # fmt: skip
-        if it["accuracy"] is None or abs(it["accuracy"] - it["expected"]) > 1e-9:
-            came = "no `accuracy`" if it["accuracy"] is None else f"{it['accuracy']:.4f}"
-            raise Wrong(
-                "accuracy", rank, f"accuracy {it['expected']:.4f}, of all test images", came,
-                "Each rank may look at a slice, but all ranks return the figure of the whole.",
-                "comm.all_reduce(torch.tensor([right, seen])), then divide.",
-            )  # fmt: skip
-        if not it["last"] < 0.7 * it["first"]:
-            raise Wrong(
-                "does-not-learn", rank, "a loss that falls by a third in 25 steps",
-                f"{it['first']:.3f} at first, {it['last']:.3f} at last", "Do images and labels belong together?",
-                "Has a layer ReLU where scores come out, or are parameters missing in the model?",
-            )  # fmt: skip
+        raise Wrong(
+            "not-of-this-step", rank, expected, came, "Where does the batch of a step begin, and where does it end?",
+            "first = step * batch; and no place from first + batch on.",
+        )  # fmt: skip
+    whole = [rank for rank, one in enumerate(slices) if ranks > 1 and set(one) == wanted]
+    if whole and len(everything) > batch:
+        one = slices[whole[0]]
+        raise Wrong(
+            "whole-batch", whole[0], expected, f"{len(one)} places, {one[:3]} ...",
+            "How many samples does this rank compute, on two ranks?",
+            "Each rank takes every N-th place, from its own rank on.",
+        )  # fmt: skip
+    if twice := sorted({place for place in everything if everything.count(place) > 1}):
+        who = [rank for rank, one in enumerate(slices) if twice[0] in one]
+        raise Wrong(
+            "twice", who[-1], f"step {step}, batch {batch}: each place once",
+            f"{len(twice)} come several times: {twice[0]} on ranks {who}",
+            "A sample that is computed twice counts twice in the mean.",
+            "range(first + rank, first + batch, ranks): places that differ by `ranks` are one rank's.",
+        )  # fmt: skip
+    if lost := sorted(wanted - set(everything)):
+        why = f"{batch} does not divide by {ranks}." if batch % ranks else "Where does each rank begin, and end?"
+        raise Wrong(
+            "left-out", None, f"step {step}, batch {batch}: all {batch} places",
+            f"{len(lost)} are on no rank: {lost[:3]}", why, "Slices may differ by one: use a step in range().",
+        )  # fmt: skip
+    sizes = [len(one) for one in slices]
+    if max(sizes) >= batch // ranks + max(2, ranks):
+        raise Wrong(
+            "uneven", sizes.index(max(sizes)), expected, f"ranks have {', '.join(map(str, sizes))} places",
+            "Each place is there once, and yet: how long do all wait for the rank that has most?",
+            "range(first + rank, first + batch, ranks) gives slices that differ by one at most.",
+        )  # fmt: skip
 
 
 EXERCISES = {
     "fits-200-mb": Exercise("config", observe_config, judge_config),
     "slower-mend": Exercise("places_of", observe_places, judge_places, any_size=True),
-    "wrap-a-model": Exercise("my_workload", observe_workload, judge_workload),
 }

@@ -2,6 +2,7 @@
 
 import math
 
+from dtlib.lab.checks.equality import rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.theory import collectives, scaling
 
@@ -40,6 +41,7 @@ def judge_efficiency(observations) -> None:
                 raise Wrong(
                     "type", rank, "a dictionary: for each number of ranks its efficiency", came,
                     "Return {ranks: efficiency, ...}, with the keys of `seconds`.",
+                    "return {n: ... for n, took in seconds.items()}",
                 )  # fmt: skip
             first = min(seconds)
             for n, took in seconds.items():
@@ -53,27 +55,42 @@ def judge_efficiency(observations) -> None:
 def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak) -> None:
     first = min(seconds)
     expected = f"{wanted:.4g} on {n} ranks, {kind} scaling, with {seconds}"
+    other, last = next(iter(seconds)), max(seconds)
+
+    def from_base(base):
+        return seconds[base] / seconds[n] * (base / n if kind == "strong" else 1)
+
     mistakes = [
+        (seconds[first] / seconds[n] / (n // first), "whole-multiples",
+         f"{n} ranks are {n / first:g} times as many as {first}, which is no whole number: // cuts it off."),
         (wanted * 100, "percent", "This is in %: return fractions."),
         (strong, "strong-for-weak", "In weak scaling the work grows with the ranks: the ideal is the same time."),
         (weak, "weak-for-strong", "In strong scaling the ideal is a time N times as short."),
         (strong / first, "one-rank-base",
          f"The table begins at {first} ranks: the ideal on {n} is {n / first:g} times as fast as there."),
+        (from_base(other), "first-key",
+         f"{other} ranks come first in this table, and are not the smallest number: min(seconds)."),
+        (from_base(last), "last-key", f"The base is the smallest number of ranks, {first}, and not the largest."),
         (seconds[first] / seconds[n] * (n / first if kind == "weak" else 1), "speed-up",
          "This is the speed-up: efficiency is what it is of the ideal."),
         (1 / wanted, "upside-down", "Efficiency falls as ranks are added."),
     ]  # fmt: skip
     for value, mistake, hint in mistakes:
         if _same(came, value):
-            raise Wrong(mistake, rank, expected, f"{came:.4g}", hint, "strong: n0 t0 / (n t); weak: t0 / t.")
-    if _same(came * seconds[next(iter(seconds))], wanted * seconds[first]) or next(iter(seconds)) != first:
+            raise Wrong(mistake, rank, expected, f"{came:.4g}", hint, _EFFICIENCY)
+    if rounded(came, wanted):
         raise Wrong(
-            "first-key", rank, expected, f"{came:.4g}", 
-            "Tables need not be in order: which number of ranks is smallest?", "min(seconds)",
+            "rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{came!r}",
+            "The formula is right, and digits are missing: is there a round(), a // or an int()?",
+            "Return what is computed; whoever prints it rounds.",
         )  # fmt: skip
     raise Wrong(
-        "other-value", rank, expected, f"{came:.4g}", "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number."
-    )
+        "other-value", rank, expected, f"{came:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?",
+        _EFFICIENCY,
+    )  # fmt: skip
+
+
+_EFFICIENCY = "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number of ranks, t0 its time."
 
 
 def observe_step(step_seconds, comm):
@@ -101,7 +118,9 @@ def judge_step(observations) -> None:
 def _explain_step(rank, seen, case, expected, came) -> None:
     """The first mistake that explains what came in every case with more than one rank."""
     if isinstance(came, str):
-        raise Wrong("type", rank, expected, came, "Return the seconds of a step: one number.")
+        raise Wrong(
+            "type", rank, expected, came, "Return the seconds of a step: one number.", "Does every way end in a return?"
+        )
     said, several = f"{came:.6g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
     numbers = all(isinstance(value, float) for value in seen)
     for mistake, (model, *hints) in _MISTAKES.items():
@@ -109,6 +128,12 @@ def _explain_step(rank, seen, case, expected, came) -> None:
             raise Wrong(mistake, rank, expected, said, *hints)
     if case[0] == 1:
         raise Wrong("one-rank", rank, expected, said, "One rank has nobody to send to.", "if ranks == 1: ...")
+    right = [other[1] + _best(other[0], *other[2:]) for other in STEPS]
+    if numbers and all(_same(*pair) or rounded(*pair) for pair in zip(seen, right, strict=True)):
+        raise Wrong(
+            "rounded", rank, expected, f"{came!r}", "The model is right, and digits are missing: is there a round()?",
+            "Return what is computed: a step of 0.1 ms on 1,024 ranks needs its digits.",
+        )  # fmt: skip
     raise Wrong("other-value", rank, expected, said, "Work out by hand what this costs with each of the three.", _ALL)
 
 
@@ -120,19 +145,35 @@ def _best(*network):
     return scaling.fastest_all_reduce(*network)[0]
 
 
+def _three(n, count, a, b, log=math.log2, rounds=None, halving=None):
+    """The times of the three, with pieces to turn."""
+    ring = (2 * (n - 1) if rounds is None else rounds(n)) * (a + count / n / b)
+    raben = 2 * log(n) * a + 2 * count * (n - 1) / n / b if halving is None else halving(n, count, a, b)
+    return ring, log(n) * (a + count / b), raben
+
+
+def _least(**turned):
+    return lambda n, t, *network: t + min(_three(n, *network, **turned))
+
+
 _ALL = "The least of: ring 2(N-1)(a + n/(N B)), doubling log2 N (a + n/B), halving 2 log2 N a + 2(N-1)/N n/B."
+_ADD = "compute + seconds of the all-reduce"
 # What somebody computed who made this mistake, and hints.
 _MISTAKES = {
-    "no-compute": (
-        lambda n, t, *network: _best(n, *network), "Where is the computing?", "compute + seconds of the all-reduce",
-    ),
+    "no-compute": (lambda n, t, *network: _best(n, *network), "Where is the computing?", _ADD),
     "overlapped": (
-        lambda n, t, *network: max(t, _best(n, *network)), "Nothing is hidden here: the two follow one another.",
-        "compute + seconds of the all-reduce",
+        lambda n, t, *network: max(t, _best(n, *network)), "Nothing is hidden here: the two follow one another.", _ADD,
+    ),
+    "compute-shared-out": (
+        lambda n, t, *network: t / n + _best(n, *network),
+        "Every rank computes for `compute` seconds, however many there are: this is weak scaling.", _ADD,
     ),
     "no-latency": (
         lambda n, t, count, a, b: t + _best(n, count, 0.0, b), "Every round costs the latency, however short it is.",
         "rounds * latency + bytes / bandwidth",
+    ),
+    "bits": (
+        lambda n, t, count, a, b: t + _best(n, 8 * count, a, b), "count is in bytes, and so is the bandwidth.", _ALL,
     ),
     **{
         f"always-{name.replace('_', '-')}": (
@@ -141,14 +182,54 @@ _MISTAKES = {
         )
         for name in MODELS
     },
+    "slowest": (
+        lambda n, t, *network: t + max(_three(n, *network)), "The cheapest of the three is asked for.", "min(...)",
+    ),
+    "all-three": (
+        lambda n, t, *network: t + sum(_three(n, *network)), "One algorithm runs, not all three.", "min(...)",
+    ),
     "without-halving": (
         lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "recursive_doubling")),
         "Two are there; with many ranks and a middling size the third one wins.",
         "Rabenseifner: 2 log2 N rounds, the ring's bytes.",
     ),
+    "without-doubling": (
+        lambda n, t, *network: t + min(_cost(name, n, *network) for name in ("ring", "rabenseifner")),
+        "Two are there; with a short message, the third one wins: it has fewest rounds.",
+        "Recursive doubling: log2 N rounds, each with all the bytes.",
+    ),
     "whole-array": (
         lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step of the ring sends an N-th of the array.",
         "count / ranks",
+    ),
+    "half-a-ring": (
+        _least(rounds=lambda n: n - 1),
+        "After N - 1 rounds each rank has one sum of the ring. How do the others get it?", "2 * (ranks - 1) rounds",
+    ),
+    "a-round-too-many": (
+        _least(rounds=lambda n: 2 * n), "A chunk passes N - 1 others, not N.", "2 * (ranks - 1) rounds",
+    ),
+    "natural-log": (_least(log=math.log), "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks)"),
+    "decimal-log": (_least(log=math.log10), "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks)"),
+    "halving-sends-all": (
+        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * (a + count / b)),
+        "Rabenseifner's rounds send less and less: all of them together send the ring's bytes.",
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
+    ),
+    "halving-once": (
+        _least(halving=lambda n, count, a, b: math.log2(n) * a + 2 * count * (n - 1) / n / b),
+        "Rabenseifner's has two phases of log2 N rounds each: how many latencies are that?",
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
+    ),
+    "halving-half": (
+        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + count * (n - 1) / n / b),
+        "Rabenseifner's sends the ring's bytes: what the ring's 2 (N - 1) rounds send together.",
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
+    ),
+    "halving-latency-once": (
+        _least(halving=lambda n, count, a, b: a + 2 * count * (n - 1) / n / b),
+        "Each of Rabenseifner's 2 log2 N rounds is a message, with its own latency.",
+        "2 * log2(ranks) * latency + 2 * count * (ranks - 1) / ranks / bandwidth",
     ),
     "tree": (
         lambda n, t, *network: t + _cost("tree", n, *network), "A tree moves the whole array in every round.", _ALL,
@@ -157,7 +238,7 @@ _MISTAKES = {
 
 
 def _same(a, b) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6)
+    return math.isclose(a, b, rel_tol=1e-9)
 
 
 EXERCISES = {

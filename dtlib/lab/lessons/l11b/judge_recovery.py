@@ -1,133 +1,63 @@
 """Lesson 11b: recoveries after a death that is simulated, judged by losses and parameters against one process."""
 
-from dtlib.errors import CommunicationError, WaitTimeout
+from collections import Counter
+
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l11b.simulated_death import Apart, Died, Dying, Endless
-from dtlib.recovery.shrink import failure_of_a_rank
-
-STEPS = 6
-SAMPLES = 12
-MISTAKE = "batch_of raises an error"
-# Who dies in which step, and who of the others still gets the result of that step's first all_reduce.
-DEATHS = {
-    "nobody dies": (None, 0, ()),
-    "the last rank dies in step 2": (-1, 2, ()),
-    "rank 0 dies in step 3": (0, 3, ()),
-    "the last rank dies in step 2, of which rank 1 has the result": (-1, 2, (1,)),
-    "the last rank dies in step 3, of which rank 0 has the result": (-1, 3, (0,)),
-    "rank 0 dies in the last step, of which rank 1 has the result": (0, STEPS - 1, (1,)),
-}
-
-
-def make_model(seed: int = 0):
-    import torch
-    from torch import nn
-
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-
-
-def batch_of(step: int):
-    """The batch of all ranks together in a step."""
-    import torch
-
-    chance = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(SAMPLES, 3, generator=chance, dtype=torch.float64)
-    return x, (x.sum(1) > 0).long()
-
-
-def alone(skip=None, again=None) -> tuple[list, list]:
-    """Losses and parameters of one process; without step ``skip``, or with step ``again`` done twice."""
-    import torch
-
-    model, optimizer = make_model()
-    losses, steps = [], [step for step in range(STEPS) for _ in range(1 + (step == again)) if step != skip]
-    for step in steps:
-        x, y = batch_of(step)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, flat(model)
-
-
-def flat(model) -> list:
-    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
-
-
-def observe(train, comm):
-    """For each of ``DEATHS`` that this number of ranks allows, and for a mistake: what became of this rank."""
-    fits = {name: plan for name, plan in DEATHS.items() if comm.size > 1 + bool(plan[2])}
-    seen = []
-    for name, plan in fits.items():
-        seen.append(_train(train, comm, name, *plan))
-        if any(comm.all_gather_object(seen[-1]["end"] == "Apart")):
-            return seen  # before they wait for one another
-    return [*seen, _train(train, comm, MISTAKE)] if fits else []
-
-
-class _Mistake(Exception):
-    """Not a rank's failure: nothing that an answer should catch."""
-
-
-def _train(train, comm, case: str, rank=None, death=0, ahead=()) -> dict:
-    """``before`` and ``after`` are the steps that were begun before and after the ranks shrank."""
-    from mpi4py import MPI
-
-    model, optimizer = make_model()
-    part = comm.split(0)
-    part.time_limit = comm.time_limit / 2  # so that who waits here in vain comes to the next case in time
-    dying = Dying(part, None if rank is None else rank % comm.size, death, ahead)
-    came = {"case": case, "before": [], "after": [], "end": "returned"}
-
-    def batch(step):
-        if step not in range(STEPS):
-            raise IndexError(f"batch_of({step!r}): steps are 0 to {STEPS - 1}")
-        steps = came["after" if vars(dying).get("shrunk") else "before"]
-        if case == MISTAKE and step == 2 and len(steps) == 2:
-            steps.append(step)
-            raise _Mistake
-        if len(steps) > 3 * STEPS:
-            raise Endless
-        steps.append(step)
-        rest = vars(dying).get("rest")
-        if rest is not None and len(set(rest.all_gather_object(step))) > 1:
-            raise Apart
-        dying.at = step
-        return batch_of(step)
-
-    try:
-        train(dying, model, optimizer, batch, STEPS)
-        if dying._failed and not vars(dying).get("shrunk"):
-            came["end"] = "left"
-    except (Apart, Died, Endless, _Mistake) as end:
-        came["end"] = type(end).__name__
-    except Exception as error:
-        if failure_of_a_rank(error):
-            came["end"] = "failed"
-        elif isinstance(error, (WaitTimeout, CommunicationError, MPI.Exception)) and vars(dying).get("shrunk"):
-            came["end"] = "waited"  # for calls that others make in another order
-        else:
-            raise
-    dying.leave()
-    return {**came, "parameters": flat(model)}
+from dtlib.lab.lessons.l11b.observe_recovery import DEATHS, MISTAKE, SAMPLES, STEPS, alone, observe
 
 
 def judge(observations) -> None:
     """Who lives has the parameters of a run that nothing happened to, whoever died and however far the others were."""
     if not all(observations):
         raise Wrong("too-few", None, "two ranks at least", "one", "Start more: lab.engines(3).")
-    right = alone()[1]
+    right = alone()
     for cases in zip(*observations, strict=True):
         living = {rank: case for rank, case in enumerate(cases) if case["end"] != "Died"}
-        _judge_ends(cases[0]["case"], living)
-        if cases[0]["case"] == MISTAKE:
+        name = cases[0]["case"]
+        _judge_ends(name, living)
+        if name == MISTAKE:
             continue
+        plan = DEATHS[name]
+        if len(cases) - len(living) < len(plan):
+            step = plan[0].step
+            raise Wrong(
+                "no-exchange", None, f"{name}: in each step ranks add up their gradients, by all_reduce on comm",
+                f"comm.all_reduce was not called in step {step}, so that nobody died in it",
+                "Each rank computes its part of the batch: how do the others get its gradient?",
+                "comm.all_reduce(parameter.grad), on the communicator that train was given, or that shrunk gave.",
+            )  # fmt: skip
         wrong = [rank for rank, case in living.items() if not _close(case["parameters"], right)]
         if wrong:
-            _explain(cases[0]["case"], living, wrong[0])
+            _explain(name, living, wrong[0])
+        _judge_steps(name, living)
+        _judge_shares(name, living)
+
+
+def _judge_steps(name: str, living: dict) -> None:
+    """Parameters are right: has it gone on, or begun anew?"""
+    for rank, case in living.items():
+        for death, steps in zip(DEATHS[name], case["steps"][1:], strict=True):
+            if steps and min(steps) < death.step:
+                raise Wrong(
+                    "steps-redone", rank, f"{name}: training goes on with step {death.step}",
+                    f"it goes on with step {min(steps)}, which all ranks had done",
+                    "The result is right, and costs steps that were done. Which ranks still have them?",
+                    "Whoever lives has the parameters after the last step: go on with them, from no older copy.",
+                )  # fmt: skip
+
+
+def _judge_shares(name: str, living: dict) -> None:
+    """Parameters are right: was the work shared out?"""
+    of_step = sorted({key for case in living.values() for key in case["samples"] if key[0] == case["deaths"]})
+    for key in of_step:
+        sizes = [len(case["samples"].get(key, [])) for case in living.values()]
+        if sum(sizes) > SAMPLES:
+            raise Wrong(
+                "whole-batch", None, f"{name}: the {SAMPLES} samples of step {key[1]}, each computed on one rank",
+                f"ranks compute {', '.join(map(str, sizes))} of them",
+                "The result is right, and takes as long as on one rank. Which part of the batch is this rank's?",
+                "x[comm.rank :: comm.size], of the communicator that is in use.",
+            )  # fmt: skip
 
 
 def _judge_ends(name: str, living: dict) -> None:
@@ -137,6 +67,24 @@ def _judge_ends(name: str, living: dict) -> None:
                 "swallowed", rank, "an error of batch_of, which is no death, ends the training", "it was caught",
                 "Not every error means that a rank has died.",
                 "In the except clause: if not failure_of_a_rank(error): raise",
+            )  # fmt: skip
+        if case["end"] == "OfTheWorld":
+            raise Wrong(
+                "world-comm", rank, f"{name}: every call on comm, and on what shrunk(comm) gives", case["said"],
+                "world.comm counts the dead too: after a death, who answers there? And comm here is another one.",
+                "Ask comm.rank and comm.size, call comm.all_reduce, and after a death comm = shrunk(comm).",
+            )  # fmt: skip
+        if case["end"] == "NoSuchRoot":
+            raise Wrong(
+                "no-such-root", rank, f"{name}: a root that lives", f"a broadcast with {case['said']}",
+                "Ranks are numbered anew after a death. Which rank is there, however few are left?",
+                "root=0, of the communicator that shrunk gave.",
+            )  # fmt: skip
+        if case["end"] == "failed" and case["deaths"]:
+            raise Wrong(
+                "one-death-only", rank, f"{name}: training goes on", "the second failure ended it here",
+                "One death is survived, the next one is not: what surrounds the code that runs after the first?",
+                "A loop around try and except: however often a rank dies, the same lines go on.",
             )  # fmt: skip
         if case["end"] == "failed":
             raise Wrong(
@@ -148,6 +96,13 @@ def _judge_ends(name: str, living: dict) -> None:
             raise Wrong(
                 "endless", rank, f"{name}: steps 0 to {STEPS - 1}", "it goes on for ever",
                 "Which communicator is used after the death? The old one fails in every call.", "comm = shrunk(comm)",
+            )  # fmt: skip
+        if case["end"] == "left" and DEATHS[name][case["deaths"]].step < STEPS - 1:
+            raise Wrong(
+                "gave-up", rank, f"{name}: those who are left train to the end",
+                "it returned, and called no shrunk(comm)",
+                "The failure was caught, and then? A caught error repairs nothing.",
+                "In the except clause comm = shrunk(comm); a loop around it goes on with the step that failed.",
             )  # fmt: skip
         if case["end"] == "left":
             raise Wrong(
@@ -161,12 +116,12 @@ def _judge_ends(name: str, living: dict) -> None:
 def _explain(name: str, living: dict, rank: int) -> None:
     case, what = living[rank], f"{name}: parameters of one process, after steps 0 to {STEPS - 1}"
     if name == "nobody dies":
-        raise Wrong(
-            "wrong-without-death", rank, what, "others",
-            "Nothing has happened yet. Is the sum over ranks the mean over the whole batch?",
-            "Each rank: the mean over its slice, times len(slice) / len(batch); then all_reduce, which adds.",
-        )  # fmt: skip
-    resumed = {r: min(c["after"], default=STEPS) for r, c in living.items()}
+        _explain_step(living, rank, what)
+    if len(begun := {len(case["steps"][0]) for case in living.values()}) > 1 and not any(
+        case["deaths"] for case in living.values()
+    ):
+        raise Wrong("other-steps", rank, what, f"ranks did {sorted(begun)} steps", "All ranks do all steps.")
+    resumed = {r: min(c["steps"][c["deaths"]], default=STEPS) for r, c in living.items()}
     if not any(resumed.values()):
         raise Wrong(
             "from-the-beginning", rank, what, "it begins with step 0 again, on parameters that had been trained",
@@ -194,16 +149,82 @@ def _explain(name: str, living: dict, rank: int) -> None:
         )  # fmt: skip
     for mistake, how, values in (("step-lost", "missing", "skip"), ("step-twice", "in them twice", "again")):
         for step in range(STEPS):
-            if _close(case["parameters"], alone(**{values: step})[1]):
+            if _close(case["parameters"], alone(**{values: step})):
                 raise Wrong(
                     mistake, rank, what, f"step {step} is {how}, on all ranks",
                     "Whose parameters do the ranks go on with, and which steps are in them?",
                     "The step belongs to the state: who gives the parameters gives the step too.",
                 )  # fmt: skip
+    _explain_shares(name, living, rank, what)
+
+
+def _shares(living: dict, deaths: int, step: int) -> list:
+    """Which samples of a step each rank has computed, after so many deaths."""
+    return [case["samples"].get((deaths, step), []) for case in living.values()]
+
+
+def _explain_step(living: dict, rank: int, what: str) -> None:
+    """Nothing has happened, and parameters are wrong: by what the ranks have computed in the first step."""
+    shares = _shares(living, 0, 0)
+    seen = Counter(sample for share in shares for sample in share)
+    if lost := sorted(set(range(SAMPLES)) - set(seen)):
+        raise Wrong(
+            "rest-dropped", rank, f"each of the {SAMPLES} samples of a step on one of {len(living)} ranks",
+            f"samples {lost} are on no rank", "Who takes what is left where samples do not divide by ranks?",
+            "x[comm.rank :: comm.size] leaves none out.",
+        )  # fmt: skip
+    if twice := sorted(sample for sample, times in seen.items() if times > 1):
+        raise Wrong(
+            "samples-twice", rank, f"each of the {SAMPLES} samples of a step on one of {len(living)} ranks",
+            f"samples {twice[:5]} are on several", "batch_of gives the batch of all ranks: which part is this rank's?",
+            "x[comm.rank :: comm.size] gives each sample to one rank.",
+        )  # fmt: skip
+    for factor, mistake in ((len(living), "mean-of-means"), (1, "sum-of-means")):
+        if _close(living[rank]["parameters"], alone(weights=_of_means(shares, factor))):
+            raise Wrong(
+                mistake, rank, what, f"those of the {mistake.replace('-', ' ')}: ranks have "
+                f"{', '.join(str(len(share)) for share in shares)} samples",
+                "Ranks have unequally many samples. How much does each sample count?",
+                "Each rank: the sum over its samples, divided by len(x), the whole batch; all_reduce adds.",
+            )  # fmt: skip
+    for factor in (1 / len(living), len(living), SAMPLES, SAMPLES / len(living)):
+        if _close(living[rank]["parameters"], alone(weights=[factor / SAMPLES] * SAMPLES)):
+            raise Wrong(
+                "scaled", rank, what, f"those of gradients {factor:.3g} times as large",
+                "Each sample counts 1/len(x) in the mean over the whole batch. Who divides, and how often?",
+                "The sum over this rank's samples, / len(x); all_reduce adds, and nothing else divides.",
+            )  # fmt: skip
     raise Wrong(
-        "other-batch", rank, what, "the same on all ranks, but others",
-        "Which samples does nobody see after the death? And who divides by what?",
-        "In every step ask comm.rank and comm.size of the communicator that is in use, and cut the whole batch anew.",
+        "wrong-without-death", rank, what, "others, and each sample was computed once",
+        "Nothing has happened yet. Is the sum over ranks the mean over the whole batch, and is there one step for it?",
+        "zero_grad, the sum over its samples / len(x), backward, all_reduce of each gradient, optimizer.step().",
+    )  # fmt: skip
+
+
+def _of_means(shares, factor: int) -> list:
+    weights = {sample: 1 / len(share) / factor for share in shares for sample in share}
+    return [weights[sample] for sample in range(SAMPLES)]
+
+
+def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:
+    """All ranks have the same, and it is wrong: by what they have computed after the death."""
+    deaths = living[rank]["deaths"]
+    step = min(living[rank]["steps"][deaths], default=0)
+    seen = Counter(sample for share in _shares(living, deaths, step) for sample in share)
+    lost = sorted(set(range(SAMPLES)) - set(seen))
+    twice = sorted(sample for sample, times in seen.items() if times > 1)
+    came = f"samples {lost} are on no rank" if lost else f"samples {twice} are on several ranks" if twice else ""
+    if came:
+        raise Wrong(
+            "other-batch", rank, f"{name}: the whole batch in step {step} too, on those who are left", came,
+            "Who computes what the dead rank had?",
+            "In every step ask comm.rank and comm.size of the communicator in use, and cut the whole batch anew.",
+        )  # fmt: skip
+    raise Wrong(
+        "other-mean", rank, what, "the same on all ranks, but others",
+        "Each sample is computed once after the death too. By what are the gradients divided, and is anything of the "
+        "failed step still in them, or in the momentum?",
+        "Divide by len(x), not by numbers of ranks or of slices from before, and begin the step with zero_grad.",
     )  # fmt: skip
 
 

@@ -7,7 +7,10 @@
 The error is MPI's own, and ``shrunk`` does what that of dtlib.recovery does: with it an answer runs under ULFM too.
 """
 
+from typing import NamedTuple
+
 from dtlib.errors import DtlibError
+from dtlib.lab.checks.given import OfTheWorld
 
 MOST_SHRINKS = 3
 
@@ -24,34 +27,51 @@ class Endless(BaseException):
     """An answer that goes on for ever."""
 
 
-class Dying:
-    """``comm`` with one death on it: that of ``rank`` in step ``step``, counted from 0, in its first all_reduce; those
-    in ``ahead`` still get what that call returns. With ``rank=None`` nobody dies. ``at`` is the step under way."""
+class NoSuchRoot(BaseException):
+    """A broadcast from a rank that the communicator does not have."""
 
-    def __init__(self, comm, rank: int | None = None, step: int = 0, ahead=(), shrinks: int = 0):
+
+class Death(NamedTuple):
+    """``rank`` dies in ``step``, counted from 0, in its first all_reduce; those ``ahead`` get what that call returns.
+
+    A negative rank counts from the last one."""
+
+    rank: int
+    step: int
+    ahead: tuple = ()
+
+
+class Dying:
+    """``comm`` with the first of these ``deaths`` on it; the next one is on the communicator of those who are left.
+
+    ``at`` is the step under way; ``shrinks`` is how many deaths it has come through."""
+
+    def __init__(self, comm, deaths=(), shrinks: int = 0):
         self.rank, self.size, self.at = comm.rank, comm.size, None
-        self._comm, self._dies, self._step, self._ahead = comm, rank, step, ahead
-        self._failed, self._shrinks = False, shrinks
+        self.shrinks, self.failed, self.next = shrinks, False, None
+        self._comm, self._death, self._later = comm, deaths[0] if deaths else None, deaths[1:]
+        self._dead = False
 
     def all_reduce(self, tensor, op="sum"):
         self._refuse_if_failed()
         before = tensor.clone()
         self._comm.all_reduce(tensor, op)
-        if self._dies is not None and self.at == self._step:
-            self._failed = True
-            if self.rank == self._dies:
+        if self._death is not None and self.at == self._death.step:
+            self.failed = True
+            if self.rank == self._death.rank % self.size:
+                self._dead = True
                 raise Died
-            if self.rank not in self._ahead:
+            if self.rank not in self._death.ahead:
                 tensor.copy_(before)
                 self._refuse_if_failed()
         return tensor
 
     def broadcast(self, tensor, root=0):
-        self._refuse_if_failed()
+        self._refuse_if_failed(root)
         return self._comm.broadcast(tensor, root)
 
     def broadcast_object(self, thing, root=0):
-        self._refuse_if_failed()
+        self._refuse_if_failed(root)
         return self._comm.broadcast_object(thing, root)
 
     def all_gather_object(self, thing):
@@ -62,11 +82,13 @@ class Dying:
         self._refuse_if_failed()
         self._comm.barrier()
 
-    def _refuse_if_failed(self):
+    def _refuse_if_failed(self, root: int = 0):
         from mpi4py import MPI
 
-        if self._failed:
+        if self.failed:
             raise MPI.Exception(MPI.ERR_PROC_FAILED)
+        if root not in range(self.size):
+            raise NoSuchRoot(f"root={root} of {self.size}")
 
     def __getattr__(self, name):
         raise DtlibError(
@@ -74,16 +96,28 @@ class Dying:
             "barrier."
         )
 
+    def last(self) -> "Dying":
+        """The communicator of those who are left now."""
+        return self.next.last() if self.next else self
+
+    def same_on_all(self, thing) -> bool:
+        """Whether those who came through a death have the same; before one, and during one, they are not asked."""
+        return not self.shrinks or self.failed or len(set(self._comm.all_gather_object(thing))) == 1
+
     def leave(self) -> None:
         """What a rank that has died, or is through, does while the others shrink: they are told, and go on without."""
-        if self._dies is not None and not self.__dict__.get("shrunk"):
-            self._comm.split(None)
+        last = self.last()
+        if last._death is not None:
+            last._comm.split(None)
 
 
 def shrunk(comm: Dying) -> Dying:
     """A communicator of those who live, in their old order; all of them call it. SIMULATED: the dead one comes too."""
-    if comm._shrinks == MOST_SHRINKS:
+    if not isinstance(comm, Dying):
+        raise OfTheWorld("shrunk(world.comm)")
+    if comm._dead:
+        raise Died
+    if comm.shrinks == MOST_SHRINKS:
         raise Endless
-    comm.shrunk = True
-    comm.rest = comm._comm.split(0)
-    return Dying(comm.rest, shrinks=comm._shrinks + 1)
+    comm.next = Dying(comm._comm.split(0), comm._later, comm.shrinks + 1)
+    return comm.next

@@ -1,0 +1,132 @@
+"""Lesson 09: the seconds that a format costs in an epoch."""
+
+import math
+
+from dtlib.lab.checks.equality import rounded
+from dtlib.lab.checks.exercise import Exercise, Wrong
+
+BUDGETS = (  # samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
+    (1000, 2500, 100, 500.0, 1e6, 1.0), (1001, 100_000, 64, 2000.0, 1e9, 0.25), (10, 1024, 4, 10.0, 1e5, 0.1),
+)  # fmt: skip
+FORMS = ("files", "shards", "tar", "parquet")
+
+
+def cost(*arguments) -> float:
+    return sum(opening_and_reading(*arguments))
+
+
+def opening_and_reading(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read):
+    """Seconds of each."""
+    files = samples if form == "files" else math.ceil(samples / per_shard)
+    size = samples * record_bytes
+    if form == "tar":
+        size = samples * (512 + math.ceil(record_bytes / 512) * 512)
+    if form == "parquet":
+        size *= columns_read
+    return files / opens_a_second, size / bytes_a_second
+
+
+def observe_cost(epoch_seconds, comm):
+    return [
+        [(form, _number(epoch_seconds(form, *budget))) for form in FORMS] for budget in BUDGETS
+    ]  # fmt: skip
+
+
+def _number(value):
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return f"{value!r:.60}"
+
+
+FORMULA = "files / opens_a_second + bytes / bytes_a_second"
+
+
+def judge_cost(observations) -> None:
+    """Opens and bytes, each over what can be had in a second, added up."""
+    times = [
+        (came, form, budget)
+        for budget, of_forms in zip(BUDGETS, observations[0], strict=True)
+        for form, came in of_forms
+    ]
+    if all(came == max(opening_and_reading(form, *budget)) for came, form, budget in times):
+        raise Wrong(
+            "larger-of-two", None, "opening and reading, added up", "the larger of the two",
+            "Here a file is opened, then read: the times add up.", FORMULA,
+        )  # fmt: skip
+    for budget, of_forms in zip(BUDGETS, observations[0], strict=True):
+        samples, record_bytes, per_shard, opens, speed, fraction = budget
+        case = (
+            f"{samples} samples of {record_bytes} bytes, {per_shard} a shard, {opens:g} opens/s, {speed:g} bytes/s, "
+            f"{fraction:g} of the columns"
+        )
+        for form, came in of_forms:
+            wanted = cost(form, *budget)
+            expected = f"{wanted:.6g} s for {form}: {case}"
+            if isinstance(came, str):
+                raise Wrong("type", None, expected, came, "Return a number of seconds.", f"return {FORMULA}")
+            if math.isclose(came, wanted, rel_tol=1e-9):
+                continue
+            size = samples * record_bytes
+            files = samples if form == "files" else math.ceil(samples / per_shard)
+            plain = files / opens + size / speed
+            mistakes = [
+                (wanted - files / opens, "no-opens", "Opening files takes time as well: files / opens_a_second."),
+                (files / opens, "no-bytes", "The bytes have to come, too: bytes / bytes_a_second."),
+                (samples / opens + wanted - files / opens, "opens-of-samples",
+                 "A shard is opened once, not once for each of its samples."),
+                (samples // per_shard / opens + wanted - files / opens, "shards-rounded-down",
+                 "The last shard may have few samples, but it is a file: round up."),
+                (samples / per_shard / opens + wanted - files / opens, "shards-not-whole",
+                 "There is no half of a file: round up."),
+                ((samples // per_shard + 1) / opens + wanted - files / opens, "a-shard-too-many",
+                 "1000 samples are 10 shards of 100, and no eleventh one: round up, do not add one."),
+                (files * opens + wanted - files / opens, "opens-multiplied",
+                 "opens_a_second is a speed: how long do so many opens take?"),
+            ]  # fmt: skip
+            if form == "tar":
+                mistakes += [
+                    (plain, "no-headers", "In a tar file 512 bytes stand before each record."),
+                    (plain + 512 * samples / speed, "no-padding", "Records in a tar file take whole blocks of 512."),
+                    (
+                        files / opens + samples * (record_bytes // 512 + 2) * 512 / speed,
+                        "a-block-too-many",
+                        "A record of 1024 bytes takes two blocks, not three: round up.",
+                    ),
+                    (wanted - 512 * samples / speed, "no-headers", "In a tar file 512 bytes stand before each record."),
+                    (
+                        files / opens + (math.ceil(size / 512) * 512 + 512 * samples) / speed,
+                        "padded-once",
+                        "Each record takes whole blocks of its own.",
+                    ),
+                ]
+                mistakes += [
+                    (
+                        files / opens + (size + 512 * files) / speed,
+                        "header-a-file",
+                        "The 512 bytes stand before each record, not once in a file.",
+                    ),
+                ]
+            if form == "parquet":
+                mistakes += [(plain, "all-columns", "From Parquet only the columns that are asked for are read.")]
+            elif fraction < 1:
+                mistakes += [
+                    (files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
+                     "Whoever stores records whole reads them whole: only Parquet can leave columns out.")
+                ]  # fmt: skip
+            for value, mistake, hint in mistakes:
+                if math.isclose(came, value, rel_tol=1e-9):
+                    raise Wrong(mistake, None, expected, f"{came:.6g} s", hint, FORMULA)
+            if rounded(came, wanted):
+                raise Wrong(
+                    "rounded", None, f"{wanted!r} s for {form}: {case}", f"{came!r} s",
+                    "The formula is right, and digits are missing: is there a round(), an int() or a //?",
+                    "Whole are files and blocks of 512 bytes alone. Return the seconds as they are.",
+                )  # fmt: skip
+            raise Wrong(
+                "other-cost", None, expected, f"{came:.6g} s", FORMULA,
+                "Files: as many as samples, or samples / per_shard rounded up. Bytes: see the list in the text.",
+            )  # fmt: skip
+
+
+EXERCISES = {"format-budget": Exercise("epoch_seconds", observe_cost, judge_cost, needs_ranks=False)}

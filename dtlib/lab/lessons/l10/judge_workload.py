@@ -1,0 +1,277 @@
+"""Lesson 10: a workload of one's own, judged by its parts, by how it judges other models, and by training."""
+
+import hashlib
+
+from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
+
+STEPS = 25
+# Which test images a model is right about: of n, by place.
+KNOWN = {
+    "all": lambda places, n: places >= 0,
+    "the first": lambda places, n: places == 0,
+    "the last two": lambda places, n: places >= n - 2,
+    "some": lambda places, n: places * places % 7 < 2,
+}
+
+
+def observe_workload(my_workload, comm) -> dict:
+    """Its parts; what ``evaluate`` says on all ranks, and on one less; and twenty-five steps of it."""
+    import torch
+
+    from dtlib.training.run import train
+    from dtlib.workloads.workload import Workload
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1000 + comm.rank)  # who sets no seed does not get the others' numbers
+        work = my_workload({})
+    if not isinstance(work, Workload):
+        return {"kind": type(work).__name__}
+    parts = {name: getattr(work, name) for name in ("model", "train", "test", "loss_fn", "evaluate")}
+    if missing := [name for name, part in parts.items() if part is None]:
+        return {"kind": "Workload", "odd": f"no {' and no '.join(missing)}"}
+    if not isinstance(work.model, torch.nn.Module):
+        return {"kind": "Workload", "odd": f"a {type(work.model).__name__} for a model, which is no nn.Module"}
+    collate = work.collate or torch.utils.data.default_collate
+    x, y = collate([work.train[place] for place in range(12)])
+    outputs = work.model(x).detach()
+    seen = {"kind": "Workload", "shape": list(outputs.shape), "parameters": _digest(work.model)}
+    seen |= _losses(work.loss_fn, outputs, y)
+    images, labels = _all_of(work.test)
+    of_train = _all_of(work.train)[0]
+    seen["in train"] = sum(bool((of_train == image).flatten(1).all(1).any()) for image in images) / len(images)
+    if any(comm.all_gather_object(seen["in train"] > 0.1)):
+        return seen
+    fewer = comm.split(comm.rank // max(1, comm.size - 1))
+    fewer.time_limit = comm.time_limit
+    seen["evaluated"] = [_evaluated(work, images, labels, on) for on in (comm, fewer)]
+    rows = outputs.sum(-1)
+    seen["probabilities"] = bool((outputs >= 0).all()) and torch.allclose(rows, torch.ones_like(rows), atol=1e-4)
+    if any(comm.all_gather_object(not seen["evaluated"][0]["figures"] or len(seen["shape"]) != 2)):
+        return seen
+    if len(set(comm.all_gather_object(seen["parameters"]))) > 1:
+        return seen
+    config = {
+        "train_batch_size": 24 * comm.size, "run": {"steps": STEPS},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }  # fmt: skip
+    result = train(lambda own: my_workload({}), config, comm=comm)
+    losses = result["losses"]
+    return seen | {"first": losses[0], "last": sum(losses[-5:]) / 5, "accuracy": result["accuracy"]}
+
+
+def _digest(model) -> str:
+    values = [tensor.detach().double().numpy().tobytes() for tensor in model.state_dict().values()]
+    return hashlib.sha1(b"".join(values)).hexdigest()
+
+
+def _losses(loss_fn, outputs, y) -> dict:
+    """Of twelve samples, by its two parts, and with the targets of others."""
+    if (numbers := getattr(loss_fn(outputs, y), "numel", lambda: 1)()) != 1:
+        return {"losses": numbers}
+    parts = [float(loss_fn(outputs[part], y[part])) for part in (slice(0, 4), slice(4, 12))]
+    others = [float(loss_fn(outputs, y.roll(by, 0))) for by in (0, 1, 5)]
+    return {"whole": others[0], "mean": (4 * parts[0] + 8 * parts[1]) / 12, "with others": others[1:]}
+
+
+def _all_of(data) -> tuple:
+    import torch
+
+    images = torch.stack([data[place][0] for place in range(len(data))])
+    labels = torch.stack([torch.as_tensor(data[place][1]) for place in range(len(data))])
+    return images, labels if labels.dim() == 1 else labels.argmax(1)
+
+
+def _evaluated(work, images, labels, comm) -> dict:
+    """What ``evaluate`` says of models that are right about known images, and which images they were shown."""
+    import torch
+    from torch import nn
+
+    class Knows(nn.Module):
+        def __init__(self, places):
+            super().__init__()
+            self.places, self.seen, self.strange = places, set(), 0
+            self.weight = nn.Parameter(torch.zeros(1))  # some ask for the device of the first parameter
+
+        def forward(self, x):
+            same = (x.flatten(1)[:, None] == images.flatten(1)).all(-1)
+            self.strange += int((~same.any(1)).sum())
+            at = same.int().argmax(1)
+            self.seen |= set(same.nonzero()[:, 1].tolist())
+            right = torch.where(self.places[at] & same.any(1), labels[at], (labels[at] + 1) % 10)
+            return nn.functional.one_hot(right, 10).to(x.dtype)
+
+    n = len(images)
+    found = {"ranks": comm.size, "images": n, "figures": {}, "wanted": {}, "seen": [], "strange": 0}
+    for name, known in KNOWN.items():
+        model = Knows(known(torch.arange(n), n))
+        try:
+            with world_out_of_reach():
+                came = work.evaluate(model, comm)
+        except OfTheWorld as call:
+            return found | {"of the world": f"{call}"}
+        if not isinstance(came, dict) or "accuracy" not in came:
+            keys = f" with {', '.join(map(str, came)) or 'nothing'}" if isinstance(came, dict) else ""
+            return found | {"odd": f"a {type(came).__name__}{keys}"}
+        found["figures"][name] = float(came["accuracy"])
+        found["wanted"][name] = float(model.places.double().mean())
+        found["seen"], found["strange"] = sorted(model.seen), model.strange
+    return found
+
+
+def judge_workload(seen: list) -> None:
+    for rank, it in enumerate(seen):
+        if it["kind"] != "Workload":
+            raise Wrong(
+                "no-workload", rank, "a Workload", f"a {it['kind']}", "What does the function return?",
+                "return Workload(name=..., model=..., ...)",
+            )  # fmt: skip
+        if "odd" in it:
+            raise Wrong(
+                "incomplete", rank, "a Workload with model, train, test, loss_fn and evaluate", it["odd"],
+                "train(my_workload) uses each of them: where is it made?",
+                "An nn.Module, two data sets of pairs, and two functions.",
+            )  # fmt: skip
+        if it["shape"] != [12, 10]:
+            raise Wrong(
+                "shape", rank, "outputs (12, 10) for 12 images", f"outputs {tuple(it['shape'])}",
+                "Ten classes, so ten scores an image.", "The last layer is nn.Linear(..., 10).",
+            )  # fmt: skip
+        if it["parameters"] != seen[0]["parameters"]:
+            raise Wrong(
+                "other-parameters", rank, "a model with the parameters that rank 0 has", "others",
+                "Ranks start from random numbers of their own, unless a seed says which.",
+                "torch.manual_seed(0), the same on all ranks, before the layers are made.",
+            )  # fmt: skip
+        _judge_loss(it, rank)
+        if it["in train"] > 0.1:
+            raise Wrong(
+                "tested-on-train", rank, "test images that are not trained on",
+                f"{it['in train']:.0%} of them are in train", "What does such an accuracy say about new images?",
+                "(x, y), (test_x, test_y) = digits.split()",
+            )  # fmt: skip
+    for which in range(2):
+        _judge_evaluate([it["evaluated"][which] for it in seen])
+    for rank, it in enumerate(seen):
+        _judge_training(it, rank)
+
+
+def _judge_loss(it, rank: int) -> None:
+    if "losses" in it:
+        raise Wrong(
+            "no-mean", rank, "one number: the mean over samples", f"{it['losses']} numbers",
+            "Ranks average what each computes of its slice: of what must the loss be a mean?",
+            "cross_entropy has reduction='mean' by default.",
+        )  # fmt: skip
+    if abs(it["whole"] - it["mean"]) > 1e-4 * max(1, abs(it["whole"])):
+        raise Wrong(
+            "no-mean", rank, f"a mean over samples: {it['mean']:.4f} from two parts", f"{it['whole']:.4f}",
+            "Ranks average what each computes of its slice: of what must the loss be a mean?",
+            "cross_entropy has reduction='mean' by default.",
+        )  # fmt: skip
+    if all(abs(other - it["whole"]) <= 1e-9 for other in it["with others"]):
+        raise Wrong(
+            "ignores-targets", rank, "another loss where each image gets the target of another one", "the same loss",
+            "Does loss_fn(outputs, targets) look at the targets?", "loss_fn=cross_entropy",
+        )  # fmt: skip
+
+
+def _judge_evaluate(found: list) -> None:
+    """On all ranks; then on all but the last, which is alone then."""
+    ranks, n = found[0]["ranks"], found[0]["images"]
+    alike = [one for one in found if one["ranks"] == ranks]
+    shown = {place for one in alike for place in one["seen"]}
+    for rank, one in enumerate(found):
+        where = f", on {one['ranks']} ranks" if one["ranks"] > 1 else ", on one rank"
+        if "of the world" in one:
+            raise Wrong(
+                "world-comm", rank, "every call on comm, which evaluate is given", one["of the world"],
+                "Whoever evaluates decides on which ranks: may they be fewer than all?",
+                "comm, in place of world.comm.",
+            )  # fmt: skip
+        if "odd" in one:
+            raise Wrong(
+                "no-accuracy", rank, 'evaluate(model, comm) returns {"accuracy": ...}', one["odd"],
+                "A dictionary, so that a workload may have several figures.",
+                'return {"accuracy": right / len(test_y)}',
+            )  # fmt: skip
+        came, wanted = one["figures"], one["wanted"]
+        if all(abs(came[name] - wanted[name]) < 1e-6 for name in KNOWN):
+            continue
+        name = next(name for name in KNOWN if abs(came[name] - wanted[name]) >= 1e-6)
+        expected = f"{wanted[name]:.4f} of a model that is right about {name} of {n} test images{where}"
+        if one["strange"]:
+            raise Wrong(
+                "other-images", rank, expected, f"{one['strange']} images shown to the model are not in test",
+                "Which images does evaluate show to the model?", "All of test_x, and none of x.",
+            )  # fmt: skip
+        if any(abs(other["figures"][key] - came[key]) > 1e-6 for other in alike for key in KNOWN if other is not one):
+            raise Wrong(
+                "own-slice", rank, expected, f"{came[name]:.4f}, and another figure on another rank",
+                "Each rank may look at a slice, but all return the figure of the whole.",
+                "comm.all_reduce(right), the number of right answers, and then / len(test_y).",
+            )  # fmt: skip
+        if len(set(came.values())) == 1:
+            raise Wrong(
+                "ignores-model", rank, expected, f"{came[name]:.4f}, as of every other model",
+                "Which model does evaluate ask: the one that it is given?",
+                "def evaluate(model, comm): model(...), and no name from outside.",
+            )  # fmt: skip
+        if one["ranks"] == ranks and (lost := n - len(shown)):
+            raise Wrong(
+                "left-out", rank, f"all {n} test images are looked at{where}", f"{lost} on no rank",
+                f"Does {n} divide by {ranks}? Who takes what is left?", "test_x[comm.rank :: comm.size]",
+            )  # fmt: skip
+        _explain_figure(rank, expected, came, wanted, one["ranks"], n)
+
+
+def _explain_figure(rank: int, expected: str, came: dict, wanted: dict, ranks: int, n: int) -> None:
+    """The same on all ranks, of all images, and wrong."""
+    said = ", ".join(f"{came[name]:.4g} where {wanted[name]:.4f} is right" for name in KNOWN)
+
+    def is_it(of_right) -> bool:
+        return all(abs(came[name] - of_right(wanted[name])) < 1e-4 * max(1, abs(came[name])) for name in KNOWN)
+
+    for of_right, mistake, asks, says in (
+        (lambda right: 100 * right, "percent", "This is in %.", "A fraction: right / len(test_y)."),
+        (lambda right: n * right, "a-count", "This is the number of right answers.", "/ len(test_y)"),
+        (lambda right: 1 - right, "error-rate", "This falls as a model gets better.", "Count where argmax == label."),
+        (lambda right: ranks * right, "added-up", "All ranks have looked at all images, and then they add up.",
+         "Either each rank takes a slice, or nobody calls all_reduce."),
+        (lambda right: right / ranks, "divided-again", "Whose right answers are these, and how often are they divided?",
+         "comm.all_reduce(right).item() / len(test_y)"),
+    ):  # fmt: skip
+        if is_it(of_right):
+            raise Wrong(mistake, rank, expected, said, asks, says)
+    if all(abs(came[name] - wanted[name]) < 0.02 for name in KNOWN):
+        raise Wrong(
+            "mean-of-means", rank, expected, said, "Nearly: is it a mean of the ranks' accuracies? Slices may differ.",
+            "comm.all_reduce(right), the numbers, and then / len(test_y).",
+        )  # fmt: skip
+    raise Wrong(
+        "accuracy", rank, expected, said, "Which answers count as right, and of how many?",
+        "(model(test_x).argmax(1) == test_y).sum(), over all ranks' slices, / len(test_y).",
+    )  # fmt: skip
+
+
+def _judge_training(it, rank: int) -> None:
+    if not it["last"] < 0.7 * it["first"]:
+        hints = (
+            "Do images and labels belong together, and are all parameters in the model?",
+            "Has a layer ReLU where scores are returned? Are labels in the order of the images?",
+        )
+        if it["probabilities"]:
+            hints = ("The outputs of an image add up to 1.", "cross_entropy takes scores: leave the softmax out.")
+        raise Wrong(
+            "does-not-learn", rank, f"a loss that falls by a third in {STEPS} steps",
+            f"{it['first']:.3f} at first, {it['last']:.3f} at last", *hints,
+        )  # fmt: skip
+    if it["accuracy"] < 0.3:
+        raise Wrong(
+            "learns-something-else", rank, f"an accuracy above 0.3 after {STEPS} steps",
+            f"{it['accuracy']:.3f}, though the loss falls", "What is learnt is not what is tested: compare the labels.",
+            "Both pairs of digits.split() number the classes alike: change neither.",
+        )  # fmt: skip
+
+
+EXERCISES = {"wrap-a-model": Exercise("my_workload", observe_workload, judge_workload)}

@@ -1,0 +1,127 @@
+"""Lesson 11b: recoveries, observed: what became of each rank, and what it has computed, in every case of a death."""
+
+from dtlib.errors import CommunicationError, WaitTimeout
+from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
+from dtlib.lab.lessons.l11b.simulated_death import Apart, Death, Died, Dying, Endless, NoSuchRoot
+from dtlib.recovery.shrink import failure_of_a_rank
+
+STEPS = 6
+SAMPLES = 13  # divides by no number of ranks
+MISTAKE = "batch_of raises an error"
+DEATHS = {
+    "nobody dies": (),
+    "the last rank dies in step 2": (Death(-1, 2),),
+    "rank 0 dies in step 3": (Death(0, 3),),
+    "the last rank dies in step 2, of which rank 1 has the result": (Death(-1, 2, (1,)),),
+    "the last rank dies in step 3, of which rank 0 has the result": (Death(-1, 3, (0,)),),
+    "rank 0 dies in the last step, of which rank 1 has the result": (Death(0, STEPS - 1, (1,)),),
+    "the last rank dies in step 0, and rank 0 of the others in step 4": (Death(-1, 0), Death(0, 4)),
+}
+ENDS = {kind.__name__: kind for kind in (Apart, Died, Endless, NoSuchRoot, OfTheWorld)}
+
+
+def make_model(seed: int = 0):
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def batch_of(step: int):
+    """The batch of all ranks together in a step."""
+    import torch
+
+    chance = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(SAMPLES, 3, generator=chance, dtype=torch.float64)
+    return x, (x.sum(1) > 0).long()
+
+
+def alone(skip=None, again=None, weights=None) -> list:
+    """Parameters of one process; without step ``skip``, with step ``again`` done twice, or with other ``weights`` of
+    the samples of a step than 1 / SAMPLES each."""
+    import torch
+
+    model, optimizer = make_model()
+    for step in (each for each in range(STEPS) for _ in range(1 + (each == again)) if each != skip):
+        x, y = batch_of(step)
+        optimizer.zero_grad()
+        of_samples = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        (of_samples @ torch.tensor(weights or [1 / SAMPLES] * SAMPLES, dtype=x.dtype)).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def flat(model) -> list:
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def observe(train, comm):
+    """For each of ``DEATHS`` that this number of ranks allows, and for a mistake: what became of this rank."""
+    fits = {name: plan for name, plan in DEATHS.items() if comm.size > len(plan) + any(death.ahead for death in plan)}
+    seen = []
+    with world_out_of_reach():
+        for name, plan in fits.items() if comm.size > 1 else ():
+            seen.append(_train(train, comm, name, plan))
+            if any(comm.all_gather_object(seen[-1]["end"] in ("Apart", "waited", "OfTheWorld"))):
+                return seen  # before they wait for one another
+        return [*seen, _train(train, comm, MISTAKE)] if seen else []
+
+
+class _Mistake(Exception):
+    """Not a rank's failure: nothing that an answer should catch."""
+
+
+def _train(train, comm, case: str, deaths=()) -> dict:
+    """``steps`` are those that were begun, and ``samples`` what was computed in each, before and after each death."""
+    import torch
+    from mpi4py import MPI
+
+    model, optimizer = make_model()
+    part = comm.split(0)
+    part.time_limit = comm.time_limit / 2  # so that who waits here in vain comes to the next case in time
+    first = Dying(part, deaths)
+    came = {"case": case, "steps": [[] for _ in range(len(deaths) + 1)], "samples": {}, "end": "returned"}
+    of_step = {}
+
+    def batch(step):
+        if step not in range(STEPS):
+            raise IndexError(f"batch_of({step!r}): steps are 0 to {STEPS - 1}")
+        last = first.last()
+        steps = came["steps"][min(last.shrinks, len(deaths))]
+        if case == MISTAKE and step == 2 and len(steps) == 2:
+            steps.append(step)
+            raise _Mistake
+        if len(steps) > 3 * STEPS:
+            raise Endless
+        steps.append(step)
+        if not last.same_on_all(step):
+            raise Apart
+        last.at = step
+        of_step[step] = batch_of(step)
+        return of_step[step]
+
+    def look(_, inputs):
+        last = first.last()
+        if last.at is not None and torch.is_grad_enabled():
+            rows = (inputs[0][:, None] == of_step[last.at][0]).all(-1).nonzero()[:, 1].tolist()
+            came["samples"].setdefault((min(last.shrinks, len(deaths)), last.at), []).extend(rows)
+
+    model[0].register_forward_pre_hook(look)
+    try:
+        train(first, model, optimizer, batch, STEPS)
+        if first.last().failed:
+            came["end"] = "left"
+    except (*ENDS.values(), _Mistake) as end:
+        came["end"], came["said"] = type(end).__name__, f"{end}"
+    except Exception as error:
+        if failure_of_a_rank(error):
+            came["end"] = "failed"
+        elif isinstance(error, (WaitTimeout, CommunicationError, MPI.Exception)) and first.next:
+            came["end"] = "waited"  # for calls that others make in another order
+        else:
+            raise
+    came["deaths"] = min(first.last().shrinks, len(deaths))
+    first.leave()
+    return {**came, "parameters": flat(model)}
