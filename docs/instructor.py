@@ -24,8 +24,8 @@ HEAD = """# Wrong answers, and what to say
 
 Made by `python -m docs.instructor` from the wrong answers of the tests: these are the mistakes that come. On the left
 what the learner has before them; then the hint that the check gives first, to be asked as a question, and the plainest
-one, which is what to say before you move on. An exercise that is judged without ranks (09, the schedule puzzle) draws
-what was handed in, and says there what is wrong.
+one, which is what to say before you move on. The schedule puzzle draws what was handed in, and
+says there what is wrong.
 """
 
 

@@ -247,11 +247,12 @@ def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("exercise", ["resume-mend", "shrink-build"])
-def test_a_right_recovery_passes(world, exercise):
-    for answer in (recovery_wrong.right, recovery_wrong.takes_the_latest_state):
-        verdict = judged_soon(exercise, {EXERCISES[exercise].name: answer})
-        assert verdict.passed, verdict.text()
+@pytest.mark.parametrize("exercise,answer", [
+    ("resume-mend", recovery_wrong.right), ("shrink-build", recovery_wrong.takes_the_latest_state),
+])  # fmt: skip
+def test_a_right_recovery_passes(world, exercise, answer):
+    verdict = judged_soon(exercise, {EXERCISES[exercise].name: answer})
+    assert verdict.passed, verdict.text()
 
 
 def test_seconds_count_until_a_step_that_had_not_been_done_before():

@@ -41,7 +41,8 @@ lab.predict("minutes-of-an-hour", 54)
 # GPUs, a node, and many show weak scaling: each rank keeps the same work, on few ranks and on many.
 #
 # Mend it. `seconds` maps ranks to seconds, in any order; `kind` is `"strong"` or `"weak"`. The smallest number of ranks
-# in the table counts as 100 %. Return a dictionary of ranks and efficiencies, as fractions.
+# in the table counts as 100 %. Return a dictionary of ranks and efficiencies, as fractions with all their
+# digits.
 
 # %% tags=["stub"]
 # %%px

@@ -34,11 +34,13 @@ def _write(rounds, verdict, path) -> None:
 def main(word: str = "") -> None:
     for exercise, cases in groupby(sorted(CASES.values(), key=lambda case: case.key), lambda case: case.exercise):
         cases = {case.name: case for case in cases}
-        kept = {name: it for name, it in recordings.read(exercise).items() if name in cases}
+        before = recordings.read(exercise)
+        kept = {name: it for name, it in before.items() if name in cases}
         for name, case in cases.items():
             if word in case.key:
                 kept[name] = _recording(case)
-        recordings.write(exercise, kept)
+        if kept != before:
+            recordings.write(exercise, kept)
     end_worlds()
 
 

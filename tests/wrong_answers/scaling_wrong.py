@@ -58,6 +58,10 @@ def right_efficiencies(seconds, kind):
     return {n: seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
+def at_most_one(seconds, kind):
+    return {n: min(came, 1.0) for n, came in right_efficiencies(seconds, kind).items()}
+
+
 def a_list(seconds, kind):
     first = min(seconds)
     return [seconds[first] / took for took in seconds.values()]
@@ -143,6 +147,12 @@ def natural_logarithm(ranks, compute, count, latency, bandwidth):
     return compute + min(ring(ranks, count, latency, bandwidth), of_doubling, 2 * rounds * latency + of_ring)
 
 
+def sends_halves_by_doubling(ranks, compute, count, latency, bandwidth):
+    network = count, latency, bandwidth
+    by_doubling = math.log2(ranks) * (latency + count / 2 / bandwidth)
+    return compute + min(ring(ranks, *network), by_doubling, halving(ranks, *network))
+
+
 def halves_with_whole_messages(ranks, compute, count, latency, bandwidth):
     network = count, latency, bandwidth
     return compute + min(ring(ranks, *network), doubling(ranks, *network), 2 * doubling(ranks, *network))
@@ -160,6 +170,7 @@ WRONG = {
         whole_multiples: "whole-multiples",
         from_the_largest: "last-key",
         rounded_efficiencies: "rounded",
+        at_most_one: "cut-to-one",
         a_list: "type",
     },
     "step-model-build": {
@@ -172,6 +183,7 @@ WRONG = {
         whole_arrays: "whole-array",
         a_message_to_oneself: "one-rank",
         rounded_seconds: "rounded",
+        sends_halves_by_doubling: "doubling-half",
         the_slowest: "slowest",
         one_phase_of_the_ring: "half-a-ring",
         shares_out_computing: "compute-shared-out",

@@ -40,7 +40,7 @@ def observe_workload(my_workload, comm) -> dict:
     images, labels = _all_of(work.test)
     of_train = _all_of(work.train)[0]
     seen["in train"] = sum(bool((of_train == image).flatten(1).all(1).any()) for image in images) / len(images)
-    if any(comm.all_gather_object(seen["in train"] > 0.1)):
+    if any(comm.all_gather_object(seen["in train"] > 0.1 or "losses" in seen)):
         return seen
     fewer = comm.split(comm.rank // max(1, comm.size - 1))
     fewer.time_limit = comm.time_limit
