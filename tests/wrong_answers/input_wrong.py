@@ -37,6 +37,11 @@ def places_not_numbers(order, rank, ranks):
     return list(range(rank, len(order), ranks))
 
 
+def by_remainders(order, rank, ranks):
+    """Even where the numbers of samples have no gaps."""
+    return [number for number in order if number % ranks == rank]
+
+
 def begins_too_late(order, rank, ranks):
     return order[rank + 1 :: ranks]
 
@@ -175,6 +180,7 @@ COSTS = {
     "parquet reads all": (_cost(size=lambda f, n, b, c, s: n * b if f == "parquet" else s), "all-columns"),
     "columns everywhere": (_cost(size=lambda f, n, b, c, s: s if f == "parquet" else s * c), "columns-everywhere"),
     "rounded": (_cost(combine=lambda a, b: round(a + b, 3)), "rounded"),
+    "whole seconds": (_cost(combine=lambda a, b: int(a + b)), "rounded"),
     "a shard too many": (_cost(opens=lambda f, n, per: n if f == "files" else n // per + 1), "a-shard-too-many"),
     "a block too many": (
         _cost(size=lambda f, n, b, c, s: n * (b // 512 + 2) * 512 if f == "tar" else s),
@@ -194,6 +200,7 @@ WRONG = {
         one_too_many: "overlap",
         shares_nothing: "all-on-every-rank",
         places_not_numbers: "strange-samples",
+        by_remainders: "uneven",
         begins_too_late: "lost-on-the-way",
         how_many: "type",
     },

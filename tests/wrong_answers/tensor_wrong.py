@@ -70,6 +70,14 @@ class WholeInput(RightRow):
         return linear(whole, weight, self.bias)
 
 
+class GathersSummands(RightRow):
+    """Right values, and on three ranks as many bytes as a tree sends; with more of them, more."""
+
+    def forward(self, x_slice):
+        summand = linear(x_slice, self.weight)
+        return gather_from_ranks(summand.unsqueeze(-1), self.comm).sum(-1) + self.bias
+
+
 class ReducesTwice(torch.autograd.Function):
     """Sum forward, and sum backward."""
 
@@ -117,6 +125,7 @@ WRONG = {
         BiasForgotten: "no-bias",
         MeanOfRanks: "averaged",
         WholeInput: "too-many-bytes",
+        GathersSummands: "summands-gathered",
         ReducesBackwardToo: "g-reduces-too",
         Detached: "no-gradient",
         KeepsAView: "whole-held",

@@ -54,8 +54,9 @@ def told(error: BaseException, thing) -> tuple[str, tuple]:
     """What an error of an answer says, and hints that belong to its kind: where it happened, and what to look at."""
     came = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)
-    if place is None and isinstance(error, TypeError):
-        return came, ("It was not even called: do its parameters agree with the text, in number and in order?",)
+    if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
+        asks = "It was not even called: do its parameters agree with the text, in number and in order?"
+        return came, (asks, ON_ITS_OWN)
     return came, (f"{place or 'It happens in what it calls'}. {_advice(error)}", ON_ITS_OWN)
 
 

@@ -15,4 +15,7 @@ def same(came, expected) -> bool:
 def rounded(came: float, wanted: float) -> bool:
     """Whether one number is the other with fewer digits, in all or behind the point."""
     shorter = [float(f"{wanted:.{digits}{kind}}") for digits in range(12) for kind in "ef"]
-    return 0 < abs(came - wanted) < 0.05 * abs(wanted) and any(math.isclose(came, each) for each in shorter)
+    if abs(wanted) > 1:
+        shorter += [math.floor(wanted), math.ceil(wanted)]
+    near = abs(came - wanted) < max(0.05 * abs(wanted), abs(wanted) > 1)
+    return near and came != wanted and any(math.isclose(came, each) for each in shorter)

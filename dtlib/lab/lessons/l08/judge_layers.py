@@ -46,6 +46,13 @@ def _judge(observations, kind: str) -> None:
             x, out = make_input(kind, step)
             counts = out.numel(), x.numel() if kind == "mlp" else 0
             _judge_sent(one["sent"], counts, rank, ranks)
+            if one.get("gathered", 0) > FLAGS:
+                raise Wrong(
+                    "summands-gathered", rank, "a sum over ranks, made on the way: one all_reduce",
+                    f"all_gather, of {one['gathered']} bytes",
+                    "With 3 ranks it costs the same. What does each rank send and hold with 64?",
+                    "reduce_from_ranks(y, comm): the ring sends at most twice y, however many ranks there are.",
+                )  # fmt: skip
 
 
 def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
@@ -76,7 +83,10 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
             "The weight is cut, the bias is not. How often is it in the sum?", "Add the bias after the sum.",
         )  # fmt: skip
     if same(came, out - bias):
-        raise Wrong("no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.")
+        raise Wrong(
+            "no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.",
+            "Add the bias once, after the sum over ranks.",
+        )  # fmt: skip
     if same(came, (out - bias) / ranks + bias) or same(came, out / ranks):
         raise Wrong(
             "averaged", rank, what, "a mean over ranks", "Rows of a product are added: is it a sum, or a mean?",
@@ -156,7 +166,11 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
                 "Ranks have different features: do their gradients belong together?",
                 "A shard's gradient is complete where it is: nothing travels for it.",
             )  # fmt: skip
-        raise Wrong("other-gradient", rank, what, "something else", "Which features does this rank have?")
+        raise Wrong(
+            "other-gradient", rank, what, "something else",
+            "The output is right: on how many ways does it depend on this parameter, and with which factors?",
+            "Each shard is used once, in this rank's product; a bias once, after the sum, on every rank alike.",
+        )  # fmt: skip
 
 
 def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):

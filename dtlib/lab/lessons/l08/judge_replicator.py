@@ -72,6 +72,7 @@ def judge_step(observations) -> None:
                 raise Wrong(
                     "type", rank, 'step_fn returns {"loss": ..., "accuracy": ...}, two tensors of one number each',
                     seen[way]["type"], "build_step returns the function step_fn, and step_fn returns a dictionary.",
+                    'return {"loss": loss, "accuracy": replicator.map_reduce(right, "mean")}',
                 )  # fmt: skip
     between = [seen["between"] for seen in observations]
     reference = in_one_process(ranks)
@@ -82,7 +83,8 @@ def judge_step(observations) -> None:
         if not same(_tensor(one["loss"]), reference["loss"]):
             raise Wrong(
                 "other-loss", rank, "the loss of this replica's samples before each step", "something else",
-                "Is the loss computed anew in each step, from its inputs?",
+                "Is the loss computed anew in each step, from its inputs, and before minimize changes the parameters?",
+                "scores = model(x), once; loss = cross_entropy(scores, y); then minimize(loss).",
             )  # fmt: skip
     for rank, seen in enumerate(observations):
         _judge_graph(seen, rank)
@@ -167,8 +169,8 @@ def _judge_parameters(between, reference) -> None:
         if all(same(values, in_one_process(ranks, factor=factor)["after"]) for values in after):
             raise Wrong(
                 mistake, rank, what, f"those of a gradient {factor:.3g} times as large",
-                "minimize averages over replicas. What else adds up, or divides?",
-                "Give minimize this replica's loss as it is.",
+                "minimize averages over replicas. What else adds up, or divides: the loss, or the rate?",
+                f"Give minimize this replica's loss as it is, and the optimizer a rate of {RATE}.",
             )  # fmt: skip
     if any(not same(values, after[0]) for values in after):
         raise Wrong(
@@ -179,6 +181,7 @@ def _judge_parameters(between, reference) -> None:
     raise Wrong(
         "other-values", rank, what, "others, the same on all replicas",
         f"Is it torch.optim.SGD(model.parameters(), lr={RATE}), with one minimize a step?",
+        "No momentum, no other optimizer; made once in build_step, and not in each step.",
     )  # fmt: skip
 
 
@@ -206,7 +209,8 @@ def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
         )  # fmt: skip
     raise Wrong(
         "other-metric", rank, what, "something else",
-        "(scores.argmax(1) == y).double().mean() is a replica's; all have as many samples.",
+        "Is it a fraction, of right answers among all samples of all replicas? What does map_reduce do with it?",
+        'right = (scores.argmax(1) == y).double().mean(); replicator.map_reduce(right, "mean").',
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ def _observe(cls, comm, kind: str, mine) -> dict:
             one["quiet"] = numbers(model(x.detach()))
         one["parameters"] = [(numbers(p), numbers(p.grad)) for p in model.parameters()]
         one["sent"] = [sum(e.bytes for e in events if e.kind == "operation") for events in (forward, backward)]
+        operations = [e for events in (forward, backward) for e in events if e.kind == "operation"]
+        one["gathered"] = sum(e.bytes for e in operations if e.name.startswith("all_gather"))
         seen["passes"].append(one)
     return seen
 

@@ -11,9 +11,10 @@ _FIRST = 500  # the numbers of the orders: no answer shall take places for numbe
 
 
 def order_of(samples: int) -> list[int]:
-    """A fixed order: 7 has no factor in common with these numbers of samples, but for 7 itself."""
+    """A fixed order: 7 has no factor in common with these numbers of samples, but for 7 itself. Numbers of samples have
+    gaps: who deals them out by their remainders deals unevenly."""
     step = 5 if samples % 7 == 0 else 7
-    return [_FIRST + step * at % samples for at in range(samples)]
+    return [_FIRST + 6 * (step * at % samples) for at in range(samples)]
 
 
 def observe_split(my_samples, comm):
