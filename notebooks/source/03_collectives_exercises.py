@@ -114,8 +114,8 @@ ring.show_all(3)
 # 3. In N - 1 more steps pass complete chunks on; receive each straight into its place.
 #
 # It must be right for every length: one that does not divide evenly by the number of ranks, one shorter than the number
-# of ranks, zero, and one so long that MPI cannot send ahead: then `comm.send` waits until the other rank receives. The
-# check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes. Try to write
+# of ranks, zero, and one so long that MPI cannot send ahead: then `comm.send` waits until the other rank receives; and
+# for float32 as for float64. The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes. Try to write
 # it without looking at the ring above. You choose the direction, and which chunk goes first.
 
 # %% tags=["stub"]

@@ -70,7 +70,7 @@ held_at = [held(stage) for stage in range(4)]
 # ## Mend: a stage 2 that saves nothing
 #
 # `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()`, the dictionary that it returned has
-# this rank's shard of each averaged gradient: flat, `length` elements, with padding at the end. The values are right.
+# this rank's shard of each averaged gradient: flat, `length` elements, padded with zeros at the end. The values are right.
 # But each rank sends as much as in data parallelism, and holds as much. Mend both: what is sent, and what is held.
 
 # %% tags=["stub"]
@@ -133,9 +133,10 @@ lab.check("zero2-mend")
 #
 # Example: 535 parameters on 3 ranks make shards of 179 elements; the last 2 elements on rank 2 are padding.
 #
-# Between two steps a rank holds all parameters, and for its shard the two running means and the gradient. It holds
-# nothing else that is large: flat gradients are gone when `step()` returns. The check counts every tensor in the memory
-# of the process, whatever holds it.
+# Between two steps a rank holds all parameters, once, and for its shard the two running means and the gradient. It holds
+# nothing else that is large: flat gradients are gone when `step()` returns. (Each `parameter.grad` is the training
+# loop's: `zero_grad()` frees it.) The check counts every tensor in the memory of the process, whatever holds it, and
+# your arrays, bytes and lists of floats too.
 
 # %% tags=["stub"]
 # %%px

@@ -210,7 +210,7 @@ lab.check("gpipe-build")
 # ## Build: 1F1B
 #
 # The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N holds the activations of at
-# most N - r micro-batches, and the bubble is no larger than before.
+# most N - r micro-batches, their outputs among them, computes nothing twice, and the bubble is no larger than before.
 #
 # 1. Some forward passes to warm up: as many as there are ranks after this one, but not more than there are micro-batches.
 # 2. One forward, one backward, until there is no forward pass left.
@@ -286,4 +286,5 @@ lab.check("1f1b-build")
 # - Write `my_schedule(actions, comm, stage, inputs, targets, loss_fn)`, where `actions` is this rank's list of a schedule of
 #   `dtlib.schedule`. Two of the four schedules run with it as they are.
 # - Ask for activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank post when the step begins?
-# - Keep only the inputs, and compute the forward pass again before each backward pass. What does it save, and what does it cost?
+# - Keep only the inputs, and compute the forward pass again before each backward pass. What does it save, and what does it cost? (The check
+#   of 1F1B refuses it.)

@@ -243,6 +243,19 @@ class Halves(Right):
         flat.copy_(self.comm.all_reduce(flat.half()))
 
 
+class ReducedToRank0(Right):
+    def reduce(self, flat):
+        self.comm.reduce(flat, root=0)
+
+
+class Broadcast(Right):
+    def weight(self, samples):
+        return 1
+
+    def reduce(self, flat):
+        self.comm.broadcast(flat)
+
+
 class OnlyRank0Reduces(Right):
     def reduce(self, flat):
         if self.comm.rank == 0:
@@ -276,5 +289,7 @@ WRONG = {
         ClosedBeforeItIsFull: "full-bucket",
         LargeOnesJoin: "large-not-alone",
         OnlyRank0Reduces: "waited",
+        ReducedToRank0: "only-root",
+        Broadcast: "one-rank's",
     },
 }

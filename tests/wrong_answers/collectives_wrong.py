@@ -203,6 +203,27 @@ def travels_in_single_precision(comm, tensor):
     tensor.copy_(single)
 
 
+def travels_in_double_precision(comm, tensor):
+    """Twice the bytes for a tensor of float32."""
+    double = tensor.double()
+    ring(comm, double, torch.tensor_split(double, comm.size))
+    tensor.copy_(double)
+
+
+def takes_float64_for_granted(comm, tensor):
+    chunks = torch.tensor_split(tensor, comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(2 * (comm.size - 1)):
+        adds = step < comm.size - 1
+        outgoing = comm.rank - step - 1 if adds else comm.rank - step + comm.size - 1
+        incoming = chunks[(outgoing - 1) % comm.size]
+        received = torch.empty(len(incoming), dtype=torch.float64)
+        sending = comm.send(chunks[outgoing % comm.size], right, async_op=True)
+        comm.recv(received, left)
+        sending.wait()
+        incoming.copy_(incoming + received if adds else received)
+
+
 def element_by_element(comm, tensor):
     """A ring in which every element is a message."""
     rank, size = comm.rank, comm.size
@@ -269,6 +290,8 @@ WRONG = {
         calls_the_library: ("collective-inside", 2),
         waits_in_the_first_half: ("not-waited", 2),
         travels_in_single_precision: ("rounded", 2),
+        travels_in_double_precision: ("wider-type", 2),
+        takes_float64_for_granted: ("other-type", 2),
         element_by_element: ("messages", 2),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
     },

@@ -74,6 +74,15 @@ def hooks_take_the_largest(comm, module):
     return with_hooks(comm, module, lambda parameter: comm.all_reduce(parameter.grad, op="max"))
 
 
+def hooks_reduce_to_rank_0(comm, module):
+    return with_hooks(comm, module, lambda parameter: comm.reduce(parameter.grad, root=0, op="mean"))
+
+
+def hooks_broadcast_rank_0(comm, module):
+    """Ranks stay alike, and all but one have computed for nothing."""
+    return with_hooks(comm, module, lambda parameter: comm.broadcast(parameter.grad))
+
+
 def hooks_in_half_precision(comm, module):
     def act(parameter):
         parameter.grad.copy_(comm.all_reduce(parameter.grad.half(), op="mean"))
@@ -94,5 +103,7 @@ WRONG = {
         hooks_on_both_names: "tied-twice",
         hooks_take_the_largest: "other-values",
         hooks_in_half_precision: "rounded",
+        hooks_reduce_to_rank_0: "only-root",
+        hooks_broadcast_rank_0: "one-rank's",
     },
 }

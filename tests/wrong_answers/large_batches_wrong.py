@@ -38,6 +38,14 @@ def adds_nesterov(step, warmup_steps, k):
     return {"lr": 0.02 + 0.02 * (k - 1) * min(1, step / warmup_steps), "momentum": 0.9, "nesterov": True}
 
 
+def rounds_the_settings(step, warmup_steps, k):
+    return {"lr": round(0.02 + 0.02 * (k - 1) * min(1, step / warmup_steps), 4), "momentum": 0.9}
+
+
+def rounds_to_six_digits(step, warmup_steps, k):
+    return {"lr": float(f"{0.02 + 0.02 * (k - 1) * min(1, step / warmup_steps):.6f}"), "momentum": 0.9}
+
+
 # build: scaled_rate(rate, ranks, batch, base_batch, step, warmup_steps)
 
 
@@ -113,6 +121,10 @@ def rounds_the_rate(rate, ranks, batch, base_batch, step, warmup_steps):
     return round(warm(rate, rate * ranks * batch / base_batch, step, warmup_steps), 4)
 
 
+def rounds_to_six_places(rate, ranks, batch, base_batch, step, warmup_steps):
+    return round(warm(rate, rate * ranks * batch / base_batch, step, warmup_steps), 6)
+
+
 def rounds_up(rate, ranks, batch, base_batch, step, warmup_steps):
     return warm(rate, rate * math.ceil(ranks * batch / base_batch), step, warmup_steps)
 
@@ -134,6 +146,8 @@ WRONG = {
         jumps: "no-straight-line",
         one_step_late: "no-straight-line",
         adds_nesterov: "other-settings",
+        rounds_the_settings: "rounded-rate",
+        rounds_to_six_digits: "rounded-rate",
     },
     "scale-the-rate": {
         by_square_root: "square-root",
@@ -152,6 +166,7 @@ WRONG = {
         no_warmup_downwards: "no-warmup",
         at_most_thirty_times: "other-rate",
         rounds_the_rate: "rounded-rate",
+        rounds_to_six_places: "rounded-rate",
         rounds_up: "rounded",
         does_not_scale_without_warmup: "no-top-without-warmup",
         warms_up_for_a_step_at_least: "warmup-of-0-steps",

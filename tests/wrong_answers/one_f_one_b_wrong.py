@@ -1,6 +1,7 @@
 """Plausible wrong ways to build 1F1B, and the mistake that the check must recognise in each."""
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.wrong_answers.pipelines_wrong import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
 
@@ -124,6 +125,36 @@ class KeepsGraphs(Right1F1B):
             self.send(self.inputs[m].grad, self.comm.rank - 1, m)
 
 
+class ComputesAgain(Right1F1B):
+    """Keeps inputs alone, and computes each forward pass once more: GPipe's remedy, which 1F1B does not need."""
+
+    def forward(self, m):
+        with torch.no_grad():
+            super().forward(m)
+
+    def backward(self, m):
+        self.outputs[m] = self.stage(self.inputs[m])
+        super().backward(m)
+
+
+class Checkpoints(Right1F1B):
+    """The same by torch's hand."""
+
+    def forward(self, m):
+        whole = self.stage
+        self.stage = lambda x: checkpoint(whole, x.requires_grad_(), use_reentrant=True)
+        super().forward(m)
+        self.stage = whole
+
+
+class KeepsOutputs(Right1F1B):
+    """As in my_gpipe: a list to which outputs are added, and from which none is taken."""
+
+    def backward(self, m):
+        self.all_outputs = [*getattr(self, "all_outputs", []), self.outputs[m]]
+        super().backward(m)
+
+
 class AveragedTwice1F1B(Right1F1B):
     weight = AveragedTwice.weight
 
@@ -153,6 +184,9 @@ WRONG = {
         OneTooManyAhead: ("too-many-activations", 2),
         SameWarmUpEverywhere: ("too-many-activations", 2),
         KeepsGraphs: ("activations-kept", 2),
+        ComputesAgain: ("recomputed", 2),
+        Checkpoints: ("recomputed", 2),
+        KeepsOutputs: ("outputs-kept", 2),
         NoWarmUp: ("bubble", 2),
         SendsThatWait: ("long-messages", 2),
         SendsAfterTheBackwardPass: ("sent-late", 2),

@@ -54,6 +54,15 @@ def trains_with_a_sum_over_features(comm, stage, x, target):
     train(comm, stage, x, target, lambda output, wanted: (output - wanted).square().mean(0).sum())
 
 
+def trains_on_three_ranks(comm, stage, x, target):
+    """The number of stages is written in."""
+    schedule = ScheduleGPipe(PipelineStage(stage, comm.rank, 3, comm), 4, mean_square)
+    if comm.rank == 0:
+        schedule.step(x, target=target)
+    else:
+        schedule.step(target=target)
+
+
 # build: my_gpipe(comm, stage, inputs, targets, loss_fn)
 
 
@@ -224,6 +233,7 @@ WRONG = {
         trains_with_the_last_stage_mended: ("averaged-twice", 2),
         trains_with_samples_counted_again: ("scaled", 2),
         trains_with_a_sum_over_features: ("scaled", 2),
+        trains_on_three_ranks: ("other-size", 3),
     },
     "gpipe-build": {
         does_nothing: ("no-forward", 2),

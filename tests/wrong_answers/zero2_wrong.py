@@ -137,6 +137,55 @@ def shards_memory_by_length(comm, module):
     return with_hooks(comm, module, act)
 
 
+def shards_without_padding(comm, module):
+    """Right values, and shards of unequal lengths, which no all_gather takes."""
+
+    def act(parameter, flat, length):
+        parameter.grad = None
+        return scattered(comm, flat, length)[: max(0, parameter.numel() - comm.rank * length)].clone()
+
+    return with_hooks(comm, module, act)
+
+
+def shards_with_ones_as_padding(comm, module):
+    """torch.ones in place of torch.zeros: the values are right."""
+
+    def act(parameter, flat, length):
+        parameter.grad = None
+        flat[parameter.numel() :] = 1
+        return scattered(comm, flat, length)
+
+    return with_hooks(comm, module, act)
+
+
+def shards_and_keeps_arrays(comm, module):
+    """Whole gradients as arrays, in a closure."""
+    arrays = {}
+
+    def act(parameter, flat, length):
+        parameter.grad = None
+        arrays[parameter] = flat.numpy().copy()
+        return scattered(comm, flat, length)
+
+    return with_hooks(comm, module, act)
+
+
+def shards_for_three(comm, module):
+    """The number three is written into it."""
+    shards = {}
+
+    def gradient_has_come(parameter):
+        length = -(-parameter.numel() // 3)
+        flat = torch.zeros(length * 3, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        shards[parameter] = scattered(comm, flat, length)
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+    return shards
+
+
 WRONG = {
     "zero2-mend": {
         shards_as_it_was: "all-reduced",
@@ -151,5 +200,9 @@ WRONG = {
         shards_the_next_shard: "other-shard",
         shards_nothing: "no-shard",
         shards_memory_by_length: "shared-memory",
+        shards_without_padding: "no-padding",
+        shards_with_ones_as_padding: "padding-not-zero",
+        shards_and_keeps_arrays: "memory-kept",
+        shards_for_three: "other-size",
     },
 }

@@ -109,6 +109,17 @@ class NeverSharedAsList(NeverShared):
         return linear(x, *(torch.tensor(values, dtype=x.dtype) for values in self.values))
 
 
+class NothingGathered(RightLayer):
+    """Made anew from the seed in each call: nothing is held, and nothing asked for."""
+
+    def __call__(self, x):
+        rng = torch.get_rng_state()
+        torch.manual_seed(1)
+        layer = torch.nn.Linear(x.shape[1], self.shape[0], dtype=x.dtype)
+        torch.set_rng_state(rng)
+        return layer(x)
+
+
 class GatheredByAllReduce(RightLayer):
     def gather(self):
         whole = torch.zeros(self.length * self.comm.size, dtype=self.own.dtype)
@@ -164,6 +175,29 @@ class FreesItsPart(RightLayer):
         return out
 
 
+class RestAsArray(RightLayer):
+    """The weight stays, where no tensor is."""
+
+    def __init__(self, comm, layer):
+        super().__init__(comm, layer)
+        self.spare = layer.weight.detach().numpy().copy()
+
+
+class RestAsBytes(RightLayer):
+    def __init__(self, comm, layer):
+        super().__init__(comm, layer)
+        self.spare = [row.numpy().tobytes() for row in layer.weight.detach()]
+
+
+class GatheredAsArray(RightLayer):
+    """What was gathered is remembered as an array."""
+
+    def gather(self):
+        whole = super().gather()
+        self.last = whole.numpy().copy()
+        return whole
+
+
 # fit-it: fit = {"stage": ..., "ranks": ..., "gigabytes": ...}
 
 FITS = {
@@ -195,7 +229,11 @@ WRONG = {
         ShardIsAView: "whole-at-rest",
         LayerKept: "whole-at-rest",
         NeverShared: "whole-at-rest",
-        NeverSharedAsList: "nothing-gathered",
+        NeverSharedAsList: "whole-at-rest",
+        NothingGathered: "nothing-gathered",
+        RestAsArray: "whole-at-rest",
+        RestAsBytes: "whole-at-rest",
+        GatheredAsArray: "not-freed",
         GatheredByAllReduce: "too-many-bytes",
         GatheredTwice: "too-many-bytes",
         LayerOnlyDivides: "only-divides",

@@ -272,6 +272,91 @@ class OnlyRank0Steps(Right):
             super().step()
 
 
+class GradientsZeroed(Right):
+    """One flat memory for gradients, with zeros between two steps."""
+
+    def gradients(self):
+        self.memory = super().gradients()
+        return self.memory
+
+    def step(self):
+        super().step()
+        self.memory.zero_()
+
+
+class ModelKeepsItsMemory(Right):
+    """The flat memory is a copy, beside what the model uses."""
+
+    def use(self, flat):
+        pass
+
+    def gather(self):
+        super().gather()
+        for parameter, view in zip(self.parameters, self.views(self.flat), strict=True):
+            parameter.data.copy_(view.view_as(parameter))
+
+
+class FlatCopyEachStep(Right):
+    """Made anew in each step, and kept until the next."""
+
+    def step(self):
+        super().step()
+        self.last = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+
+
+class OldParametersKept(Right):
+    """The tensors that the flat memory was copied from."""
+
+    def use(self, flat):
+        self.before = [parameter.data for parameter in self.parameters]
+        super().use(flat)
+
+
+class FirstValuesCloned(OldParametersKept):
+    def use(self, flat):
+        super().use(flat)
+        self.before = [value.clone() for value in self.before]
+
+
+class GradientsAsArray(Right):
+    def gradients(self):
+        gradients = super().gradients()
+        self.for_later = gradients.numpy().copy()
+        return gradients
+
+
+class GradientsAsBytes(Right):
+    """On the class, where no attribute of the object shows them."""
+
+    def gradients(self):
+        gradients = super().gradients()
+        GradientsAsBytes.for_later = gradients.numpy().tobytes()
+        return gradients
+
+
+class GradientsAsList(Right):
+    def gradients(self):
+        gradients = super().gradients()
+        values = gradients.tolist()
+        self.norm = lambda: max(values)
+        return gradients
+
+
+class StatesAsArrays(ByHand):
+    """All moments, gathered as arrays as long as if they were gathered."""
+
+    def gather(self):
+        super().gather()
+        self.all_moments = [moment.numpy().repeat(self.comm.size) for moment in (self.first, self.second)]
+
+
+class Thirds(Right):
+    """Right on three ranks alone."""
+
+    def length_of_a_shard(self):
+        return -(-self.count // 3)
+
+
 WRONG = {
     "sharded-adam": {
         WholeStates: "whole-states",
@@ -295,5 +380,15 @@ WRONG = {
         ShardKeepsTheWhole: "gradients-kept",
         SettingsForgotten: "other-values",
         OnlyRank0Steps: "waited",
+        GradientsZeroed: "zeroed-not-freed",
+        ModelKeepsItsMemory: "parameters-twice",
+        FlatCopyEachStep: "parameters-twice",
+        OldParametersKept: "old-parameters-kept",
+        FirstValuesCloned: "old-parameters-kept",
+        GradientsAsArray: "gradients-kept",
+        GradientsAsBytes: "gradients-kept",
+        GradientsAsList: "gradients-kept",
+        StatesAsArrays: "whole-states",
+        Thirds: "other-size",
     },
 }

@@ -209,7 +209,8 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
         return exercise.observe(namespace[exercise.name], comm)
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
-        return Problem("waited", rank, "ranks that call the same operations", str(error), (hint,))
+        more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
+        return Problem("waited", rank, "ranks that call the same operations", str(error), (hint, more))
     except Exception as error:
         return Problem("raised", rank, "no error", *told(error, namespace[exercise.name]))
 

@@ -1,18 +1,28 @@
 """What an answer holds: the tensors that live, counted from their storages, wherever they are kept.
 
 An object that hides a tensor in a global name, a closure or on a function still holds it, so nobody is asked: the
-garbage collector knows every tensor of this process.
+garbage collector knows every tensor of this process. It does not know arrays of numpy, bytes and floats: those are
+looked for in the attributes, closures and global names of the answer.
 """
 
+import array
 import gc
+from collections import deque
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 
 
 class Snapshot:
     """``with Snapshot() as before:`` the tensors of this process as they are; ``before.new()`` tells what came later.
 
+    ``Snapshot(answer)`` finds its arrays, bytes and lists of floats as well, and those of the things ``of``.
+
     Meanwhile what was there before is frozen: the collector looks at nothing but what is new, which is fast. Where
     somebody else has frozen objects it is not, as they could not be told apart afterwards.
     """
+
+    def __init__(self, *answers):
+        self._answers, self._old_buffers = answers, {}
 
     def __enter__(self) -> "Snapshot":
         gc.collect()  # what nobody holds any more is not what was there before
@@ -20,6 +30,7 @@ class Snapshot:
         # Storages are kept until the end: the address of one that is freed could be given to a new one.
         self._before = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors}
         self._versions = [_version(tensor) for tensor in self._tensors]
+        self._old_buffers = _buffers(self._answers)
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:
             gc.freeze()
@@ -29,8 +40,9 @@ class Snapshot:
         if self._freezes:
             gc.unfreeze()
 
-    def new(self, also=()) -> list:
-        """A flat tensor for each storage that came or was written to since, and for those of the tensors ``also``."""
+    def new(self, also=(), of=()) -> list:
+        """A flat tensor for each storage that came or was written to since, and for those of the tensors ``also``, and
+        one of bytes for what is no tensor."""
         import torch
 
         gc.collect()  # what is held by nothing but a circle is not held
@@ -40,7 +52,9 @@ class Snapshot:
         for tensor in _with_gradients([*_tensors(), *self._tensors, *also]):
             if _key(tensor) in wanted or _key(tensor) not in self._before:
                 found[_key(tensor)] = tensor
-        return [torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for t in found.values()]
+        tensors = [torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for t in found.values()]
+        others = _buffers([*self._answers, *of]) if self._answers else {}
+        return tensors + [_as_tensor(thing) for key, thing in others.items() if key not in self._old_buffers]
 
 
 def _tensors() -> list:
@@ -68,6 +82,49 @@ def _key(tensor) -> int:
 
 def _version(tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _buffers(roots) -> dict:
+    """What has bytes of its own and is no tensor, by its address: arrays, bytes and lists of floats that are reached
+    from ``roots`` by way of containers, functions, and objects of the learner's own."""
+    import numpy as np
+    import torch
+
+    kinds = [kind for root in roots for kind in (root if isinstance(root, type) else type(root)).__mro__]
+    homes = {getattr(thing, "__module__", None) for thing in [*roots, *kinds]}
+    homes = {home for home in homes if home and home.split(".")[0] not in ("builtins", "torch", "dtlib", "numpy")}
+    opened = (dict, list, tuple, set, frozenset, deque, FunctionType, MethodType, CellType, partial, SimpleNamespace)
+    found, seen, todo = {}, set(), list(roots)
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        while isinstance(thing, (np.ndarray, memoryview)):
+            owner = thing.obj if isinstance(thing, memoryview) else thing.base
+            if owner is None:
+                break
+            thing = owner
+        if isinstance(thing, (np.ndarray, bytes, bytearray, array.array)) or _all_floats(thing):
+            found[id(thing)] = thing
+        elif isinstance(thing, torch.nn.Module):
+            todo.append(vars(thing))
+        elif isinstance(thing, opened) or (thing if isinstance(thing, type) else type(thing)).__module__ in homes:
+            todo += gc.get_referents(thing)
+    return found
+
+
+def _all_floats(thing) -> bool:
+    return isinstance(thing, (list, tuple)) and len(thing) > 0 and all(isinstance(each, float) for each in thing)
+
+
+def _as_tensor(thing):
+    import torch
+
+    if isinstance(thing, (list, tuple)):
+        return torch.tensor(thing, dtype=torch.float64)
+    data = bytearray(thing if isinstance(thing, (bytes, bytearray)) else thing.tobytes())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def beside(storages, known) -> list:

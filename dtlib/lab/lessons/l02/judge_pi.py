@@ -22,7 +22,10 @@ def judge_count(observations) -> None:
         for rank, count in enumerate(counts):
             if not isinstance(count, int):
                 expected = "this rank's count, a whole number"
-                raise Wrong("type", rank, expected, f"{count}", "Return what the kernel returns.")
+                raise Wrong(
+                    "type", rank, expected, f"{count}", "Return what the kernel returns.",
+                    "return pi.count_compiled(start, stop): a count, no estimate and no tuple.",
+                )  # fmt: skip
         expected = pi.count_numpy(0, points)
         if sum(counts) != expected:
             start, stop = pi.slice_of(points, 0, len(counts))
@@ -52,6 +55,7 @@ def judge_estimate(observations) -> None:
                 raise Wrong(
                     "type", rank, "a number: " + expected_text, f"{came}",
                     "Return the estimate itself, on every rank." if came == "None" else "Return the number alone.",
+                    "return 4 * inside.item() / points, as the last line, outside of any if.",
                 )  # fmt: skip
         wrong = [rank for rank, came in enumerate(estimates) if abs(came - expected) > 1e-6]
         if wrong and 0 not in wrong:

@@ -12,11 +12,13 @@ SECONDS = 2
 
 @dataclass(frozen=True)
 class Hang:
-    """``culprits`` are pairs of a rank and a line of ``source`` (from 1), each of them a right answer."""
+    """``culprits`` are pairs of a rank and a line of ``source`` (from 1), each of them a right answer; ``others`` is
+    the line in which the others wait, where the culprit does not."""
 
     source: str
     culprits: tuple
     hints: tuple
+    others: int = 0
 
 
 def watch(hang, seconds: float = SECONDS):
@@ -57,8 +59,9 @@ def hang_1(comm):
         comm.broadcast(settings, root=0)
     return settings
 """,
-        ((2, 3), (2, 4)),
+        ((2, 3),),
         ("Whom does the sentence name?", "broadcast is an operation of all ranks: which line keeps one away?"),
+        others=4,
     ),
     2: Hang(
         """
@@ -70,6 +73,7 @@ def hang_2(comm):
 """,
         ((1, 3), (1, 4)),
         ("How many bars does each rank have in the timeline?", "Which line says how often a rank goes round?"),
+        others=5,
     ),
     3: Hang(
         """
@@ -110,6 +114,7 @@ def hang_5(comm):
 """,
         ((0, 4), (0, 6), (0, 7)),
         ("Whom does the sentence name, and what happened to it before?", "100 // 0 raises, and somebody catches it."),
+        others=5,
     ),
 }
 
@@ -136,33 +141,47 @@ def judge_hangs(observations) -> None:
         raise Wrong(
             "type", 0, "a dict: {1: (rank, line), ...}", explained,
             'Such as explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
+            "The five keys are the numbers of the hangs; each value is a pair of a rank and a line.",
         )  # fmt: skip
     for number, hang in HANGS.items():
         came = explained.get(number)
+        if str(number) in explained:
+            raise Wrong(
+                "quoted", 0, f"{number}: (rank, line), where {number} is a number", f'"{number}", a text',
+                "Write the hang's number without quotes.", f"Such as {number}: (0, 4).",
+            )  # fmt: skip
         if came is None or came == "None":
             raise Wrong(
                 "unexplained", 0, f"who is to blame for hang {number}", "nothing",
                 f"explained[{number}] = (rank, line): run watch(hang_{number}) and read whom the others wait for.",
+                *hang.hints,
             )  # fmt: skip
         if not isinstance(came, tuple):
             raise Wrong(
-                "type", 0, f"explained[{number}] = (rank, line)", came, "A pair: a rank, and a line's text or number."
-            )
+                "type", 0, f"explained[{number}] = (rank, line)", came, "A pair: a rank, and a line's text or number.",
+                f'Such as {number}: (0, "comm.barrier()"), or {number}: (0, 4).',
+            )  # fmt: skip
         rank, line = came
         lines = [wanted for culprit, wanted in hang.culprits if culprit == rank]
         if isinstance(rank, str):
             raise Wrong(
                 "quoted", 0, f"explained[{number}] = (rank, line), where the rank is a number", f"{rank!r}, a text",
-                "Write the rank without quotes: ranks are numbers.",
+                "Write the rank without quotes: ranks are numbers.", f"Such as {number}: (0, 4).",
             )  # fmt: skip
         if not lines:
             raise Wrong("rank", 0, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
         if not any(_same_line(line, wanted, hang) for wanted in lines):
-            shown, hints = f"`{line}`", hang.hints
-            if isinstance(line, int):
-                shown = f"line {line}"
-                if line - 1 in lines:
-                    hints = ("Count as the error does: the line below %%px is line 1.",)
+            shown = f"line {line}" if isinstance(line, int) else f"`{line}`"
+            if hang.others and _same_line(line, hang.others, hang):
+                raise Wrong(
+                    "where-others-wait", 0, f"in hang {number} the line that keeps rank {rank} away",
+                    f"{shown}: there the others wait",
+                    f"Rank {rank} is right. It is not in that line when the others are: why does it not come?",
+                    hang.hints[-1],
+                )  # fmt: skip
+            hints = hang.hints
+            if isinstance(line, int) and line - 1 in lines:
+                hints = ("Count as the error does: the line below %%px is line 1.", hang.hints[-1])
             raise Wrong("line", 0, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)
 
 
@@ -171,10 +190,11 @@ def _same_line(line, wanted: int, hang) -> bool:
     if isinstance(line, int):
         return line == wanted
     texts = [_squeezed(text) for text in hang.source.strip("\n").splitlines()]
-    mine = _squeezed(re.sub(r"^line \d+: ", "", line))
+    mine = _squeezed(re.sub(r"^line (?=\d+$)|^line \d+: ", "", line))
     if mine.isdigit():
         return int(mine) == wanted
-    innocent = [text for number, text in enumerate(texts, 1) if number not in {w for _, w in hang.culprits}]
+    guilty = {wanted, *(w for _, w in hang.culprits if wanted != hang.others)}
+    innocent = [text for number, text in enumerate(texts, 1) if number not in guilty]
     return len(mine) >= 4 and mine in texts[wanted - 1] and not any(mine in text for text in innocent)
 
 

@@ -1,84 +1,10 @@
 """Lesson 03: a ring all-reduce is judged by what comes out and by what every rank sends."""
 
-import time
-
 from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.lessons.l03.observe_ring import BASE, input_of, lengths, observe_ring, unit_of
 
 POINT_TO_POINT = ("send", "recv")
-LONG = 5000
-UNIT = 2**24 + 1  # of all values, on a few ranks: float32 cannot hold it
-BASE = 64  # rank r puts in powers of this, so that a digit of the sum says how often its values are in it
-
-
-def lengths(ranks: int) -> tuple[int, ...]:
-    """A length that divides by the ranks, one that does not, one shorter than the ranks, one element, none; and chunks
-    so long that their messages wait for a receive (MPI sends short ones ahead)."""
-    return 12 * ranks, 13 * ranks - 1, max(1, ranks - 1), 1, 0, LONG * ranks
-
-
-def observe_ring(all_reduce, comm):
-    """For each length what came out here, and the operations used: (name, destination, messages, bytes)."""
-    cases = []
-    for length in lengths(comm.size):
-        case = _observed(all_reduce, length, comm)
-        cases.append(case)
-        if "error" in case:
-            break  # this communicator is of no use any more
-    return cases
-
-
-def _observed(all_reduce, length, comm):
-    from mpi4py import MPI
-
-    from dtlib.comm.watch.recorder import recording
-    from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.answers import told
-    from dtlib.lab.checks.sends import not_waited_for, watched_sends
-
-    tensor = _input(comm.rank, length, comm.size)
-    case = {"length": length, "itemsize": tensor.element_size()}
-    with recording() as events, watched_sends(comm) as handles:
-        try:
-            came = all_reduce(comm, tensor)
-        except (WaitTimeout, MPI.Exception) as error:
-            case.update(error=str(error), waited=True)
-        except Exception as error:
-            came, hints = told(error, all_reduce)
-            case.update(error=came, hints=hints, waited=False)
-        else:
-            case["sends"] = not_waited_for(handles)
-            _let_messages_leave(events)
-            case.update(values=tensor.tolist(), returned=_as_list(came))
-    case["operations"] = [
-        (event.name, event.peer if event.name == "send" else None, event.messages, event.bytes)
-        for event in events
-        if event.kind == "operation"
-    ]
-    return case
-
-
-def _input(rank, length, ranks):
-    import torch
-
-    return _unit(ranks) * BASE**rank * (1 + torch.arange(length, dtype=torch.float64) % 3)
-
-
-def _unit(ranks: int) -> int:
-    return UNIT if ranks <= 4 else 1  # sums of more ranks would not be exact in float64
-
-
-def _let_messages_leave(events, seconds: float = 1.0) -> None:
-    """They are counted once they have left, whether the answer has waited for them or not."""
-    from dtlib.comm.waiting import advance_all
-
-    deadline = time.monotonic() + seconds
-    while any(event.end is None for event in events) and time.monotonic() < deadline:
-        advance_all()
-        time.sleep(0.001)
-
-
-def _as_list(came):
-    return came.tolist() if hasattr(came, "tolist") else None
+RESIZED = ("The tensor has another length now.", "Change values in place (+=, copy_); no resize_, no set_, no .data =.")
 
 
 def judge_ring(observations) -> None:
@@ -116,6 +42,12 @@ def _judge_errors(cases) -> None:
         return
     waited, rank, case = min(failed, key=lambda entry: entry[:2])  # who raised before who waited for it
     length, came = case["length"], f"{case['error']} (with {case['length']} elements)"
+    if case["dtype"] == "float32":
+        raise Wrong(
+            "other-type", rank, "no error with a tensor of float32", f"{came}, and with float64 it was right",
+            "A tensor may have another type: where does the code take one for granted?",
+            "torch.empty_like(chunk) has the type of the chunk.",
+        )  # fmt: skip
     if length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited:
         raise Wrong(
             "remainder", rank, f"no error with {length} elements on {len(cases)} ranks", came,
@@ -139,8 +71,8 @@ def _judge_errors(cases) -> None:
 
 
 def _judge_values(cases) -> None:
-    size, length = len(cases), cases[0]["length"]
-    expected = _expected(size, length)
+    size, length, dtype = len(cases), cases[0]["length"], cases[0]["dtype"]
+    expected = _expected(size, length, dtype)
     wrong = {rank: case for rank, case in cases.items() if case["values"] != expected}
     if not wrong:
         return
@@ -148,14 +80,14 @@ def _judge_values(cases) -> None:
     rank = min(wrong)
     if len(wrong[rank]["values"]) != length:
         came = f"{len(wrong[rank]['values'])}"
-        raise Wrong("other-values", rank, f"a tensor of {length} elements", came, "Do not resize the tensor.")
+        raise Wrong("other-values", rank, f"a tensor of {length} elements", came, *RESIZED)
     place = next(i for i in range(length) if wrong[rank]["values"][i] != expected[i])
     value = wrong[rank]["values"][place]
     where = f"element {place} of {length}"
     what = f"in {where}: the values of each rank once"
-    times = _times(value, place, size)
+    times = _times(value, place, size, dtype)
     came = f"{value:g}" if times is None else _in_words(times)
-    if all(case["values"] == _input(r, length, size).tolist() for r, case in cases.items()):
+    if all(case["values"] == input_of(r, length, size, dtype).tolist() for r, case in cases.items()):
         if all(case["returned"] == expected for case in cases.values()):
             raise Wrong(
                 "not-in-place", rank, "the sum in the tensor itself", "a new tensor; the one passed is as before",
@@ -164,6 +96,7 @@ def _judge_values(cases) -> None:
             )  # fmt: skip
         raise Wrong(
             "nothing-done", rank, what, "the tensor is as before",
+            "Something may have been added up. But does it find its way into the tensor that was passed?",
             "Cut the tensor into views, such as torch.tensor_split(tensor, comm.size), and add to them in place: +=.",
         )  # fmt: skip
     if length != first:
@@ -176,14 +109,15 @@ def _judge_values(cases) -> None:
         raise Wrong(
             "only-root", rank, "the sum on every rank", f"rank 0 alone has it; here {where} has {came}",
             "How do the other ranks get the result?",
+            "The second half of a ring: N-1 more steps, in which complete chunks are passed on.",
         )  # fmt: skip
     if all(abs(a - b) <= 1e-2 * b for case in cases.values() for a, b in zip(case["values"], expected, strict=True)):
         raise Wrong(
-            "rounded", rank, f"{what}, in float64 as the tensor is", f"{came}, nearly the sum: it was rounded",
+            "rounded", rank, f"{what}, in {dtype} as the tensor is", f"{came}, nearly the sum: it was rounded",
             "In which type do chunks travel, and in which are they added?",
             "torch.empty_like(chunk) has the type of the chunk.",
         )  # fmt: skip
-    everything = [_times(case["values"][i], i, size) for case in cases.values() for i in range(length)]
+    everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     if None in everything:
         raise Wrong(
             "other-values", rank, what, came,
@@ -206,14 +140,14 @@ def _judge_values(cases) -> None:
     )  # fmt: skip
 
 
-def _expected(size, length) -> list:
-    whole = _unit(size) * sum(BASE**rank for rank in range(size))
+def _expected(size, length, dtype) -> list:
+    whole = unit_of(size, dtype) * sum(BASE**rank for rank in range(size))
     return [float(whole * (1 + i % 3)) for i in range(length)]
 
 
-def _times(value, place, size):
+def _times(value, place, size, dtype):
     """How often each rank's values are in an element, in rank order; None where it is no sum of them."""
-    times, rest = divmod(value, _unit(size) * (1 + place % 3))
+    times, rest = divmod(value, unit_of(size, dtype) * (1 + place % 3))
     if rest or not 0 < times < BASE**size:
         return None
     return tuple(int(times) // BASE**rank % BASE for rank in range(size))
@@ -246,9 +180,16 @@ def _judge_cost(cases) -> None:
     if not sum(messages for messages, _ in sums.values()):
         raise Wrong(
             "no-messages", 0, "messages by comm.send", "the sum without a message that the check can see",
-            "Use comm.send and comm.recv: they are what is counted.",
+            "The check counts what comm sends, of this comm and no other way to other ranks.",
+            "Use comm.send and comm.recv of the comm that is passed to your function.",
         )  # fmt: skip
     rank = max(sums, key=lambda rank: sums[rank][1])
+    if sums[rank][1] > most and cases[0]["dtype"] == "float32":
+        raise Wrong(
+            "wider-type", rank, f"at most {most:,} bytes from each rank: 4 for each number of float32",
+            f"{sums[rank][1]:,} bytes, and with float64 it was right",
+            "In which type do chunks travel here?", "torch.empty_like(chunk) has the type of the chunk; no .double().",
+        )  # fmt: skip
     if sums[rank][1] > most:
         raise Wrong(
             "bytes", rank, f"at most {most:,} bytes from each rank, for {length} elements", f"{sums[rank][1]:,} bytes",
@@ -269,12 +210,14 @@ def _judge_cost(cases) -> None:
         raise Wrong(
             "messages", many, f"about {2 * (size - 1)} messages from each rank, on {size} ranks", f"{sums[many][0]}",
             "Every message costs latency: send a chunk in one piece.",
+            "comm.send(chunk, right, async_op=True): the whole chunk, in one call, in each of 2 (N-1) steps.",
         )  # fmt: skip
     for rank, case in cases.items():
         to = {dest for name, dest, *_ in case["operations"] if name == "send"}
         if len(to) > 2:
             raise Wrong(
                 "no-ring", rank, "messages to neighbours alone", f"messages to the ranks {sorted(to)}",
+                "The values are right, and no more bytes travel than in a ring. To how many ranks does one rank send?",
                 "In a ring a rank sends to its right neighbour, (rank + 1) % N, and to nobody else.",
             )  # fmt: skip
 

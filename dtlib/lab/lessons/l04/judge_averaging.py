@@ -79,7 +79,11 @@ def _judge_values(cases, moved: bool) -> None:
         )  # fmt: skip
     if any(gradients[n] is None for n in wrong[rank]):
         name = next(n for n in wrong[rank] if gradients[n] is None)
-        raise Wrong("gradient-lost", rank, f"{name}.grad", "None", "Write the average back to parameter.grad.")
+        raise Wrong(
+            "gradient-lost", rank, f"{name}.grad", "None", "Write the average back to parameter.grad.",
+            "Nothing may set parameter.grad to None after backward(): copy the average into it.",
+        )  # fmt: skip
+    _judge_roots(cases, wrong, where, expected)
     if all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected):
         raise Wrong(
             "rounded", rank, f"{where} in float64, as the gradients are", "nearly that: it was rounded on its way",
@@ -137,7 +141,30 @@ def _judge_values(cases, moved: bool) -> None:
     raise Wrong(
         "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
         "Are the pieces copied back to the parameters that they came from, in the same order on all ranks?",
+        "Keep the bucket's list of gradients; split the flat tensor by their numel(), and copy_ piece by piece.",
     )  # fmt: skip
+
+
+def _judge_roots(cases, wrong, where, expected) -> None:
+    """Is it right on one rank alone, or the gradient of one rank everywhere?"""
+    size = len(cases)
+    if size > 1 and len(wrong) == size - 1:
+        root = next(rank for rank in range(size) if rank not in wrong)
+        raise Wrong(
+            "only-root", min(wrong), f"{where}: the same average on all ranks", f"rank {root} alone has the average",
+            "The average is computed, and one rank gets it. Which operation gives it to all?",
+            "reduce gives the result to its root, all_reduce to every rank.",
+        )  # fmt: skip
+    trained = [name for name in expected if expected[name] is not None]
+    for root in range(size):
+        ratios = {_ratio(case["gradients"][n], cases[root]["local"][n]) for case in cases for n in trained}
+        if size > 1 and len(ratios) == 1 and None not in ratios:
+            raise Wrong(
+                "one-rank's", min(wrong), f"{where}: the mean over all ranks' samples",
+                f"on every rank the gradient of rank {root}'s samples alone",
+                "All ranks have the same now. But whose samples are in it?",
+                'broadcast copies what one rank has; all_reduce with op="sum" or op="mean" combines what all have.',
+            )  # fmt: skip
 
 
 def _judge_weights(cases, rank, where, ratio, everywhere) -> None:

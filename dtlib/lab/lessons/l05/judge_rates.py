@@ -6,7 +6,8 @@ from dtlib.lab.checks.exercise import Exercise, Wrong
 
 RATE, MOMENTUM = 0.02, 0.9  # of the mend
 OURS = ("lr", "momentum")
-WARMUPS = ((4, 8), (10, 16), (1, 2))  # warmup_steps, k
+NO_NUMBER = ("Return the rate itself.", "Every way through the function must end in a return with a number.")
+WARMUPS = ((4, 8), (10, 16), (1, 2), (7, 3))  # warmup_steps, k: sevenths show what is rounded
 
 # rate, ranks, batch (of a rank), base_batch, warmup_steps
 # The first and the fourth case tell the mistakes apart: no two give the same rate. In the last one k is less than 1.
@@ -63,12 +64,13 @@ def judge_settings(observations) -> None:
                     came = rate if isinstance(rate, str) else momentum
                     raise Wrong(
                         "type", rank, "a dictionary with the numbers lr and momentum", came,
-                        'Return {"lr": ..., "momentum": ...}.',
+                        'Return {"lr": ..., "momentum": ...}.', "Both are numbers in every step, also in step 0.",
                     )  # fmt: skip
                 if others:
                     raise Wrong(
                         "other-settings", rank, "lr and momentum alone", f"{others} beside them, in step {step}",
                         "Warm-up is of the rate: every other setting stays as SGD has it.",
+                        'Return {"lr": ..., "momentum": 0.9}, and nothing else.',
                     )  # fmt: skip
                 if not math.isclose(momentum, MOMENTUM):
                     raise Wrong(
@@ -97,7 +99,7 @@ def judge_scaled(observations) -> None:
         for case, series in zip(SCALES, seen, strict=True):
             for step, came in series:
                 if isinstance(came, str):
-                    raise Wrong("type", rank, f"a rate for step {step}: a number", came, "Return the rate itself.")
+                    raise Wrong("type", rank, f"a rate for step {step}: a number", came, *NO_NUMBER)
             _judge_top(rank, case, series)
         for case, series in zip(SCALES, seen, strict=True):
             rate, ranks, batch, base_batch, warmup_steps = case
@@ -141,12 +143,12 @@ def _judge_top(rank, case, series) -> None:
         (rate / k, "upside-down", "A larger batch gets a larger rate.", "k = ranks * batch / base_batch."),
         (rate * int(k), "rounded", "k need not be a whole number.", "Divide with /, not with //."),
         (rate * math.ceil(k), "rounded", "k need not be a whole number.", "Divide, and round nothing."),
+        (rate * ranks * batch // base_batch, "rounded", "// rounds down, here the rate itself.", "Divide with /."),
     ]  # fmt: skip
     for value, mistake, *hints in mistakes:
         if _same(came, value):
             raise Wrong(mistake, rank, expected, f"{came:g}", *hints)
-    if any(_same(came, round(rate * k, digits)) for digits in range(2, 6)):
-        raise Wrong("rounded-rate", rank, expected, f"{came:g}", "This is rounded: return all digits.")
+    _judge_digits(rank, series, _line(rate, rate * k, warmup_steps), expected)
     previous = series[-2][1]
     if came > previous:
         raise Wrong(
@@ -162,13 +164,14 @@ def _judge_top(rank, case, series) -> None:
 
 def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
     """A straight line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, then constant."""
+    line = _line(first, top, warmup_steps)
     for step, came in series:
-        fraction = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-        wanted = first + (top - first) * fraction
+        wanted = line(step)
         if _same(came, wanted):
             continue
         expected = f"{wanted:g} in step {step} of a warm-up of {warmup_steps}, with {case}"
         last = series[-1][1]
+        _judge_digits(rank, series, line, expected)
         if not warmup_steps:
             raise Wrong(
                 "warmup-of-0-steps", rank, expected, f"{came:g}", "Without warm-up step 0 has the top already.",
@@ -200,6 +203,23 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
             "no-straight-line", rank, expected, f"{came:g}",
             "Both ends may be right; in between the rate grows by the same amount in each step.",
             "rate + (top - rate) * step / warmup_steps, until step is warmup_steps.",
+        )  # fmt: skip
+
+
+def _line(first: float, top: float, warmup_steps: int):
+    """The rate of a step."""
+    return lambda step: first + (top - first) * (min(1.0, step / warmup_steps) if warmup_steps else 1.0)
+
+
+def _judge_digits(rank: int, series, line, expected: str) -> None:
+    """Is the whole series right but for its digits?"""
+    both = [(came, line(step)) for step, came in series]
+    rounded = any(all(_same(came, round(wanted, digits)) for came, wanted in both) for digits in range(2, 9))
+    if rounded or all(math.isclose(came, wanted, rel_tol=5e-3) for came, wanted in both):
+        came, wanted = next((came, wanted) for came, wanted in both if not _same(came, wanted))
+        raise Wrong(
+            "rounded-rate", rank, expected, f"{came:.9g}, not {wanted:.9g}", "This is rounded: return all digits.",
+            "No round() in what is returned, and no type with few digits, such as float16; round where you print.",
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.checks.held import Snapshot, beside, nbytes
+from dtlib.lab.checks.held import Snapshot, nbytes
 
 STEPS = 3
 SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # all of them matter
@@ -62,19 +62,18 @@ def attempt(run, kind: str):
 
 
 def observe_adam(cls, comm):
-    """For each net: parameters after each step, bytes sent in it, and what is held beside parameters in the end."""
+    """For each net: parameters after each step, bytes sent in it, and what is held in the end."""
     return [attempt(lambda kind=kind: _train(cls, comm, kind), kind) for kind in WIDTHS]
 
 
 def _train(cls, comm, kind: str) -> dict:
-    import torch
-
     from dtlib.comm.watch.recorder import recording
 
     moments = _in_one_process(kind, comm.size)[1]
-    net = make_net(kind)
+    start = flat_of(make_net(kind).parameters())
     seen = {"kind": kind, "after": [], "sent": []}
-    with Snapshot() as before:
+    with Snapshot(cls) as before:
+        net = make_net(kind)
         mine = cls(comm, net.parameters(), **SETTINGS)
         for step in range(STEPS):
             net.zero_grad()
@@ -84,10 +83,13 @@ def _train(cls, comm, kind: str) -> dict:
             seen["after"].append(flat_of(net.parameters()).tolist())
             seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
         net.zero_grad()
-        values = torch.tensor(seen["after"][-1], dtype=torch.float64)
-        others = beside(before.new(also=net.parameters()), values)
-    seen["held"] = nbytes(others)
-    seen["states"] = nbytes(other for other in others if _has_states(other, moments))
+        held = before.new(of=[mine])
+    end = flat_of(net.parameters())
+    seen["held"] = nbytes(held)
+    seen["states"] = nbytes(one for one in held if _has(moments, one))
+    seen["copies"] = nbytes(one for one in held if _has(end, one))
+    seen["old"] = nbytes(one for one in held if _has(start, one) and not _has(end, one))
+    seen["zeros"] = max((one.nbytes for one in held if not one.any()), default=0)
     return seen
 
 
@@ -108,11 +110,13 @@ def _in_one_process(kind: str, ranks: int, factor: float = 1, only: int | None =
     return after, flat_of([state[key] for key in ("exp_avg", "exp_avg_sq") for state in states])
 
 
-def _has_states(memory, moments) -> bool:
-    """Whether this memory is there for moments of Adam: at least half of what is not zero in it are such numbers."""
+def _has(numbers, memory) -> bool:
+    """Whether this memory is there for these numbers: at least half of what is not zero in it are such."""
     import torch
 
-    values, known = memory[memory != 0].double(), moments.sort().values
+    if memory.dtype == torch.uint8 and len(memory) % NUMBER == 0:
+        memory = memory.view(torch.float64)  # an array or bytes
+    values, known = memory[memory != 0].double(), numbers.sort().values
     places = torch.searchsorted(known, values).clamp(1, len(known) - 1)
     distance = torch.minimum((known[places] - values).abs(), (known[places - 1] - values).abs())
     return len(values) > 0 and (distance <= 1e-8 * values.abs()).double().mean().item() >= 0.5
@@ -247,24 +251,45 @@ def _judge_sent(cases) -> None:
 
 
 def _judge_held(cases) -> None:
+    """All parameters, three shards, and a fourth for whoever does not update the parameters themselves."""
     ranks, count = len(cases), len(cases[0]["after"][0])
-    length = length_of(count, ranks)
-    states, wanted = 2 * length * NUMBER, 3 * length * NUMBER
+    shard = length_of(count, ranks) * NUMBER
+    whole = ranks * shard
     for rank, case in enumerate(cases):
-        if case["held"] <= wanted + SPARE:
+        if case["held"] <= whole + 4 * shard + SPARE:
             continue
-        expected = f"beside parameters {states} bytes of states, and {length * NUMBER} of this rank's gradient at most"
-        if case["states"] > states + SPARE:
+        expected = (
+            f"{whole} bytes of parameters, and for this rank's shard {2 * shard} of states and {shard} of its gradient"
+        )
+        if case["states"] > 2 * shard + SPARE:
             raise Wrong(
                 "whole-states", rank, expected, f"{case['states']} bytes of states",
                 "The values are right, as they were before ZeRO. Of how many parameters does Adam keep moments?",
                 "Give torch.optim.AdamW one nn.Parameter: this rank's shard of the flat values.",
             )  # fmt: skip
+        if case["copies"] > whole + shard + SPARE:
+            raise Wrong(
+                "parameters-twice", rank, expected, f"{case['copies']} bytes with the values of parameters",
+                "The model has its parameters. Who else keeps all of them?",
+                "Let each parameter.data be a view of the flat tensor: parameter.data = view.view_as(parameter).",
+            )  # fmt: skip
+        if case["old"] > shard + SPARE:
+            raise Wrong(
+                "old-parameters-kept", rank, expected, f"{case['old']} bytes of parameters as they were at first",
+                "The first values have been copied into the flat tensor. Who still refers to where they were?",
+                "Keep the parameters themselves, not a list of parameter.data, parameter.detach() or their clones.",
+            )  # fmt: skip
+        if case["zeros"] > shard + SPARE:
+            raise Wrong(
+                "zeroed-not-freed", rank, expected, f"{case['zeros']} bytes of zeros in one piece",
+                "zero_() writes zeros, and the memory stays. Which tensor is needed during step() only?",
+                "Make flat gradients anew in each step, in a local variable: it goes when the method returns.",
+            )  # fmt: skip
         raise Wrong(
-            "gradients-kept", rank, expected, f"{case['held']} bytes",
-            "What is as long as all parameters, and is still there after step()?",
+            "gradients-kept", rank, expected, f"{case['held']} bytes in all",
+            "What is as long as all parameters, neither states nor parameters, and still there after step()?",
             "Flat gradients are needed during step() only: a local variable goes when the method returns.",
         )  # fmt: skip
 
 
-EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observe_adam, judge_adam)}
+EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observe_adam, judge_adam, any_size=True)}

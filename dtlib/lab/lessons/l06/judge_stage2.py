@@ -7,6 +7,7 @@ from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lab.lessons.l06.judge_adam import length_of, loss_of, make_batch, own_shard
 
+TWICE = ('It is divided twice: op="mean" divides already.', 'op="mean" alone, or op="sum" and a division by comm.size.')
 SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long
 
 # mend: shard_gradients(comm, module)
@@ -27,7 +28,7 @@ def observe_sharded(shard_gradients, comm):
 
     net = make_net()
     passes = []
-    with Snapshot() as before:
+    with Snapshot(shard_gradients) as before:
         shards = shard_gradients(comm, net)
         for step in range(2):
             with recording() as events:
@@ -37,7 +38,8 @@ def observe_sharded(shard_gradients, comm):
             seen["sent"] = sum(event.bytes for event in events if event.kind == "operation")
             passes.append(seen)
             net.zero_grad()
-        passes[-1]["held"] = nbytes(before.new())
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in net.parameters()]
+        passes[-1]["held"] = nbytes(before.new(of=[shards, *hooks]))
     return passes
 
 
@@ -98,9 +100,11 @@ def _judge_shards(seen, step: int) -> None:
             expected = own_shard(average, rank, ranks)
             what = f"the average of {name}.grad, shard {rank} of {ranks}, in backward pass {step + 1}"
             if one["shards"][i] is None:
-                raise Wrong("no-shard", rank, what, "no tensor", f"Is there a shards[parameter] for {name}?")
-            came = torch.tensor(one["shards"][i], dtype=torch.float64)[: len(expected)]
+                raise Wrong("no-shard", rank, what, "no tensor", *_no_shard(name))
+            came = torch.tensor(one["shards"][i], dtype=torch.float64)
+            padding, came = came[len(expected) :], came[: len(expected)]
             if same(came, expected):
+                _judge_padding(padding, length_of(len(average), ranks) - len(expected), len(expected), rank, what)
                 continue
             if any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i):
                 raise Wrong(
@@ -116,6 +120,30 @@ def _judge_shards(seen, step: int) -> None:
             _judge_shard(came, average, [gradients[i] for gradients in locals_], rank, what)
 
 
+def _no_shard(name: str) -> tuple:
+    return (
+        f"Is there a shards[parameter] for {name}, a tensor, once backward() is over?",
+        "In the hook of each parameter: shards[parameter] = own. The keys are the parameters themselves.",
+    )
+
+
+def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) -> None:
+    """All shards of a gradient are as long: the last ones end in zeros."""
+    if len(padding) != wanted:
+        raise Wrong(
+            "no-padding", rank, f"{what}: {elements + wanted} elements, {wanted} of them padding",
+            f"{elements + len(padding)} elements",
+            "The values are right. But how long is a shard, on every rank, where a size does not divide?",
+            "Keep own as it is, with its `length` elements: an all_gather needs shards that are as long on all ranks.",
+        )  # fmt: skip
+    if padding.any():  # NaN, too
+        raise Wrong(
+            "padding-not-zero", rank, f"{what}: zeros as padding", f"{padding[padding != 0][0]:g} among them",
+            "The padding belongs to no parameter, and yet a norm of this shard counts it.",
+            "flat = torch.zeros(...), not torch.empty(...): the padding is never written to.",
+        )  # fmt: skip
+
+
 def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
     ranks = len(locals_)
     expected = own_shard(average, rank, ranks)
@@ -125,7 +153,7 @@ def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
             'Average: op="mean", or divide by comm.size once.',
         )  # fmt: skip
     if same(came, expected / ranks):
-        raise Wrong("divided-twice", rank, what, f"1/{ranks} of it", 'It is divided twice: op="mean" divides already.')
+        raise Wrong("divided-twice", rank, what, f"1/{ranks} of it", *TWICE)
     if same(came, own_shard(locals_[rank], rank, ranks)):
         raise Wrong(
             "not-averaged", rank, what, "this rank's own gradient", "Is the shard taken from what reduce_scatter gave?",
@@ -143,4 +171,4 @@ def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
     )  # fmt: skip
 
 
-EXERCISES = {"zero2-mend": Exercise("shard_gradients", observe_sharded, judge_sharded)}
+EXERCISES = {"zero2-mend": Exercise("shard_gradients", observe_sharded, judge_sharded, any_size=True)}

@@ -8,6 +8,13 @@ from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wi
 
 LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
 CALLS = 3
+NO_OUTPUT = ("__call__ returns the output: a tensor.", "return linear(x, weight, bias), with what was gathered.")
+BIAS = (
+    "A linear layer has a weight and a bias.",
+    "The bias follows the weight in the flat tensor.",
+)
+EACH = ("Replace each None by a number.", 'Such as fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
+WHOLE = ("Both are whole numbers.", "stage is 0, 1, 2 or 3; ranks is how many share the model.")
 PARAMETERS, BUDGET = 7_500_000_000, 16 * GB
 
 
@@ -41,9 +48,9 @@ def _call(cls, comm, kind: str) -> dict:
     from dtlib.comm.watch.recorder import recording
 
     seen = {"kind": kind, "out": [], "sent": [], "held": []}
-    with Snapshot() as before:
+    with Snapshot(cls) as before:
         layer = cls(comm, make_layer(kind))
-        seen["held"].append(nbytes(before.new()))
+        seen["held"].append(nbytes(before.new(of=[layer])))
         for call in range(CALLS):
             x = make_input(kind, comm.rank, call)
             with torch.no_grad(), recording() as events:
@@ -51,7 +58,7 @@ def _call(cls, comm, kind: str) -> dict:
             seen["out"].append(out.tolist() if isinstance(out, torch.Tensor) else f"{out!r:.60}")
             seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
             del x, out
-            seen["held"].append(nbytes(before.new()))
+            seen["held"].append(nbytes(before.new(of=[layer])))
     return seen
 
 
@@ -79,7 +86,7 @@ def _judge_output(case, rank: int, ranks: int) -> None:
         expected = layer(x).detach()
         what = f"what nn.Linear{LAYERS[kind]} gives for {len(x)} samples, in call {call + 1}"
         if isinstance(out, str):
-            raise Wrong("type", rank, what, out, "__call__ returns the output: a tensor.")
+            raise Wrong("type", rank, what, out, *NO_OUTPUT)
         came = torch.tensor(out, dtype=torch.float64)
         if same(came, expected):
             continue
@@ -101,7 +108,7 @@ def _judge_output(case, rank: int, ranks: int) -> None:
                 "Padding stands at the end, after weight and bias; cut it off again after all_gather.",
             )  # fmt: skip
         if came.shape == expected.shape and same(came + layer.bias.detach(), expected):
-            raise Wrong("no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.")
+            raise Wrong("no-bias", rank, what, "that without the bias", *BIAS)
         raise Wrong(
             "other-values", rank, what, f"something of shape {tuple(came.shape)}",
             "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
@@ -116,7 +123,8 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
     if at_rest > shard + SPARE:
         raise Wrong(
             "whole-at-rest", rank, f"{shard} bytes held before the first call: this rank's shard of {count} parameters",
-            f"{at_rest} bytes", "Which tensor is still as long as the layer? A view keeps all of its memory.",
+            f"{at_rest} bytes",
+            "Which tensor, array or list is still as long as the layer? A view keeps all of its memory.",
             "Keep a clone() of this rank's shard, and of the layer its shapes alone, not the layer.",
         )  # fmt: skip
     if max(after) > shard + SPARE:
@@ -178,10 +186,10 @@ def judge_fit(observations) -> str:
         stage, ranks, gigabytes = fit["stage"], fit["ranks"], fit["gigabytes"]
         if any(isinstance(value, str) for value in fit.values()):
             came = next(value for value in fit.values() if isinstance(value, str))
-            raise Wrong("type", rank, "numbers for stage, ranks and gigabytes", came, "Replace each None by a number.")
+            raise Wrong("type", rank, "numbers for stage, ranks and gigabytes", came, *EACH)
         if stage not in STAGES or not isinstance(ranks, int) or ranks < 1:
             came = f"stage {stage} on {ranks} ranks"
-            raise Wrong("type", rank, "a stage from 0 to 3, on 1 rank or more", came, "Both are whole numbers.")
+            raise Wrong("type", rank, "a stage from 0 to 3, on 1 rank or more", came, *WHOLE)
         _judge_place(rank, stage, ranks)
         _judge_gigabytes(rank, stage, ranks, gigabytes)
     sent = {n: 2 * zero_wire_elements(PARAMETERS, n, s) / GB for s, n in ((2, _fewest(2)), (3, ranks))}

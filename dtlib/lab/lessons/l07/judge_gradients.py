@@ -3,6 +3,9 @@
 from dtlib.lab.checks.exercise import Wrong
 from dtlib.lab.lessons.l07.observe_stages import Reference, reference
 
+BACK = "Send inputs[m].grad after the backward pass of m, and call output.backward(gradient) with what was received."
+ONCE = ("One backward pass for each.", "Does a loop begin one too early, or is a gradient added by hand as well?")
+
 
 def judge_values(cases: dict) -> None:
     """Each stage has the gradient of the mean over all samples. ``cases``: of one kind, by rank."""
@@ -38,7 +41,7 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]
     zero, ones, two, all_of_them, fraction = near
     if all(zero):
-        raise Wrong("no-gradient", rank, what, "zeros", "What does the rank behind send back?")
+        raise Wrong("no-gradient", rank, what, "zeros", "What does the rank behind send back?", BACK)
     if any(zero):
         lost = ", ".join(str(m) for m in range(count) if zero[m])
         raise Wrong(
@@ -65,10 +68,15 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
             "Scale each loss by len(x) / (samples of the whole batch), not by 1 / (number of micro-batches).",
         )  # fmt: skip
     if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
-        raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", "One backward pass for each.")
+        raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", *ONCE)
     said = ", ".join(f"{value:.3g}" for value in times)
     raise Wrong(
-        "scaled", rank, what, f"micro-batches {said} times", "By what is each loss scaled? The weights sum to 1."
+        "scaled",
+        rank,
+        what,
+        f"micro-batches {said} times",
+        "By what is each loss scaled? The weights sum to 1.",
+        "The loss of a micro-batch is a mean over its samples; its weight is len(x) / (samples of the whole batch).",
     )
 
 

@@ -2,11 +2,21 @@
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.lessons.l07.judge_gradients import backwards_of, judge_values
-from dtlib.lab.lessons.l07.observe_stages import LONG, make_batch, observe_batch, observe_microbatches, reference, width
-from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
+from dtlib.lab.lessons.l07.judge_order import (
+    actions_of,
+    judge_in_flight,
+    judge_makespan,
+    judge_messages,
+    judge_recomputation,
+    words_of,
+)
+from dtlib.lab.lessons.l07.observe_stages import LONG, observe_batch, observe_microbatches, reference
 
-NUMBER = 8  # bytes of a float64
-SPARE = 128  # bytes of a message, for what may travel beside the tensor
+NO_LOSS = ("Add up the scaled losses, and return the sum.", "return sum(losses), as the last line, outside of any if.")
+ONE_EACH = (
+    "Call backward once for each micro-batch.",
+    "Not on the sum of all losses: on each, scaled.",
+)
 
 
 def judge_mend(observations) -> None:
@@ -23,14 +33,14 @@ def judge_gpipe(observations) -> None:
         cases = _of_number(observations, number)
         _judge_step(cases)
         for rank, case in cases.items():
-            kinds = "".join(kind for kind, _ in _actions(case))
+            kinds = "".join(kind for kind, _ in actions_of(case))
             if "BF" in kinds:
                 raise Wrong(
-                    "not-all-forward-first", rank, "all forward passes, then all backward passes", _words(case),
+                    "not-all-forward-first", rank, "all forward passes, then all backward passes", words_of(case),
                     "The clock of GPipe: which pass may begin only when the last micro-batch has gone forward?",
                     "Two loops, one after the other: one over forward passes, one over backward passes.",
                 )  # fmt: skip
-        _judge_messages(cases)
+        judge_messages(cases)
 
 
 def judge_1f1b(observations) -> None:
@@ -38,24 +48,15 @@ def judge_1f1b(observations) -> None:
     for number in range(max(map(len, observations))):
         cases = _of_number(observations, number)
         _judge_step(cases)
-        _judge_in_flight(cases)
-        _judge_makespan(cases)
-        _judge_messages(cases)
+        judge_recomputation(cases)
+        judge_in_flight(cases)
+        judge_makespan(cases)
+        judge_messages(cases)
 
 
 def _of_number(observations, number: int) -> dict:
     """What ranks saw in one case, by rank; who had given up before is left out."""
     return {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
-
-
-def _actions(case) -> list[tuple]:
-    return [entry for entry in case["log"] if entry[0] in ("F", "B")]
-
-
-def _words(case) -> str:
-    """``F0 F1 B0``; ``F?`` where the input belongs to no micro-batch."""
-    names = (f"{kind}{'?' if microbatch is None else microbatch}" for kind, microbatch in _actions(case))
-    return " ".join(names) or "nothing"
 
 
 def _judge_step(cases) -> None:
@@ -91,6 +92,7 @@ def _judge_places(cases) -> None:
             raise Wrong(
                 "not-a-neighbour", rank, "messages to neighbours", f"one to rank {far}",
                 "Activations go to rank + 1, gradients to rank - 1.",
+                "Whom does a rank in the middle send to? Nobody but these two; the ranks do not form a ring.",
             )  # fmt: skip
     for rank, case in sorted(cases.items()):
         if ("F", None) in case["log"] or ("R", None) in case["log"]:
@@ -107,7 +109,7 @@ def _judge_errors(cases) -> None:
         return
     waited, rank = min(failed)  # who raised before who waited for it
     case = cases[rank]
-    kind, came = case["kind"], f"{case['error']} ({_described(case)}; so far: {_words(case)})"
+    kind, came = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
     if not waited and "NoneType" in case["error"]:
         raise Wrong(
             "no-input-gradient", rank, "the gradient of what this rank has received", came,
@@ -145,6 +147,7 @@ def _judge_errors(cases) -> None:
     raise Wrong(
         "raised", rank, "no error", came,
         "The passes so far tell where it happened. Rank 0 has nobody before it, and the last rank nobody behind it.",
+        "Print comm.rank and the shapes before the pass that comes next; with one rank nothing is sent at all.",
     )  # fmt: skip
 
 
@@ -155,7 +158,7 @@ def _described(case) -> str:
 def _judge_forwards(cases) -> None:
     """Each micro-batch goes forward once on every stage, with the values that the stage before gave."""
     for rank, case in sorted(cases.items()):
-        forwards = [microbatch for kind, microbatch in _actions(case) if kind == "F"]
+        forwards = [microbatch for kind, microbatch in actions_of(case) if kind == "F"]
         expected = f"{case['M']} forward passes through the stage, one for each micro-batch"
         if not forwards:
             raise Wrong(
@@ -173,9 +176,10 @@ def _judge_forwards(cases) -> None:
                 raise Wrong(
                     "other-microbatches", rank, expected, f"{len(forwards)} with other samples",
                     f"The batch is cut into {case['M']} micro-batches: is that number still there?",
+                    "What is wrong is a division. Leave the samples of a micro-batch as they are.",
                 )  # fmt: skip
             raise Wrong(
-                "forward-count", rank, expected, _words(case), "Does each micro-batch pass the stage, once?",
+                "forward-count", rank, expected, words_of(case), "Does each micro-batch pass the stage, once?",
                 "Who computes a pass again before it goes backward, computes the first one under torch.no_grad().",
             )  # fmt: skip
 
@@ -184,7 +188,7 @@ def _judge_backwards(cases) -> None:
     for rank, case in sorted(cases.items()):
         if sorted(backwards_of(case)) != list(range(case["M"])):
             expected = f"{case['M']} backward passes through the stage, one for each micro-batch"
-            raise Wrong("backward-count", rank, expected, _words(case), "Call backward once for each micro-batch.")
+            raise Wrong("backward-count", rank, expected, words_of(case), *ONE_EACH)
 
 
 def _judge_loss(cases) -> None:
@@ -194,11 +198,12 @@ def _judge_loss(cases) -> None:
     came = cases[last]["loss"]
     what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
     if came is None:
-        raise Wrong("no-loss", last, what, "no number", "Add up the scaled losses, and return the sum.")
+        raise Wrong("no-loss", last, what, "no number", *NO_LOSS)
     if not abs(came - expected) <= 1e-9:  # NaN is wrong, too
         raise Wrong(
             "other-loss", last, what, f"{came:.6g}",
             "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
+            "losses.append(loss * len(x) / samples), then return sum(losses), on the last rank.",
         )  # fmt: skip
 
 
@@ -214,83 +219,8 @@ def _judge_waits(cases) -> None:
             )  # fmt: skip
 
 
-def _judge_messages(cases) -> None:
-    """One message for each micro-batch and direction, sent before anything else is begun."""
-    size = len(cases)
-    samples = sum(len(x) for x in make_batch(cases[0]["kind"], size)[0])
-    for rank, case in cases.items():
-        for what, dest, edge in (("activations", rank + 1, rank + 1), ("gradients", rank - 1, rank)):
-            if not 0 <= dest < size:
-                continue
-            sizes = [entry[2] for entry in case["log"] if entry[0] == "send" and entry[1] == dest]
-            expected = f"{case['M']} messages with {what} from rank {rank} to rank {dest}"
-            if len(sizes) < case["M"]:
-                raise Wrong(
-                    "whole-batch", rank, expected, f"{len(sizes)}",
-                    f"What can rank {dest} do while it waits for all micro-batches together?",
-                    "Send each result by itself, as soon as it is there.",
-                )  # fmt: skip
-            wanted = samples * width(edge) * NUMBER
-            if len(sizes) > 3 * case["M"] or sum(sizes) > wanted + SPARE * case["M"]:
-                raise Wrong(
-                    "bytes", rank, f"{expected}, {wanted:,} bytes in all", f"{len(sizes)}, {sum(sizes):,} bytes",
-                    f"The values are right, but more travels than {what}, or in more pieces.",
-                )  # fmt: skip
-            _judge_promptness(case, "F" if dest > rank else "B", rank, dest)
-
-
-def _judge_promptness(case, kind: str, rank: int, dest: int) -> None:
-    """Results of F, or of B, have left when the next F or B begins: the simulation takes that for granted."""
-    begun = sent = 0
-    for entry in case["log"]:
-        sent += entry[:2] == ("send", dest)
-        if entry[0] in ("F", "B"):
-            if sent < begun:
-                raise Wrong(
-                    "sent-late", rank, f"what {kind} gives is sent to rank {dest} before the next pass begins",
-                    f"{entry[0]}{entry[1]} begins when {sent} of {begun} are sent",
-                    f"Rank {dest} could be at work already.", "Send right after you have computed.",
-                )  # fmt: skip
-            begun += entry[0] == kind
-
-
-def _judge_in_flight(cases) -> None:
-    size = len(cases)
-    for rank, case in cases.items():
-        most = min(size - rank, case["M"])
-        peak = peak_activations([[Action(rank, *action) for action in _actions(case)]])[0]
-        expected = f"at most {most} micro-batches in flight on rank {rank} of {size}"
-        if peak > most:
-            raise Wrong(
-                "too-many-activations", rank, expected, f"{peak}: {_words(case)}",
-                "The values are right. But when does the first backward pass come?",
-                "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
-            )  # fmt: skip
-        if case["peak"] > most:
-            raise Wrong(
-                "activations-kept", rank, expected, f"autograd keeps activations of {case['peak']}: {_words(case)}",
-                "The order is right. What still holds on to activations after their backward pass?",
-                "Without retain_graph=True a backward pass lets go of them.",
-            )  # fmt: skip
-
-
-def _judge_makespan(cases) -> None:
-    """The order that was observed, timed by ``simulate``: with B = 2 F it takes no longer than 1F1B."""
-    size, count = len(cases), cases[0]["M"]
-    observed = simulate([[Action(rank, *action) for action in _actions(cases[rank])] for rank in range(size)])
-    best = simulate(one_f_one_b(size, count))
-    if observed.makespan > best.makespan:
-        rank = next(r for r in range(size) if observed.bubble_of_ranks[r] > best.bubble_of_ranks[r])
-        raise Wrong(
-            "bubble", rank, f"a bubble of {best.bubble:.0%} with {count} micro-batches, as in 1F1B",
-            f"{observed.bubble:.0%}: on this rank {_words(cases[rank])}",
-            "Few activations, but ranks wait. How many micro-batches must be under way for all ranks to have work?",
-            "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
-        )  # fmt: skip
-
-
 EXERCISES = {
-    "pipeline-mend": Exercise("train_step", observe_batch, judge_mend),
+    "pipeline-mend": Exercise("train_step", observe_batch, judge_mend, any_size=True),
     "gpipe-build": Exercise("my_gpipe", observe_microbatches, judge_gpipe, any_size=True),
     "1f1b-build": Exercise("my_1f1b", observe_microbatches, judge_1f1b, any_size=True),
 }

@@ -14,6 +14,10 @@ HALVES = ("F", "I", "W")
 TOKEN = re.compile(r"(\d*)([FBIW])(\d+)(?:-(\d+))?", re.ASCII)
 LABEL = re.compile(r"\s*(?:rank\s*(\d+)\s*:?|(\d+)\s*:)(?=\s)", re.ASCII | re.IGNORECASE)
 HOW = 'Write a line a rank, such as "F0-3 B0 F4 B1": a kind, a micro-batch, or a range of them.'
+APART = "Put a blank between two actions, F0 B0, and a hyphen into a range, F0-3; # begins a comment."
+FOUR = "Four lines, rank 0's first: empty ones and comments do not count, and two that begin with `rank 1:` are one."
+HALF = "I and W are the two halves of B: a level has either B, or both of them."
+COUNTED = ("They are counted from 0.", "Eight micro-batches are 0 to 7: F0-7.")
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,13 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
             match = TOKEN.fullmatch(word.upper())
             if not match:
                 came = f"`{word}`"
-                raise Wrong("unreadable", rank, "words such as F0, B3, or F0-3 for four of them", came, HOW)
+                raise Wrong("unreadable", rank, "words such as F0, B3, or F0-3 for four of them", came, HOW, APART)
             stage, kind, first, last = match.groups()
             if stage and int(stage) != rank:
                 raise Wrong(
                     "other-stage", rank, f"actions of stage {rank}, which lives on rank {rank}", f"`{word}`",
                     "The number in front is the stage, and can be left out.",
+                    "Line r is the line of rank r, and rank r has stage r: F3, not another rank's 1F3.",
                 )  # fmt: skip
             first, last = int(first), int(last or first)
             step = 1 if last >= first else -1
@@ -145,9 +150,9 @@ def _judge(level: Level, lines) -> Score:
 def schedule_of(level: Level, lines) -> list[list[Action]]:
     """The schedule that ``lines`` are, complete, in order and free of deadlock; raises ``Wrong`` for any other."""
     if isinstance(lines, str):
-        raise Wrong("unreadable", None, f"{level.name}: text with a line a rank, or a list of lines", lines, HOW)
+        raise Wrong("unreadable", None, f"{level.name}: text with a line a rank, or a list of lines", lines, HOW, FOUR)
     if len(lines) != STAGES:
-        raise Wrong("ranks", None, f"{STAGES} lines, one a rank", f"{len(lines)} lines", HOW)
+        raise Wrong("ranks", None, f"{STAGES} lines, one a rank", f"{len(lines)} lines", FOUR, HOW)
     schedule = actions_of(lines)
     _judge_complete(level, schedule)
     _judge_order(schedule)
@@ -161,22 +166,22 @@ def _judge_complete(level: Level, schedule) -> None:
         other = next((action for action in times if action.kind not in level.kinds), None)
         if other:
             kinds = f"only {', '.join(level.kinds)} in this level"
-            raise Wrong("other-kind", rank, kinds, _short(other), "I and W are the two halves of B.")
+            raise Wrong("other-kind", rank, kinds, _short(other), HALF, f"Write {_all_kinds(level)}.")
         wanted = {Action(rank, kind, microbatch) for microbatch in range(MICROBATCHES) for kind in level.kinds}
         unknown = next((action for action in times if action not in wanted), None)
         if unknown:
             numbers = f"micro-batches 0 to {MICROBATCHES - 1}"
-            raise Wrong("unknown-microbatch", rank, numbers, _short(unknown), "They are counted from 0.")
+            raise Wrong("unknown-microbatch", rank, numbers, _short(unknown), *COUNTED)
         twice = next((action for action in times if times[action] > 1), None)
         if twice:
             came = f"{_short(twice)} {times[twice]} times"
-            raise Wrong("twice", rank, "each action once", came, f"Leave one {_short(twice)} out: is it in a range?")
+            raise Wrong("twice", rank, "each action once", came, *_leave_out(_short(twice)))
         missing = sorted(wanted - set(times), key=lambda action: (level.kinds.index(action.kind), action.microbatch))
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             came = f"without {', '.join(map(_short, missing[:3]))}{more}"
             expected = f"{', '.join(level.kinds)} of all {MICROBATCHES} micro-batches"
-            raise Wrong("missing-action", rank, expected, came, f"Each rank does {_all_kinds(level)} of all of them.")
+            raise Wrong("missing-action", rank, expected, came, *_left_out(level, missing[0]))
 
 
 def _judge_order(schedule) -> None:
@@ -193,6 +198,7 @@ def _judge_order(schedule) -> None:
                 raise Wrong(
                     "before-its-forward" if before == "F" else "before-its-half", rank,
                     f"{_short(need)} before {_short(action)}", f"{_short(action)} first", said,
+                    f"On this line {_short(need)} must stand somewhere to the left of {_short(action)}.",
                 )  # fmt: skip
     raise Wrong(
         "deadlock", None, "orders that ranks can carry out together", said,
@@ -250,6 +256,17 @@ def _said_of(schedule) -> str:
 
 def _all_kinds(level: Level) -> str:
     return f"{', '.join(level.kinds[:-1])} and {level.kinds[-1]}"
+
+
+def _leave_out(action: str) -> tuple:
+    return f"Leave one {action} out: is it in a range?", "F0-3 has F0, F1, F2 and F3 in it: go on with F4."
+
+
+def _left_out(level: Level, first: Action) -> tuple:
+    return (
+        f"Each rank does {_all_kinds(level)} of all of them.",
+        f"Where does {_short(first)} belong on this line? A range has both of its ends: F0-7 are eight.",
+    )
 
 
 def _short(action: Action) -> str:

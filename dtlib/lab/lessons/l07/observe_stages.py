@@ -94,7 +94,8 @@ class _Kept:
 
 def watched(inner, expected: list, events: list):
     """A module like ``inner``, that writes into ``events`` when a micro-batch passes; ``expected`` are the inputs that
-    belong to each. Its ``peak`` is the largest number of micro-batches for which autograd kept tensors at a time."""
+    belong to each. Its ``peak`` is the largest number of micro-batches for which autograd kept tensors at a time, and
+    ``outputs`` that of outputs which somebody had."""
     import torch
     from torch import nn
     from torch.autograd.graph import saved_tensors_hooks
@@ -109,6 +110,7 @@ def watched(inner, expected: list, events: list):
         def __init__(self):
             super().__init__()
             self.inner, self.peak, self._kept = inner, 0, []
+            self.outputs, self._made = 0, []  # outputs that somebody has, most at a time
             self._without_graph = set()  # micro-batches that have passed, and of which nothing was kept
 
         def forward(self, x):
@@ -131,6 +133,8 @@ def watched(inner, expected: list, events: list):
                 output.register_hook(lambda gradient: events.append(Acted("B", microbatch)))
             self._kept.append(kept)
             self.peak = max(self.peak, sum(len(one) > 0 for one in self._kept))
+            self._made.append(weakref.ref(output))
+            self.outputs = max(self.outputs, sum(one() is not None for one in self._made))
             return output
 
     return Watched()
@@ -196,7 +200,7 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
             except Exception as error:
                 case.update(error=f"{type(error).__name__}: {error}", waited=False)
         case["log"] = [entry for entry in map(_entry, events) if entry]
-        case["peak"] = stage.peak
+        case["peak"], case["outputs"] = stage.peak, stage.outputs
         case["gradient"] = [None if p.grad is None else p.grad.flatten().tolist() for p in inner.parameters()]
         cases.append(case)
         if "error" in case:
