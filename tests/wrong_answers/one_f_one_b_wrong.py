@@ -1,7 +1,6 @@
 """Plausible wrong ways to build 1F1B, and the mistake that the check must recognise in each."""
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from tests.wrong_answers.pipelines_wrong import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
 
@@ -137,16 +136,6 @@ class ComputesAgain(Right1F1B):
         super().backward(m)
 
 
-class Checkpoints(Right1F1B):
-    """The same by torch's hand."""
-
-    def forward(self, m):
-        whole = self.stage
-        self.stage = lambda x: checkpoint(whole, x.requires_grad_(), use_reentrant=True)
-        super().forward(m)
-        self.stage = whole
-
-
 class KeepsOutputs(Right1F1B):
     """As in my_gpipe: a list to which outputs are added, and from which none is taken."""
 
@@ -185,7 +174,6 @@ WRONG = {
         SameWarmUpEverywhere: ("too-many-activations", 2),
         KeepsGraphs: ("activations-kept", 2),
         ComputesAgain: ("recomputed", 2),
-        Checkpoints: ("recomputed", 2),
         KeepsOutputs: ("outputs-kept", 2),
         NoWarmUp: ("bubble", 2),
         SendsThatWait: ("long-messages", 2),

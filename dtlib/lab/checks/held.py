@@ -93,29 +93,30 @@ def _buffers(roots) -> dict:
     kinds = [kind for root in roots for kind in (root if isinstance(root, type) else type(root)).__mro__]
     homes = {getattr(thing, "__module__", None) for thing in [*roots, *kinds]}
     homes = {home for home in homes if home and home.split(".")[0] not in ("builtins", "torch", "dtlib", "numpy")}
-    opened = (dict, list, tuple, set, frozenset, deque, FunctionType, MethodType, CellType, partial, SimpleNamespace)
+    opened = (dict, list, tuple, set, frozenset, deque, MethodType, CellType, partial, SimpleNamespace)
     found, seen, todo = {}, set(), list(roots)
     while todo:
         thing = todo.pop()
+        kind = type(thing)  # not isinstance: that may ask the thing itself, and some of torch's warn
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        while isinstance(thing, (np.ndarray, memoryview)):
-            owner = thing.obj if isinstance(thing, memoryview) else thing.base
-            if owner is None:
-                break
-            thing = owner
-        if isinstance(thing, (np.ndarray, bytes, bytearray, array.array)) or _all_floats(thing):
+        if issubclass(kind, (np.ndarray, memoryview)):
+            owner = thing.base if issubclass(kind, np.ndarray) else thing.obj
+            if owner is not None:
+                todo.append(owner)
+                continue
+        if issubclass(kind, (np.ndarray, bytes, bytearray, array.array)) or _all_floats(thing):
             found[id(thing)] = thing
-        elif isinstance(thing, torch.nn.Module):
+        elif issubclass(kind, torch.nn.Module):
             todo.append(vars(thing))
-        elif isinstance(thing, opened) or (thing if isinstance(thing, type) else type(thing)).__module__ in homes:
+        elif issubclass(kind, opened) or (thing if kind in (type, FunctionType) else kind).__module__ in homes:
             todo += gc.get_referents(thing)
     return found
 
 
 def _all_floats(thing) -> bool:
-    return isinstance(thing, (list, tuple)) and len(thing) > 0 and all(isinstance(each, float) for each in thing)
+    return type(thing) in (list, tuple) and len(thing) > 0 and all(type(each) is float for each in thing)
 
 
 def _as_tensor(thing):

@@ -181,6 +181,12 @@ def _judge_steps(cases) -> None:
                 "comm.all_gather(flat, own) after the update.",
             )  # fmt: skip
         _judge_gradients(after, rank, kind, what, came)
+        if all(torch.allclose(values, expected[0], rtol=1e-4, atol=1e-5) for values in after):
+            raise Wrong(
+                "rounded", rank, f"{what}, in float64 as they are", f"{came}, by very little: something was rounded",
+                "In which type do gradients travel, and in which are they kept?",
+                "torch.empty_like(self.own) has the type of the parameters; no .float(), no .half().",
+            )  # fmt: skip
         if kind == "uneven":
             _judge_padding(after, expected[0], start, rank, what, came)
         raise Wrong(
@@ -258,9 +264,7 @@ def _judge_held(cases) -> None:
     for rank, case in enumerate(cases):
         if case["held"] <= whole + 4 * shard + SPARE:
             continue
-        expected = (
-            f"{whole} bytes of parameters, and for this rank's shard {2 * shard} of states and {shard} of its gradient"
-        )
+        expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"
         if case["states"] > 2 * shard + SPARE:
             raise Wrong(
                 "whole-states", rank, expected, f"{case['states']} bytes of states",
@@ -288,7 +292,7 @@ def _judge_held(cases) -> None:
         raise Wrong(
             "gradients-kept", rank, expected, f"{case['held']} bytes in all",
             "What is as long as all parameters, neither states nor parameters, and still there after step()?",
-            "Flat gradients are needed during step() only: a local variable goes when the method returns.",
+            "Flat gradients are needed during step() only: a local variable goes when it returns.",
         )  # fmt: skip
 
 

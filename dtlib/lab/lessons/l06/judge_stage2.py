@@ -129,6 +129,12 @@ def _no_shard(name: str) -> tuple:
 
 def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) -> None:
     """All shards of a gradient are as long: the last ones end in zeros."""
+    if elements + len(padding) > 2 * (elements + wanted):
+        raise Wrong(
+            "whole-gradient", rank, f"{what}: {elements + wanted} elements", f"{elements + len(padding)}: all of it",
+            "These are the averages of all shards. Which of them does this rank need?",
+            "shards[parameter] = own, what reduce_scatter has filled; no all_gather.",
+        )  # fmt: skip
     if len(padding) != wanted:
         raise Wrong(
             "no-padding", rank, f"{what}: {elements + wanted} elements, {wanted} of them padding",
@@ -145,6 +151,8 @@ def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) ->
 
 
 def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
+    import torch
+
     ranks = len(locals_)
     expected = own_shard(average, rank, ranks)
     if same(came, expected * ranks):
@@ -165,9 +173,21 @@ def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
             "other-shard", rank, what, "the shard of another rank", "Which shard is whose? Shard r belongs to rank r.",
             "Elements comm.rank * length to (comm.rank + 1) * length.",
         )  # fmt: skip
+    if len(came) == len(expected) and torch.allclose(came, expected, rtol=1e-2, atol=1e-3 * expected.abs().max()):
+        raise Wrong(
+            "rounded", rank, f"{what}, in float64 as the gradient is", "nearly that: it was rounded on its way",
+            "In which type does flat travel?", "dtype=parameter.dtype for flat and for own.",
+        )  # fmt: skip
+    factor = (came @ expected / (expected @ expected)).item() if len(came) == len(expected) else 0
+    if same(came, factor * expected):
+        raise Wrong(
+            "scaled", rank, what, f"{factor:.4g} times as much",
+            "By what is the sum over ranks divided? On another number of ranks it must be right, too.", TWICE[1],
+        )  # fmt: skip
     raise Wrong(
-        "other-values", rank, what, "something else", "Does the padding stand at the end of the last shard?",
-        "flat has length * comm.size elements: the gradient, then zeros.",
+        "other-values", rank, what, "something else",
+        "Which operation combines what, and where in flat does the gradient stand?",
+        'op="mean" of the gradients; flat has length * comm.size elements: the gradient, then zeros.',
     )  # fmt: skip
 
 
