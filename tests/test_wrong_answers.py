@@ -10,6 +10,7 @@ import inspect
 import pytest
 
 from dtlib.lab.checks.answers import fingerprint
+from dtlib.lab.checks.checks import judge_here, judge_rounds
 from dtlib.lab.checks.registry import EXERCISES, HOMES
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings

@@ -160,6 +160,13 @@ def not_in_place(comm, tensor):
     return ring(comm, new, torch.tensor_split(new, comm.size))
 
 
+def another_memory(comm, tensor):
+    """The name has the sum, and whoever looks at the memory that was passed does not."""
+    new = tensor.clone()
+    ring(comm, new, torch.tensor_split(new, comm.size))
+    tensor.data = new
+
+
 def everybody_receives_first(comm, tensor):
     chunks = torch.tensor_split(tensor, comm.size)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -285,6 +292,7 @@ WRONG = {
         garbage_with_the_right_messages: ("other-values", 2),
         receives_over_its_own: ("incomplete", 2),
         not_in_place: ("not-in-place", 2),
+        another_memory: ("nothing-done", 2),
         everybody_receives_first: ("waited", 2),
         everybody_sends_first: ("long-messages", 2),
         calls_the_library: ("collective-inside", 2),

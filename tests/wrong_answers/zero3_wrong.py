@@ -183,6 +183,17 @@ class RestAsArray(RightLayer):
         self.spare = layer.weight.detach().numpy().copy()
 
 
+class BiasKept(RightLayer):
+    """The weight alone is shared out in earnest: the bias stays whole, beside its shard."""
+
+    def __init__(self, comm, layer):
+        super().__init__(comm, layer)
+        self.whole_bias = layer.bias.detach().clone()
+
+    def bias(self, whole):
+        return self.whole_bias
+
+
 class RestAsBytes(RightLayer):
     def __init__(self, comm, layer):
         super().__init__(comm, layer)
@@ -233,6 +244,7 @@ WRONG = {
         NothingGathered: "nothing-gathered",
         RestAsArray: "whole-at-rest",
         RestAsBytes: "whole-at-rest",
+        BiasKept: "whole-at-rest",
         GatheredAsArray: "not-freed",
         GatheredByAllReduce: "too-many-bytes",
         GatheredTwice: "too-many-bytes",

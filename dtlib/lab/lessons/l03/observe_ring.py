@@ -37,6 +37,7 @@ def _observed(all_reduce, length, dtype, comm):
     from dtlib.lab.checks.sends import not_waited_for, watched_sends
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
+    memory = tensor.view_as(tensor)  # what others see, if the answer lets the tensor have another memory
     case = {"length": length, "dtype": dtype, "itemsize": tensor.element_size()}
     with recording() as events, watched_sends(comm) as handles:
         try:
@@ -49,7 +50,7 @@ def _observed(all_reduce, length, dtype, comm):
         else:
             case["sends"] = not_waited_for(handles)
             _let_messages_leave(events)
-            case.update(values=tensor.tolist(), returned=_as_list(came))
+            case.update(values=(memory if len(tensor) == length else tensor).tolist(), returned=_as_list(came))
     case["operations"] = [
         (event.name, event.peer if event.name == "send" else None, event.messages, event.bytes)
         for event in events
