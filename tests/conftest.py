@@ -1,13 +1,15 @@
 import gc
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 
 from dtlib.lab.engines.workshop import LEFT_BEHIND
+from dtlib.world.launch import forked_ranks
 from dtlib.world.machine import gpu_names
-from tests.ranks import end_worlds
+from tests.ranks import IMPORTS, end_worlds
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +21,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and there is none here"))
 
 
+def wants_ranks(items) -> bool:
+    """Whether these tests start so many that importing torch once for all of them is worth it."""
+    return any(hasattr(item.module, name) for item in items for name in ("on_ranks", "start_ranks", "lab", "recovery"))
+
+
 def pytest_runtest_setup():
     """What nobody holds any more ends, workers of a loader too; what stays, modules above all, is looked at once."""
     gc.collect()
@@ -26,10 +33,11 @@ def pytest_runtest_setup():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_over():
-    """No process that a test started outlives the session."""
-    yield
-    end_worlds()
+def nothing_left_over(request):
+    """No process that a test started outlives the session. Ranks are forked from a process that lives as long as it."""
+    with forked_ranks(*IMPORTS) if wants_ranks(request.session.items) else nullcontext():
+        yield
+        end_worlds()
     gc.unfreeze()
     gc.collect()  # a loader that nobody holds any more ends its workers
     children = psutil.Process().children(recursive=True)

@@ -26,6 +26,7 @@ import pytest
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 
+IMPORTS = ("pytest", "_pytest.assertion")  # beside those that every rank needs
 TIME_LIMIT = 60
 GRACE_SECONDS = 2  # for the other ranks, once one has failed
 _worlds = {}

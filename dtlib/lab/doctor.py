@@ -11,14 +11,16 @@ import sys
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
-from dtlib.world import loopback
+from dtlib.world import forking, loopback
 from dtlib.world.allocation import allocation
 from dtlib.world.launch import (
     INSTALL_MPI,
     check_mpiexec,
     find_mpiexec,
+    forked_ranks,
     library_version,
     mpiexec_command,
+    python_of_a_rank,
     rank_environment,
     start_ranks,
 )
@@ -182,6 +184,27 @@ def _engines() -> str:
     return f"{record.read('set.json')['ranks']} ranks running for {notebooks}"
 
 
+def _forked_ranks() -> str:
+    """Fork one for real."""
+    try:
+        if why := forking.why_not(find_mpiexec()):
+            return f"started one by one: {why}"
+    except DtlibError:
+        return "not looked at, as there is no mpiexec"
+    with forked_ranks():
+        environment = {**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"}
+        asked = [*python_of_a_rank(), "-c", "import sys; print('torch' in sys.modules)"]
+        try:
+            ran = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            raise DtlibError(
+                f"a forked rank does not answer: set {forking.VARIABLE}=off, and they start without."
+            ) from None
+    if ran.stdout.strip() == "True":
+        return "forked from a process that has imported torch once"
+    return "started one by one: a process that has imported torch cannot be forked here"
+
+
 # What is new goes to the end: the codes of learners count the checks.
 _LOOKS = {
     "Python": _python,
@@ -196,4 +219,5 @@ _LOOKS = {
     "JupyterLab": _jupyterlab,
     "workshop": _workshop,
     "engines": _engines,
+    "start of ranks": _forked_ranks,
 }

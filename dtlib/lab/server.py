@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dtlib.lab import course
 from dtlib.lab.checks import progress
+from dtlib.world.launch import start_zygote
 
 SETTINGS = Path(__file__).with_name("settings")
 
@@ -42,4 +43,5 @@ def serve(browser: bool, extra: list[str]) -> int:
     )
     # So that `dtlib` is known in JupyterLab's terminals.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    start_zygote()  # ready when the first cell runs; it ends with JupyterLab, which this process becomes
     os.execv(line[0], line)

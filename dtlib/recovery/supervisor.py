@@ -4,6 +4,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.recovery.run import Run
+from dtlib.world.launch import forked_ranks
 
 
 def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: bool = True, say=print, watch=None):
@@ -23,6 +24,11 @@ def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: 
     Raises:
         DtlibError: where three runs in a row have come no further: then it is no accident.
     """
+    with forked_ranks():  # most of a start is imports
+        return _supervise(program, ranks, folder, fewest, replace, say, watch)
+
+
+def _supervise(program, ranks, folder, fewest, replace, say, watch):
     runs, furthest, in_vain = [], -1, 0
     while True:
         run = Run(program, ranks, Path(folder), say=say).start()

@@ -4,10 +4,11 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.world.launch import run_ranks
+from dtlib.world.launch import forked_ranks, run_ranks
 
 SAYS = "DTLIB_SAYS"  # where rank 0 leaves the sentence that all ranks agree on, for whoever started them
 SECONDS = 5  # that ranks wait for one another with an error
@@ -19,7 +20,8 @@ def train(options, ranks: int) -> int:
     given = {name: getattr(options, name) for name in names}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = ["-m", "dtlib", "train", options.workload, *flags, *["--resume"] * options.resume]
-    with tempfile.TemporaryDirectory(prefix="dtlib-train-") as folder:
+    forked = forked_ranks() if ranks > 1 else nullcontext()  # torch is imported once
+    with tempfile.TemporaryDirectory(prefix="dtlib-train-") as folder, forked:
         sentence = Path(folder) / "sentence"
         status = run_ranks(command, ranks, env={SAYS: str(sentence)})
         if sentence.exists():

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from dtlib.errors import DtlibError
-from dtlib.world import loopback
+from dtlib.world import forking, loopback
 from dtlib.world.allocation import allocation
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, end_processes, with_descendants
+from dtlib.world.until_parent_ends import ends_with_this_process
 
 # Of the environment in which mpiexec starts: what ranks on other machines need to find what those here find.
 HANDED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
@@ -91,7 +93,9 @@ def _remove_sessions_of_the_dead() -> None:
     here = socket.gethostname()
     for folder in Path(tempfile.gettempdir()).glob("ompi.*"):
         pid = folder.suffix[1:]  # of a process here, if the folder says so: other machines may share these files
-        of_here = any((folder / f"pmix.{host}.tool.{pid}").exists() for host in (here, here.partition(".")[0]))
+        # os.path.exists: in another user's folder, which is closed, Path.exists raises an error.
+        names = {f"pmix.{host}.tool.{pid}" for host in (here, here.partition(".")[0])}
+        of_here = any(os.path.exists(folder / name) for name in names)
         if pid.isdigit() and of_here and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)  # another user's stays
 
@@ -170,29 +174,56 @@ def in_engine() -> bool:
     return app is not None and app.IPEngine.initialized()
 
 
+def python_of_a_rank() -> list[str]:
+    """The beginning of a rank's command: Python, forked where a zygote runs (forking.py)."""
+    return [*forking.launcher(find_mpiexec()), sys.executable]
+
+
+def start_zygote(*imports: str) -> subprocess.Popen | None:
+    """Have the ranks that this process and its children start forked from now on, for as long as it lives; returns at
+    once. ``imports``: modules that the zygote imports beside those that every rank needs. None where ranks cannot be
+    forked, or where a zygote runs already."""
+    mpiexec = find_mpiexec()
+    one_by_one = threading.current_thread() is not threading.main_thread() or forking.why_not(mpiexec)
+    if one_by_one or forking.launcher(mpiexec):
+        return None
+    folder = forking.new_folder()
+    environment = {**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"}  # else numpy starts threads
+    with forking.listen(folder, forking.FIRST) as listener:
+        zygote = subprocess.Popen(
+            ends_with_this_process(forking.command(folder, forking.FIRST, listener, imports)),
+            env=environment, cwd="/", pass_fds=[listener.fileno()], start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    os.environ[forking.VARIABLE] = folder
+    return zygote
+
+
+@contextmanager
+def forked_ranks(*imports: str):
+    """A zygote meanwhile, where one can be had."""
+    before, zygote = os.environ.get(forking.VARIABLE), start_zygote(*imports)
+    try:
+        yield zygote
+    finally:
+        if zygote:
+            zygote.terminate()
+            zygote.wait()
+            os.environ.pop(forking.VARIABLE)
+            os.environ.update({forking.VARIABLE: before} if before else {})
+
+
 def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen) -> subprocess.Popen:
     """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process.
 
     ``survive``: they do not end with the first one that dies.
     """
     return subprocess.Popen(
-        ends_with_this_process([*mpiexec_command(ranks, survive), sys.executable, *command]),
+        ends_with_this_process([*mpiexec_command(ranks, survive), *python_of_a_rank(), *command]),
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
         **popen,
     )
-
-
-def ends_with_this_process(command: list[str]) -> list[str]:
-    """``command``, which Linux ends when this process ends, even by `kill -9` (until_parent_ends.py).
-
-    Linux means the thread that starts it, so only the main thread, which lives as long as the process, asks for that.
-    """
-    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
-        return command
-    # Without site-packages Python starts fastest.
-    become = [sys.executable, "-I", "-S", str(Path(__file__).with_name("until_parent_ends.py")), str(os.getpid())]
-    return [*become, *command]
 
 
 def run_ranks(command: list[str], ranks: int, **popen) -> int:

@@ -11,17 +11,14 @@ What the user has set stays as it is. Across machines all of that is left open, 
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
 import shutil
-import subprocess
 import sys
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.world.compiled import compiled
 
 # Inside one machine messages go through shared memory; looking for fast networks costs a second a start.
 SHARED_MEMORY = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
@@ -30,7 +27,6 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Who starts ranks, and tells them how many there are here and in all.
 COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
 SCHEDULERS = ("PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
-COMPILE_SECONDS = 20
 
 
 def all_ranks_here() -> bool:
@@ -108,48 +104,9 @@ def library() -> str:
     """
     if sys.platform != "linux":
         raise DtlibError("only Linux can put a library in front of mpiexec")
-    source = Path(__file__).with_name("loopback.c")
-    key = hashlib.sha256(f"{source.read_text()} {platform.machine()} {platform.libc_ver()}".encode()).hexdigest()[:16]
-    path = _private_folder() / f"loopback-{key}.so"
+    path = str(compiled("loopback.c", "-shared", "-fPIC"))
     try:
-        if not path.exists():
-            _compile(source, path)
-        ctypes.CDLL(str(path))  # on a disk that allows no programs it fails here, and not in front of the learner
+        ctypes.CDLL(path)  # on a disk that allows no programs it fails here, and not in front of the learner
     except OSError as problem:
-        raise DtlibError(f"{path} cannot be made or loaded ({problem})") from None
-    return str(path)
-
-
-def _compile(source: Path, path: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        raise DtlibError("there is no C compiler on PATH, such as gcc")
-    unfinished = path.with_suffix(f".{os.getpid()}")  # two may compile at once
-    command = [compiler, "-shared", "-fPIC", "-O1", "-pipe", "-o", str(unfinished), str(source), "-ldl"]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)
-        if ran.returncode:
-            said = (ran.stderr.strip() or f"status {ran.returncode}").splitlines()[-1]
-            raise DtlibError(f"{compiler} does not compile {source.name} ({said})")
-        unfinished.replace(path)
-    except subprocess.TimeoutExpired:
-        raise DtlibError(f"{compiler} took longer than {COMPILE_SECONDS} s") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _private_folder() -> Path:
-    """A folder for the library that nobody else can write, and whose name LD_PRELOAD can hold."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    for folder in (Path(cache).expanduser() / "dtlib", Path(tempfile.gettempdir()) / f"dtlib-{os.getuid()}"):
-        if not folder.is_absolute() or any(letter.isspace() or letter == ":" for letter in str(folder)):
-            continue
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
-        except OSError:
-            continue
-        others_may_write = status.st_mode & 0o022
-        if status.st_uid == os.getuid() and folder.is_dir() and not others_may_write and os.access(folder, os.W_OK):
-            return folder
-    raise DtlibError("no folder for it is this user's alone: set XDG_CACHE_HOME to one without spaces in its name")
+        raise DtlibError(f"{path} cannot be loaded ({problem})") from None
+    return path

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+STANDS_FOR = "rank is "  # the name of a process that stands for a forked rank, and that one's number (launcher.c)
+
 
 @dataclass(frozen=True)
 class Process:
@@ -41,15 +43,18 @@ def _created(pid: int) -> float:
 
 
 def with_descendants(process: Process) -> list[Process]:
-    """A process and all that it has started, down to the last generation."""
+    """A process and all that it has started, down to the last generation, with the ranks that were forked for it."""
     found = process.find()
     if found is None:
         return []
-    family = [process]
+    family, members = [], [found]
     with suppress(psutil.Error):
-        for child in found.children(recursive=True):
-            with suppress(psutil.Error):
-                family.append(Process.of(child.pid))
+        members += found.children(recursive=True)
+    for member in members:
+        with suppress(psutil.Error):
+            family.append(Process.of(member.pid))
+            if member.name().startswith(STANDS_FOR):
+                family += with_descendants(Process.of(int(member.name().removeprefix(STANDS_FOR))))
     return family
 
 

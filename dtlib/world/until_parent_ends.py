@@ -23,5 +23,18 @@ def become(parent: int, command: list[str]) -> None:
     os.execvp(command[0], command)
 
 
+def ends_with_this_process(command: list[str]) -> list[str]:
+    """``command``, which Linux ends when this process ends, even by `kill -9`.
+
+    Linux means the thread that starts it, so only the main thread, which lives as long as the process, asks for that.
+    """
+    import threading
+
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return command
+    # Without site-packages Python starts fastest.
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 if __name__ == "__main__":
     become(int(sys.argv[1]), sys.argv[2:])

@@ -5,13 +5,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.world.launch import check_mpiexec, find_mpiexec
+from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
 START_SECONDS = 60
@@ -26,7 +25,7 @@ def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
         )
     check_mpiexec(find_mpiexec())
     log = record.profile / "log"
-    command = [sys.executable, "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)]
+    command = [*python_of_a_rank(), "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)]
     try:
         log.mkdir(exist_ok=True)
         with open(log / "keeper.log", "w") as output:

@@ -1,0 +1,97 @@
+"""Where ranks are forked: from a process that has imported what they need, the zygote, instead of started one by one.
+
+    start_ranks    mpiexec -> launcher --(streams)--> zygote --fork--> rank, as if started anew: forked.py
+    (launch.py)               launcher.c  <--(its status)-- zygote.py
+
+Whatever speaks against it, ranks are started one by one, as elsewhere, and nothing is said: that is the plain way.
+``DTLIB_ZYGOTE`` names the folder of the zygote that a process and its children use; ``off`` keeps all to the plain way.
+"""
+
+import os
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.world.compiled import compiled
+from dtlib.world.loopback import mpiexec_inside
+from dtlib.world.machine import gpu_names
+
+VARIABLE = "DTLIB_ZYGOTE"
+PREFIX = "dtlib-zygote-"
+FIRST, SECOND = "0", "1"  # sockets in the zygote's folder; ranks with odd numbers ask for the second
+ROOM = 4000  # bytes in the arguments of a zygote for what `ps` shall show of its ranks
+
+
+def why_not(mpiexec: str) -> str:
+    """Why this ``mpiexec`` cannot have ranks forked here; empty where it can."""
+    if os.environ.get(VARIABLE) == "off":
+        return f"{VARIABLE}=off asks for that"
+    if sys.platform != "linux":
+        return "only Linux can fork them safely"
+    if not mpiexec_inside(mpiexec):
+        return "they may be on several nodes"
+    if gpu_names():
+        return "they use GPUs"
+    try:
+        program = compiled("launcher.c")
+    except DtlibError as problem:
+        return str(problem)
+    return "" if os.access(program, os.X_OK) else f"{program} is on a disk that allows no programs"
+
+
+def launcher(mpiexec: str) -> list[str]:
+    """What stands in front of the command of a rank where there is a zygote to fork it; else nothing."""
+    folder = os.environ.get(VARIABLE, "")
+    if folder and os.path.exists(os.path.join(folder, FIRST)) and not why_not(mpiexec):
+        return [str(compiled("launcher.c"))]
+    return []
+
+
+def listen(folder: str, name: str) -> socket.socket:
+    """A socket in this folder that only its owner may connect to."""
+    listener = socket.socket(socket.AF_UNIX)
+    umask = os.umask(0o177)
+    try:
+        listener.bind(os.path.join(folder, name))
+    finally:
+        os.umask(umask)
+    listener.listen(128)
+    return listener
+
+
+def command(folder: str, name: str, listener: socket.socket, imports) -> list[str]:
+    """That of a zygote which hears this socket, and imports these modules beside those that every rank needs."""
+    start = "import sys; sys.path[0] = sys.argv[1]; from dtlib.world.zygote import main; main()"
+    home = str(Path(__file__).parents[2])
+    return [sys.executable, "-c", start, home, folder, name, str(listener.fileno()), " " * ROOM, *imports]
+
+
+def new_folder() -> str:
+    """A private one for a zygote; those that were left behind by zygotes which were killed are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if left.lstat().st_uid == os.getuid() and not _is_heard(left / FIRST):
+                shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=PREFIX)
+
+
+def _is_heard(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1)
+        try:
+            connection.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it is busy
+            return True
+    return True
+
+
+def owner(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]

@@ -1,0 +1,312 @@
+"""Ranks that are forked behave as those that are started one by one, and whatever goes wrong they are started so."""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dtlib.world import forking, launch, zygote
+from dtlib.world.compiled import compiled
+from dtlib.world.launch import start_ranks
+from dtlib.world.processes import Process, with_descendants
+
+ROOT = Path(__file__).parents[1]
+REPORT = """
+import json, os, random, sys
+from pathlib import Path
+import numpy, torch
+import dtlib
+world = dtlib.init()
+facts = {
+    "parent": os.getppid(), "pid": os.getpid(), "argv": sys.argv, "name": __name__, "file": __file__, "main": __spec__,
+    "path": sys.path[0], "cwd": os.getcwd(), "mark": os.environ.get("MARK"), "folder": os.environ.get("ONLY_ZYGOTE"),
+    "drawn": [random.random(), float(numpy.random.random()), float(torch.rand(1))], "threads": torch.get_num_threads(),
+    "ps": Path("/proc/self/cmdline").read_text().strip(chr(0)).replace(chr(0), " "), "hash": hash("weight"),
+    "total": float(world.comm.all_reduce(torch.ones(300_000))[0]),
+}
+everyone = world.comm.all_gather_object(facts)
+if world.rank == 0:
+    print(json.dumps(everyone))
+"""
+ENDS = {
+    "well": "print('words')",
+    "status": "import sys; print('words'); sys.exit(3)",
+    "sentence": "import sys; sys.exit('words')",
+    "error": "def f():\n    raise ValueError('words')\nf()",
+    "syntax": "def f(:\n    pass",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "interrupt": "import signal; signal.raise_signal(signal.SIGINT)",
+    "open file": "import gzip\nfile = open('out', 'w')\nfile.write('words' * 100)\n"
+    "zipped = gzip.open('more', 'wb')\nzipped.write(b'x')",
+    "at exit": "import atexit, threading, time\natexit.register(print, 'at exit')\n"
+    "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')",
+    "workers": "from torch.utils.data import DataLoader\n"
+    "loader = iter(DataLoader(range(8), num_workers=2))\nprint(next(loader))",
+    "input": "print(input())",
+    "spawn": "from multiprocessing import get_context\ndef f(x):\n    return x + 1\n"
+    "if __name__ == '__main__':\n    with get_context('spawn').Pool(1) as pool:\n        print(pool.map(f, [1]))",
+}  # fmt: skip
+
+
+def ranks_said(command, ranks, **popen):
+    with start_ranks(command, ranks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen) as process:
+        out, said = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    return json.loads(out)
+
+
+def the_zygote() -> psutil.Process:
+    """That of this session, once it can fork."""
+    if why := forking.why_not(launch.find_mpiexec()):
+        pytest.skip(why)
+    return psutil.Process(int(run(launch.python_of_a_rank(), "import os; print(os.getppid())").stdout))
+
+
+def children_of(process: subprocess.Popen) -> list[int]:
+    return [child.pid for child in psutil.Process(process.pid).children()]
+
+
+def run(python, program, **settings):
+    """A program, by Python or by the launcher and Python, as one rank without mpiexec."""
+    env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1", **settings.pop("env", {})}
+    first = [] if isinstance(program, Path) else ["-c"]
+    return subprocess.run(
+        [*python, *first, str(program)], capture_output=True, text=True, env=env, timeout=100, **settings
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_they_are_forked_and_each_is_a_process_of_its_own(ranks, tmp_path, monkeypatch):
+    parent = the_zygote()
+    (tmp_path / "report.py").write_text(REPORT)
+    monkeypatch.setenv("MARK", "here")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    facts = ranks_said(["report.py", "one", "two words"], ranks, cwd=tmp_path)
+    assert len(facts) == ranks == facts[0]["total"]
+    zygotes = {parent.pid, *(child.pid for child in parent.children())}
+    for each in facts:
+        assert each["parent"] in zygotes
+        assert each["argv"] == ["report.py", "one", "two words"] and each["name"] == "__main__"
+        assert each["main"] is None and each["file"] == str(tmp_path / "report.py")
+        assert each["path"] == each["cwd"] == str(tmp_path) and each["mark"] == "here"
+        assert each["threads"] == 2
+        assert each["ps"] == f"{sys.executable} report.py one two words"
+    for drawn in zip(*(each["drawn"] for each in facts), strict=True):
+        assert len(set(drawn)) == ranks
+    assert all(Path(f"/proc/{each['pid']}").exists() is False for each in facts)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_they_end_as_others_do(end, tmp_path):
+    the_zygote()
+    said, files = [], []
+    program = tmp_path / "program.py"
+    program.write_text(ENDS[end])
+    for python in ([sys.executable], launch.python_of_a_rank()):
+        for path in ("out", "more"):
+            (tmp_path / path).unlink(missing_ok=True)
+        ran = run(python, program, cwd=tmp_path, input="given\n")
+        err = [line for line in ran.stderr.splitlines() if "stands for" not in line]
+        said.append((ran.returncode, ran.stdout, err))
+        files.append([(tmp_path / path).stat().st_size for path in ("out", "more") if (tmp_path / path).exists()])
+    assert len(launch.python_of_a_rank()) == 2 and said[0] == said[1] and files[0] == files[1]
+    assert (end == "open file") == bool(files[0] and all(files[0]))
+
+
+def test_modules_and_words_run_as_python_runs_them(tmp_path):
+    the_zygote()
+    (tmp_path / "mine.py").write_text("import sys; print(sys.argv, __name__, __spec__.name, sys.path[0])")
+    for words in (["-m", "mine", "a"], ["-c", "import sys; print(sys.argv, __name__, repr(sys.path[0]))", "a"]):
+        outs = []
+        for python in ([sys.executable], launch.python_of_a_rank()):
+            env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1"}
+            outs.append(subprocess.check_output([*python, *words], cwd=tmp_path, env=env, text=True))
+        assert outs[0] == outs[1]
+
+
+def test_what_a_fork_cannot_do_is_started(tmp_path):
+    """Options of Python, what is read when it starts, a module beside the program with the name of one imported."""
+    ours = the_zygote().pid
+    python, who = launch.python_of_a_rank(), "import os; print(os.getppid())"
+
+    def forked(*arguments, **settings):
+        return int(run(*arguments, **settings).stdout.split()[-1]) == ours
+
+    assert forked(python, who) and forked(python, who, env={"OMP_NUM_THREADS": "2", "ANY": "thing"})
+    assert not forked([*python, "-E"], who)
+    assert not forked(python, who, env={"PYTHONHASHSEED": "1"})
+    assert not forked(python, who, env={"MKL_NUM_THREADS": "3"})
+    assert not forked(python, who, env={"DTLIB_ZYGOTE": str(tmp_path)})
+    (tmp_path / "program.py").write_text(who)
+    assert forked(python, tmp_path / "program.py")
+    (tmp_path / "queue.py").write_text("")
+    assert not forked(python, tmp_path / "program.py")
+
+
+def test_limits_are_those_of_who_starts_it():
+    the_zygote()
+    program = "import os; from resource import *; "
+    program += "print(os.umask(0), os.sched_getaffinity(0), getrlimit(RLIMIT_NOFILE), os.nice(0))"
+    limit = f"ulimit -n 777; umask 0027; nice -n 3 taskset -c 0 {' '.join(launch.python_of_a_rank())} -c '{program}'"
+    said = subprocess.check_output(limit, shell=True, text=True, env={**os.environ, **launch.rank_environment(1)})
+    assert said.strip() == "23 {0} (777, 777) 3"
+
+
+def test_signals_reach_a_rank_and_its_launcher_takes_it_along(tmp_path):
+    ours, python = the_zygote(), launch.python_of_a_rank()
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    env = {**os.environ, **launch.rank_environment(1)}
+    for number, whom in [(9, "rank"), (9, "launcher"), (15, "launcher"), (2, "launcher"), (11, "rank")]:
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        with subprocess.Popen([*python, "-c", program], **pipes) as process:
+            rank = psutil.Process(int(process.stdout.readline()))
+            assert rank.ppid() == ours.pid
+            family = with_descendants(Process.of(process.pid))
+            assert [each.pid for each in family] == [process.pid, rank.pid]
+            os.kill(rank.pid if whom == "rank" else process.pid, number)
+            assert process.wait(30) == -number
+            gone, _ = psutil.wait_procs([rank], timeout=10)
+            assert gone
+            assert (f"process {rank.pid}, which signal {number}" in process.stderr.read()) == (whom == "rank")
+    assert not ours.children() or all("forked from this" in " ".join(child.cmdline()) for child in ours.children())
+
+
+def test_it_forks_with_one_thread_and_without_mpi():
+    look = "from dtlib.world.zygote import cannot_fork; print(cannot_fork())"
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(2,)).start();"
+    said = [run([sys.executable], first + look).stdout.strip() for first in ("", thread, "import mpi4py.MPI;")]
+    assert said[0] == "" and "2 threads" in said[1] and "MPI is loaded" in said[2]
+
+
+def test_a_socket_for_its_owner_alone():
+    ours = the_zygote()
+    folder = Path(os.environ[forking.VARIABLE])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir())
+    if os.getuid() == 0:  # although it may connect, another user is not heard
+        ask = "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        ask += f"s.connect({str(folder / '0')!r}); print(s.recv(8))"
+        folder.chmod(0o755)
+        (folder / "0").chmod(0o666)
+        try:
+            assert run(["/usr/bin/env", "python3"], ask).stdout.strip() == "b''"
+        finally:
+            folder.chmod(0o700)
+            (folder / "0").chmod(0o600)
+    assert the_zygote() == ours
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_a_zygote_of_somebody_else_is_given_nothing(tmp_path):
+    tmp_path.chmod(0o755)
+    serve = f"""if True:
+        import os, socket, sys
+        os.chdir({str(tmp_path)!r}); os.chmod('.', 0o777)
+        listener = socket.socket(socket.AF_UNIX); os.setuid(65534); os.umask(0); listener.bind('0'); listener.listen()
+        print('here', flush=True)
+        connection, _ = listener.accept(); print(connection.recv(9), flush=True)"""
+    with subprocess.Popen(["/usr/bin/env", "python3", "-c", serve], stdout=subprocess.PIPE, text=True) as thief:
+        assert thief.stdout.readline() == "here\n"
+        for above in tmp_path.parents:
+            if not os.stat(above).st_mode & 0o001:
+                thief.kill()
+                pytest.skip("nobody can look into pytest's folder")
+        ran = run(
+            [str(compiled("launcher.c")), sys.executable], "print('started')", env={"DTLIB_ZYGOTE": str(tmp_path)}
+        )
+        assert ran.stdout == "started\n" and thief.stdout.readline() == "b''\n"
+
+
+def test_a_folder_that_a_killed_zygote_left_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = Path(forking.new_folder())
+    forking.listen(str(left), forking.FIRST).close()
+    with contextlib.closing(forking.listen(forking.new_folder(), forking.FIRST)):
+        assert not left.exists()
+        used = next(tmp_path.iterdir())
+        forking.new_folder()
+        assert used.exists()
+
+
+@pytest.mark.slow
+def test_life_of_a_zygote(monkeypatch, tmp_path):
+    """It starts a second one with another order of sets, begins anew with changed files, and is missed by nobody."""
+    the_zygote()
+    monkeypatch.delenv(forking.VARIABLE)
+    (tmp_path / "report.py").write_text(REPORT)
+    with launch.forked_ranks() as started:
+        first = ranks_said([str(tmp_path / "report.py")], 2)  # while it imports: it is waited for
+        assert {each["parent"] for each in first} == {started.pid}
+        folder = Path(os.environ[forking.VARIABLE])
+        deadline = time.monotonic() + 100
+        while not (folder / forking.SECOND).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        zero, one = ranks_said([str(tmp_path / "report.py")], 2)
+        assert zero["parent"] == started.pid and one["parent"] in children_of(started)
+        assert zero["hash"] == first[0]["hash"] == first[1]["hash"] != one["hash"]
+        os.utime(zygote.__file__)
+        changed = ranks_said([str(tmp_path / "report.py")], 1)
+        assert changed[0]["parent"] == started.pid and changed[0]["hash"] != zero["hash"]
+        os.kill(started.pid, signal.SIGSTOP)  # its launchers wait, and take the plain way
+        assert ranks_said([str(tmp_path / "report.py")], 1)[0]["parent"] != started.pid
+        os.kill(started.pid, signal.SIGCONT)
+        wait = ["-c", "import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(60)"]
+        with start_ranks(wait, 1, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            rank, parent = map(int, process.stdout.readline().split())
+            assert parent == started.pid
+            os.kill(parent, signal.SIGKILL)
+            assert process.wait(60) != 0 and f"with it process {rank}" in process.stderr.read()
+        assert ranks_said([str(tmp_path / "report.py")], 1)[0]["parent"] != started.pid
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(one["parent"]) and time.monotonic() < deadline:  # the second ends with the first
+        time.sleep(0.05)
+    assert not psutil.pid_exists(one["parent"])
+    forking.new_folder()
+    assert not (folder / forking.FIRST).exists()
+
+
+@pytest.mark.slow
+def test_five_hundred_starts_leave_nothing():
+    ours, python = the_zygote(), launch.python_of_a_rank()
+
+    def held():
+        return (
+            ours.num_fds(),
+            sorted(os.listdir(os.environ[forking.VARIABLE])),
+            len(ours.children()),
+            ours.num_threads(),
+        )
+
+    deadline = time.monotonic() + 60
+    while len(held()[3]) < 2 and time.monotonic() < deadline:  # the second zygote
+        time.sleep(0.1)
+    before = held()
+    for _ in range(100):
+        env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1"}
+        five = [subprocess.Popen([*python, "-c", f"raise SystemExit({i})"], env=env) for i in range(5)]
+        assert [each.wait(60) for each in five] == list(range(5))
+    assert held() == before
+
+
+def test_a_session_of_another_user_is_passed_over(tmp_path):
+    """``ompi.PID`` of another user among the temporary files, closed and dead, stops nobody."""
+    if os.getuid() != 0:
+        pytest.skip("only root can make a folder of another user")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o1777)
+        foreign = Path(folder, "ompi.999999")
+        foreign.mkdir(mode=0o700)
+        program = "import os, tempfile; from dtlib.world import launch; os.setuid(65534); "
+        program += f"tempfile.tempdir = {folder!r}; launch._remove_sessions_of_the_dead(); print('passed over')"
+        ran = run([sys.executable], program)
+        assert ran.stdout == "passed over\n", ran.stderr
+        assert foreign.is_dir()
