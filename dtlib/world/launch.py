@@ -183,18 +183,21 @@ def start_zygote(*imports: str) -> subprocess.Popen | None:
     """Have the ranks that this process and its children start forked from now on, for as long as it lives; returns at
     once. ``imports``: modules that the zygote imports beside those that every rank needs. None where ranks cannot be
     forked, or where a zygote runs already."""
-    mpiexec = find_mpiexec()
-    one_by_one = threading.current_thread() is not threading.main_thread() or forking.why_not(mpiexec)
-    if one_by_one or forking.launcher(mpiexec):
+    if threading.current_thread() is not threading.main_thread():  # it would end with the thread
         return None
-    folder = forking.new_folder()
-    environment = {**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"}  # else numpy starts threads
-    with forking.listen(folder, forking.FIRST) as listener:
-        zygote = subprocess.Popen(
-            ends_with_this_process(forking.command(folder, forking.FIRST, listener, imports)),
-            env=environment, cwd="/", pass_fds=[listener.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+    try:
+        if forking.why_not(find_mpiexec()) or forking.launcher(find_mpiexec()):
+            return None
+        folder = forking.new_folder()
+        with forking.listen(folder, forking.FIRST) as listener:
+            zygote = subprocess.Popen(
+                ends_with_this_process(forking.command(folder, forking.FIRST, listener, imports)),
+                env={**os.environ, **rank_environment(1), "OMP_NUM_THREADS": "1"},  # else numpy starts threads
+                cwd="/", pass_fds=[listener.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+    except (DtlibError, OSError):  # no mpiexec, no room, too long a name for a socket: whoever starts ranks will see
+        return None
     os.environ[forking.VARIABLE] = folder
     return zygote
 
@@ -207,9 +210,9 @@ def forked_ranks(*imports: str):
         yield zygote
     finally:
         if zygote:
-            zygote.terminate()
+            end_processes([Process.of(zygote.pid)])
             zygote.wait()
-            os.environ.pop(forking.VARIABLE)
+            shutil.rmtree(os.environ.pop(forking.VARIABLE), ignore_errors=True)  # where it could not itself
             os.environ.update({forking.VARIABLE: before} if before else {})
 
 
