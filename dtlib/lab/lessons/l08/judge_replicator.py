@@ -1,5 +1,7 @@
 """Lesson 08: a step function for Replicator, in a process per replica and in one graph, judged by what it trains."""
 
+import functools
+
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.equality import same
 from dtlib.lab.checks.exercise import Exercise, Wrong
@@ -90,6 +92,7 @@ def judge_step(observations) -> None:
         _judge_graph(seen, rank)
 
 
+@functools.cache
 def in_one_process(replicas: int, factor: float = 1, only: int | None = None, steps: int = STEPS) -> dict:
     """Training on the mean gradient of all replicas' samples, or of ``only`` one's, times ``factor``."""
     import torch

@@ -188,7 +188,7 @@ def _explain_step(living: dict, rank: int, what: str) -> None:
                 "Each rank: the sum over its samples, divided by len(x), the whole batch; all_reduce adds.",
             )  # fmt: skip
     for factor in (1 / len(living), len(living), SAMPLES, SAMPLES / len(living)):
-        if _close(living[rank]["parameters"], alone(weights=[factor / SAMPLES] * SAMPLES)):
+        if _close(living[rank]["parameters"], alone(weights=(factor / SAMPLES,) * SAMPLES)):
             raise Wrong(
                 "scaled", rank, what, f"those of gradients {factor:.3g} times as large",
                 "Each sample counts 1/len(x) in the mean over the whole batch. Who divides, and how often?",
@@ -201,9 +201,9 @@ def _explain_step(living: dict, rank: int, what: str) -> None:
     )  # fmt: skip
 
 
-def _of_means(shares, factor: int) -> list:
+def _of_means(shares, factor: int) -> tuple:
     weights = {sample: 1 / len(share) / factor for share in shares for sample in share}
-    return [weights[sample] for sample in range(SAMPLES)]
+    return tuple(weights[sample] for sample in range(SAMPLES))
 
 
 def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:

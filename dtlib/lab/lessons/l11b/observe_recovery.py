@@ -1,5 +1,7 @@
 """Lesson 11b: recoveries, observed: what became of each rank, and what it has computed, in every case of a death."""
 
+import functools
+
 from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
 from dtlib.lab.lessons.l11b.simulated_death import Apart, Death, Died, Dying, Endless, NoSuchRoot
@@ -38,6 +40,7 @@ def batch_of(step: int):
     return x, (x.sum(1) > 0).long()
 
 
+@functools.cache
 def alone(skip=None, again=None, weights=None) -> list:
     """Parameters of one process; without step ``skip``, with step ``again`` done twice, or with other ``weights`` of
     the samples of a step than 1 / SAMPLES each."""
