@@ -380,7 +380,7 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     assert "step 3" not in other.locator(".jp-Notebook").inner_text(), "the page has lost it"
     other.locator(".jp-Notebook .jp-Cell").nth(2).locator(".cm-content").click()
     shown = Cell(other, 2).wait()
-    assert "ranks 0 to 1 | step 0" in shown and "ranks 0 to 1 | step 3" in shown, shown
+    assert "ranks 0 and 1 | step 0" in shown and "ranks 0 and 1 | step 3" in shown, shown
     picture(other, "last")
     other.close()
 
@@ -455,7 +455,7 @@ def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
     write_notebook(course_folder / FIRST_NOTEBOOK, sources)
     open_notebook(page, address, course_folder / FIRST_NOTEBOOK)
     Cell(page, 0).wait()
-    assert Cell(page, 1).wait() == "ranks 0 to 1 | 2\n"
+    assert Cell(page, 1).wait() == "ranks 0 and 1 | 2\n"
 
     waiting = Cell(page, 2)
     began = time.monotonic()

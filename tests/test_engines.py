@@ -91,7 +91,9 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert notebook.run(
         "%%px\nimport dtlib, time; world = dtlib.init(); time.sleep(0.1 * (2 - world.rank))\nprint('a\\nb')"
     ) == ("ranks 0 to 2 | a\nranks 0 to 2 | b\n")
-    assert notebook.run("%px print(world.rank % 2); 5") == "ranks 0, 2 | 0\nranks 0, 2 | 5\nrank 1 | 1\nrank 1 | 5\n"
+    assert (
+        notebook.run("%px print(world.rank % 2); 5") == "ranks 0 and 2 | 0\nranks 0 and 2 | 5\nrank 1 | 1\nrank 1 | 5\n"
+    )
     shown = notebook.run("%px print('many words ' * 20)").splitlines()
     assert len(shown) == 3 and all(line.startswith("ranks 0 to 2 |") and len(line) <= 95 for line in shown)
     shown = notebook.run("%%px\nfrom dtlib import lab\nif world.rank == 1: lab.table([(1, 2000)], ('rank', 'bytes'))")
@@ -159,10 +161,15 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     notebook.run("y = 1")
     assert "`y` is defined in the notebook but not on the ranks: drop %%px" in notebook.run("%px y")
     assert "`z` is not defined on the ranks: run the %%px cell that defines it first" in notebook.run("%px z")
+    assert "`only_theer` is not defined: did you mean `only_there`?" in notebook.run("%px only_theer")
+    notebook.run("here_alone = 1")
+    assert "`here_alon` is not defined: did you mean `here_alone`?" in notebook.run("here_alon")
+    assert notebook.run("# a comment\n\n%%px\nprint(x)").startswith("rank 0 | 0\n"), "%%px may stand below it"
+    assert notebook.run("%px dtlib.reset()") == "(ran on ranks 0 to 2)\n", "and not the world of each"
 
     # An error is shown once, with the ranks that raised it, beside what the others printed.
     shown = notebook.run("%%px\nif world.rank: raise ValueError(f'no')\nprint('fine')")
-    assert shown.count("ValueError: no") == 1 and "On ranks 1 to 2:" in shown and "rank 0 | fine" in shown
+    assert shown.count("ValueError: no") == 1 and "On ranks 1 and 2:" in shown and "rank 0 | fine" in shown
     assert f"Cell In[{notebook.number}], line 1" in shown and "out of step" not in shown
     refused = notebook.run("%px import torch; world.comm.all_reduce(torch.ones(1), op='median')")
     assert "all_reduce has no op 'median'" in refused and "Traceback" not in refused
@@ -173,6 +180,11 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert notebook.run("lab.check('first-sum')").endswith("Passed: first-sum.\n")
     said = notebook.run("%px from dtlib import lab; lab.check('first-sum')")
     assert said.startswith("rank 0 |") and said.count("Passed") == 1
+    notebook.run("%%px\nraise ValueError\ntotal = 7")
+    failed = f"Cell [{notebook.number}], the last that defines `total`, ended with an error"
+    assert failed in " ".join(notebook.run("lab.check('first-sum')").split())
+    notebook.run("# again\n%%px\ntotal = world.comm.all_reduce(torch.tensor(world.rank))")
+    assert "ended with an error" not in notebook.run("lab.check('first-sum')")
     refused = notebook.run("lab.check('sum')")
     assert "There is no exercise 'sum': choose one of" in refused and "first-sum" in refused
 
@@ -209,6 +221,7 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
     assert "run %px dtlib.reset()" not in shown
     assert "ranks 0 to 2 | [0, 1, 2]" in notebook.run("%px print(world.comm.all_gather_object(world.rank))")
     before, meanwhile, after = notebook.run("print('|'.join([*seen, panel.drawn()]).replace('|reset', ''))").split("|")
+    assert "Ranks of <b>lesson.ipynb</b>" in before
     assert before.count(">idle<") == after.count(">idle<") == 3
     assert meanwhile.count("waits for rank 1 (barrier) in line 2: world.comm.barrier()<") == 2
     assert "busy in line 1: if world.rank == 1: time.sleep(60)<" in meanwhile
@@ -216,6 +229,8 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
     assert notebook.run("engine_set.current().reset(); lab.values('world.comm.name')").count("world.") == 3
     # Widgets show it, where there is a page.
     assert "Error" not in notebook.run("lab.panel(); lab.panel(); panel._panel.button.click(); panel._panel.said.value")
+    notebook.run("threading.Timer(2.5, panel._panel.stop.click).start()")
+    assert "Interrupted on ranks 0 to 2." in notebook.run("%px time.sleep(60)")
 
 
 def test_what_a_cell_showed_is_shown_again(shared):
@@ -245,9 +260,13 @@ def test_what_a_cell_showed_is_shown_again(shared):
 def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder):
     first, second = notebooks("first.ipynb"), notebooks("second.ipynb")
     first.run(ENGINES.format(2))
-    first.run("%px x = 1")
+    first.run("%px x = 1; from dtlib.lab.engines import panel")
+    assert first.run("lab.panel(); from dtlib.lab.engines import panel") == ""
     pids = engine_pids(workshop_folder)
     shown = second.run(ENGINES.format(""))
+    is_open = "print(panel._panel is not None and panel._panel.table.comm is not None)"
+    assert second.run("from dtlib.lab.engines import panel; " + is_open) == "True\n", "with the ranks comes the panel"
+    assert wait_until(lambda: first.run(is_open) == "False\n")
     assert "These 2 ranks were running for first.ipynb: this notebook takes them over." in shown
     assert engine_pids(workshop_folder) == pids
     assert "NameError" in second.run("%px x")
@@ -283,7 +302,7 @@ def test_a_wait_says_for_whom_everybody_waits(shared):
     # A rank that raised an error does not come: the others are told at once, and nobody goes on out of step.
     shown = notebook.run("%%px\nif world.rank == 2: 1 / 0\nworld.comm.barrier()")
     assert (
-        "On ranks 0 to 1:\nPeerFailed: barrier (`line 2: world.comm.barrier()`) cannot end: rank 2 raised "
+        "On ranks 0 and 1:\nPeerFailed: barrier (`line 2: world.comm.barrier()`) cannot end: rank 2 raised "
         "ZeroDivisionError: division by zero" in shown
     )
     assert "The ranks are out of step: run %px dtlib.reset()" in shown
@@ -314,11 +333,11 @@ def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
     )
     assert "Rank 1 was ended by signal 9 (Killed)" in shown and "2 new ones have been started" in shown
     assert set(engine_pids(workshop_folder)).isdisjoint(old)
-    assert "ranks 0 to 1 | 1" in notebook.run("%px 1")
+    assert "ranks 0 and 1 | 1" in notebook.run("%px 1")
     psutil.Process(engine_pids(workshop_folder)[0]).kill()
     assert wait_until(lambda: "Rank 0 was ended by signal 9 (Killed)" in notebook.run("%px 1"))
-    assert "ranks 0 to 1 | 1" in notebook.run("%px 1")
-    assert "Restarting the ranks with 3 (there were 2)" in notebook.run(ENGINES.format(3))
+    assert "ranks 0 and 1 | 1" in notebook.run("%px 1")
+    assert "Starting 3 new ranks: 2 were there before." in notebook.run(ENGINES.format(3))
     assert "ranks 0 to 2 | 1" in notebook.run("%px 1")
 
     # A keeper that is itself killed takes its engines along.
@@ -327,11 +346,11 @@ def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
     notebook.run(ENGINES.format(2))
     assert set(engine_pids(workshop_folder)).isdisjoint(old)
-    assert "ranks 0 to 1 | 1" in notebook.run("%px 1")
+    assert "ranks 0 and 1 | 1" in notebook.run("%px 1")
 
     # So do processes that ranks have started, however soon.
     notebook.run("%px import subprocess; subprocess.Popen(['sleep', '987'], start_new_session=True)")
-    notebook.run("lab.engines(restart=True)")
+    assert "Starting 2 new ranks: the 2 that ran have been ended" in notebook.run("lab.engines(restart=True)")
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
 
 
@@ -344,7 +363,7 @@ def test_stop_while_engines_start_leaves_one_set_or_none(notebooks, workshop_fol
     notebook.run(ENGINES.format(2))
     assert sum("ipyparallel.controller" in line for line in processes_of(workshop_folder)) <= 1 + 12  # and its threads
     assert len([line for line in processes_of(workshop_folder) if "dtlib.lab.engines.keeper" in line]) == 1
-    assert "ranks 0 to 1 | 1" in notebook.run("%px 1")
+    assert "ranks 0 and 1 | 1" in notebook.run("%px 1")
 
 
 def test_a_kernel_that_is_killed_while_engines_start_leaves_nothing(notebooks, workshop_folder):

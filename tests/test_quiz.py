@@ -166,6 +166,15 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     assert "pi-on-ranks" in rows["02"] and "pi-streams" not in rows["02"] and "quiz" in rows["02"]
     assert "all of it" in rows["06"] and "Next: predict" in shown and "02_pi" in shown.splitlines()[-1]
 
+    assert "04b" not in rows, "it asks for nothing"
+
+    with pytest.MonkeyPatch.context() as patch:  # in a notebook of a track, of which some is done in its lesson
+        patch.chdir(learners_folder / "notebooks" / "workshop" / "two-hours")
+        progress.progress()
+    shown = capsys.readouterr().out
+    assert [line[0] for line in shown.splitlines()[2:6]] == ["A", "B", "C", "D"] and "00 Start" not in shown
+    assert "workshop/two-hours/" in shown.splitlines()[-1]
+
     over, at_par = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7", "F0-7 B0-7"
     for puzzle in (over, at_par, over):
         verdict = checks.judge_here("schedule-puzzle", {"puzzle": [puzzle] * 4})

@@ -7,7 +7,6 @@ import pytest
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lab.drawing import Picture
 from dtlib.lab.engines import live
-from dtlib.lab.engines.live import sparkline
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
 from tests.wrong_answers.two_models_wrong import RIGHT
@@ -21,14 +20,7 @@ def test_right_answers_pass(world, exercise):
         assert verdict.passed, verdict.text()
 
 
-def test_a_curve_is_a_line_of_text():
-    assert sparkline([2.0, 1.0, 0.0]) == "2 \u2588\u2585\u2581 0"
-    assert sparkline([1.0, 1.0]) == "1 \u2581\u2581 1"
-    assert len(sparkline([float(i) for i in range(1000)]).split()[1]) <= 40
-    assert sparkline([]) == ""
-
-
-def test_a_curve_grows_in_one_picture_which_goes_away(monkeypatch):
+def test_a_curve_grows_in_one_picture_and_stays_below_the_output(monkeypatch):
     made, updates = [], []
 
     class Shown:
@@ -42,10 +34,11 @@ def test_a_curve_grows_in_one_picture_which_goes_away(monkeypatch):
     monkeypatch.setattr(live, "display", display)
     view = live.LiveView(alone=False)
     view._watched, view._began, view._drawn = True, view._began - 9, view._drawn - 9
-    reports = [{"curve": [2.0, 1.5], "progress": (64, 640, "samples")}, {}]
+    reports = [{"curve": [2.0, 1.5], "progress": (64, 640, "samples"), "doing": "data are read"}, {}]
     view.show([0, 1], [True, True], ["", ""], reports)
     text, picture = made
-    assert "64 of 640 samples (10%)" in text["text/plain"] and isinstance(picture, Picture)
+    assert "64 of 640 samples (10%); loss 1.5, at first 2; data are read" in text["text/plain"]
+    assert isinstance(picture, Picture)
     assert "after 64 of 640 samples" in picture.alt and "<svg" in picture.svg
     reports = [{"curve": [2.0, 1.5, 1.0], "progress": (96, 640, "samples")}, {}]
     for last, pictures in ((math.inf, 0), (-math.inf, 1)):  # one a second
@@ -55,3 +48,6 @@ def test_a_curve_grows_in_one_picture_which_goes_away(monkeypatch):
     assert len(made) == 2 and updates[-1].svg != picture.svg
     view.close()
     assert updates[-2:] == [{}, {}]
+    reports[0]["progress"] = 640, 640, "samples"
+    view.keep(reports)
+    assert "after 640 of 640 samples" in made[-1].alt and len(made) == 3

@@ -36,7 +36,7 @@ def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
     assert len(verdict.hints) >= 1 + judged and all(verdict.hints)
     assert (verdict.mistake, verdict.rank, verdict.ranks) == (then["mistake"], then["rank"], case.ranks)
     if case.mistake == "other-size":
-        assert "ranks 0 to 1 alone" in verdict.expected and len(verdict.hints) == 2
+        assert "ranks 0 and 1 alone" in verdict.expected and len(verdict.hints) == 2
     if inspect.isroutine(case.answer) and not case.by_comm:
         assert verdict.judged.startswith(f"def {case.answer.__name__}("), (
             "the line by which a learner recognises what was judged"

@@ -106,6 +106,14 @@ def _show(ran: Ran) -> None:
         print(f"... the rest, beyond {MOST_BYTES / 1e6:g} MB, was not kept.")
 
 
+def cells() -> list[tuple[int, str, bool]]:
+    """The latest cells, the last one first: number, code, and whether it ended with an error."""
+    with _lock:
+        return [
+            (ran.number, ran.code, any(kind == "error" for kind, _ in ran.outputs)) for ran in reversed(_cells.values())
+        ]
+
+
 def install(kernel) -> None:
     """Have this kernel keep what its cells show; a second time changes nothing."""
     session = kernel.session

@@ -19,6 +19,8 @@ def command(folder: Path, browser: bool, extra: list[str]) -> list[str]:
         f"--LabApp.default_url=/lab/tree/{course.START_PAGE.as_posix()}",
         # No question about news and updates in front of the first lesson.
         f"--LabApp.app_settings_dir={SETTINGS}",
+        # A kernel whose notebook is closed ends when it has done nothing for an hour.
+        "--MappingKernelManager.cull_idle_timeout=3600",
         # Lines of output that break between words, and code in the colours of the theme.
         "--LabApp.custom_css=True",
         f"--ServerApp.tornado_settings=static_custom_path={SETTINGS / 'custom'}",

@@ -17,6 +17,14 @@ MOST_POINTS = 300  # of a curve that is shown while it grows
 _TAG = CALLER_TAGS - 1  # the last of those that callers have
 
 
+def tell(words: str) -> None:
+    """Say what this rank is busy with, where a notebook shows it while the cell runs; "" takes it back."""
+    if in_engine():
+        from ipyparallel.engine.datapub import publish_data
+
+        publish_data({"doing": words})
+
+
 class RankProgress:
     """Progress of a known amount of work over all ranks of ``comm``.
 
@@ -97,4 +105,4 @@ class RankProgress:
 
             self._published = time.monotonic()
             every = 1 + len(curve) // MOST_POINTS
-            publish_data({"progress": (self.done, self.total, self.unit), "curve": list(curve[::every])})
+            publish_data({"progress": (self.done, self.total, self.unit), "curve": list(curve[::-every])[::-1]})

@@ -28,7 +28,7 @@ from dtlib.checkpoint import pointed_to
 from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.errors import DtlibError
 from dtlib.measure.memory import memory
-from dtlib.measure.progress import RankProgress
+from dtlib.measure.progress import RankProgress, tell
 from dtlib.training import config as configuration
 from dtlib.training.checkpoints import LATEST
 from dtlib.training.config import ConfigError
@@ -90,6 +90,7 @@ def train(
         raise DtlibError(f"runtime is {runtime!r}: choose one of {', '.join(RUNTIMES)}.")
     if resume and save is None:
         raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
+    tell("data and model are made")
     work, run, settings = agreed(comm, lambda: _read(workload, config, comm, stage, steps))
     return _Training(work, run, settings, runtime, comm, world, save, resume, log).result()
 
@@ -125,6 +126,7 @@ class _Training:
 
     def result(self) -> dict:
         losses, seconds, held = self._train()
+        tell("trained, and now tested")
         measured = self.work.evaluate(self._gathered(), self.comm)
         return {
             "workload": self.work.name, "runtime": self.runtime, "stage": self.engine.config.zero_optimization.stage,
@@ -138,6 +140,7 @@ class _Training:
         batches, losses, held = self._batches(), [], None
         steps = range(self.first, self.last)
         with self.log as file, RankProgress(self.comm, len(steps) * self.batch, "samples", in_step=True) as progress:
+            tell("")
             began = time.perf_counter()
             for step in steps:
                 if step == steps[min(1, len(steps) - 1)]:  # the second has all states

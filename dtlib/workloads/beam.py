@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dtlib.measure.progress import tell
 from dtlib.workloads import text
 
 BATCH = 32  # articles at a time
@@ -20,10 +21,12 @@ def summarize(model, data, articles: list[str], beams: int = 4) -> list[str]:
     device, was, found = next(model.parameters()).device, model.training, []
     model.eval()
     for start in range(0, len(articles), BATCH):
+        tell(f"summaries are written, {start} of {len(articles)}")
         source = text.padded([data.article(each) for each in articles[start : start + BATCH]]).to(device)
         with torch.no_grad():
             best = search(model, source, beams, data.summary_tokens)
         found += [text.as_text(data.tokenizer, tokens) for tokens in best.tolist()]
+    tell("")
     model.train(was)
     return found
 

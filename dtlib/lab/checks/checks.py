@@ -15,11 +15,14 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
+from dtlib.lab import last_outputs
 from dtlib.lab.checks import progress, rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
 from dtlib.lab.checks.exercise import Exercise, Problem, Score, Verdict, Wrong
+from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.registry import EXERCISES, HOMES
 from dtlib.lab.checks.solutions import source_of
+from dtlib.lab.engines.live import ranks_in_words
 from dtlib.world.launch import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
@@ -57,6 +60,7 @@ def _tell(verdict: Verdict) -> None:
     code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
     if code != verdict.code:
         tries = 0
+    verdict.note = _of_a_failed_cell(EXERCISES[verdict.exercise].name)
     if verdict.passed:
         progress.done(verdict.exercise)
     if verdict.scored:
@@ -65,6 +69,17 @@ def _tell(verdict: Verdict) -> None:
     rendering.show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
     _tries[verdict.exercise] = verdict.code, tries + 1
+
+
+def _of_a_failed_cell(name: str) -> str:
+    """A sentence, where the cell that was the last to define this name ended with an error."""
+    for number, code, failed in last_outputs.cells():
+        if assigns(without_magic(code), name):
+            return (
+                f"Cell [{number}], the last that defines `{name}`, ended with an error: this may still be the `{name}` "
+                "of an earlier run."
+            ) * failed
+    return ""
 
 
 def _judge_from_notebook(name: str) -> Verdict:
@@ -149,7 +164,7 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
         return verdict
     return replace(
         verdict, mistake="other-size", rank=fewer.rank, came=fewer.came, score="", scored=(),
-        expected=f"on ranks 0 to {fewer.ranks - 1} alone, with a comm of size {fewer.ranks}: {fewer.expected}",
+        expected=f"on {ranks_in_words(range(fewer.ranks))} alone, with a comm of size {fewer.ranks}: {fewer.expected}",
         hints=(
             f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not: is a number of ranks written into it?",
             "Ask comm.rank and comm.size, and talk through comm: world is all ranks, and comm may be fewer.",

@@ -83,6 +83,7 @@ class Verdict:
     scored: tuple = ()  # value, par and unit, of those scores of which the best is kept
     picture: object = ""
     code: str = ""  # the same for the same answer
+    note: str = ""  # what a learner should know of what was judged
 
     @property
     def passed(self) -> bool:
@@ -104,10 +105,11 @@ class Verdict:
 
     def details(self, attempt: int = 0) -> list[tuple[str, str]]:
         """What was expected, what came, and the hint that is due."""
+        note = [("note", self.note)] * bool(self.note)
         if self.passed:
-            return []
+            return note
         hints = [("hint", self.hints[min(attempt, len(self.hints) - 1)])] if self.hints else []
-        return [("expected", self.expected), ("came", self.came), *hints]
+        return [*note, ("expected", self.expected), ("came", self.came), *hints]
 
     def _score(self) -> str:
         return f" {self.score}" if self.score else ""

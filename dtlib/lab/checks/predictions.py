@@ -20,6 +20,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab.checks import progress
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.rendering import show_sentence
+from dtlib.lab.engines.extension import magic_first
 from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
 
@@ -91,6 +92,12 @@ def assigns(source: str, name: str) -> bool:
         return False
 
 
+def without_magic(source: str) -> str:
+    """A cell without its %%px, above which there may be comments."""
+    first, *rest = magic_first(source.lstrip().splitlines(keepends=True)) or [""]
+    return "".join(rest) if first.startswith("%%px") else source
+
+
 def all_right() -> None:
     """Raise DtlibError unless every prediction that this notebook has asked for came as predicted."""
     if missed := [f"{name}: {outcome}" for name, outcome in _outcomes.items() if outcome != "right"]:
@@ -136,8 +143,9 @@ def _after_cell(result) -> None:
     source = getattr(result.info, "raw_cell", None) or ""
     if not result.success or not _noted:
         return
-    on_ranks = source.lstrip().startswith("%%px")
-    code = _shell().transform_cell(source.lstrip().partition("\n")[2] if on_ranks else source)
+    code = without_magic(source)
+    on_ranks = code != source
+    code = _shell().transform_cell(code)
     for name, guess in list(_noted.items()):
         needed = runs_first(predictions()[name])
         if not assigns(code, needed[0]):

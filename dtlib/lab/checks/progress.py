@@ -15,7 +15,7 @@ from dtlib.lab.tables import fold, table
 
 FILE = ".progress.json"
 _ASKED = re.compile(r'lab\.(check|predict|quiz)\(\\?"([\w-]+)\\?"')  # in the text of a notebook's file
-_LINK = re.compile(r"\]\(((lectures|exercises)/[^)]+\.ipynb)\)")
+_LINK = re.compile(r"\]\(((?:lectures|exercises|workshop/[\w-]+)/[^)]+\.ipynb)\)")
 _NO_RECORD = "{} keeps no record of what is done: a folder does in which `dtlib lab` has laid out the course."
 
 
@@ -93,14 +93,14 @@ def scores() -> None:
 
 def write_start_page(folder: Path) -> None:
     """The start page in a learner's folder, with what is done there."""
-    known, written = _read(folder)["done"], []
-    for line in (course.SOURCE / course.START_PAGE).read_text(encoding="utf-8").splitlines():
-        if line.startswith("|"):
-            cells = line.split("|")
-            said = {"| lesson": " done ", "|---": "---"}
-            cell = next((word for begin, word in said.items() if line.startswith(begin)), None)
-            line = "|".join([*cells[:2], cell or f" {_of_row(line, known)} ", *cells[2:]])
-        written.append(line)
+    known, page = _read(folder)["done"], (course.SOURCE / course.START_PAGE).read_text(encoding="utf-8")
+    rows = {line: _of_row(line, known) for line in page.splitlines() if line.startswith("| [")}
+    column = {**rows, "| lesson": "done", "|---": "---"} if any(rows.values()) else {}
+    written = []
+    for line in page.splitlines():
+        cell = next((word for begin, word in column.items() if line.startswith(begin)), None)
+        before, lesson, *others = line.split("|") if cell is not None else (line, "")
+        written.append("|".join([before, lesson, f" {cell} ", *others]) if cell is not None else line)
     (folder / course.START_PAGE).write_text("\n".join(written) + "\n", encoding="utf-8")
 
 
@@ -117,15 +117,22 @@ def _of_row(line: str, known: dict) -> str:
 
 
 def _lessons() -> list[tuple[str, dict]]:
-    """Of each row of the start page its lesson's title, and what its notebooks ask for."""
+    """Of each row of the start page its lesson's title, and what its notebooks ask for; in a notebook of a short track,
+    of each of that track's. Those that ask for nothing are left out."""
     page = (course.SOURCE / course.START_PAGE).read_text(encoding="utf-8")
-    return [(line.split("]")[0][3:], _asked(line)) for line in page.splitlines() if line.startswith("| [")]
+    found = [(line.split("]")[0][3:], _asked(line)) for line in page.splitlines() if line.startswith("| [")]
+    here, root = workshop.current_folder(), workshop.folder() / "notebooks"
+    if here.is_relative_to(root / "workshop") and here != root / "workshop":
+        track = "/".join(here.relative_to(root).parts[:2])
+        books = sorted((course.SOURCE / "notebooks" / track).glob("*.ipynb"))
+        found = [(book.stem.replace("_", " "), _asked(f"]({track}/{book.name})")) for book in books]
+    return [(title, asked) for title, asked in found if any(asked.values())]
 
 
 def _asked(line: str) -> dict[str, list[tuple[str, str]]]:
     """Notebook -> what it asks for, in its order, as (check, predict or quiz; name in the record)."""
     found = {}
-    for book, _ in _LINK.findall(line):
+    for book in _LINK.findall(line):
         text = (course.SOURCE / "notebooks" / book).read_text(encoding="utf-8")
         found[book] = [(kind, _of_quiz(name) if kind == "quiz" else name) for kind, name in _ASKED.findall(text)]
     return found

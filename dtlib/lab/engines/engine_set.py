@@ -5,7 +5,6 @@ a later one attaches to the set that runs and takes over. workshop.py keeps the 
 """
 
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -15,9 +14,10 @@ from dtlib.errors import DtlibError
 from dtlib.lab.engines import on_ranks, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
-from dtlib.lab.engines.starting import StartingLine, suitable_number, warning
+from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, warning, why_new
 from dtlib.world.launch import in_engine
 
+SECONDS_A_RANK = 4  # that a start may take longer: one more imports Python on the same cores
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 MOST_RANKS = 64
@@ -137,18 +137,20 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
         if not (suits and _current and record.is_held_here() and _answers(_current)):
             if _current:
                 _current.close()
-            _current = (_take_over(record) if suits else None) or _start(record, ranks)
-    from dtlib.lab.engines import magics
+            found = _take_over(record) if suits else None
+            _current = found or _start(record, ranks, why_new(note, ranks, restart))
+    from dtlib.lab.engines import magics, panel
 
     magics.install(_current)
     _current.table.show()
+    panel.follow(record)
     return _current
 
 
 def _take_over(record) -> EngineSet | None:
     """The ranks that run, cleaned, now this notebook's; None where they do not answer."""
     holder = None if record.is_held_here() else record.read("holder.json").get("notebook")
-    record.attach(_notebook_name())
+    record.attach(workshop.notebook_name())
     found = _connect(record)
     if found and holder:
         print(f"These {found.size} ranks were running for {holder}: this notebook takes them over.")
@@ -156,16 +158,15 @@ def _take_over(record) -> EngineSet | None:
     return found
 
 
-def _start(record, ranks: int | None) -> EngineSet:
-    """New ranks, in place of those that run, if any."""
+def _start(record, ranks: int | None, why: str = "") -> EngineSet:
+    """New ranks, in place of those that run, if any; then it is said why."""
     if record.keeper():
-        old = record.read("set.json")["ranks"]
-        ranks = ranks or old
-        print(f"Restarting the ranks with {ranks} (there were {old}).")
+        ranks = ranks or record.read("set.json")["ranks"]
+        print(f"Starting {ranks} new rank{'s' * (ranks > 1)}: {why}")
         if others := sorted({note["notebook"] for note in record.attached() if note["pid"] != os.getpid()}):
             print(f"They were also in use by {', '.join(others)}.")
     end(record)
-    record.attach(_notebook_name())
+    record.attach(workshop.notebook_name())
     ranks = ranks or suitable_number()
     if sentence := warning(ranks):
         print(sentence)
@@ -219,18 +220,13 @@ def _checked_number(n):
     return n
 
 
-def _notebook_name() -> str:
-    """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
-    name = os.environ.get("JPY_SESSION_NAME", "")
-    return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
-
-
 def _connect(record, say=lambda how_far: None) -> EngineSet | None:
     """A client of the engines that run, with clean ranks; None where they do not answer. ``say`` is told of the way."""
     import ipyparallel as ipp
 
     note = record.read("set.json")
-    deadline = time.monotonic() + START_SECONDS
+    seconds = START_SECONDS + SECONDS_A_RANK * note["ranks"]
+    deadline = time.monotonic() + seconds
     while not Path(note["connection"]).exists() and record.keeper() and time.monotonic() < deadline:
         time.sleep(0.02)
     client = None
@@ -239,10 +235,7 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
             came = len(client.ids) if client else 0
             if client:
                 client.close()
-            raise DtlibError(
-                f"Only {came} of {note['ranks']} ranks came up; {record.profile / 'log'} says why. "
-                "Where memory is short, ask for fewer."
-            )
+            raise DtlibError(too_few(came, note["ranks"], seconds if record.keeper() else None, record.profile / "log"))
         if client is None:
             # In short attempts: the controller may end while this waits for it.
             with suppress(TimeoutError):
@@ -274,15 +267,28 @@ def _join_world(found: EngineSet, record, note):
     known = record.read("ranks.json")
     if known.get("name") == note["name"]:
         interrupt(found.client, known["places"])  # whatever the last notebook left running
-    clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
-    joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
     try:
-        clean.get(ANSWER_SECONDS)
+        _clean(found)
+        joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
         rows = sorted(joined.get(START_SECONDS), key=lambda row: row["rank"])
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return None
     record.write("ranks.json", {"name": note["name"], "places": [(row["host"], row["pid"]) for row in rows]})
     return rows
+
+
+def _clean(found: EngineSet) -> None:
+    """Have the ranks drop all names. Where the interrupt meets this in place of a cell, it is done once more."""
+    import ipyparallel as ipp
+
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
+        try:
+            return clean.get(deadline - time.monotonic())
+        except (ipp.error.RemoteError, ipp.error.CompositeError):
+            if time.monotonic() > deadline:
+                raise
 
 
 def _answers(found: EngineSet) -> bool:

@@ -22,8 +22,21 @@ class MagicsBeforeEngines(Magics):
         )
 
 
+def magic_first(lines: list[str]) -> list[str]:
+    """A cell with %%px in its first line, where only comments and empty lines stand above it: IPython knows it there
+    alone."""
+    for at, line in enumerate(lines):
+        if line.startswith("%%px"):
+            return [line.rstrip("\n") + "\n", *lines[:at], *lines[at + 1 :]] if at else lines
+        if line.strip() and not line.startswith("#"):
+            break
+    return lines
+
+
 def load_ipython_extension(shell) -> None:
     """IPython calls this when it loads an extension."""
+    if magic_first not in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.append(magic_first)
     if "px" not in shell.magics_manager.magics["cell"]:
         shell.register_magics(MagicsBeforeEngines)
     if kernel := getattr(shell, "kernel", None):

@@ -1,8 +1,9 @@
 """What a ``%%px`` cell shows while it runs: how far ranks are, whom they wait for, the latest lines of each; and the
 curve of what they train, as a picture that grows.
 
-It is for whoever watches, and goes away with the end of the cell: what is stored is the output in rank order. Where
-nobody could answer a question either (nbval, a notebook that is executed by a program), nothing live is shown.
+It is for whoever watches, and goes away with the end of the cell, all but the curve: what is stored is the output in
+rank order. Where nobody could answer a question either (nbval, a notebook that is executed by a program), nothing live
+is shown.
 """
 
 import time
@@ -21,8 +22,6 @@ PROGRESS_SECONDS = 5.0  # until a line says what each rank is doing
 MOST_LINES = 20  # of a rank
 MOST_LINES_OF_ALL = 120  # where there are many ranks
 LONGEST_LINE = 200
-BLOCKS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 40
 
 
 class LiveView:
@@ -33,7 +32,7 @@ class LiveView:
         self._alone = alone
         self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
         self._began = self._drawn = time.monotonic()
-        self._display = self._picture = None
+        self._display = self._picture = self._curve = None
         self._pictured = -PICTURE_SECONDS
         self._text = ""
 
@@ -58,25 +57,14 @@ class LiveView:
         for rank, text in zip(ranks, texts, strict=True):
             lines += _latest(rank, text, most)
         self._draw("\n".join(lines))
-        if now - self._pictured > PICTURE_SECONDS:
-            for report in reports:
-                if len(report.get("curve") or ()) > 1:
-                    self._draw_curve(report["curve"], *report["progress"])
-
-    def _draw_curve(self, curve: list[float], done: int, total: int, unit: str) -> None:
-        """The loss so far, in the one picture that the cell has; ``curve`` goes from the first to the last step."""
-        from matplotlib import rc_context
-
-        with rc_context(STYLE):
-            figure, axes = subplots(height=2.5)
-            axes.plot([done * (at + 1) / len(curve) for at in range(len(curve))], curve, color=RANK_COLOURS[0])
-            axes.set(xlim=(0, total), xlabel=unit, ylabel="loss")
-            picture = Picture(figure, f"The loss of each step so far, after {done:,} of {total:,} {unit}.")
-        if self._picture is None:
-            self._picture = display(picture, display_id=True)
-        else:
-            self._picture.update(picture)
-        self._pictured = time.monotonic()
+        self._note_curve(reports)
+        if self._curve and now - self._pictured > PICTURE_SECONDS:
+            picture = _drawn(*self._curve)
+            if self._picture is None:
+                self._picture = display(picture, display_id=True)
+            else:
+                self._picture.update(picture)
+            self._pictured = time.monotonic()
 
     def _draw(self, text: str) -> None:
         if text == self._text:
@@ -98,6 +86,28 @@ class LiveView:
             for view in filter(None, (self._display, self._picture)):
                 view.update({}, raw=True)
         self._display = self._picture = None
+
+    def _note_curve(self, reports: list[dict]) -> None:
+        for report in reports:
+            if len(report.get("curve") or ()) > 1:
+                self._curve = report["curve"], *report["progress"]
+
+    def keep(self, reports: list[dict]) -> None:
+        """Below what stays: the whole curve, if one was drawn."""
+        if self._curve:
+            self._note_curve(reports)
+            display(_drawn(*self._curve))
+
+
+def _drawn(curve: list[float], done: int, total: int, unit: str) -> Picture:
+    """The loss so far; ``curve`` goes from the first to the last step."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        figure, axes = subplots(height=2.5)
+        axes.plot([done * (at + 1) / len(curve) for at in range(len(curve))], curve, color=RANK_COLOURS[0])
+        axes.set(xlim=(0, total), xlabel=unit, ylabel="loss")
+        return Picture(figure, f"The loss of each step so far, after {done:,} of {total:,} {unit}.")
 
 
 def _latest(rank: int, text: str, most: int):
@@ -124,7 +134,9 @@ def _progress(ranks, running, reports) -> str:
             done, total, unit = report["progress"]
             said.append(f"{done:,} of {total:,} {unit} ({done / total:.0%})")
         if report.get("curve"):
-            said.append(f"loss {sparkline(report['curve'])}")
+            said.append(f"loss {report['curve'][-1]:.3g}, at first {report['curve'][0]:.3g}")
+        if report.get("doing"):
+            said.append(report["doing"])
     return "; ".join(said)
 
 
@@ -148,21 +160,12 @@ def _doing(report: dict) -> str:
     return f"waits for {ranks_in_words(missing) if missing else 'messages'} ({operation}){line}"
 
 
-def sparkline(curve: list[float]) -> str:
-    """The first value, a curve in at most ``CURVE_WIDTH`` letters, the last value."""
-    if not curve:
-        return ""
-    every = -(-len(curve) // CURVE_WIDTH)
-    columns = [sum(curve[at : at + every]) / len(curve[at : at + every]) for at in range(0, len(curve), every)]
-    low, high = min(columns), max(columns)
-    height = (len(BLOCKS) - 1) / (high - low or 1)
-    return f"{curve[0]:.3g} {''.join(BLOCKS[round((value - low) * height)] for value in columns)} {curve[-1]:.3g}"
-
-
 def ranks_in_words(ranks: list[int]) -> str:
-    """``rank 2``, ``ranks 0 to 3`` or ``ranks 0, 2``."""
+    """``rank 2``, ``ranks 0 and 2``, ``ranks 0 to 3`` or ``ranks 0, 2, 3``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    if len(ranks) == 2:
+        return f"ranks {ranks[0]} and {ranks[1]}"
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return "ranks " + ", ".join(map(str, ranks))

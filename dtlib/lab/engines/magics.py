@@ -12,14 +12,15 @@ import re
 import textwrap
 import time
 from contextlib import suppress
+from difflib import get_close_matches
 
 from ipyparallel.client.magics import ParallelMagics
 from IPython.display import publish_display_data
 
 from dtlib.errors import DtlibError
-from dtlib.lab import last_outputs
-from dtlib.lab.engines import completion, outputs
+from dtlib.lab.engines import completion, on_ranks, outputs
 from dtlib.lab.engines.engine_processes import STUCK
+from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
@@ -42,10 +43,9 @@ def install(engines) -> None:
 
     shell = get_ipython()
     if shell is not None:
+        load_ipython_extension(shell)
         shell.register_magics(RankMagics(shell, engines))
         completion.install(shell, engines)
-        if kernel := getattr(shell, "kernel", None):
-            last_outputs.install(kernel)
         shell.set_custom_exc((NameError,), functools.partial(_explain_local_name_error, engines))
 
 
@@ -106,6 +106,8 @@ class RankMagics(ParallelMagics):
     def parallel_execute(self, cell, block=None, save_name=None, **options):
         self.engines.check_held()
         self._refuse_await(cell)
+        if cell.strip() == "dtlib.reset()":
+            cell = "dtlib.reset();"  # nobody wants to see the world of each rank
         block = self.view.block if block is None else block
         if not block:
             return super().parallel_execute(cell, block=False, save_name=save_name)
@@ -130,6 +132,7 @@ class RankMagics(ParallelMagics):
         result.wait_for_output(1)
         targets = _targets(result)
         said_something = outputs.show(result, targets)
+        view.keep(_reports(result))
         outcomes = self._outcomes(result, targets, view.waited)
         for page in _pages(outcomes[0]):  # of the first rank: a question mark is asked of all of them
             publish_display_data(page)
@@ -158,7 +161,8 @@ class RankMagics(ParallelMagics):
             self.engines.check_held()  # says what has become of them
         if errors:
             first = [rank for rank, error in errors.items() if error.ename not in AFTERMATH] or list(errors)
-            cures = _cures(errors.values(), self.shell) + self._refuse_where_out_of_step(ranks_in_words(first))
+            cures = _cures(errors.values(), self.shell, self.engines)
+            cures += self._refuse_where_out_of_step(ranks_in_words(first))
             raise RanksFailed(errors, cures, waited) from None
         return outcomes
 
@@ -190,10 +194,15 @@ def _wait(result, engines, view: LiveView) -> None:
             engines.check_held()  # ranks that have ended will not answer
             running = [str(message) in engines.client.outstanding for message in result.msg_ids]
             texts = [out + err for out, err in zip(as_list(result.stdout), as_list(result.stderr), strict=True)]
-            view.show(ranks, running, texts, [data or {} for data in as_list(result.data)])
+            view.show(ranks, running, texts, _reports(result))
     finally:
         engines.cell = None
         view.close()
+
+
+def _reports(result) -> list[dict]:
+    """What each rank has told of itself so far (on_ranks.py, and whatever else calls publish_data)."""
+    return [data or {} for data in as_list(result.data)]
 
 
 def _targets(result) -> list[int]:
@@ -206,7 +215,7 @@ def _pages(outcome) -> list[dict]:
     return [page["data"] for page in outcome._content.get("payload", ()) if page.get("source") == "page"]
 
 
-def _cures(errors, shell) -> list[str]:
+def _cures(errors, shell, engines) -> list[str]:
     if any(error.ename == "StdinNotImplementedError" for error in errors):
         return ["Ranks cannot ask: use input() in a plain cell, and give the answer to the ranks with lab.push."]
     names = {match.group(1) for error in errors if error.ename == "NameError" and (match := _NAME.search(error.evalue))}
@@ -214,9 +223,15 @@ def _cures(errors, shell) -> list[str]:
         f"`{name}` is defined in the notebook but not on the ranks: drop %%px from this cell, or run the cell that "
         f"defines `{name}` with %%px (or with %%px --local for both)."
         if name in shell.user_ns
-        else f"`{name}` is not defined on the ranks: run the %%px cell that defines it first."
+        else _did_you_mean(name, itertools.chain(*(engines.ask(on_ranks.names, seconds=ANSWER_SECONDS) or [])))
+        or f"`{name}` is not defined on the ranks: run the %%px cell that defines it first."
         for name in sorted(names)
     ]
+
+
+def _did_you_mean(name: str, names) -> str:
+    near = get_close_matches(name, set(names), n=1, cutoff=0.75)
+    return f"`{name}` is not defined: did you mean `{near[0]}`?" if near else ""
 
 
 _NAME = re.compile(r"name '(\w+)' is not defined")
@@ -225,12 +240,15 @@ _NAME = re.compile(r"name '(\w+)' is not defined")
 def _explain_local_name_error(engines, shell, kind, value, trace, tb_offset=None):
     """Show a NameError of the notebook, and where the name is defined if the ranks have it."""
     lines = shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=tb_offset)
-    match = _NAME.search(str(value))
-    if match and _ranks_know(engines, match.group(1)):
-        lines.append(
-            f"`{match.group(1)}` is defined on the ranks but not in the notebook: start the cell with %%px to run it "
-            "there."
-        )
+    if match := _NAME.search(str(value)):
+        name = match.group(1)
+        if _ranks_know(engines, name):
+            cure = (
+                f"`{name}` is defined on the ranks but not in the notebook: start the cell with %%px to run it there."
+            )
+        else:
+            cure = _did_you_mean(name, shell.user_ns)
+        lines += [cure] * bool(cure)
     shell._showtraceback(kind, value, lines)
     return lines
 

@@ -38,6 +38,14 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
     }
 
 
+def names() -> list[str]:
+    """The names that cells have made on this rank."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return [name for name in shell.user_ns if name not in shell.user_ns_hidden and not name.startswith("_")]
+
+
 def reset() -> int:
     """``dtlib.reset()``; its world stays where it is."""
     from dtlib.world import reset

@@ -1,6 +1,7 @@
 """What a notebook shows while ranks start: what they will cost, and how far they are."""
 
 import time
+from pathlib import Path
 
 import psutil
 from IPython import get_ipython
@@ -61,4 +62,23 @@ def warning(ranks: int) -> str | None:
         f"{ranks} ranks on {cores} core{'s' * (cores > 1)} will be slow: {shared}with torch "
         f"they take about {needed:.1f} GB of memory, of which {free / 1e9:.1f} GB are free. Stop ends the start; "
         f"lab.engines({suits}) suits this machine."
+    )
+
+
+def why_new(note: dict, ranks: int | None, restart: bool) -> str:
+    """Why ranks that run are replaced: ``note`` is the record of them, ``ranks`` how many are wanted."""
+    if restart:
+        return f"the {note['ranks']} that ran have been ended, as restart=True asks."
+    if note and ranks not in (None, note["ranks"]):
+        return f"{note['ranks']} were there before."
+    return "those that were there do not answer, as they are stuck, or as this machine is very busy."
+
+
+def too_few(came: int, ranks: int, seconds: float | None, log: Path) -> str:
+    """Why a start has failed after so many seconds, or because the ranks ended (None), and what to do."""
+    if seconds is None:
+        return f"The ranks ended while they started, after {came} of {ranks} had come up: {log} says why."
+    return (
+        f"Only {came} of {ranks} ranks have come up in {seconds:.0f} s, as this machine is very busy: ask for fewer, "
+        f"such as lab.engines({max(1, min(suitable_number(), ranks - 1))}), or try again when less else runs."
     )

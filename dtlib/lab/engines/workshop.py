@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,12 @@ def folder() -> Path:
         f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
         "clone of the repository."
     )
+
+
+def notebook_name() -> str:
+    """The notebook that runs here, as JupyterLab tells its kernel; other programs go by their own name."""
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
 
 
 def profile_name() -> Path:

@@ -79,6 +79,14 @@ def run(by: str, rank: int = 2, step: int = 25, **options) -> list[dict]:
         training.end()
 
 
+def now(ranks: int, events: list[dict], killable: bool) -> str:
+    """What a training does, by the events of its last run, and what a learner may do."""
+    if not (steps := figures.steps_of(events)):
+        return f"{ranks} processes start, which takes some seconds; the kill buttons wait for the first step."
+    say = "press a kill button now" if killable and steps[-1]["step"] < STEPS else "it comes to its end"
+    return f"Training, step {steps[-1]['step']} of {STEPS}: {say}."
+
+
 class FaultLab:
     """The widgets; ``box`` is shown. Drawn by a thread, so that cells can be run meanwhile."""
 
@@ -94,20 +102,19 @@ class FaultLab:
             ipywidgets.Button(description=f"kill rank {rank}", disabled=True, button_style="danger")
             for rank in range(ranks)
         ]
-        self.sentences, self.picture, self.table = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self.now, self.sentences, self.picture, self.table = (ipywidgets.HTML() for _ in range(4))
         self.start_button.on_click(lambda _: self.start())
         for rank, button in enumerate(self.kill_buttons):
             button.on_click(lambda _, rank=rank: self.kill(rank))
         first, second = ipywidgets.HBox([self.way, self.start_button]), ipywidgets.HBox(self.kill_buttons)
-        self.box = ipywidgets.VBox([first, second, self.sentences, self.picture, self.table])
+        self.box = ipywidgets.VBox([first, second, self.now, self.sentences, self.picture, self.table])
         self._said = []
         self._draw()
 
     def start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             return
-        self.start_button.disabled, self._said = True, []
-        self._say(f"{self.ranks} processes are starting, which takes some seconds.")
+        self.start_button.disabled, self._said, self.sentences.value = True, [], ""
         self.training = Training(self.way.value, self.ranks, self._say)
         worker = threading.Thread(target=self.training.go, daemon=True)
         self._thread = threading.Thread(target=self._follow, args=(worker,), daemon=True)
@@ -123,7 +130,7 @@ class FaultLab:
             self._look()
         self._look()
         done = len(figures.steps_of(self.training.events)) and figures.steps_of(self.training.events)[-1]["step"]
-        self._say(f"The training has ended, after step {done} of {STEPS}.")
+        self._show_now(f"The training has ended, after step {done} of {STEPS}.")
         self.training.end()
         self.start_button.disabled = False
 
@@ -134,7 +141,14 @@ class FaultLab:
         for rank, button in enumerate(self.kill_buttons):
             process = living and living.processes.get(rank)
             button.disabled = not (process and process.find() and figures.steps_of(living.events))
+        self._show_now(
+            now(self.ranks, living.events if living else [], killable=not all(b.disabled for b in self.kill_buttons))
+        )
         self._draw()
+
+    def _show_now(self, sentence: str) -> None:
+        if sentence not in self.now.value:
+            self.now.value = f"<div role='status' style='font-size:16px'><b>{html.escape(sentence)}</b></div>"
 
     def _say(self, sentence: str) -> None:
         self._said.append(sentence)

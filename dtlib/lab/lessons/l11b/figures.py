@@ -24,24 +24,26 @@ def draw(histories: dict, undisturbed: list[float]):
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        figure, (by_step, by_time) = subplots(2, 1, height=5.6)
+        began = any(steps_of(events) for events in histories.values())
+        figure, axes = subplots(1 + began, 1, height=2.8 * (1 + began), squeeze=False)
+        by_step, by_time = axes[0, 0], axes[-1, 0]  # the same one, as long as there is nothing to draw below
         by_step.plot(range(1, len(undisturbed) + 1), undisturbed, color="black", lw=6, alpha=0.2, label="undisturbed")
         for lane, (by, events) in enumerate(histories.items()):
             steps, colour = steps_of(events), RANK_COLOURS[lane]
             style = {"color": colour, "marker": _MARKERS[by], "markersize": 6, "lw": 1, "markevery": (lane, 3)}
             by_step.plot([e["step"] for e in steps], [e["loss"] for e in steps], label=NAMES[by], **style)
-            began = steps[0]["at"] if steps else 0.0
-            by_time.scatter([e["at"] - began for e in steps], [lane] * len(steps), marker="|", s=250, color=colour)
+            first = steps[0]["at"] if steps else 0.0
+            by_time.scatter([e["at"] - first for e in steps], [lane] * len(steps), marker="|", s=250, color=colour)
             for event in events:
                 if event["what"] == "fault":
-                    by_time.plot(event["at"] - began, lane, marker="X", color="black", markersize=10)
-                    by_time.text(event["at"] - began, lane - 0.2, f"rank {event['rank']}", ha="center")
+                    by_time.plot(event["at"] - first, lane, marker="X", color="black", markersize=10)
+                    by_time.text(event["at"] - first, lane - 0.2, f"rank {event['rank']}", ha="center")
+        if began:
+            by_time.set(xlabel="seconds; a bar: a step is done; a cross: a rank dies", ylim=(2.6, -0.6))
+            names = [NAMES[by].replace(" from", "\nfrom").replace(" and", "\nand") for by in histories]
+            by_time.set_yticks(range(len(histories)), names)
         by_step.set(xlabel="step", ylabel="loss", ylim=(0, None), xlim=(0, len(undisturbed) + 1))
         by_step.legend(frameon=False)
-        by_time.set(xlabel="seconds; a cross: a rank dies", ylim=(2.6, -0.6))
-        by_time.set_yticks(
-            range(len(histories)), [NAMES[by].replace(" from", "\nfrom").replace(" and", "\nand") for by in histories]
-        )
     return figure
 
 
