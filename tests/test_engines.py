@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dtlib.lab.engines import starting, workshop
+from dtlib.lab.engines import panel, starting, workshop
 from dtlib.lab.engines.keeper import POLL_SECONDS
+from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.server import SETTINGS
 from dtlib.world import loopback
 from dtlib.world.processes import Process, listening
@@ -393,6 +394,32 @@ def test_a_profile_that_is_none(tmp_path):
     with pytest.raises(DtlibError, match="is no ipyparallel profile"):
         lab.engines(2, profile=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_table_of_ranks_says_when_torch_is_there(tmp_path):
+    row = {"rank": 0, "host": "here", "pid": 7, "device": "cpu", "cores": 2}
+    shown, table = [], RankTable([row], tmp_path)
+    table.handle = SimpleNamespace(update=lambda each: shown.append(repr(each)))
+    table.show()
+    assert "importing" in shown[0]
+    (tmp_path / "torch-here-7").touch()
+    assert wait_until(lambda: len(shown) == 2) and "importing" not in shown[1] and "yes" in shown[1]
+
+
+def test_why_ranks_are_new_and_why_a_start_has_failed():
+    assert starting.why_new({"ranks": 2}, 3, False) == "2 were there before."
+    assert "do not answer" in starting.why_new({"ranks": 4}, 4, False)
+    assert "restart=True" in starting.why_new({"ranks": 4}, None, True)
+    said = starting.too_few(0, 16, 124.0, workshop.PROFILE)
+    assert said.startswith("Only 0 of 16 ranks have come up in 124 s") and re.search(r"such as lab.engines\(\d\)", said)
+    assert "log" in starting.too_few(3, 4, None, workshop.PROFILE / "log")
+
+
+def test_kernels_of_other_notebooks_are_counted_where_they_are_many():
+    me = {"pid": psutil.Process().pid}
+    others = [{"pid": psutil.Process().ppid()}] * panel.MANY_KERNELS
+    assert panel._of_other_kernels([me, *others[1:]]) == ""
+    assert re.match(r"5 other notebooks have a kernel each, which hold \d", panel._of_other_kernels([me, *others]))
 
 
 def test_more_ranks_than_a_machine_carries_are_warned_of(monkeypatch):

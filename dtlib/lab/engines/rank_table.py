@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-IMPORT_SECONDS = 60  # after which the table no longer waits for torch
+IMPORT_SECONDS = 600  # after which the table no longer waits for torch; four ranks on a busy machine take a minute
 
 
 class RankTable:
