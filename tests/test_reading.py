@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dtlib.lab import reading
+from dtlib.lab import reading, server
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT
 
@@ -54,7 +54,11 @@ def test_code_has_the_colours_of_the_page_and_each_kind_has_one(monkeypatch):
         reading.read(*[thing for thing in vars(plain).values() if inspect.isclass(thing)] or [plain.step])
     html = "".join(shown)
     assert "color" not in html and 'class="highlight dtlib-code"' in html
-    style = (ROOT / "dtlib" / "lab" / "settings" / "custom" / "custom.css").read_text()
+    style = (server.SETTINGS / "custom" / "custom.css").read_text()
+    line = server.command(ROOT, False, [])
+    assert "--LabApp.custom_css=True" in line
+    assert f"--ServerApp.tornado_settings=static_custom_path={server.SETTINGS / 'custom'}" in line
+    assert "word-break: normal" in style, "a line is broken between words"
     assert not re.search(r"color: *(#|rgb|[a-z]+;)", style), "in which theme?"
     coloured = set(re.findall(r"[(, ]\.(\w+)", style.split("dtlib-code", 1)[1]))
     plain_text = {"n", "p", "w"}  # names, brackets, spaces
