@@ -1,4 +1,4 @@
-"""The pictures of README, taken from the running lab in a browser: ``python -m docs.pictures [lesson_00 | lesson_07]``.
+"""The pictures of README, taken from the running lab in a browser: ``python -m docs.pictures [NAME ...]``.
 
 Lays out the course in a folder of its own, starts JupyterLab there, and runs those cells of a lesson that are needed.
 """
@@ -24,11 +24,17 @@ FLAGS = [
 ]
 ADDRESS = re.compile(r"(http://(?:localhost|127\.0\.0\.1):\d+)/\S*\?token=(\w+)")
 LONGEST = 90_000  # milliseconds, for whatever a page waits for
-# Of each picture: its notebook, what the cells that it needs have in them, and a button to press once they have run.
+# Of each picture: its notebook, what the cells that it needs have in them, a button to press once they have run, and
+# words in its last cell that are waited for where that cell does not end by itself.
 PICTURES = {
-    "lesson_00": ("00_start_here", ("lab.engines(", "I am rank", "points_numpy", "pictures.darts"), None),
-    "lesson_07": ("07_pipelines", ("lab.engines(", "digits, explorer", "explorer.explore()"), "run it on the engines"),
-}
+    "lesson_00": ("00_start_here", ("lab.engines(", "I am rank", "points_numpy", "pictures.darts"), None, None),
+    "hang": ("00_start_here", ("lab.engines(", "I am rank", "# press Stop"), None, "rank 2 has finished its cell"),
+    "check": ("00_start_here", ("lab.engines(", "I am rank", "# your line here", "lab.check("), None, None),
+    "lesson_07": (
+        "07_pipelines", ("lab.engines(", "digits, explorer", "explorer.explore()"), "run it on the engines", None,
+    ),
+}  # fmt: skip
+LOW = {"hang": 560, "check": 700}  # pixels of height, in place of 900
 BUSY = "runs on the engines"  # what that button says meanwhile
 
 
@@ -47,8 +53,10 @@ def with_few_cells(path: Path, needed: tuple[str, ...]) -> None:
 
 
 def take(page, address: str, token: str, name: str, folder: Path) -> None:
-    notebook, needed, button = PICTURES[name]
-    path = f"notebooks/lectures/{notebook}.ipynb"
+    notebook, needed, button, words = PICTURES[name]
+    page.set_viewport_size({"width": 1100, "height": LOW.get(name, 900)})
+    path = f"notebooks/lectures/{name}.ipynb"
+    shutil.copy(course.SOURCE / f"notebooks/lectures/{notebook}.ipynb", folder / path)
     with_few_cells(folder / path, needed)
     page.goto(f"{address}/lab/tree/{path}?reset&token={token}")
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LONGEST)
@@ -57,8 +65,12 @@ def take(page, address: str, token: str, name: str, folder: Path) -> None:
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()
     last = page.locator(".jp-Notebook .jp-CodeCell").last
-    prompt = last.locator(".jp-InputPrompt").element_handle()
-    page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=LONGEST)
+    if words:
+        cell = last.element_handle()
+        page.wait_for_function("([c, w]) => c.innerText.includes(w)", arg=[cell, words], timeout=LONGEST)
+    else:
+        prompt = last.locator(".jp-InputPrompt").element_handle()
+        page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=LONGEST)
     if button:
         page.get_by_role("button", name=button).click()
         page.get_by_role("button", name=BUSY).wait_for(timeout=LONGEST)

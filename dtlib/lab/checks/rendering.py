@@ -63,4 +63,5 @@ def _block(right: bool) -> str:
 
 
 def _pre(text: str) -> str:
-    return f'<pre style="margin:0;white-space:pre-wrap;background:none;color:inherit">{escape(text)}</pre>'
+    style = "margin:0;white-space:pre-wrap;word-break:normal;background:none;color:inherit"
+    return f'<pre style="{style}">{escape(text)}</pre>'

@@ -5,6 +5,7 @@ a later one attaches to the set that runs and takes over. workshop.py keeps the 
 """
 
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -143,7 +144,7 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
 
     magics.install(_current)
     _current.table.show()
-    panel.follow(record)
+    panel.follow(sys.modules[__name__], record)
     return _current
 
 
@@ -281,13 +282,12 @@ def _clean(found: EngineSet) -> None:
     """Have the ranks drop all names. Where the interrupt meets this in place of a cell, it is done once more."""
     import ipyparallel as ipp
 
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while True:
+    for tries_left in (1, 0):
         clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
         try:
-            return clean.get(deadline - time.monotonic())
+            return clean.get(ANSWER_SECONDS)
         except (ipp.error.RemoteError, ipp.error.CompositeError):
-            if time.monotonic() > deadline:
+            if not tries_left:
                 raise
 
 

@@ -22,7 +22,7 @@ from IPython import get_ipython
 
 from dtlib.errors import DtlibError
 from dtlib.lab.colours import rank_badge
-from dtlib.lab.engines import engine_set, workshop
+from dtlib.lab.engines import workshop
 from dtlib.lab.engines.live import whereabouts
 from dtlib.lab.tables import fold
 from dtlib.world.processes import Process
@@ -32,6 +32,7 @@ MANY_KERNELS = 5
 
 _panel = None
 _offered = False
+_sets = None  # engine_set.py, which makes itself known here: it cannot be imported by what it imports
 
 
 def panel() -> None:
@@ -43,7 +44,9 @@ def panel() -> None:
         DtlibError: where there are no ranks.
     """
     global _panel
-    record = engine_set.current().record
+    if _sets is None:
+        raise DtlibError("This notebook has no ranks yet: run lab.engines(4) first.")
+    record = _sets.current().record
     if _panel is not None:
         _panel.close()
     _panel = Panel()
@@ -52,9 +55,10 @@ def panel() -> None:
         print("The panel is for a page: JupyterLab shows it on the right.")
 
 
-def follow(record) -> None:
+def follow(sets, record) -> None:
     """Open the panel here if it is open in the notebook that had the ranks; else say once that there is one."""
-    global _offered
+    global _offered, _sets
+    _sets = sets
     elsewhere = record.read("panel.json")
     if elsewhere and elsewhere["pid"] != os.getpid() and Process(**elsewhere).find():
         panel()
@@ -111,7 +115,7 @@ class Panel:
     def _follow(self) -> None:
         while self.table.comm is not None:  # until the panel is closed
             with suppress(Exception):  # ranks may end while they are looked at; the next look says so
-                record = engine_set._current.record
+                record = _sets._current.record
                 panels = record.read("panel.json")
                 if panels and panels["pid"] != os.getpid() and not record.is_held_here():
                     self.close()  # another notebook has the ranks, and the panel
@@ -123,7 +127,7 @@ class Panel:
         self.button.disabled, self.said.value = True, "Ending what the ranks do ..."
         said = f"{time.strftime('%H:%M:%S')}: {done}"
         try:
-            engines = engine_set._current
+            engines = _sets._current
             if engines.record.keeper() and engines.record.is_held_here():  # else the table says why not
                 getattr(engines, what)()
             else:
@@ -136,7 +140,7 @@ class Panel:
 
 def drawn() -> str:
     """The table of the panel, a row a rank; or why there is none. Ranks are not asked: they are busy."""
-    engines = engine_set._current
+    engines = _sets._current
     if engines is None or not engines.record.keeper():
         return "The ranks have ended: lab.engines() starts new ones."
     if not engines.record.is_held_here():
