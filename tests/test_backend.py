@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtlib.backend
 from benchmarks.peers import torch_group
+from dtlib.errors import DtlibError
 from dtlib.world.launch import start_ranks
 from tests.ranks import on_ranks
 
@@ -80,6 +81,15 @@ class WithUnused(nn.Module):
 
 
 # Every function of torch.distributed
+
+
+def test_a_conjugate_view_is_refused_with_the_way_out():
+    """Its memory has other values than it has itself."""
+    from dtlib.backend.reductions import dense
+
+    with pytest.raises(DtlibError, match=r"pass tensor\.resolve_conj"):
+        dense(torch.tensor([1 + 2j]).conj())
+    assert dense(torch.tensor([1 + 2j]).conj().resolve_conj()).tolist() == [[1, -2]]
 
 
 @on_ranks(1, 2, 3, slow=(1,))

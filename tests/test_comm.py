@@ -449,6 +449,18 @@ def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
 
 
 @on_ranks(2)
+def test_memory_stays_its_owners(world):
+    """torch lets nobody resize a storage on which numpy() was called; FSDP2 frees what it has gathered that way."""
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        several = [torch.ones(8, dtype=dtype), torch.ones(4, 4, dtype=dtype).t(), torch.ones(6, dtype=dtype)[::2]]
+        for tensor in (*several, torch.ones(2, dtype=dtype, requires_grad=dtype is torch.float32)):
+            world.comm.all_reduce(tensor.detach(), "max")
+            world.comm.broadcast(tensor.detach(), async_op=True).wait()
+            assert (tensor == 1).all()
+            tensor.untyped_storage().resize_(0)
+
+
+@on_ranks(2)
 def test_what_would_come_out_wrong_without_a_word_is_refused(world):
     comm = world.comm
     negative = torch.tensor([1 + 1j]).conj().imag

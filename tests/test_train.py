@@ -182,6 +182,10 @@ def test_torchs_shards_are_saved_behind_a_forward_pass_and_other_shards_refused(
     net = nn.Linear(4, 4)
     mesh = DeviceMesh.from_group(process_group(world.comm), "cpu")
     net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(1)]))
+    scale = nn.Linear(4, 4)
+    scale.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(DtlibError, match=r"scale is a parameter without a dimension, .* give it the shape \(1,\)"):
+        dtlib.initialize(model=scale, config=config, runtime="torch")
     with pytest.raises(DtlibError, match=r"weight is sharded as .* whole rows over all 2"):
         dtlib.checkpoint.save(tmp_path / "other", net)
 

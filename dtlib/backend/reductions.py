@@ -39,6 +39,8 @@ def factor(op):
 def dense(tensor):
     """A tensor to be reduced: complex ones are pairs, and what is written to is no part of a graph."""
     tensor = tensor.detach()
+    if tensor.is_conj():
+        raise CommunicationError("A conjugate view has the memory of another tensor: pass tensor.resolve_conj().")
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -32,8 +32,8 @@ ALLOWED = {
     "bool": ("max", "min"),
 }
 
-# What numpy or MPI lacks.
-VIEWED = ("float16", "bfloat16", "bool")
+# How numpy reads them: what it or MPI lacks travels as integers of its size.
+CODES = {name: np.dtype({"float16": "i2", "bfloat16": "i2", "bool": "u1"}.get(name, name)).str for name in ALLOWED}
 
 
 def type_name(tensor) -> str:
@@ -80,17 +80,28 @@ def check_name(name: str, operation: str) -> None:
 
 
 def host_memory(tensor, name: str, operation: str) -> np.ndarray:
-    """The memory of a CPU tensor as numpy knows it: what numpy lacks travels as integers of its size."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    """The memory of a CPU tensor as numpy knows it."""
     try:
-        if name in VIEWED:
-            import torch
+        pointer = None if tensor.is_neg() else tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        pointer = None
+    if pointer is None or (not pointer and tensor.numel()):
+        raise CommunicationError(f"{operation} needs a plain dense tensor, and {_what_it_is(tensor)}.")
+    size = tensor.element_size()
+    strides = None if tensor.is_contiguous() else tuple(size * step for step in tensor.stride())
+    return np.asarray(_Memory(tensor, pointer, CODES[name], strides))
 
-            tensor = tensor.view(torch.uint8 if name == "bool" else torch.int16)
-        return tensor.numpy()
-    except (RuntimeError, TypeError):
-        raise CommunicationError(f"{operation} needs a plain dense tensor, and {_what_it_is(tensor)}.") from None
+
+class _Memory:
+    """A tensor's memory. ``tensor.numpy()`` would do, but leaves a storage that nobody can resize any more."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor, pointer: int, code: str, strides):
+        self._tensor = tensor  # held while an array is in use
+        self.__array_interface__ = {
+            "data": (pointer, False), "typestr": code, "shape": tuple(tensor.shape), "strides": strides, "version": 3,
+        }  # fmt: skip
 
 
 def _what_it_is(tensor) -> str:

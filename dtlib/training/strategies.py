@@ -130,6 +130,11 @@ class TorchSharded(Sharded):
     def wrap(self, model, comm, zero):
         from dtlib.production.torch import shard_fully
 
+        if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+            raise DtlibError(
+                f"{scalars[0]} is a parameter without a dimension, and FSDP2 cuts the first one: give it the shape "
+                "(1,), or take stage 0 or 1, or runtime='dtlib'."
+            )
         _broadcast(model, comm)
         for module in [*units_of(model), model]:
             shard_fully(module, comm, reshard_after_forward=zero.stage == 3)
