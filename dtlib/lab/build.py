@@ -15,7 +15,8 @@ The links at a notebook's head and foot, and the minutes on the start page (from
 Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
 after the error of one with ``raises-exception`` Run All goes on; ``two-hours`` and ``half-day`` name the tracks that a
 cell belongs to (without one: the two-day course). A ``claim`` stands in neither: it runs when the solutions are built,
-and asserts what the text says of a run's times, so that no output is stored beside words that it does not bear out.
+and asserts what the text says of a run. Nor does a ``statement``, which asserts it of the outputs (statements.py). So
+no output is stored beside words that it does not bear out.
 """
 
 import re
@@ -27,14 +28,17 @@ from pathlib import Path
 import jupytext
 import nbformat
 
-from dtlib.lab import navigation, tracks
+from dtlib.errors import DtlibError
+from dtlib.lab import navigation, statements, tracks
 from dtlib.lab.engines import workshop
+from dtlib.lab.statements import STATEMENT
 from dtlib.lab.tables import fold
 from dtlib.lab.tracks import TRACKS
 
 PREDICTIONS_CAME = "from dtlib.lab.checks import predictions\npredictions.all_right()"
 CLAIM = "claim"
-TAGS = {"solution", "stub", CLAIM, "nbval-ignore-output", "raises-exception", *TRACKS}
+CHECKED = {CLAIM, STATEMENT}
+TAGS = {"solution", "stub", *CHECKED, "nbval-ignore-output", "raises-exception", *TRACKS}
 LEFT_OUT = {"learner": "solution", "solved": "stub"}
 
 
@@ -60,15 +64,15 @@ def notebook(source: Path, version: str, claims: bool = False):
     """The learner's or the solved version of a source, not executed. The same source gives the same bytes."""
     book = jupytext.read(source)
     cells = tracks.cells(source, version) if _is_of_a_track(source) else book.cells
-    left_out = {LEFT_OUT[version]} if claims else {LEFT_OUT[version], CLAIM}
+    left_out = {LEFT_OUT[version]} if claims else {LEFT_OUT[version], *CHECKED}
     book.cells = [cell for cell in cells if not left_out & _tags(cell)]
     number = 0
-    for cell in book.cells:
+    for at, cell in enumerate(book.cells):
         if unknown := _tags(cell) - TAGS:
             raise ValueError(f"{source.name}, cell {number}: unknown tags {sorted(unknown)}; known are {sorted(TAGS)}.")
-        is_claim = CLAIM in _tags(cell)
-        cell.id = f"{source.stem}-{number:02d}" + "-claim" * is_claim
-        number += not is_claim
+        is_checked = bool(CHECKED & _tags(cell))
+        cell.id = f"{source.stem}-{number:02d}" + f"-checked-{at}" * is_checked
+        number += not is_checked
     _lead_on(book, source, version)
     book.metadata = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -105,12 +109,17 @@ def execute(book, folder: Path, refuse: bool = False) -> None:
 
     Raises:
         CellExecutionError: for a cell that fails; with ``refuse`` also where a prediction did not come as predicted.
+        DtlibError: with ``refuse``, where a statement does not hold.
     """
     from nbclient import NotebookClient
 
     if refuse:
         book.cells.append(nbformat.v4.new_code_cell(PREDICTIONS_CAME, metadata={"tags": [CLAIM]}))
+    every = book.cells
+    book.cells = [cell for cell in every if STATEMENT not in _tags(cell)]  # they need no kernel
     NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    if refuse and (untrue := statements.problems(every)):
+        raise DtlibError("\n".join(["Sentences that their outputs do not bear out:", *untrue]))
     book.cells = [cell for cell in book.cells if CLAIM not in _tags(cell)]
     book.metadata.pop("widgets", None)
     for number, cell in enumerate(tracks.code(book.cells), 1):

@@ -18,6 +18,7 @@ from pathlib import Path
 import jupytext
 
 from dtlib.lab.navigation import minutes_of
+from dtlib.lab.statements import STATEMENT, prose, quotes
 
 TRACKS = ("two-hours", "half-day")
 WORDS_A_MINUTE = 200
@@ -36,13 +37,30 @@ def cells(source: Path, version: str) -> list:
     track, found = source.parent.name, []
     for cell in jupytext.read(source).cells:
         if cell.cell_type == "raw":
-            lesson = source.parents[2] / f"{cell.source.strip()}.py"
-            found += [cell for cell in jupytext.read(lesson).cells if track in cell.metadata.get("tags", [])]
+            found += _cells_of(source.parents[2] / f"{cell.source.strip()}.py", track)
         else:
             found.append(cell)
+    said = prose(found)
+    found = [
+        cell
+        for cell in found
+        if STATEMENT not in cell.metadata.get("tags", []) or all(q in said for q in quotes(cell.source))
+    ]
     for cell in found:
         if cell.cell_type == "markdown":
             cell.source = _moved(cell.source, "../../.." if version == "solved" else "../..")
+    return found
+
+
+def _cells_of(lesson: Path, track: str) -> list:
+    """Those of a lesson that carry the track's tag, and statements about their outputs."""
+    found, before_is_there = [], False
+    for cell in jupytext.read(lesson).cells:
+        tags = set(cell.metadata.get("tags", []))
+        if track in tags or (STATEMENT in tags and before_is_there):
+            found.append(cell)
+        if cell.cell_type == "code" and not {STATEMENT, "claim", "stub"} & tags:
+            before_is_there = track in tags
     return found
 
 

@@ -90,11 +90,16 @@ def _length(batch) -> int:
     return _length(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)
 
 
-def modelled(compute: float, read: float, ranks: int, ahead: bool = True) -> float:
-    """AU where ``ranks`` accelerators share one storage: MODELLED. Seconds of a step, and of reading a batch alone.
+def modelled(compute: float, read: float, ranks: int, ahead: bool = True, own: float = 0.0) -> float:
+    """AU where ``ranks`` accelerators share one storage: MODELLED, with reading = own + ranks x read.
 
-    one after the other    compute / (compute + ranks x read)
-    read ahead             compute / max(compute, ranks x read)
+    one after the other    compute / (compute + reading)
+    read ahead             compute / max(compute, reading)
+
+    Args:
+        compute: seconds of a step.
+        read: seconds that each rank adds to the reading of a batch.
+        own: seconds of it that do not depend on the ranks.
     """
-    needed = ranks * read
+    needed = own + ranks * read
     return compute / (max(compute, needed) if ahead else compute + needed)

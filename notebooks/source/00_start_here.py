@@ -32,6 +32,10 @@ import dtlib
 world = dtlib.init()
 print("I am rank", world.rank, "of", world.size)
 
+# %% tags=["statement"]
+# "Ranks are numbered from 0."
+assert [row(f"I am rank {number} of") for number in range(4)] == [[4]] * 4
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # Ranks are numbered from 0. All four ran the same lines; only `world.rank` differs, and what is computed from it.
 #
@@ -47,12 +51,16 @@ x = "I live in the notebook"
 print(x)
 lab.values("x")
 
+# %% tags=["statement"]
+# "One name, five values."
+assert len(found(r"I live in the notebook \[0, 10, 20, 30\]")) + 1 == 5
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # One name, five values. `lab.values` brings those of the ranks here, in rank order.
 
 # %% [markdown]
-# One program, many ranks, different data: this style is called SPMD (*single program, multiple data*). If a name is
-# missing on one side, the error tells you on which side it is. Try it later: print `world` without `%%px`.
+# One program, many ranks, different data: this style is called SPMD (*single program, multiple data*). If a name
+# exists only on the other side, the error says where. Try it later: print `world` without `%%px`.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
@@ -129,6 +137,11 @@ except dtlib.DtlibError as error:
     print(error)
 world.comm.time_limit = 30
 
+# %% tags=["statement"]
+# "the others can say which rank they wait for"
+# "and in which line it was last"
+assert found(r"rank \d has finished its cell; its last operation was barrier \(`line \d") == [2, 2]
+
 # %% [markdown]
 # No line of this code is wrong in itself. Each rank notes where it is, so the others can say which rank they wait for,
 # and in which line it was last. (Without Stop the cell ends by itself after ten seconds.)
@@ -158,6 +171,11 @@ print("darts", start, "to", stop - 1)
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 lab.pictures.darts(lab.values("darts"))
 
+# %% tags=["statement"]
+# "All 600 give a better estimate than any 150."
+off = [abs(row(label, under="estimate of pi")[-1] - 3.14159) for label in ("0", "1", "2", "3", "all")]
+assert off[4] < min(off[:4])
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # All 600 give a better estimate than any 150. Now ten million: each rank counts its slice, and one `all_reduce` adds the
 # counts.
@@ -183,6 +201,10 @@ import signal
 if world.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 world.comm.barrier()
+
+# %% tags=["statement"]
+# "If one rank of a world dies, MPI ends all the others."
+assert found(r"Rank (\d) was ended by signal (\d+) .* (\d) new ones have been started") == [2, 9, 4]
 
 # %% [markdown]
 # If one rank of a world dies, MPI ends all the others. The new ranks know none of the old names, so run again what you

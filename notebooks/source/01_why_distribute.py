@@ -108,6 +108,11 @@ lab.predict("zeros-too-many", None)
 # %% tags=["solution"]
 lab.predict("zeros-too-many", 4.3)
 
+# %% tags=["statement"]
+# "Since 2020 the data have grown more than the models: 300 billion tokens became 15,600 billion."
+llama, gpt3 = found(r"Llama 3.1 405B +([\d.e+]+)", "parameters"), found(r"GPT-3 +([\d.e+]+)", "parameters")
+assert 1 < llama[0] / gpt3[0] < 15_600 / 300
+
 # %% [markdown]
 # A straight line on a logarithmic axis fits some years; it is not a law. Since 2020 the data have grown more than the
 # models: 300 billion tokens became 15,600 billion.
@@ -129,6 +134,14 @@ lab.predict("from-29-hours-to-72-seconds", {"processors": None, "speed": None})
 
 # %% tags=["solution"]
 lab.predict("from-29-hours-to-72-seconds", {"processors": 256, "speed": 1450})
+
+# %% tags=["statement"]
+# "This looks faster than linear."
+# "Accuracy is not the same either: 76.3 % at batch 8,192, 75.1 % at 81,920."
+# "says 74.7 seconds, not 72"
+first, second, last = row("He et al."), row("Goyal et al."), row("Yamazaki et al.")
+assert (second[0], second[-1], last[0], round(last[-1], 1)) == (8192, 76.3, 81920, 75.1)
+assert round(60 * last[-2]) == 72 and 29 * 3600 / 72 > last[-3] / first[-3] == 256
 
 # %% [markdown]
 # This looks faster than linear. But the processors differ (in 16 bits a V100 computes several times faster than a
@@ -158,6 +171,12 @@ for row in published("megatron_ptd_vs_zero3.csv"):
     table.setdefault(name, {})[int(row["gpus"])] = float(row["achieved_tflops_per_gpu"])
 figures.throughput(table)
 
+# %% tags=["claim"]
+# "take 84 days with PTD, and 90 with ZeRO-3"
+runs = published("megatron_ptd_vs_zero3.csv")
+days = {(row["scheme"][:3], row["gpus"], row["params_billion"]): row["days_for_300B_tokens"] for row in runs}
+assert [days[way, "384", "174.6"] for way in ("PTD", "ZeR")] == ["84", "90"]
+
 # %% [markdown]
 # Do the days follow from the speed of each GPU? These runs save memory by *recomputation*: the backward pass repeats
 # the forward pass. So a token costs 8 P operations instead of 6 P.
@@ -170,6 +189,13 @@ for row in published("megatron_ptd_vs_zero3.csv"):
     worst = max(worst, abs(days / float(row["days_for_300B_tokens"]) - 1))
 print(f"Every row agrees with its own formula within {worst:.0%}.")
 assert worst < 0.06
+
+# %% tags=["statement"]
+# "the authors' own system wins"
+for size, ptd_gpus, gpus in (("175", "384", "384"), ("175", "1,536", "1,536"), ("530", "2,240", "2,240")):
+    assert row(f"PTD, {size} billion", gpus)[-1] > 0
+by_gpus = {(way, r[0]): r[1] for way in ("PTD", "ZeRO-3") for r in rows(f"{way}, 175 billion")}
+assert all(by_gpus["PTD", gpus] > by_gpus["ZeRO-3", gpus] for gpus in (384, 768, 1536))
 
 # %% [markdown]
 # The arithmetic is honest, and the authors' own system wins. But ZeRO-3 ran *without* model parallelism and with ever
@@ -288,6 +314,7 @@ if world.rank == 0:
 
 # %% tags=["claim"]
 # %%px
+# "On one core here, without a GPU:"
 if world.rank == 0:
     assert seconds < 20
 
@@ -333,6 +360,14 @@ rows = [
     for row, verdict in zip(published("claims.csv"), claims.OF_THE_TEXTS, strict=True)
 ]
 lab.table(rows, ("claim", "verdict", "how we know"))
+
+# %% tags=["statement"]
+# "`data/claims.csv` has fourteen claims"
+# "put nineteen claims on trial"
+verdicts = "does not hold|cannot be said|it depends|holds"
+assert count(f"  (?:{verdicts})  ") == 14 and count("right\\.", "updates must sit") == 5
+# The last claim is about a command of DeepSpeed.
+assert count("--num_gpus counts those of one node") == 1
 
 # %% [markdown]
 # ## Quiz

@@ -95,6 +95,11 @@ lab.predict("times-smaller", 10)
 more = pi.Estimate(10**6, pi.count_numpy(0, 10**6))
 print(f"pi = {more.pi:.4f} ± {more.standard_error:.4f} from {more.points:,} points")
 
+# %% tags=["statement"]
+# "One more digit costs 100 times the points."
+few, many = found(r"± ([\d.]+) from 10,000 points")[0], found(r"± ([\d.]+) from 1,000,000 points")[0]
+assert 9 < few / many < 11
+
 # %% [markdown]
 # One more digit costs 100 times the points. The picture shows it: each dot is the error of one experiment with points
 # of its own, the line is the standard error.
@@ -112,6 +117,11 @@ lab.pictures.errors(sizes, distances, standard)
 slope = np.polyfit(np.log(sizes), np.log(np.sqrt(np.mean(np.square(distances), axis=1))), 1)[0]
 print(f"The error falls as the number of points to the power {slope:.2f}; theory says -0.50.")
 assert -0.6 < slope < -0.4
+
+# %% tags=["statement"]
+# "each dot is the error of one experiment"
+# "the line is the standard error"
+assert all(0.6 < measured / standard < 1.5 for measured, standard in (row(f"{10**k:,}", "mean square") for k in range(2, 7)))
 
 # %% [markdown]
 # ## numpy, block by block
@@ -183,6 +193,10 @@ alone = pi.count_compiled(0, 10**7)
 print("this notebook alone:", alone)
 assert lab.values("inside")[0][0] == alone
 
+# %% tags=["statement"]
+# "The same count to the last point."
+assert found(r"this notebook alone: (\d+)") == found(r"all ranks together: (\d+)")
+
 # %% [markdown] tags=["half-day"]
 # The same count to the last point. A parallel program that gives *exactly* the serial answer is easy to trust and easy
 # to test, so we do the same wherever rounding allows it.
@@ -227,12 +241,18 @@ seconds = lab.values("fastest")[0]
 lab.pictures.speed_up(seconds, usable_cores())
 
 # %% tags=["half-day", "claim"]
+# "Up to the number of cores the curve can follow the dashed line"
 assert usable_cores() == 1 or seconds[2] < 0.8 * seconds[1]
 
 # %% [markdown] tags=["half-day"]
 # Up to the number of cores the curve can follow the dashed line: these ranks need nothing from one another. If it stays
-# below, something else used a core meanwhile (the slowest rank decides), or two of the cores that the system counts are
-# one real core. With more ranks than cores, ranks take turns: the curve goes flat.
+# below, something else used a core meanwhile (the slowest rank decides), or two reported cores share one physical core.
+# With more ranks than cores, ranks take turns: the curve goes flat.
+
+# %% tags=["claim"]
+# "With more ranks than cores, ranks take turns: the curve goes flat."
+cores = usable_cores()
+assert cores >= 4 or seconds[4] > 0.7 * seconds[cores]
 
 # %% [markdown]
 # With more cores the curve would rise until something else sets the limit: memory bandwidth (not here, as points live
@@ -292,6 +312,10 @@ for active in (1, 2, 4):
     rungs[f"{active} rank{'s' * (active > 1)}"] = 2 * 10**8 / seconds[active]
 lab.pictures.ladder(rungs)
 
+# %% tags=["statement"]
+# "Most of the speed comes from one core used well; ranks multiply what one core does."
+assert row("compiled loop")[-1] > 10 * row("4 ranks")[0] / row("1 rank")[0]
+
 # %% [markdown]
 # Most of the speed comes from one core used well; ranks multiply what one core does. This order is a habit worth
 # having: first make one process fast, then add processes. Many processes of a slow program are an expensive way to be
@@ -323,6 +347,12 @@ print(f"{one:g} s, under {six:g} s: more than {one / six:g} times faster, not {g
 print(f"{one:g} s, {gain:g} times faster: more than {one / gain:g} s on six, not under {six:g}")
 print(f"under {six:g} s, {gain:g} times faster: less than {six * gain:g} s on one, not {one:g}")
 
+# %% tags=["statement"]
+# "All three lines show the same contradiction, by a factor of at least 1.2."
+# "would be more than six times faster on six GPUs"
+assert found(r"60 s, under 10 s: more than (\d+) times faster, not (\d+)") == [6, 5] and 6 / 5 >= 1.2
+assert 49 / 9.9 < 4.96
+
 # %% [markdown]
 # All three lines show the same contradiction, by a factor of at least 1.2. From about a minute to under ten seconds
 # would be more than six times faster on six GPUs, an efficiency above 100 %: doubt this pair most. If *about a minute*
@@ -341,7 +371,8 @@ for ranks in (1, 2):  # half of the time for 2·10⁸ points
 lab.table(table, ("10^8 points", "seconds"), align="lr")
 
 # %% tags=["claim"]
-assert seconds[1] / 2 < one
+# "One core of an ordinary computer is faster than the claim for a GPU, by a wide margin."
+assert 10 * seconds[1] / 2 < one
 
 # %% [markdown]
 # One core of an ordinary computer is faster than the claim for a GPU, by a wide margin. A speed-up says little when the

@@ -74,6 +74,14 @@ from dtlib.lab.lessons.l03 import figures
 
 figures.collectives()
 
+# %% tags=["statement"]
+# "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
+before, after = row("reduce to 0"), rows("after")[1]
+assert after == [60, *before[1:]] and rows("after")[2] == [60] * 4
+# the sum of every rank's chunk r
+chunks = row("reduce_scatter", under="all_to_all")
+assert rows("after", under="all_to_all")[5] == [sum(chunks[r::4]) for r in range(4)]
+
 # %% [markdown] tags=["half-day"]
 # `reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all. Look at
 # `reduce_scatter`: rank r gets the sum of every rank's chunk r, and nothing else. Put `all_gather` after it, and every
@@ -121,6 +129,11 @@ lab.predict("naive-and-tree", {
     "rounds, tree": 6,
 })
 
+# %% tags=["statement"]
+# "The number of messages is the same, but the tree sends several at a time."
+said = {way: found(f"messages, {way}: you predicted (\\d+)") for way in ("naive", "tree")}
+assert said["naive"] == said["tree"] and found(r"rounds, tree: you predicted (\d+)") < said["tree"]
+
 # %% [markdown]
 # The number of messages is the same, but the tree sends several at a time. `dtlib.trace()` records what a rank calls
 # and sends:
@@ -137,9 +150,9 @@ for name in ("naive", "tree"):
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
 #
-# A gradient may have a billion numbers. Then bytes count: a rank that handles whole arrays again and again holds up the
-# others. In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are
-# ranks. In every step each rank sends one chunk to its right neighbour and receives one from its left.
+# A gradient may have a billion numbers. Then bytes count: a rank that must handle every whole array is the bottleneck.
+# In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are ranks. In
+# every step each rank sends one chunk to its right neighbour and receives one from its left.
 #
 # - **Reduce-scatter**, N - 1 steps on N ranks: add what comes to your own chunk, and pass on the sum. Then each rank
 #   has one complete chunk.
@@ -167,6 +180,11 @@ lab.predict("steps-until-complete", 3)
 
 # %% tags=["nbval-ignore-output"]
 ring.show_all(4)
+
+# %% tags=["statement"]
+# "Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0."
+steps = ("1  [1]", "2  [1+2]", "3  [1+2+3]", "step 3: all-gather           0  [0+1+2+3]")
+assert all(count(f"{step}".replace("[", r"\[").replace("]", r"\]").replace("+", r"\+")) for step in steps)
 
 # %% [markdown] tags=["half-day"]
 # Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code. Everything that
@@ -201,6 +219,11 @@ messages, sent_bytes = trace.sent("all_reduce")
 print(f"{messages} messages, {sent_bytes:,} bytes; every element is {gradient[0]:g}")
 assert (messages, sent_bytes) == (6, 2 * 3 * gradient.nbytes // 4)
 
+# %% tags=["statement"]
+# "Never more than twice the array, however many ranks there are."
+assert found(r"1000: you predicted \d+, and it came out as ([\d.]+)")[0] < 2 * 120
+assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
+
 # %% [markdown]
 # No algorithm needs fewer bytes: if the ranks do the adding, N arrays of n bytes become one, and the result goes out
 # again. That is 2 (N-1) n bytes in all, so the busiest rank sends at least 2 (N-1)/N n. But the ring needs many
@@ -226,6 +249,13 @@ lab.predict("rounds-of-doubling", {4: None, 6: None, 1024: None})
 
 # %% tags=["solution"]
 lab.predict("rounds-of-doubling", {4: 2, 6: 4, 1024: 10})
+
+# %% tags=["statement"]
+# "On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.6 ms, Rabenseifner's 0.42 ms."
+from dtlib.theory.collectives import cost
+
+ring, halving = (1e3 * cost("all_reduce", way, 1024, 4e6, 5e-6, 25e9) for way in ("ring", "rabenseifner"))
+assert round(ring, 1) in (10.5, 10.6) and round(halving, 2) == 0.42 and 2 * 1023 == 2046
 
 # %% [markdown]
 # ## What it costs
@@ -321,6 +351,8 @@ off = max(
 print(f"Tree, doubling and ring are within {off:.0%} of the model.")
 
 # %% tags=["claim"]
+# "predict three algorithms on four ranks"
+# "The naive one is faster than its model"
 assert off < 0.4  # Python's own time, and naps of ranks that wait
 assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
@@ -343,6 +375,10 @@ for count in (1000, 100_000, 200_000):
         name = {2: "recursive doubling", 6: "ring"}[messages]
         print(f"{tensor.nbytes:>7,} bytes: {messages} messages from each rank, {name}")
 
+# %% tags=["statement"]
+# "doubling up to a limit, the ring above it"
+assert count("400,000 bytes: 2 messages .* recursive doubling") == count("800,000 bytes: 6 messages .* ring") == 1
+
 # %% [markdown]
 # ## What a hang is
 #
@@ -360,6 +396,10 @@ with tells_how_it_ended():
     if world.rank != 2:
         comm.barrier()
 comm.time_limit = 30  # as before
+
+# %% tags=["statement"]
+# "Who, according to the sentence, and where was it last?"
+assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its last operation was all_reduce") == [2, 2]
 
 # %% [markdown]
 # MPI cannot ask a rank that is stuck, so every rank writes down its last operation and line where the others can read it.
@@ -402,6 +442,10 @@ with tells_how_it_ended():
         comm.recv(theirs, 1 - world.rank)
         comm.send(torch.ones(3), 1 - world.rank)
 comm.time_limit = 30
+
+# %% tags=["statement"]
+# "No rank is absent: they wait in a circle."
+assert count("they wait for one another") == 2
 
 # %% [markdown]
 # No rank is absent: they wait in a circle. The cure is to start the send, receive, and then wait for the send, as every

@@ -156,6 +156,11 @@ with dtlib.trace() as library:
     world.comm.all_reduce(torch.ones(300_000), algorithm="ring")
 print("bytes sent: mine", mine.sent()[1], "library", library.sent()[1])
 
+# %% tags=["statement"]
+# "A ring that is right but sends too much is no faster than other ways"
+mine, library = found(r"bytes sent: mine (\d+) library (\d+)")
+assert mine == library
+
 # %% [markdown]
 # ## Explain: five hangs
 #
@@ -184,6 +189,10 @@ trace = watch(hang_1)
 
 # %% tags=["nbval-ignore-output"]
 lab.pictures.timeline("trace")
+
+# %% tags=["statement"]
+# "Ranks 0 and 1 wait in line 4."
+assert count(r"Waited 2 s in broadcast.* \(`line 4:") == 1 and found(r"rank (\d) has finished its cell") == [2]
 
 # %% [markdown]
 # Ranks 0 and 1 wait in line 4. The sentence names the rank that they wait for; you find the line that keeps it away.

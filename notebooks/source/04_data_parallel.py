@@ -157,6 +157,10 @@ losses = train(summed, summed.average_gradients, steps=1)
 gaps = {rate: distance(summed, one_step(rate)) for rate in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)}
 assert min(gaps.values()) < 1e-12
 
+# %% tags=["statement"]
+# "So a forgotten division is a learning rate N times too large."
+assert found(r"You predicted ([\d.]+), and it came out as") == [4 * 0.2]
+
 # %% [markdown]
 # So a forgotten division is a learning rate N times too large. The net may still train, but worse with every rank that
 # is added.
@@ -210,6 +214,11 @@ losses = train(control, mine=slice(None), momentum=0, steps=5)
 vector_to_parameters(weights, net.parameters())
 assert world.rank > 0 or distance(net, control) < 1e-12  # the server has what one process has
 
+# %% tags=["statement"]
+# "The weights have P bytes, and so have the gradients."
+# "the other three work"
+assert found(r"sent: you predicted ([\d,]+)")[0] == 3 * found(r"P = ([\d,]+) bytes")[0]
+
 # %% [markdown]
 # A worker sends its gradient once; the server sends and receives for all. Without a server every rank has the weights,
 # and a ring all-reduce sums the gradients. Who is busiest?
@@ -219,6 +228,11 @@ sent_with_server, sent_with_ring = zip(*lab.values("sent_bytes"), strict=True)
 sent_by = zip(range(4), sent_with_server, sent_with_ring, strict=True)
 lab.table(sent_by, ("rank", "sent, server", "sent, ring"))
 print(f"The busiest sends {max(sent_with_server) / max(sent_with_ring):.1f} times as much.")
+
+# %% tags=["statement"]
+# "the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N"
+P = found(r"P = ([\d,]+) bytes")[0]
+assert row("0", under="sent, ring") == [3 * P, 2 * P * 3 / 4] and row("1", under="sent, ring")[0] == P
 
 # %% [markdown]
 # With more ranks the gap grows: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N. That is hardly more on
@@ -234,6 +248,13 @@ lab.pictures.lines(
     xlabel="ranks", ylabel="MB sent by the busiest rank", title="One step, by formula",
 )
 
+# %% tags=["statement"]
+# "With more ranks the gap grows"
+# "That is hardly more on a thousand ranks than on ten."
+ratios = [server / ring for server, ring in (row(f"{n}", "by formula") for n in (2, 4, 8, 16, 64, 256))]
+assert ratios == sorted(ratios) and row("256", "by formula")[1] < 1.15 * row("8", "by formula")[1]
+assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
+
 # %% [markdown]
 # If every worker is also the server of one slice of the weights, each rank sends as much as in the ring. But a server
 # can do what an all-reduce cannot: let workers go on with weights that are out of date.
@@ -242,7 +263,7 @@ lab.pictures.lines(
 # ## Hooks and buckets
 #
 # Averaging after the backward pass wastes time twice: many small messages pay the latency again and again, and the
-# network sleeps while gradients are computed. autograd, the part of torch that computes them, can help. As soon as a
+# network sits idle while gradients are computed. autograd, the part of torch that computes them, can help. As soon as a
 # parameter's gradient is complete, it calls a *hook*, a function of yours, which can send the gradient, alone or with
 # others in a *bucket*.
 
@@ -277,6 +298,10 @@ lab.read(plain)
 # %%
 lab.read(plain.DataParallelHooks)
 
+# %% tags=["statement"]
+# "which layer's gradients come first, those of the first layer (0) or of the last (2)?"
+assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
+
 # %% [markdown]
 # It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must
 # send in the same order**: a gradient that comes early waits for those before it. In the third class neighbours travel
@@ -304,6 +329,11 @@ for kind, size in (DataParallelNaive, []), (DataParallelHooks, []), (DataParalle
     if world.rank == 0:
         per_step = (len(calls) - 1) // 15  # one was for the losses
         print(f"{kind.__name__}: {per_step} all_reduces per step, off by less than 1e-12")
+
+# %% tags=["statement"]
+# "the net has two layers with weight and bias"
+calls = [found(f"DataParallel{kind}: (\\d+) all_reduces per step") for kind in ("Naive", "Hooks", "Buckets")]
+assert calls == [[4], [4], [2]]
 
 # %% [markdown]
 # With rings the bytes are the same, however they are divided: 2P(N-1)/N. `DataParallel`, the full class, goes further; the
@@ -360,11 +390,24 @@ with_hooks, with_thread = (Timeline(lab.values(name)) for name in ("inline", "th
 print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 
 # %% tags=["two-hours", "half-day", "claim"]
+# "How many buckets can the thread hide behind the backward pass?"
 assert with_thread.end < with_hooks.end
 
+# %% tags=["claim"]
+# "hardly any ends before the backward pass"
+# "The two nameless bars are the class's own check (`all_gather`)."
+for timeline, hidden in ((with_hooks, range(3)), (with_thread, range(4, 7))):
+    mine = [event for event in timeline.events if event.rank == 0]
+    last = max(event.end for event in mine if event.kind == "phase")
+    reduced = [event.end for event in mine if event.kind == "operation" and event.name == "all_reduce"]
+    assert len(reduced) == 6 and sum(end < last for end in reduced) in hidden
+assert [event.name for event in with_hooks.events if event.rank == 0].count("all_gather") == 2
+
 # %% [markdown]
-# Where the core itself computes, a thread takes time from the computation, so on the CPU `DataParallel` works without
-# one. How large should a bucket be? The [appendix](04b_data_parallel_appendix.ipynb) measures it.
+# In the upper picture messages move on only at hooks, and an all-reduce needs several: hardly any ends before the
+# backward pass. The two nameless bars are the class's own check (`all_gather`). Where the core itself computes, a
+# thread takes its time, so on the CPU `DataParallel` works without one. How large should a bucket be? The
+# [appendix](04b_data_parallel_appendix.ipynb) measures it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Horovod: seven changes
@@ -382,6 +425,10 @@ before, after = (script.read_text().splitlines()[1:] for script in scripts)
 changes = difflib.unified_diff(before, after, n=0, lineterm="")
 print(*(line for line in changes if not line.startswith(("---", "+++", "@@"))), sep="\n")
 lab.push(folder=str(folder))
+
+# %% tags=["statement"]
+# "Horovod: seven changes"
+assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The loop has not changed. Two things are easily forgotten: the sampler, without which all ranks train on the same images;
@@ -416,6 +463,10 @@ def run(script, batch_size, rate):
 on_ranks = run("horovod", 24, 0.02)
 by_itself = run("serial", comm.size * 24, comm.size * 0.02)
 assert distance(on_ranks, by_itself) < 1e-5  # float32
+
+# %% tags=["statement"]
+# "In the first run only rank 0 printed; in the second, every rank ran the serial script."
+assert count("89% of the test images are right") == 3
 
 # %% [markdown]
 # In the first run only rank 0 printed; in the second, every rank ran the serial script. The weights are the same. In a
@@ -461,6 +512,11 @@ with progress_thread():
     ddp = emulated_step(ddp_after_a_step)
 dist.destroy_process_group()
 
+# %% tags=["statement"]
+# "The losses agree to 1e-12."
+ours, theirs = (found(f"losses, {whose}: +([\\d. ]+)") for whose in ("ours", "DDP"))
+assert ours == theirs and len(ours) == 3
+
 # %% tags=["half-day", "nbval-ignore-output"]
 lab.pictures.timeline("thread")
 lab.pictures.timeline("ddp")
@@ -503,6 +559,12 @@ for runtime in ("dtlib", "torch"):
 steps = engine.gradient_accumulation_steps()
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-12
 
+# %% tags=["statement"]
+# "The config below leaves out `gradient_accumulation_steps`"
+# "with `runtime="torch"` runs on DDP"
+assert found(r"losses, dtlib: ([\d. ]+)") == found(r"losses, torch: ([\d. ]+)")
+assert found(r"You predicted (\d+), and") == [96 / 12 / 4]
+
 # %% [markdown]
 # A mistake in a config should cost you a sentence, not a night:
 
@@ -514,6 +576,10 @@ try:
 except dtlib.DtlibError as error:
     if world.rank == 0:
         print(error)
+
+# %% tags=["statement"]
+# "A mistake in a config should cost you a sentence, not a night"
+assert count("make train_batch_size a multiple of") == 1
 
 # %% [markdown]
 # ## What holds on GPUs, and what does not

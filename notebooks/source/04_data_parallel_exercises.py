@@ -209,6 +209,11 @@ def golf(comm, x, y):
 # %%
 lab.check("byte-golf")
 
+# %% tags=["statement"]
+# "The solution is below par, and far from the best."
+mine, accuracy, par = found(r"byte-golf. ([\d,]+) bytes for ([\d.]+)%; par is ([\d,]+)")
+assert mine < par and accuracy >= 95
+
 # %% [markdown]
 # The solution is below par, and far from the best. Some ideas, each at a price:
 #

@@ -58,6 +58,10 @@ calls = sum(event.name == "all_reduce" and event.kind == "operation" for event i
 if world.rank == 0:
     print(f"{len(pieces)} backward passes, {calls} all_reduce")
 
+# %% tags=["statement"]
+# "the first backward pass after it averages them all"
+assert found(r"(\d) backward passes, (\d) all_reduce") == [4, 1]
+
 # %% [markdown]
 # **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of
 # an epoch they often are not. Here rank r has r + 1 images. Tell the model the number, and it weights the gradients:
@@ -79,6 +83,10 @@ assert off[0] > 0.1 * whole.norm() and off[1] < 1e-12
 if world.rank == 0:
     print(f"unweighted: off by {off[0] / whole.norm():.0%}; weighted: less than 1e-12")
 
+# %% tags=["statement"]
+# "The mean of means is the mean over all images only if the slices are equally large."
+assert found(r"unweighted: off by (\d+)%; weighted: less than 1e-12")[0] > 10
+
 # %% [markdown]
 # **Uneven numbers of batches.** A rank that has one batch more than the others waits for them forever. Inside `join()`,
 # ranks that have finished take part with zeros until all have. Rank r has r + 1 batches:
@@ -96,6 +104,10 @@ with model.join():
 ends = comm.all_gather_object(parameters_to_vector(model.parameters()).sum().item())
 assert len(set(ends)) == 1
 print(f"{world.rank + 1} steps here; all ranks end with the same weights.")
+
+# %% tags=["statement"]
+# "Rank r has r + 1 batches:"
+assert count(r"[1-4] steps here; all ranks end with the same weights") == 4
 
 # %% [markdown]
 # ## How large is a bucket?
@@ -136,6 +148,7 @@ best = min(seconds, key=seconds.get)
 print(f"Best of these: {best:g} MiB.")
 
 # %% tags=["claim"]
+# "A bucket too small pays latency, one too large starts late"
 assert min(seconds) < best < max(seconds)
 
 # %% [markdown]

@@ -57,6 +57,10 @@ lab.predict("steps-of-an-epoch", {1: 80, 32: 2.5})
 table = [(n, 16 * n, 20 * 1280 // (16 * n)) for n in (1, 4, 16, 24, 32)]
 lab.table(table, ("ranks", "batch", "steps in 20 epochs"))
 
+# %% tags=["statement"]
+# "N ranks with b samples each take a step on a batch of N b, and an epoch has N times fewer steps"
+assert row("1", "steps in 20")[1] == 16 * row("16", "steps in 20")[1]
+
 # %% [markdown] tags=["half-day"]
 # Fewer steps make the epoch fast, and they are the problem: fewer steps of the same length do not get as far.
 
@@ -118,10 +122,21 @@ lab.table(rows, headers)
 assert max(abs(a - b) for a, b in zip(together, apart, strict=True)) < 1e-12
 print("The losses of all 30 steps are equal, to 1e-12.")
 
+# %% tags=["statement"]
+# "N ranks are one process with N times the batch"
+# "Why does the loss go up again?"
+# "The learning rate grows from 0.02 to 0.32"
+steps = [row(f"{step}", "loss, 4 ranks") for step in (0, 1, 2, 11, 21, 29)]
+assert all(together == apart for _, together, apart in steps)
+assert steps[0][0] == 0.02 and steps[-1][0] == 0.32 and steps[-1][1] > 1.2 * steps[-2][1]
+# the first two steps have the lowest rate
+assert steps[0][0] == steps[1][0] < steps[2][0]
+
 # %% [markdown]
-# So ranks do not matter: N ranks *are* one process with N times the batch. (Layers that look at the whole batch, such
-# as BatchNorm, are the exception.) From here on each rank may train networks of its own, with a batch as large as N
-# ranks would have made it. (As with DeepSpeed, the first *two* steps have the lowest rate.)
+# So ranks do not matter: N ranks *are* one process with N times the batch. (Why does the loss go up again? At the full
+# rate steps overshoot for a while: later they settle.) (Layers that look at the whole batch, such as BatchNorm, are the
+# exception.) From here on each rank may train networks of its own, with a batch as large as N ranks would have made it.
+# (As with DeepSpeed, the first *two* steps have the lowest rate.)
 
 # %% [markdown] tags=["half-day"]
 # ## The rules
@@ -251,6 +266,22 @@ for batch in (256, 512):
     best, second, last = sorted(at, key=sum)  # and any two are separated
     assert intervals.difference(best, second)[2] < 0 and intervals.difference(second, last)[2] < 0
 
+# %% tags=["statement"]
+# "the one interval without 0 ends too near it"
+# "In sixteen such comparisons"
+# "Both rules win much of that back, the linear rule more."
+# "At batch 512 the order has changed: the linear rule is behind the square-root rule."
+assert count("is (?:lower|higher) than|not separated") == 16
+low, high = found(r"Batch 64 .*? linear, warm-up is higher than linear by ([\d.]+) to ([\d.]+) points")
+assert low < 0.1 and count(r"linear, warm-up (is|and)") == 4 and count("linear, warm-up and linear: not separated") == 3
+
+
+def at(batch, rule):
+    return found(rf"{batch} \({batch // 16}\).*? {rule} ([\d.]+)", "interval of the mean")[0]
+
+
+assert at(256, "no scaling") > at(256, "square root") > at(256, "linear") and at(512, "linear") > at(512, "square root")
+
 # %% [markdown]
 # At batch 256 there are a sixteenth of the steps, and without scaling a network does not get as far. Both rules win
 # much of that back, the linear rule more. At batch 512 the order has changed: the linear rule is behind the square-root
@@ -285,6 +316,13 @@ smallest = 2 * 1.9 / max(on_the_way) / 0.02
 print(f"By this argument the linear rule ends near k = {smallest:.0f}, batch {16 * smallest:.0f}.")
 assert 8 < smallest < 64
 
+# %% tags=["statement"]
+# "take it as a rough guide"
+# "this network starts in a flat place and gets steeper as it learns"
+assert row("0", "sharpness")[0] < row("1", "sharpness")[0] < row("3", "sharpness")[0]
+k = found(r"ends near k = (\d+)")[0]
+assert 8 < k < 64
+
 # %% [markdown]
 # Compare with the figure. The argument is about a parabola, and a loss is not one: take it as a rough guide.
 #
@@ -316,11 +354,15 @@ for batch in (256, 384, 512):
     sentence = intervals.rates_compared("the rule with warm-up", first, "the rule without", second)
     print(f"Batch {batch}: {sentence}")
 
+# %% tags=["statement"]
+# "Where the sentences say "not separated", warm-up has not been shown to help at this size."
+assert count(r"Batch \d+: the rule with warm-up and the rule without: not separated") == 3
+
 # %% [markdown]
-# Near the elbow seeds differ so much that five of them can suggest a cure, or the opposite. **Where the sentences say
-# "not separated", warm-up has not been shown to help at this size.** The table of sharpness suggests a reason: this
-# network starts in a flat place and gets steeper as it learns, so a slow start may delay the trouble without preventing
-# it. That is a guess.
+# Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where the
+# sentences say "not separated", warm-up has not been shown to help at this size.** The table of sharpness suggests a
+# reason: this network starts in a flat place and gets steeper as it learns, so a slow start may delay the trouble
+# without preventing it. That is a guess.
 
 # %% [markdown] tags=["half-day"]
 # Where warm-up did help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
@@ -333,9 +375,23 @@ rows = [
 title = "P. Goyal et al., arXiv:1706.02677: error in % on ImageNet, standard deviation of 5 runs"
 lab.table(rows, ("table", "batch", "setting", "error", "sd"), title)
 
+# %% tags=["statement"]
+# "Gradual warm-up brings batch 8192 to within about a standard deviation of batch 256"
+# "without it, more than a point is lost"
+# "constant warm-up (a small rate, then a jump) is worse than none"
+goyal = {way: found(f"{way} +([\\d.]+) +([\\d.]+)", "Goyal") for way in ("small batch", "no warm-up", "constant warm-up", "gradual warm-up")}
+assert goyal["gradual warm-up"][0] - goyal["small batch"][0] < 1.5 * goyal["small batch"][1]
+assert goyal["no warm-up"][0] - goyal["gradual warm-up"][0] > 1
+assert goyal["constant warm-up"][0] > goyal["no warm-up"][0]
+
 # %% [markdown] tags=["half-day"]
 # Gradual warm-up brings batch 8192 to within about a standard deviation of batch 256; without it, more than a point is
 # lost; *constant* warm-up (a small rate, then a jump) is worse than none.
+
+# %% tags=["statement"]
+# "From worst to best, the rules come in the same order as for our digits below the elbow: none, square root, linear."
+errors = [found(f"2a 8192 {rule} +([\\d.]+)", "Goyal")[0] for rule in ("no scaling", "square root", "linear")]
+assert errors == sorted(errors, reverse=True)
 
 # %% [markdown]
 # From worst to best, the rules come in the same order as for our digits below the elbow: none, square root, linear.
@@ -354,6 +410,10 @@ rows = [
 headers = ("network", "train, small", "train, large", "test, small batch", "test, large batch")
 title = "N. S. Keskar et al., arXiv:1609.04836, table 2 (small: 256; large: 10 % of the data; Adam)"
 lab.table(rows, headers, title, align="lrrrr")
+
+# %% tags=["statement"]
+# "with large batches, even networks that fit their training data perfectly are worse on new data"
+assert all(row(network, "Keskar")[2] > row(network, "Keskar")[4] for network in ("F1", "C1", "C3"))
 
 # %% [markdown]
 # On the plain digits the gap would drown in noise, so we make the task hard: only 600 training images, and a fifth of
@@ -402,6 +462,13 @@ assert intervals.difference(same["sharpness"], small["sharpness"])[1] > 0
 assert intervals.difference(same["error"], small["error"])[1] > 0
 assert max(same["loss"] + six["loss"] + small["loss"]) < 0.02
 
+# %% tags=["statement"]
+# "batch 600 does worse on new images than batch 16, and lies in a sharper valley, at the same training loss"
+runs = {run: row(run, "training loss") for run in ("batch 16", "batch 600, same rate", "batch 600, six times the rate")}
+small = runs.pop("batch 16")
+assert all(run[0] > small[0] and run[3] > small[3] and run[6] < 0.02 for run in runs.values())
+assert count("is higher than batch 16 by") == 4
+
 # %% [markdown]
 # With wrong labels to learn by heart, batch 600 does worse on new images than batch 16, and lies in a sharper valley,
 # at the same training loss. That both come together does not prove that one causes the other: sharpness can be changed
@@ -420,8 +487,8 @@ lab.quiz("05")
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
 # - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
-# - At this size warm-up does not help: where it makes a difference, it is a little worse. For ResNet-50 at batch 8192
-#   it is worth a point.
+# - At this size warm-up has not been shown to help at any batch, nor to hurt: the one interval without 0 ends too near
+#   it. For ResNet-50 at batch 8192 warm-up is worth a point.
 # - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, mend a warm-up, and scale a rate.

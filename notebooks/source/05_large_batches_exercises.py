@@ -66,6 +66,11 @@ lab.check("warmup-mend")
 if world.rank == 0:
     print([round(warmup_settings(step, 4, 8)["lr"], 3) for step in (0, 1, 2, 3, 4, 5, 1000)])
 
+# %% tags=["statement"]
+# "the rate grows in a straight line from 0.02 in step 0 to k times as much in step `warmup_steps`, and stays there"
+rates = found(r"\[([\d., ]+)\]", "0.055")
+assert rates == [0.02, 0.055, 0.09, 0.125, 0.16, 0.16, 0.16]
+
 # %% [markdown]
 # ## Build: scale the rate
 #

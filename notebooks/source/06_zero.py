@@ -35,9 +35,9 @@ from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## What fills the memory?
 #
-# In *mixed precision* the model computes in 16 bits. Adam, the usual optimizer, takes steps that are too small for 16
-# bits. So it keeps a *master copy* of the weights in 32 bits, and for each weight a running mean of its gradients and
-# one of their squares. Together these are the *model states*:
+# In *mixed precision* the model computes in 16 bits. Adam, the usual optimizer, keeps for each weight a running mean of
+# its gradients and one of their squares. Its steps are too small for 16 bits, so there is a *master copy* of the weights
+# in 32 bits as well. Together these are the *model states*:
 
 # %% tags=["two-hours", "half-day"]
 mixed = SCHEMES["mixed_adam"]
@@ -49,6 +49,11 @@ rows = [
     ("together", "", mixed.total),
 ]
 lab.table(rows, ("", "", "bytes per parameter"))
+
+# %% tags=["statement"]
+# "Adam in mixed precision takes 2 + 2 + 12 bytes per parameter"
+bytes_of = [row(what)[-1] for what in ("parameters", "gradients", "master weights", "Adam: two running means", "together")]
+assert bytes_of == [2, 2, 4, 8, 16]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** A model has 7.5 billion parameters. How many GB of model states does each of 64 ranks hold, with data
@@ -125,6 +130,12 @@ if comm.rank == 0:
     print(f"Last of ten losses: {expected[-1]:.12f} and {losses[-1]:.12f}.")
     print(f"Bytes sent: {sent_by_data_parallelism:,} and {sent_by_stage_1:,}.")
 
+# %% tags=["statement"]
+# "The same bytes travel, the same numbers come out, and only a quarter of the optimizer is left."
+plain, stage_1 = found(r"Bytes sent: ([\d,]+) and ([\d,]+)")
+assert abs(stage_1 / plain - 1) < 0.01 and len(set(found(r"ten losses: ([\d.]+) and ([\d.]+\d)"))) == 1
+assert row("stage 1", "on each of 4 ranks")[-2:] == [4, 7]
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # That is the surprise of ZeRO: a ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the
 # optimizer's step between the two. **The same bytes travel, the same numbers come out, and only a quarter of the
@@ -169,6 +180,10 @@ if comm.rank == 0:
     rows = [(name, f"{some[9]:.12f}", *rest) for name, (some, *rest) in of_stage.items()]
     lab.table(rows, ("", "last loss", "all_gathers per step", "bytes of weights between steps"))
 
+# %% tags=["statement"]
+# "`Stage3` gathers three units twice per step."
+assert row("Stage3")[1:] == [2 * 3, 0] and row("Stage2")[1] == 3
+
 # %% [markdown]
 # **Change a line.** Below, `forward_ends` frees nothing: weights stay whole until the backward pass has used them.
 # `Stage3` gathers three units twice per step. How many `all_gather`s are left here?
@@ -189,6 +204,11 @@ class KeptUntilBackward(Stage3):
 _, gathers, _ = of_plain(KeptUntilBackward)
 if comm.rank == 0:
     print(f"Stage3: {of_stage['Stage3'][1]} all_gathers per step; here: {gathers}")
+
+# %% tags=["statement"]
+# "Fewer bytes sent, more held"
+stage_3, here = found(r"Stage3: (\d+) all_gathers per step; here: (\d+)")
+assert here < stage_3
 
 # %% [markdown]
 # Fewer bytes sent, more held: FSDP2, which is torch's stage 3, calls it `reshard_after_forward=False`. What our file
@@ -233,9 +253,17 @@ lines_of = {stage: report.lines for stage, report in reports.items()}
 if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
+# %% tags=["statement"]
+# "Count and formula agree on every line that the formula has."
+# "two buffers as large as all gradients"
+lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
+assert all(numbers[0] == numbers[-1] for numbers in lines.values())
+assert row("communication", "mixed_adam")[1] > 2 * 2
+
 # %% [markdown] tags=["half-day"]
 # Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
-# per tensor; *communication* is memory for messages; *peak* is the most memory at any time.
+# per tensor; *communication* is memory for messages: two buffers as large as all gradients , and what collectives keep
+# from the runs in float64 above.  *Peak* is the most memory at any time.
 
 # %%
 held = lab.values("lines_of")[0]
@@ -263,6 +291,12 @@ groups = {
 }
 figures.bars(groups, "GB", figure_1, "7.5 billion parameters, on each of 64 ranks")
 
+# %% tags=["statement"]
+# "bars are the formula, lines the published numbers"
+rows_of = {name: row(name, "on each of 64 ranks")[-1] for name in ("stage 1", "stage 2", "stage 3")}
+assert rows_of == {"stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.9}
+assert [numbers[-1] for numbers in rows("published", "on each of 64 ranks")][1:] == list(rows_of.values())
+
 # %% [markdown]
 # What rank 0 holds does not depend on the others: `dtlib.comm.solo(0, 64)` is a communicator whose other ranks do not
 # exist. **SIMULATED:** its values mean nothing, its bytes do. Our small net, scaled up, comes out a little higher: padding
@@ -278,6 +312,11 @@ for stage, name in enumerate(figures.STAGES):
 if comm.rank == 0:
     headers = ("SIMULATED, scaled to 7.5 billion parameters", "GB on rank 0 of 64")
     lab.table(rows, headers, floats=".1f")
+
+# %% tags=["statement"]
+# "Our small net, scaled up, comes out a little higher"
+scaled = [row(name, "SIMULATED")[-1] for name in ("stage 1", "stage 2", "stage 3")]
+assert all(0 <= ours - paper < 0.2 for ours, paper in zip(scaled, (31.4, 16.6, 1.9), strict=True))
 
 # %% [markdown]
 # ## What it costs: bytes on the wire
@@ -349,6 +388,11 @@ names = ("DP all-reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 units_sent = [(figures.STAGES[stage], *row(stage), paper[name]) for stage, name in enumerate(names)]
 lab.table(units_sent, ("", "bytes sent", "formula", "units", "published"))
 
+# %% tags=["statement"]
+# "Stages 1 and 2 send what data parallelism sends; stage 3 sends half as much again"
+units = {name: row(name, "published")[-2] for name in ("data parallelism", "stage 1", "stage 2", "stage 3")}
+assert [round(one, 2) for one in units.values()] == [2, 2, 2, 3]
+
 # %% [markdown]
 # Stages 1 and 2 send what data parallelism sends; stage 3 sends half as much again, because parameters travel twice.
 #
@@ -364,6 +408,11 @@ lab.predict("units-of-four-micro-batches", 5)
 # %%
 units_of_four = [(name, *row(stage, 4)) for stage, name in enumerate(figures.STAGES)]
 lab.table(units_of_four, ("4 micro-batches", "bytes sent", "formula", "units"))
+
+# %% tags=["statement"]
+# "So with many micro-batches stage 1 may be faster than stage 2."
+# "With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3."
+assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 3)] == [2, 4 + 1, 3 * 4]
 
 # %% [markdown]
 # So with many micro-batches stage 1 may be faster than stage 2.
@@ -393,6 +442,10 @@ figures.note(events, "end")
 events = lab.values("events")[0]
 figures.units(events, {"0": 8320, "2": 16512, "4": 1290}, itemsize=8, ranks=4)
 order = " ".join(name for what, name, _ in events if what == "gathered")
+
+# %% tags=["statement"]
+# "Never more than one unit is whole."
+assert count(r"(?m)^gathered \d") == count(r"(?m)^gathered (\d) +\1 ") == 6
 
 # %% [markdown]
 # Never more than one unit is whole. On an accelerator the next one is gathered *while* this one computes
@@ -459,6 +512,13 @@ for name in ("float32", "mixed precision", "and 4 micro-batches", "and recomputa
     rows.append((name, activations, less, states, arithmetic))
 lab.table(rows, ("rank 0", "activations (bytes)", "times less", "states (bytes)", "arithmetic"))
 
+# %% tags=["statement"]
+# "Mixed precision does not make model states smaller"
+# "It halves activations and messages."
+# "Recomputation costs at most one more forward pass: a third more arithmetic."
+first, mixed, again = (row(name, "arithmetic") for name in ("float32", "mixed precision", "and recomputation"))
+assert mixed[2] == first[2] and mixed[1] == 2.0 and 1 < again[3] < 4 / 3
+
 # %% [markdown]
 # **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic.
@@ -466,6 +526,11 @@ lab.table(rows, ("rank 0", "activations (bytes)", "times less", "states (bytes)"
 # *ZeRO-Offload* (J. Ren et al., 2021) keeps gradients and all that Adam needs in the host's memory, and takes the step
 # there, at the host's speed: 2 bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters,
 # before activations. Without ZeRO they hold 2 billion, with stage 2 on 64 ranks 14 billion.
+
+# %% tags=["statement"]
+# "Then 32 GB hold 16 billion parameters"
+# "Without ZeRO they hold 2 billion, with stage 2 on 64 ranks 14 billion."
+assert (32 / 2, 32 / 16) == (16, 2) and round(32 / (2 + 14 / 64)) == 14
 
 # %% [markdown]
 # ## Checkpoints
@@ -521,6 +586,10 @@ if comm.rank == 0:
     headers = ("loss at step", "4 ranks, stage 3", "3 ranks, stage 1, loaded")
     lab.table(list(zip(range(5, 10), unbroken, continued, strict=True)), headers, floats=".10f")
 
+# %% tags=["statement"]
+# "They agree to 1e-12"
+assert all(len(set(row(f"{step}", "3 ranks, stage 1"))) == 1 for step in range(5, 10))
+
 # %% [markdown]
 # They agree to 1e-12: a checkpoint belongs to the model, not to a number of ranks.
 
@@ -546,6 +615,10 @@ rows = [
 ]
 lab.table(rows, ("", "GiB on 64 ranks", "fits 24 GiB from so many ranks"), align="lrr")
 
+# %% tags=["statement"]
+# "7.5 billion parameters in mixed precision, on 64 accelerators of 24 GiB each: which stage?"
+assert found(r"You predicted (\d+), and it came out as (\d+)") == [2, 2]
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # Now for real. A *config* says how to train, in the keys of DeepSpeed, Microsoft's library: `train_batch_size` counts all
 # ranks, `stage` is ZeRO's. `runtime="torch"` runs the same one on torch's own classes, here FSDP2 (*fully sharded data
@@ -570,6 +643,11 @@ for runtime in ("dtlib", "torch"):
         held = m.parameters + m.gradients + m.optimizer_states + m.padding
         print(f"{runtime:5}  last loss {losses[runtime][-1]:.4f}, {held:,} bytes of model states")
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # float32
+
+# %% tags=["statement"]
+# "The same losses. torch holds less when we look"
+(ours, held), (theirs, by_torch) = (found(f"{name} +last loss ([\\d.]+), ([\\d,]+) bytes") for name in ("dtlib", "torch"))
+assert ours == theirs and by_torch < held
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The same losses. torch holds less when we look: like stage 2, FSDP2 keeps parameters whole from the forward to the
@@ -613,11 +691,15 @@ lab.pictures.timeline("fsdp2")
 operations = [e.name for e in lab.values("fsdp2")[0].events if e.kind == "operation"]
 assert operations.count("all_gather") == 6 and operations.count("reduce_scatter") == 3
 
+# %% tags=["statement"]
+# "It has the same gathers"
+assert rows("0  all_gather", "over")[0][0] == 6
+
 # %% [markdown]
 # ## What holds on GPUs, and what does not
 #
 # Seen here, and true there: the values, the bytes held and sent, the order of the gathers. Not shown: speed. On GPUs
-# use FSDP2 or DeepSpeed; there the cost of stage 3 depends on how much of each gather hides behind computation.
+# use FSDP2 or DeepSpeed: gathers hide behind computation there.
 #
 # **Discuss.** Your model fits at stage 1 with micro-batches of 4, and at stage 3 with 32. Which do you take, and what
 # would you measure first?

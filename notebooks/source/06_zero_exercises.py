@@ -250,6 +250,15 @@ fit = {"stage": 3, "ranks": ranks, "gigabytes": 16 * parameters / ranks / 1e9}
 # %% tags=["two-hours", "half-day"]
 lab.check("fit-it")
 
+# %% tags=["statement"]
+# "4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole"
+# "On as many ranks, stage 2 sends a third less than stage 3."
+ranks, held, sent = found(r"(\d+) ranks at stage 3 hold (\d+) GB each and send ([\d.]+) GB")
+many, sent_2 = found(r"stage 2 needs (\d+) ranks, and sends ([\d.]+) GB")
+assert held <= 16 and many > 10 * ranks and (4 * 7.5, 2 * 7.5) == (30, 15) and abs(sent_2 / (105 - 1) * 105 - 30) < 0.1
+# 3 units on as many ranks are half as much again as 2
+assert abs(2 / 3 - 0.667) < 0.001
+
 # %% [markdown]
 # Stage 1 never fits: 4 bytes per parameter stay whole, and that is 30 GB. Stage 2 leaves 15 GB whole, so the rest has
 # to fit into one gigabyte: that takes many ranks. On as many ranks, stage 2 sends a third less than stage 3. And how

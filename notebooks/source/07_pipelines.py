@@ -39,8 +39,8 @@ from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, parse, simulate, 
 #     hidden = torch.tanh(self.net1(x.to("cuda:0")))
 #     return self.net2(hidden.to("cuda:1"))
 #
-# With a rank for each GPU, `.to()` becomes a send and a receive. autograd, torch's backward pass, stops where a
-# message starts, so gradients have to be sent back.
+# With a rank for each GPU, `.to()` becomes a send and a receive. autograd, torch's backward pass, cannot follow a
+# tensor across a message, so gradients have to be sent back.
 #
 # **Predict.** The whole batch goes through two such ranks, forward and back. What percentage of the time does each one
 # compute?
@@ -58,6 +58,10 @@ lab.predict("percentage-of-two", 50)
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 two = explorer.measure("GPipe", ranks=2, microbatches=1).simulation
 figures.picture({"two ranks, one piece (EMULATED)": two})
+
+# %% tags=["statement"]
+# "At every moment one of the two waits."
+assert abs(found(r"two ranks, one piece [\d.]+ ([\d.]+)%")[0] - 50) < 10
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # **At every moment one of the two waits.** The model fits now, but no time is saved.
@@ -89,6 +93,11 @@ lab.predict("percentage-lost", {1: None, 8: None, 32: None})
 # %% tags=["two-hours", "half-day", "solution"]
 lab.predict("percentage-lost", {1: 75, 8: 27.3, 32: 8.6})
 
+# %% tags=["statement"]
+# "More micro-batches, smaller bubble."
+came = [found(f"{m}: you predicted [\\d.]+, and it came out as ([\\d.]+)")[0] for m in (1, 8, 32)]
+assert came == sorted(came, reverse=True)
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # More micro-batches, smaller bubble. Why not a thousand? Small ones keep an accelerator less busy. And GPipe has to
 # keep the *activations* of all of them: what a forward pass leaves for its backward pass. Eight, simulated and
@@ -98,6 +107,7 @@ lab.predict("percentage-lost", {1: 75, 8: 27.3, 32: 8.6})
 eight = explorer.measure("GPipe", ranks=4, microbatches=8).simulation
 figures.picture({"GPipe, simulated": simulate(gpipe(4, 8)), "measured (EMULATED)": eight})
 # %% tags=["two-hours", "half-day", "claim"]
+# "The pattern is the simulated one. The extra time is overhead."
 assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% [markdown] tags=["two-hours", "half-day"]
@@ -136,6 +146,12 @@ for stages in (1, 2, 4):
     losses[stages] = [engine.train_batch().item() for _ in range(15)]
     print(f"{stages} stages: layers {' '.join(net.layers)}; last loss {losses[stages][-1]:.10f}")
     assert max(abs(a - b) for a, b in zip(losses[stages], losses[1], strict=True)) < 1e-12
+
+# %% tags=["statement"]
+# "One stage on four ranks is data parallelism."
+# "All losses agree to 1e-12"
+assert count(r"1 stages: layers 0 1 2 3 4 5 6 7 8; last loss") == 4
+assert len({*rows("1 stages: layers 0 1 2 3 4 5 6 7 8; last loss")[0], *rows("4 stages: layers 0; last loss")[0]}) == 1
 
 # %% [markdown] tags=["half-day"]
 # One stage on four ranks is data parallelism. All losses agree to 1e-12: **a pipeline does not change the
@@ -230,6 +246,11 @@ ran = {
 }
 figures.picture({f"{name} (EMULATED)": found for name, found in ran.items()})
 
+# %% tags=["statement"]
+# "The gradients stay the same."
+# "In the changed copy no rank does any."
+assert row("nobody ahead (EMULATED)", "nobody ahead")[-4:] == [1, 1, 1, 1]
+
 # %% [markdown]
 # ## Will it hang?
 #
@@ -259,6 +280,10 @@ for name, ranks in orders.items():
         hangs = name
         print(lab.fold(f"{name}: {problem}"))
 
+# %% tags=["statement"]
+# "which of these two orders for 2 ranks hangs?"
+assert count("A can run") == 1 and count("B: Ranks wait for each other in a circle") == 1
+
 # %% [markdown]
 # The full classes have what the plain core leaves out. Their names are those of `torch.distributed.pipelining`:
 # `PipelineStage` is this rank's stage, and one interpreter runs any list of actions.
@@ -282,6 +307,11 @@ lab.predict("held-with-1f1b", {"rank 0": 4, "rank 3": 1})
 # %%
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
+
+# %% tags=["statement"]
+# "The bubble is the same. The memory is not."
+gpipe, eager = row("GPipe", "idle / makespan"), row("1F1B", "idle / makespan")
+assert gpipe[:3] == eager[:3] and gpipe[3:] == [8] * 4 and eager[3:] == [4, 3, 2, 1]
 
 # %% [markdown]
 # The bubble is the same. The memory is not.
@@ -328,9 +358,17 @@ for at, what in enumerate(("micro-batches in flight", "bytes of activations")):
 for name, found in both.items():
     assert [kept[name][0] for kept in every] == found.peak_activations
 
+# %% tags=["statement"]
+# "Rank 0 falls to 70 % only: 327,680 of its bytes are the images themselves"
+# "keep only a stage's input, and run its forward pass again"
+gpipe, eager, again = (rows(name, "bytes of activations")[1] for name in ("GPipe", "1F1B", "GPipe, recomputing"))
+assert round(eager[0] / gpipe[0], 2) == 0.7 and 640 * 64 * 8 == 327_680
+assert (eager[0] - 327_680) / (gpipe[0] - 327_680) == 4 / 8 and all(a < b for a, b in zip(again, gpipe, strict=True))
+
 # %% [markdown]
-# A published table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one
-# accelerator without GPipe; the others are GPipe, which recomputes, on 2 and on 8.
+# Rank 0 falls to 70 % only: 327,680 of its bytes are the images themselves, and it has them all the time. A published
+# table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one accelerator
+# without GPipe; the others are GPipe, which recomputes, on 2 and on 8.
 
 # %%
 columns = {
@@ -343,6 +381,10 @@ rows = [(row["experiment"], *(row[column] for column in columns)) for row in tab
 title = "GPipe, table 1; memory over all accelerators"
 lab.table(rows, ("", *columns.values()), title, align="lrrr")
 
+# %% tags=["statement"]
+# "The first row is one accelerator without GPipe; the others are GPipe, which recomputes, on 2 and on 8."
+assert [row(name, "GPipe, table 1")[0] for name in ("baseline", "pipeline-2", "pipeline-8")] == [82, 542, 1.8]
+
 # %% [markdown]
 # ## Other orders
 #
@@ -350,10 +392,6 @@ lab.table(rows, ("", *columns.values()), title, align="lrrr")
 #   micro-batch goes around v times. Each takes 1/v of the time: v times less idle time, but v times as many messages.
 # - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
 #   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
-
-# %%
-four = {name: explorer.simulate(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
-figures.picture(four)
 
 # %% [markdown]
 # **Predict:** which of the four has the smallest bubble, and which holds the most activations on rank 0?
@@ -363,6 +401,10 @@ lab.predict("of-four-schedules", {"smallest bubble": None, "most held": None})
 
 # %% tags=["solution"]
 lab.predict("of-four-schedules", {"smallest bubble": "ZB-H1", "most held": "GPipe"})
+
+# %%
+four = {name: explorer.simulate(name, ranks=4, microbatches=8) for name in explorer.ORDERS}
+figures.picture(four)
 
 # %%
 rows, weights = [], {}
@@ -376,6 +418,14 @@ for name, found in four.items():
 headers = ("", "idle / makespan, simulated", "by formula", "held by rank 0, in stages of 1F1B")
 lab.table(rows, headers)
 
+# %% tags=["statement"]
+# "Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time"
+names = ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1")
+(gpipe, _), (plain, _), (interleaved, _), (zero, _) = (row(name, "simulated    by formula")[:2] for name in names)
+assert gpipe == plain == 27.3 and interleaved == 15.8 and zero == 11.1
+ideal = {name: row(name, "interleaved 1F1B:")[2] for name in names}
+assert abs(ideal["interleaved 1F1B"] - 37.5 / 2) < 0.1 and abs(ideal["ZB-H1"] - 37.5 / 3) < 0.1
+
 # %% [markdown]
 # Here is the published table. ZB2P and ZBV are further zero-bubble schedules, which this library does not have. One
 # row divides by the ideal time, the others by the makespan: always ask which.
@@ -388,6 +438,11 @@ rows = [
 title = "P. Qi et al. (README beside their code); D. Narayanan et al., 2021"
 lab.table(rows, ("", "bubble", "activations", "bytes sent"), title)
 
+# %% tags=["statement"]
+# "One row divides by the ideal time, the others by the makespan"
+# "ZB2P and ZBV are further zero-bubble schedules, which this library does not have."
+assert count(r"bubble time / ideal") == 1 and count(r"\(p-1\)/\(m\+p-1\)") == 1
+
 # %% [markdown]
 # And the same four on the engines, measured (EMULATED stages, real messages):
 
@@ -398,6 +453,7 @@ for name, run in runs.items():
     assert run.peaks == four[name].peak_activations
 
 # %% tags=["claim"]
+# "And the same four on the engines, measured (EMULATED stages, real messages):"
 assert all(run.simulation.makespan > four[name].makespan for name, run in runs.items())
 
 # %% [markdown]
@@ -435,8 +491,9 @@ lab.quiz("07")
 #   same.
 # - Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time, if F, I and W take
 #   equally long.
-# - A pipeline beats ZeRO-3 where the network is slow and batches are small: it sends activations at the cuts, not all
-#   parameters three times. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
+# - A pipeline sends activations at the cuts, and more of them with a larger batch. ZeRO-3 sends all parameters twice and
+#   all gradients once, whatever the batch. So on a slow network a pipeline wins where a model is large beside the
+#   activations at its cuts. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
 # - A schedule is a list: check it, time it, draw it, run it. The gradients equal those of one process, to 1e-12.
 #
 # Now the [exercises](../exercises/07_pipelines_exercises.ipynb), and a puzzle: [be the

@@ -100,6 +100,12 @@ for name, bubble, peaks in lab.values("runs")[0]:
     print(f"{name}: bubble {bubble:.1%}, simulated {simulated[name].bubble:.1%}; in flight {peaks}")
     assert 0 < bubble < 1 and peaks == simulated[name].peak_activations
 
+# %% tags=["statement"]
+# "What fraction of the step is a rank idle, with GPipe and with 1F1B?"
+for name, held in (("GPipe", [6, 6, 6]), ("1F1B", [3, 2, 1])):
+    measured, simulated, *in_flight = row(f"{name}: bubble")
+    assert simulated == 25 < measured and in_flight == held
+
 # %% [markdown]
 # ## Mend: gradients that are too small
 #

@@ -64,6 +64,10 @@ F0-7 B0-7
 # %% tags=["two-hours", "half-day"]
 lab.check("schedule-puzzle")
 
+# %% tags=["statement"]
+# "3 + 24 + 6"
+assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 3 + 24 + 6, 8]
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # This is GPipe. Why can no order be faster? The last rank has nothing to do before the first micro-batch has passed three stages. Then it
 # is busy for 8 times F and B. After that the last micro-batch has three more backward passes to go: 3 + 24 + 6.
@@ -91,6 +95,10 @@ F0   B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 # %% tags=["two-hours", "half-day"]
 lab.check("schedule-puzzle-2")
 
+# %% tags=["statement"]
+# "The same par, with half the memory."
+assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 33, 4]
+
 # %% [markdown]
 # Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is the same, in
 # another notation:
@@ -99,11 +107,16 @@ lab.check("schedule-puzzle-2")
 print(one_f_one_b(4, 8)[0])
 print(simulate(one_f_one_b(4, 8)))
 
+# %% tags=["statement"]
+# "Here the ranks keep 4, 3, 2 and 1 activations"
+assert found(r"peak activations (\d), (\d), (\d), (\d)") == [4, 3, 2, 1]
+
 # %% [markdown]
 # ## Level 3: at most 3 activations
 #
-# On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations do not give a rank
-# enough work for that time. How little time can you lose? (To move 1F1B's limit to 3 and keep everything else gives 48. Par is 39.)
+# On rank 0 an activation is kept from F0 until B0 is over: that takes four F and four B, 12 in all. Three activations
+# do not give a rank enough work for that time. How little time can you lose? (Capping 1F1B at 3, nothing else changed,
+# takes 48. Par is 39.)
 
 # %% tags=["stub"]
 puzzle_3 = """
@@ -123,6 +136,21 @@ F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 
 # %%
 lab.check("schedule-puzzle-3")
+
+# %% tags=["statement"]
+# "No formula from a paper gives 39."
+# "Capping 1F1B at 3, nothing else changed, takes 48. Par is 39."
+from dtlib.schedule import parse, simulate
+
+assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [39, 39, 3]
+capped = []
+for stage in range(4):
+    ahead = min(3 - stage, 2)
+    order = [f"F{m}" for m in range(ahead)]
+    for m in range(8):
+        order += [f"F{m + ahead}"] * (m + ahead < 8) + [f"B{m}"]
+    capped.append([parse(f"{stage}{action}") for action in order])
+assert simulate(capped).makespan == 48
 
 # %% [markdown]
 # No formula from a paper gives 39. A search over all orders does, and a test of the library repeats it.
@@ -150,6 +178,12 @@ F0   I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4-7
 
 # %%
 lab.check("schedule-puzzle-4")
+
+# %% tags=["statement"]
+# "no order takes less than 27"
+# "Its bubble is a third of 1F1B's"
+assert found(r"Makespan (\d+), par (\d+); bubble (\d+)%; (\d+) activations") == [27, 3 + 24, 11, 4]
+assert abs(3 / 27 - 0.111) < 0.001 and (27 - 24) / (33 - 24) == 1 / 3
 
 # %% [markdown]
 # The last rank waits for three forward passes and then has 24 units of work: no order takes less than 27. This is ZB-H1. Its bubble is a
@@ -185,6 +219,10 @@ Ann: {four} | {four} | {four} | {four}
 Ben: {two} | {two} | {two} | {two}
 """
 winner = duel.rank(lines, message=0.5)
+
+# %% tags=["statement"]
+# "Ann's order takes four micro-batches at a time, Ben's takes two."
+assert row("Ann", "A message takes 0.5")[-1] == 4 and row("Ben", "A message takes 0.5")[-1] == 2
 
 # %% [markdown]
 # Does the winner win on ranks as well? Here it runs beside 1F1B and ZB-H1, with EMULATED stages and network:

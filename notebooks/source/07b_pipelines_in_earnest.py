@@ -140,6 +140,11 @@ for way in ("uniform", "parameters", "time"):
         print(f"{min(cut, 2)} and {2 - min(cut, 2)} slow ones")
 assert cut == 1  # by time: between the two slow ones
 
+# %% tags=["statement"]
+# "only time is certain"
+# "In this list two layers are slow (EMULATED) and have few parameters"
+assert [found(f"{way} +stage 0.*?; (\\d) and (\\d) slow ones") for way in ("uniform", "parameters", "time")] == [[2, 0], [2, 0], [1, 1]]
+
 # %% [markdown]
 # **Your turn.** One stage takes twice as long as the other three: what does that do to the makespan? Guess, then run
 # `simulate(gpipe(4, 8), {0: 1, 1: 2, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 2, 3: 2})` in a new cell. It gets the times of each
@@ -160,6 +165,14 @@ title = "4 ranks, 8 micro-batches, simulated; in forward passes"
 lab.pictures.lines(series, "message", "makespan", title=title, log="", form=".1f")
 assert min(series, key=lambda name: series[name][0]) == "ZB-H1"
 assert min(series, key=lambda name: series[name][2]) == "GPipe"
+
+# %% tags=["statement"]
+# "With slow messages GPipe is the fastest"
+# "1F1B waits for an answer in every round, and interleaved 1F1B sends twice as many messages."
+slow, none = row("2", "message in" if False else "GPipe: makespan"), row("0", "GPipe: makespan")
+assert min(slow) == slow[0] and min(none) == none[3]
+grows = [late - early for late, early in zip(slow, none, strict=True)]
+assert grows[0] == min(grows) == 2 * 3 * 2 and grows[2] == max(grows)
 
 # %% [markdown]
 # With slow messages GPipe is the fastest: it pays for them only at its beginning and its end. 1F1B waits for an
@@ -187,6 +200,7 @@ lab.table(rows, headers, title, floats=".1f")
 last = rows[-1]
 
 # %% tags=["claim"]
+# "If a message takes longer than the work between two messages, the network is the slowest stage."
 assert all(measured > simulated for *_, simulated, measured in rows)
 
 # %% [markdown]
@@ -215,6 +229,14 @@ rows = [
     for r in table
 ]
 lab.table(rows, ("model", "K", "M", "simulated", "GPipe", "torchgpipe"))
+
+# %% tags=["statement"]
+# "The order agrees better than the sizes"
+table = rows("AmoebaNet-D (18,256)")
+simulated, published = ([numbers[at] for numbers in table] for at in (2, 3))
+pairs = [(a, b) for a in range(5) for b in range(a) if simulated[a] != simulated[b]]
+agree = [(simulated[a] > simulated[b]) == (published[a] > published[b]) for a, b in pairs]
+assert sum(agree) >= 8 > sum(abs(a / b - 1) < 0.1 for a, b in zip(simulated, published, strict=True)) + 5
 
 # %% [markdown]
 # **Discuss.** Sort the rows of each column from slow to fast. Which pairs of rows are in another order than

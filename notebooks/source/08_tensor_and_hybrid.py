@@ -76,6 +76,10 @@ complete = {"columns": equal(by_columns, mine(Y, 1)), "rows": equal(by_rows, Y)}
 assert equal(comm.all_reduce(by_rows.clone()), Y)
 print("complete without an all_reduce:", complete)
 
+# %% tags=["statement"]
+# "Cut by columns, a rank has some outputs, complete. Cut by rows, it has a summand of every output."
+assert count(r"complete without an all_reduce: \{'columns': True, 'rows': False\}") == 1
+
 # %% [markdown]
 # Cut by columns, a rank has some outputs, complete. Cut by rows, it has a summand of every output.
 #
@@ -102,6 +106,10 @@ print("complete without an all_reduce:", complete_backward)
 
 # %% tags=["half-day"]
 figures.cuts(ranks=4)
+
+# %% tags=["statement"]
+# "The two cuts mirror each other."
+assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\}") == 1
 
 # %% [markdown]
 # The two cuts mirror each other. And between these ranks nothing travels for the gradient of a cut *weight*: it is
@@ -137,6 +145,11 @@ lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 one, two = torch.tensor(1.0), torch.tensor(2.0)
 print(f"gelu(1) + gelu(1) = {gelu(one) + gelu(one):.4f}    gelu(1 + 1) = {gelu(two):.4f}")
 lab.read(plain.ParallelMLP)
+
+# %% tags=["statement"]
+# "the activation of a sum is not the sum of the activations"
+two, one = found(r"gelu\(1\) \+ gelu\(1\) = ([\d.]+) gelu\(1 \+ 1\) = ([\d.]+)")
+assert abs(one - two) > 0.1
 
 # %% [markdown]
 # Does it compute the same as one process, gradients included? X has 1,024 rows (tokens) of 128 numbers in float64, and
@@ -192,6 +205,12 @@ rows = [
 lab.table(rows, ("rank 0 of 4", "operation", "bytes sent", "2 B (N-1)/N"))
 assert all(count == formula for _, count in calls)
 
+# %% tags=["statement"]
+# "Columns, then rows: one each way, and nothing between."
+# "2 B (N-1)/N bytes each time"
+sent = [row(what, "2 B (N-1)/N") for what in ("g, forward", "f, backward")]
+assert all(numbers[-1] == numbers[-2] == 2 * 1024 * 128 * 8 * 3 / 4 for numbers in sent)
+
 # %% [markdown]
 # Output and gradients equal those of one process, to 1e-12. In the table, B is the size of X in bytes: only
 # activations travel, so *more hidden features cost no extra byte*.
@@ -219,6 +238,10 @@ found = gradients(mlp)
 wrong = [name for name in expected if not equal(found[name], expected[name])]
 if comm.rank == 0:
     print("wrong:", *wrong)
+
+# %% tags=["statement"]
+# "which is wrong, the output"
+assert count("wrong: X$") == 1 or count("wrong: X\n") == 1
 
 # %% [markdown]
 # Nothing fails, and this layer trains. But the layers before it learn from one summand of their gradient. What the
@@ -332,6 +355,11 @@ assert equal(cut.mlp[0].weight.grad, mine(alone.mlp[0].weight.grad, 0))
 assert equal(cut.mlp[2].weight.grad, mine(alone.mlp[2].weight.grad, 1))
 print(f"last loss: one process {losses[0][9]:.10f}, 4 ranks {losses[1][9]:.10f}")
 
+# %% tags=["statement"]
+# "The norm, and biases that are added after g, are whole on all ranks"
+assert row("norm", "rank 0 of 4")[-1] == 100 and 25 < row("together", "rank 0 of 4")[-1] < 26
+assert len(set(found(r"one process ([\d.]+), 4 ranks ([\d.]+)"))) == 1
+
 # %% [markdown]
 # The norm, and biases that are added after g, are whole on all ranks, and nothing is sent for them: each rank computes
 # the same gradient from the same activations, so they stay equal.
@@ -442,6 +470,10 @@ rows = [(axis, lab.values(f"along_{axis}")[0], by_formula[axis], what[axis]) for
 lab.table(rows, ("axis", "bytes sent", "formula", "what travels"))
 assert all(row[1] == row[2] for row in rows)
 
+# %% tags=["statement"]
+# "In a net as small as ours `data` sends more."
+assert row("data", "what travels")[0] > row("tensor", "what travels")[0]
+
 # %% [markdown]
 # In a net as small as ours `data` sends more.
 
@@ -472,10 +504,19 @@ in_a_step = {
 }
 figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
 
+# %% tags=["statement"]
+# "`tensor` sends most and is waited for most"
+tensor, data, pipe = (row(axis, "times the least")[-1] for axis in ("tensor", "data", "pipe"))
+assert tensor > data > pipe == 1
+
 # %% [markdown] tags=["half-day"]
 # Every layer also waits for the `all_reduce`s of `tensor`, while gradients along `data` can travel during the
 # backward pass, and messages along `pipe` go to one neighbour. So `tensor` stays **inside a machine**, where links
 # are fastest (D. Narayanan et al., 2021); `pipe` and `data` go between machines.
+
+# %% tags=["statement"]
+# "`tensor` is the last axis of a mesh"
+assert row("3", "group along data") == [1, 3, 2, 3]
 
 # %% [markdown]
 # Ranks with consecutive numbers mostly share a machine, so `tensor` is the last axis of a mesh.
@@ -555,6 +596,12 @@ rows = [
 headers = ("ZeRO", "last loss", *operations)
 lab.table(rows, headers, "Bytes that rank 0 sent in five steps")
 reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items()}
+
+# %% tags=["statement"]
+# "The losses are equal."
+# "at stage 2 each of them costs a `reduce_scatter`"
+none, one, two = (row(f"stage {stage}", "in five steps") for stage in (0, 1, 2))
+assert none[0] == one[0] == two[0] and two[3] == 4 * one[3]
 
 # %% [markdown]
 # The losses are equal. A pipeline needs many micro-batches for a small bubble, and at stage 2 each of them costs a

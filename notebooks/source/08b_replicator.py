@@ -117,6 +117,10 @@ if comm.rank == 0:
     print(f"losses {tuple(between['loss'].shape)}: steps, replicas")
     print("in a step:", *per_step, sep="\n    ")
 
+# %% tags=["statement"]
+# "The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). Then come the hits."
+assert found(r"all_reduce\(mean\) of \((\d+),\) float64 all_reduce\(sum\)") == [64 * 10 + 10 + 2]
+
 # %% [markdown]
 # The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). Then come
 # the hits.
@@ -146,6 +150,10 @@ rows = [(step, *(f"{loss[step]:.10f}" for loss in losses), hits[step]) for step 
 headers = ("step", "4 processes: loss", "1 graph: loss", "right of 96")
 lab.table(rows, headers)
 
+# %% tags=["statement"]
+# "Each replica has the same losses both ways, to 1e-12."
+assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4, 9))
+
 # %% [markdown]
 # Each replica has the same losses both ways, to 1e-12. Here is the rewired graph. (Operations that only give a tensor
 # another shape or name are left out; `print(replicator.graph())` counts all of them, and `graph().dot()` is for
@@ -154,6 +162,10 @@ lab.table(rows, headers)
 # %%
 figures.rewired(replicator.graph())
 exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
+
+# %% tags=["statement"]
+# "each mark has become a real exchange between the replicas"
+assert count(r"==== all_reduce") == 2
 
 # %% [markdown]
 # Replicas go from exchange to exchange together. When `apply_gradients` changes the shared variables, every replica
@@ -201,6 +213,10 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
         replicator.run(step_fn, lambda replica_id: [torch.ones(3)])
     except DtlibError as refusal:
         print(lab.fold(f"{refusal}\n"))
+
+# %% tags=["statement"]
+# "the message names the line"
+assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [2]
 
 # %% [markdown]
 # Both work with one process per replica, because there Python runs in every step. Every system that captures graphs

@@ -254,6 +254,7 @@ if comm.rank == 0:
 
 # %% tags=["claim"]
 # %%px
+# "At its best the model writes what a person has written."
 scores = [float(part[:4]) for part in three.split("ROUGE-L ")[1:]]
 assert scores[0] > 0.7 > 0.5 > scores[1] > 0.2 > scores[2]
 

@@ -46,14 +46,14 @@ place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
 print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
-# On your laptop there is one node. In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1
-# of 2` on half of the ranks: `lab.engines()` looks for a job around it and takes all of its nodes.
+#  In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the
+# ranks: `lab.engines()` looks for a job around it and takes all of its nodes.
 
 # %%
 figures.machine()
 
 # %% [markdown]
-# What a program may *not* assume any more:
+# (From an A100 of 2020 to a B200 of 2024.) What a program may *not* assume:
 #
 # - a file that one rank writes is there for the others (only in a shared folder);
 # - `localhost` is where the others are; a port that is free here is free there;
@@ -71,16 +71,16 @@ lab.read(script)
 lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
-# `mpiexec -n 2 python pi_mpi4py.py` has just run in the background. On a cluster you do not run it, you ask for it: a
-# *batch script* says what you need and what to run, and the scheduler runs it when nodes are free.
+# On a cluster you do not run `mpiexec -n 2 python pi_mpi4py.py`, you ask for it: a *batch script* says what you need
+# and what to run, and the scheduler runs it when nodes are free.
 
 # %%
 print(figures.job_script("slurm", ["pi_mpi4py.py"]))
 
 # %% [markdown]
-# Lines with `#SBATCH` are the request; below them is what runs, on the first node. mpiexec asks Slurm for the other nodes.
-# What differs between sites is in one short file, `cluster_profiles/site.toml`. The page beside it shows the same program
-# under PBS, ssh, torchrun and DeepSpeed's launcher.
+# Lines with `#SBATCH` are the request; below them is what runs, on the first node. mpiexec asks Slurm for the other
+# nodes. What differs between sites is in one short file, `cluster_profiles/site.toml`. The page beside it shows PBS,
+# ssh, torchrun and DeepSpeed's launcher.
 #
 # **Discuss.** torchrun starts processes, but no MPI. What would `pi_mpi4py.py` print under `torchrun --nproc-per-node 2`?
 #
@@ -115,11 +115,13 @@ strong, weak = lab.values("strong")[0], lab.values("weak")[0]
 figures.scaling(strong, weak, usable_cores())
 
 # %% tags=["claim"]
+# "Left of the dotted line each rank has a core; right of it they share cores."
 assert strong[4] < 2 * strong[1]
+assert usable_cores() >= 4 or weak[4] > 1.3 * weak[1]
 
 # %% [markdown]
-# Up to the dotted line this measures ranks; to the right of it they share cores, and it measures the machine. A plot of
-# scaling needs the number of cores.
+# Left of the dotted line each rank has a core; right of it they share cores. A plot of scaling needs the number of
+# cores.
 #
 # ## Amdahl's law
 #
@@ -168,7 +170,14 @@ title = "A tenth is serial (EMULATED); dashed: Amdahl"
 figures.beyond(emulated, lambda n: scaling.amdahl(0.1, n), 1024, title)
 
 # %% tags=["claim"]
+# "Measured on an emulated accelerator"
 assert 2.5 < emulated[1] / emulated[4] < 3.2
+
+# %% tags=["statement"]
+# "From 64 ranks on, nearly all ranks wait for one."
+# "ideally N ranks take an N-th of the time"
+models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
+assert all(gain / n < 0.15 for n, gain in models.items()) and models[1024] < 10
 
 # %% [markdown]
 # Filled marks were measured, hollow ones computed. From 64 ranks on, nearly all ranks wait for one.
@@ -193,23 +202,34 @@ strong_model = {n: 0.2 / n / scaling.step(n, 0.2 / n, **NETWORK) for n in ranks}
 both = {"weak": weak_model, "strong": strong_model}
 figures.modelled(both, "efficiency", "A step of data parallelism")
 
+# %% tags=["statement"]
+# "Weak scaling hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8."
+# "Strong scaling ends where a rank's computing is as short as the all-reduce"
+few, many = row("8", "A step of data"), row("4,096", "A step of data")
+assert few[0] == many[0] == 93 and many[1] == 0 < few[1] and 2 * 4095 / 4096 < 1.15 * 2 * 7 / 8
+assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]  # 0.2 s / 8 are 25 ms, the all-reduce 14
+
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling
-# hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8. In this model nothing ever fails,
-# and nobody is late: real curves lie below.
+# hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8. Nothing fails here, and nobody is
+# late: real curves lie below.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?
 #
 # ## What 90 % on 512 GPUs means
 #
-# Horovod's authors published one figure that everybody quotes:
+# Horovod's authors published Inception V3 and ResNet-101 at 90 %, VGG-16 at 68 %. Everybody quotes the first:
 
 # %%
 with open(Path("..") / ".." / "data" / "horovod_scaling.csv") as file:
     published = next(csv.DictReader(file))
 print(f"{published['model']} on {published['gpus']} GPUs: {published['scaling_efficiency_pct']} %")
 print(published["source"])
+
+# %% tags=["statement"]
+# "Inception V3 and ResNet-101 at 90 %, VGG-16 at 68 %"
+assert found(r"on (\d+) GPUs: (\d+) %") == [512, 90]
 
 # %% [markdown]
 # **Predict.** How many times the images per second of one GPU is that?
@@ -229,15 +249,21 @@ serial = scaling.serial_fraction(share, gpus)
 print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
-# It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say how
-# soon the network is trained (lesson 05), nor how fast one GPU is: a slower program gets a better efficiency. And it
-# depends on the model: few parameters and much computing, as in Inception V3, is the easy case. Here is our model for 512
-# ranks, with more and more parameters for the same computing:
+# It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say
+# how soon the network is trained (lesson 05), nor how fast one GPU is: a slower program gets a better efficiency. And
+# few parameters and much computing, as in Inception V3, is the easy case. Here is our model for 512 ranks, with more
+# and more parameters for the same computing:
 
 # %%
 for million in (25, 140, 700, 3500):
     seconds = scaling.step(512, 0.2, 4e6 * million, 5e-6, 12.5e9)
     print(f"{million:5} million parameters: {0.2 / seconds:4.0%} by the model, nothing hidden")
+
+# %% tags=["statement"]
+# "with more and more parameters for the same computing"
+# "few parameters and much computing, as in Inception V3, is the easy case"
+kept = [found(f"{million} million parameters: (\\d+)%")[0] for million in (25, 140, 700, 3500)]
+assert kept == sorted(kept, reverse=True) and kept[0] > 90 and abs(kept[1] - 68) < 3
 
 # %% [markdown]
 # **Three questions for any such figure:** strong or weak? Efficiency against which base, one GPU or one node? What is
@@ -245,9 +271,9 @@ for million in (25, 140, 700, 3500):
 #
 # ## Why a ring of 1,024 is slow for small messages
 #
-# The ring sends the fewest bytes, which made it famous. But it is a queue: a chunk visits all ranks, one after the other,
-# twice. **Predict.** How many rounds does an all-reduce of 1,024 ranks take as a ring? And with Rabenseifner's algorithm,
-# which halves the array with a partner log2 N times and then doubles it again?
+# The ring sends the fewest bytes. But it is a queue: a chunk visits all ranks in turn, twice. **Predict.** How many
+# rounds does an all-reduce of 1,024 ranks take as a ring? And with Rabenseifner's algorithm, which halves the array
+# with a partner log2 N times and then doubles it again?
 
 # %% tags=["stub"]
 lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
@@ -269,6 +295,11 @@ if comm.rank == 0:
     for algorithm, (messages, count) in sent.items():
         print(f"{algorithm}: {messages} messages, {count} bytes")
 
+# %% tags=["statement"]
+# "The same bytes in fewer messages."
+(many, sent), (few, as_much) = found(r"ring: (\d+) messages, (\d+) bytes"), found(r"rabenseifner: (\d+) messages, (\d+) bytes")
+assert few < many and sent == as_much
+
 # %% [markdown]
 # The same bytes in fewer messages. And on many ranks, by the model of lesson 03 (5 µs, 25 GB/s):
 
@@ -286,19 +317,26 @@ figures.modelled(small, "ms", "All-reduce of 4 MB", form=".2f", log=True)
 large = {name: milliseconds(algorithm, 4e9) for name, algorithm in names.items()}
 figures.modelled(large, "ms", "All-reduce of 4 GB", form=".0f", log=True)
 
+# %% tags=["statement"]
+# "At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's."
+# "At 4 GB the two hardly differ."
+ring, _, halving = row("1,024", "All-reduce of 4 MB")
+assert round(ring / halving) == 25 and found(r"ring: you predicted (\d+)") == [2046]
+ring, _, halving = row("1,024", "All-reduce of 4 GB")
+assert ring < 1.05 * halving
+
 # %% [markdown]
-# At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two hardly
-# differ. So a library has several, and chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
-# Fewer, larger messages help all of them: that is why gradients travel in buckets.
+# At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
+# hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
 #
-# Links inside a machine are also faster than those between machines. So one often reduces inside each machine first, and
-# then between machines with one rank of each.
+# Links inside a machine are faster, so one often reduces inside each machine first, then between machines with one
+# rank of each.
 #
 # ## Two hosts, measured
 #
-# No model this time: two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are network
-# namespaces of one machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest:
-# `"ring"`, `"tree"`, `"recursive_doubling"` or `"rabenseifner"`?
+# Two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are network namespaces of one
+# machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest: `"ring"`,
+# `"tree"`, `"recursive_doubling"` or `"rabenseifner"`?
 
 # %% tags=["stub"]
 lab.predict("fastest-of-two-hosts", {"4 kB": None, "4 MB": None})
@@ -310,13 +348,29 @@ lab.predict("fastest-of-two-hosts", {"4 kB": "recursive_doubling", "4 MB": "recu
 measured = figures.slow_network()
 lab.table(*figures.milliseconds_of(measured, "all-reduce"))
 
+# %% tags=["statement"]
+# "The ring sends the fewest bytes, but is not the fastest here"
+# "The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and 5 + 400 for doubling"
+# "A round of the ring took 107 ms, not 55"
+table = {way: row(way, "all-reduce of 4 MB: ms") for way in ("ring", "tree", "recursive_doubling", "rabenseifner")}
+assert all(min(table, key=lambda way: table[way][column]) == "recursive_doubling" for column in (0, 1))
+crossing, megabyte = 5, 1000 / 20
+assert 6 * (crossing + megabyte) == 330 < crossing + 2 * 4 * megabyte == 405 and round(table["ring"][1] / 6) == 107
+
 # %% [markdown]
-# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times, one after another,
-# and doubling once. Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB, leave in 2, 8
-# or 64 buckets, after it ("then") or during it ("meanwhile"):
+# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times, one after
+# another, and doubling once. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and
+# 5 + 400 for doubling, whose two arrays share the link. A round of the ring took 107 ms, not 55: over TCP a message
+# costs more than α + n β. Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB,
+# leave in 2, 8 or 64 buckets, after it ("then") or during it ("meanwhile"):
 
 # %%
 lab.table(*figures.milliseconds_of(measured, "backward pass"))
+
+# %% tags=["statement"]
+# "What do 64 buckets pay for, and what can 2 not hide?"
+few, some, many = (row(f"{n} buckets, meanwhile")[0] for n in (2, 8, 64))
+assert some < few < many
 
 # %% [markdown]
 # **Discuss.** Which of this does the model of lesson 03 predict? What do 64 buckets pay for, and what can 2 not hide?

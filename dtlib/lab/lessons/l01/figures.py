@@ -36,7 +36,8 @@ def growth(published: dict, claimed: dict, ylabel: str):
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("+", ""))
     axes.yaxis.minorticks_off()
     axes.legend(loc="upper left")
-    rows = sorted((f"{year:.0f}", name, f"{value:.2g}") for name, (year, value) in published.items())
+    in_time = sorted(published.items(), key=lambda model: model[1])
+    rows = [(f"{int(year)}", name, f"{value:.2g}") for name, (year, value) in in_time]
     return figure, f"{ylabel} against years: published models, and what is claimed.", Table(rows, ("", "model", ylabel))
 
 

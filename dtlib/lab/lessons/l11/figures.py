@@ -7,11 +7,13 @@ from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
 
+# From an A100 (2020) to a B200 (2024), as NVIDIA's data sheets have them: HBM 2.0, 3.35 (H100), 4.8 (H200) and 8 TB/s;
+# NVLink 600, 900 and 1,800 GB/s, both directions together; PCIe 4 and 5, 16 lanes, one direction. Networks to 800 Gb/s.
 LINKS = (
-    ("memory of an accelerator", "1,000 to 4,000 GB/s"),
-    ("accelerators of one machine (NVLink)", "300 to 900 GB/s"),
-    ("accelerator and host (PCIe)", "16 to 64 GB/s"),
-    ("machine and machine (InfiniBand, Ethernet)", "1 to 50 GB/s a link"),
+    ("memory of an accelerator", "2,000 to 8,000 GB/s"),
+    ("accelerators of one machine (NVLink)", "600 to 1,800 GB/s"),
+    ("accelerator and host (PCIe)", "32 to 64 GB/s"),
+    ("machine and machine (InfiniBand, Ethernet)", "1 to 100 GB/s a link"),
 )
 
 
