@@ -41,7 +41,7 @@ section {{ box-sizing: border-box; width: 1280px; height: 720px; padding: 44px 6
 .turned section.here {{ display: flex }}
 h1, h2, p, ul, ol, pre, figure {{ margin: 0 }} p + p, ul + p, p + ul {{ margin-top: 0 }}
 h1 {{ font-size: 60px; margin-top: 90px }} h2 {{ font-size: 42px; color: #0072B2 }}
-section:not(:has(figure)) {{ font-size: 38px }} section:not(:has(figure, pre, .table)) {{ font-size: 44px }}
+section:not(:has(figure)) {{ font-size: 34px }} section:not(:has(figure, pre, .table)) {{ font-size: 42px }}
 ul {{ padding-left: 1.1em }} li {{ margin-bottom: 8px }}
 code {{ font: 0.9em "DejaVu Sans Mono", Menlo, Consolas, monospace }}
 pre {{ line-height: 1.35; font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; border-left: 6px solid #0072B2;
@@ -177,7 +177,7 @@ def _of_lecture(what: str, words: str, outputs: list, where: str) -> Block:
 
 def _coloured(code: str, language: str) -> str:
     lines = code.splitlines()
-    size = min(32, int(1120 / (0.61 * max(map(len, lines)))), int(400 / (1.35 * len(lines))))
+    size = min(32, int(1120 / (0.61 * max(map(len, lines)))), int(360 / (1.35 * len(lines))))
     style = HtmlFormatter(noclasses=True, nowrap=True)
     return f'<pre style="font-size:{size}px">{highlight(code, get_lexer_by_name(language), style)}</pre>'
 
@@ -190,7 +190,7 @@ def _sized(table: str) -> str:
         for row in rows if row
     ]  # fmt: skip
     wide = sum(max(row[at] for row in rows if at < len(row)) for at in range(max(map(len, rows))))
-    size = max(20, min(36, int(1160 / (0.6 * wide)), int(400 / (1.75 * (len(rows) + 1)))))
+    size = max(20, min(32, int(1160 / (0.6 * wide)), int(350 / (1.75 * (len(rows) + 1)))))
     return f'<div class="table" style="font-size:{size}px">{table}</div>'
 
 
