@@ -27,6 +27,9 @@ _LAZY = {
 }
 
 
+# Modules with DeepSpeed's names, which a program that says `import dtlib as deepspeed` finds without importing them.
+_MODULES = ("accelerator", "moe", "pipe", "runtime", "utils")
+
 # Names of DeepSpeed that are not here, for scripts that say `import dtlib as deepspeed`, and the way round.
 _LEFT_OUT = {
     "zero": "stage 3 shards a model that has been built; `zero_optimization` in the config is all it needs",
@@ -39,6 +42,8 @@ _LEFT_OUT = {
 def __getattr__(name):
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return import_module(f"dtlib.{name}")
     if name in _LEFT_OUT:
         from dtlib.errors import MissingName
 

@@ -139,6 +139,7 @@ def test_gradients_travel_while_the_backward_pass_computes_the_others(world):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4)))
     hvd.broadcast_parameters(model.state_dict(), 0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}  # as scripts read it
     kept, negotiator().cap = negotiator().cap, 600
     try:
         rounds = negotiator().rounds

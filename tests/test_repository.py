@@ -35,7 +35,7 @@ FLOORS = (
     ("gradients",),
     ("measure",),
     ("pi", "parallel", "horovod", "backend"),
-    ("checkpoint", "pipe", "accelerator", "utils"),
+    ("checkpoint", "pipe", "accelerator", "utils", "moe", "runtime"),
     ("recovery",),
     ("production",),
     ("training", "workloads", "storage"),

@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 
 IMPORTS = {
     r"^import deepspeed$": "import dtlib as deepspeed",
+    r"^import deepspeed\.": "import dtlib.",
     r"^from deepspeed\.": "from dtlib.",
     r"^import horovod\.torch as hvd$": "import dtlib.horovod as hvd",
     r"^from torch\.nn\.parallel import DistributedDataParallel as DDP$":
@@ -39,6 +40,7 @@ def losses(program, folder, ranks, *arguments, torchrun=False):
         process = start_ranks(command, ranks, **pipes)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
+    out.with_suffix(".txt").write_text(said)
     return json.loads(out.read_text())
 
 
@@ -72,8 +74,10 @@ def test_a_config_whose_section_bf16_is_a_copy_of_fp16():
 
 @pytest.mark.slow
 def test_a_pipeline_for_deepspeed(tmp_path):
-    flag = config(tmp_path, train_micro_batch_size_per_gpu=6)
+    flag = config(tmp_path, train_micro_batch_size_per_gpu=6, steps_per_print=3)
     two = losses("deepspeed_pipeline", tmp_path, 2, flag)
+    printed = re.findall(r"^steps: (\d+) loss: (\d\.\d{4}) ", (tmp_path / "losses2.txt").read_text(), re.MULTILINE)
+    assert printed == [("3", f"{two[2]:.4f}"), ("6", f"{two[5]:.4f}")]
     assert two == pytest.approx(losses("deepspeed_pipeline", tmp_path, 1, flag, "--pipeline-parallel-size=1"), rel=1e-5)
 
 
@@ -87,3 +91,16 @@ def test_a_program_for_horovod(tmp_path):
 def test_a_program_for_torch(tmp_path):
     two = losses("torch_ddp", tmp_path, 2, torchrun=True)
     assert two == pytest.approx(losses("torch_ddp", tmp_path, 1, torchrun=True), rel=1e-5)
+
+
+def test_modules_of_deepspeed_that_programs_import():
+    import dtlib as deepspeed
+    from dtlib.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    group = {"params": [], "name": "parameters"}
+    assert split(group) == [group] == split([group])
+    assert deepspeed.moe.utils.is_moe_param(None) is False
+    deepspeed.runtime.utils.set_random_seed(3)
+    assert callable(deepspeed.utils.log_dist) and deepspeed.pipe.PipelineModule is deepspeed.PipelineModule
+    with pytest.raises(DtlibError, match=r"moe\.layer is not offered.*without its option"):
+        deepspeed.moe.layer  # noqa: B018

@@ -136,7 +136,7 @@ ORDINARY = {
     },
 }  # fmt: skip
 INERT = (
-    "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "dump_state", "tensorboard", "amp", "data_types",
+    "wall_clock_breakdown", "prescale_gradients", "dump_state", "tensorboard", "amp", "data_types",
     "zero_allow_untested_optimizer", *(f"{ZERO}.{key}" for key in (
         "contiguous_gradients", "allgather_partitions", "allgather_bucket_size", "reduce_scatter", "offload_param",
         "stage3_max_live_parameters",

@@ -4,6 +4,9 @@ init_process_group       all ranks      MPI's Idup of the world
 new_group, DeviceMesh    its members    MPI's Create_group: only they are asked
 """
 
+import os
+import sys
+
 from torch import distributed as dist
 
 from dtlib import world as worlds
@@ -92,7 +95,8 @@ def _world():
     if torchrun.started_this() and not is_rank():
         raise DtlibError(
             'init_process_group("dtlib") talks over MPI, and torchrun started these processes without it: start them '
-            'with mpiexec -n N python ..., or take the backend "gloo".'
+            f"with `mpiexec -n {os.environ['WORLD_SIZE']} python {sys.argv[0]}`, or call "
+            'init_process_group("gloo"), on which dtlib.init() has a world under torchrun.'
         )
     return worlds.init()
 

@@ -20,7 +20,7 @@ class _Distributed:
 
     def _distribute(self, named_parameters, **options):
         self.__dict__.update(options)  # compression, op and the others of these names
-        self._names = self._checked_names(named_parameters)
+        self._parameter_names = self._checked_names(named_parameters)
         self._delay = {}  # of a parameter: backward passes until its gradient is submitted
         self._travelling = {}  # of a parameter: its gradient, and what waits for the reduced one
         self._synchronized, self._should_synchronize = False, True
@@ -52,7 +52,7 @@ class _Distributed:
         """Called again for those that were frozen, or not there, the last time. One rank alone reduces nothing."""
         for parameter in self._parameters() if size() > 1 else []:
             if parameter.requires_grad and parameter not in self._hooked:
-                self._names.setdefault(parameter, f"allreduce.noname.{len(self._names)}")
+                self._parameter_names.setdefault(parameter, f"allreduce.noname.{len(self._parameter_names)}")
                 self._delay[parameter] = self.backward_passes_per_step
                 self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_has_come)
 
@@ -70,7 +70,7 @@ class _Distributed:
 
     def _submit(self, parameter) -> None:
         gathered = parameter.grad.is_sparse and not self.sparse_as_dense
-        finish = (self._gather if gathered else self._reduce)(self._names[parameter], parameter.grad)
+        finish = (self._gather if gathered else self._reduce)(self._parameter_names[parameter], parameter.grad)
         self._travelling[parameter] = parameter.grad, finish
 
     def _reduce(self, name, gradient):
@@ -127,8 +127,8 @@ class _Distributed:
     def _store(self, parameter, gradient, reduced) -> None:
         if parameter.grad is not gradient:
             raise AssertionError(
-                f"The gradient of {self._names[parameter]!r} was set to another between backward() and step(), while "
-                "it travelled: set gradients to zero after optimizer.step()."
+                f"The gradient of {self._parameter_names[parameter]!r} was set to another between backward() and "
+                "step(), while it travelled: set gradients to zero after optimizer.step()."
             )
         if reduced.is_sparse:
             parameter.grad = reduced
@@ -214,6 +214,8 @@ def DistributedOptimizer(
         num_groups, groups: without effect: gradients that have come on all ranks travel together anyway.
         sparse_as_dense: sparse gradients travel as dense ones, and are sparse again afterwards; else everyone's
             indices and values are gathered.
+
+    Unlike Horovod's it leaves ``p.grad`` None until the first backward pass: zeros would make a sparse gradient dense.
 
     The step waits for all gradients; to change them before it, as clipping and a GradScaler do (whose changes to
     gradients on their way are not noticed):

@@ -84,7 +84,8 @@ class Pipeline:
 @dataclass
 class Config:
     """A whole config. ``train_batch_size`` is the product of the two below it and the number of ranks; ``seed`` is that
-    of the order in which ``training_data`` comes."""
+    of the order in which ``training_data`` comes. Every ``steps_per_print`` steps a pipeline prints its
+    loss."""
 
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
@@ -97,6 +98,7 @@ class Config:
     zero_optimization: ZeroOptimization = field(default_factory=ZeroOptimization)
     pipeline: Pipeline = field(default_factory=Pipeline)
     seed: int = 0
+    steps_per_print: int | None = None
 
 
 _SECTIONS = {

@@ -1,7 +1,7 @@
 """Keys of ordinary DeepSpeed files for which there is nothing here, and what becomes of them.
 
     an old name                                     becomes the new one
-    how DeepSpeed prints, buffers or sends          accepted; all of them are one warning
+    how DeepSpeed writes, buffers or sends          accepted; all of them are one warning
     another kind of training, or other arithmetic   accepted where it is switched off, else refused
 
 By the section that they are in. Source: deepspeed.ai/docs/config-json.
@@ -10,7 +10,7 @@ By the section that they are in. Source: deepspeed.ai/docs/config-json.
 # What the value must be; ranges are those of the config's own keys (config.py).
 INERT = {
     "": {
-        "steps_per_print": int, "wall_clock_breakdown": bool, "dump_state": bool, "memory_breakdown": bool,
+        "wall_clock_breakdown": bool, "dump_state": bool, "memory_breakdown": bool,
         # Averages are the same, whether gradients are divided before they are added up or after it.
         "prescale_gradients": bool, "gradient_predivide_factor": float, "sparse_gradients": bool,
         "disable_allgather": bool, "zero_allow_untested_optimizer": bool, "zero_force_ds_cpu_optimizer": bool,

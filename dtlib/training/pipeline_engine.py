@@ -1,5 +1,6 @@
 """An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -79,11 +80,20 @@ class PipelineEngine(Engine):
         """
         if loss_fn is not None:
             raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
-        losses = self._run("step", data_iter)
+        began = time.perf_counter()
+        loss = self._run("step", data_iter)
         self.module.reduce_tied_gradients()
         self.micro_steps += self.config.gradient_accumulation_steps
         self._update()
-        return losses
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.comm.rank == 0:
+            seconds = time.perf_counter() - began
+            rate = self.config.train_batch_size / seconds
+            print(
+                f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {seconds:0.3f} samples/sec: {rate:0.3f}",
+                flush=True,
+            )
+        return loss
 
     def eval_batch(self, data_iter=None):
         """The mean loss of as many micro-batches, over all ranks, without training: without dropout, and with the

@@ -5,6 +5,7 @@ import json
 import os
 
 import deepspeed
+import deepspeed.runtime
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
