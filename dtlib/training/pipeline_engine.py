@@ -86,7 +86,7 @@ class PipelineEngine(Engine):
         self.micro_steps += self.config.gradient_accumulation_steps
         self._update()
         every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.comm.rank == 0:
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
             seconds = time.perf_counter() - began
             rate = self.config.train_batch_size / seconds
             print(
