@@ -166,7 +166,8 @@ def test_files_are_short_enough_to_read():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
     long = {name: lines for name, lines in lengths.items() if lines > 300}
     assert not long, f"a file of over 300 lines usually holds two ideas: {long}"
-    del lengths["dtlib/utils.py"]  # has DeepSpeed's name, as scripts import from there
+    for name in ("utils.py", "moe/utils.py", "runtime/utils.py"):  # DeepSpeed's names, as scripts import from there
+        del lengths[f"dtlib/{name}"]
     unclear = [name for name in lengths if Path(name).stem in ("helpers", "utils", "helper", "util", "misc", "common")]
     assert not unclear, f"these names do not say what is inside: {unclear}"
 
