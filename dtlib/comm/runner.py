@@ -124,7 +124,10 @@ class Runner(ObjectOperations):
             raise CommunicationError(f"{operation}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
         link = self._link(self._next_tag())
-        call = self._call(operation, tensor, self._members, self.collective_count, algorithm=algorithm or "", **facts)
+        members, number = self._members, self.collective_count
+        call = Call(
+            operation, tensor, members[self.rank], members, self.name, number, algorithm=algorithm or "", **facts
+        )
         return self._start(call, steps(link, *arguments), link, finish, flat, async_op, self._queue.append)
 
     def _on_gpus(self, tensor, algorithm=None):

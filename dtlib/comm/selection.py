@@ -4,6 +4,8 @@ Small arrays are dominated by the number of messages, large ones by the number o
 measured inside one machine with two cores; on a network it lies elsewhere, but the order of magnitude holds.
 """
 
+from functools import lru_cache
+
 from dtlib.comm import algorithms, mpi_collectives
 from dtlib.errors import CommunicationError
 
@@ -36,6 +38,7 @@ _ON_MANY_RANKS = min(DOUBLING_UP_TO.values())
 HALVING_FROM_RANKS, HALVING_UP_TO = 5, 2**24
 
 
+@lru_cache(maxsize=4096)  # a program sends few sizes, again and again
 def choose(operation: str, count: int, size: int, wanted: str | None = None):
     """The algorithm of an operation for ``count`` bytes on ``size`` ranks, or the ``wanted`` one: a generator function.
 

@@ -26,12 +26,14 @@ def payload(tensor, operation: str, writes: bool) -> types.Payload:
         types.check_name(name, operation)
     if not is_array and not tensor.is_cpu:
         return staged(tensor, name, operation)
-    if isinstance(tensor, np.ma.MaskedArray):
+    if is_array and isinstance(tensor, np.ma.MaskedArray):
         raise CommunicationError(f"{operation} does not know of masks: pass array.filled(...).")
     memory = tensor.view(np.ndarray) if is_array else types.host_memory(tensor, name, operation)
-    if writes and not memory.flags.writeable:
+    if not writes or memory.flags.carray:  # contiguous, and to be written to
+        return types.Payload(tensor, memory)
+    if not memory.flags.writeable:
         raise CommunicationError(f"{operation} writes into its argument, and this array is read-only: pass a copy.")
-    if writes and _overlaps_itself(memory):
+    if _overlaps_itself(memory):
         raise CommunicationError(
             f"{operation} writes into its argument, and elements of this one share memory, as expand() makes them: "
             "pass tensor.clone()."

@@ -53,12 +53,14 @@ class Payload:
 
     def __init__(self, tensor, memory: np.ndarray):
         self.tensor = tensor
-        self.memory = memory  # the tensor's own memory, in its own shape
-        contiguous = memory if memory.flags.c_contiguous else np.ascontiguousarray(memory)
-        self.flat = contiguous.reshape(-1)
+        self.memory = memory  # the tensor's own memory, in its own shape; None where ``flat`` is it
+        if memory.flags.c_contiguous:
+            self.flat, self.memory = memory.reshape(-1), None
+        else:
+            self.flat = np.ascontiguousarray(memory).reshape(-1)
 
     def store(self):
-        if not self.memory.flags.c_contiguous:
+        if self.memory is not None:
             self.memory[...] = self.flat.reshape(self.memory.shape)
         if not isinstance(self.tensor, np.ndarray):
             _tell_autograd(self.tensor)
@@ -67,10 +69,15 @@ class Payload:
 
 def _tell_autograd(tensor) -> None:
     """It was written to behind torch's back: a backward pass that needs what was there must fail, not go wrong."""
-    import torch
-
     if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+        _increment_version()(tensor)
+
+
+@cache
+def _increment_version():
+    from torch.autograd.graph import increment_version
+
+    return increment_version
 
 
 def check_name(name: str, operation: str) -> None:
@@ -120,9 +127,13 @@ def combiner(tensor, op: str, operation: str):
     Raises:
         CommunicationError: for an operation that the table refuses for this type.
     """
+    return _combiner(type_name(tensor), op, operation)
+
+
+@cache
+def _combiner(name: str, op: str, operation: str):
     if op not in REDUCTIONS:
         raise CommunicationError(f"{operation} has no op {op!r}: choose one of {', '.join(REDUCTIONS)}.")
-    name = type_name(tensor)
     if op not in ALLOWED.get(name, ()):
         if op == "mean" and name in INTEGERS:
             cure = "it would round: use op='sum' and divide, or convert with tensor.float()"

@@ -1,6 +1,7 @@
 """Where each rank was last seen, outside MPI: MPI cannot ask a rank that is stuck.
 
-The ranks of a node share one small file, a slot a rank. Its name is removed as soon as all have opened it, so that
+The ranks of a node share one small file, a slot a rank: what is new with each operation and state, then the call, which
+is the same again and again and is put into words once. Its name is removed as soon as all have opened it, so that
 nothing is left over, however the ranks end. Across nodes a thread on one rank of each carries the slots to a store.
 
     rank 0   waits in all_reduce ...   |   rank 1   waits in all_reduce ...   |   rank 2   finished barrier ...
@@ -14,8 +15,9 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
-SLOT = 512  # bytes
+SLOT, HEAD = 640, 160  # bytes, and those of them that hold number, state and cell
 LONGEST = 80  # characters of a call or a communicator's name, on every rank alike, as ranks compare them
 CARRY_SECONDS = 0.5
 
@@ -51,7 +53,7 @@ class Board:
         self.rank = rank
         self.members = list(members)
         self._mine = self.members.index(rank)
-        self._last = Sighting("started")
+        self._number, self._call = 0, _in_words()
         with open(file, "r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), SLOT * len(self.members))
 
@@ -66,23 +68,23 @@ class Board:
     def publish(self, state: str, call=None) -> None:
         """Say what this rank does; without a call it is about the last one."""
         if call is not None:
-            what, group = str(call)[:LONGEST], call.group[-LONGEST:]
-            self._last = Sighting(state, call.operation, what, call.where, group, call.number, tuple(call.peers))
-        self._last.state, self._last.over = state, ""
-        self._write()
+            words = _in_words(call.operation, str(call)[:LONGEST], call.where, call.group[-LONGEST:], tuple(call.peers))
+            self._number, self._call = call.number, words
+        self._write(state)
 
     def end_cell(self, state: str) -> None:
         """Say how the cell ended on this rank, which calls nothing more in it."""
-        self._last.state, self._last.over = state, cell
-        self._write()
+        self._write(state, over=cell)
 
-    def _write(self) -> None:
-        self._memory[SLOT * self._mine : SLOT * (self._mine + 1)] = _fitted(self._last).ljust(SLOT)
+    def _write(self, state: str, over: str = "") -> None:
+        head = b"%d %b" % (self._number, _state_in_words(state, over))
+        start = SLOT * self._mine
+        self._memory[start : start + SLOT] = head.ljust(HEAD) + self._call
 
     def clear(self, state: str) -> None:
         """Forget the last call: what was before concerns nobody any more."""
-        self._last = Sighting(state)
-        self.publish(state)
+        self._number, self._call = 0, _in_words()
+        self._write(state)
 
     def seen(self) -> dict[int, Sighting]:
         """What each rank did last; a rank is missing if it has not said anything yet, or is writing just now."""
@@ -119,24 +121,41 @@ class ClusterBoard(Board):
             key = f"node {node}"
             if node != self._node and self._store.check([key]):
                 others = json.loads(self._store.get(key))
-                found.update({int(rank): _read(json.dumps(content)) for rank, content in others.items()})
+                found.update({int(rank): _sighting(**content) for rank, content in others.items()})
         return found
 
 
-def _fitted(sighting: Sighting) -> bytes:
-    """As JSON that fits into a slot: what is least needed is cut first. Without its peers, a rank waits for all."""
-    content = vars(sighting).copy()  # asdict() takes ten times as long
-    for name, length in (("where", 40), ("state", 80), ("peers", 0), ("where", 0), ("what", 20), ("state", 20)):
-        text = json.dumps(content, ensure_ascii=False).encode(errors="replace")
-        if len(text) <= SLOT:
-            return text
+@lru_cache(maxsize=1024)
+def _in_words(operation="", what="", where="", group="", peers=()) -> bytes:
+    """A call as JSON that fits into its part of a slot: what is least needed is cut first. Without its peers, a rank
+    waits for all."""
+    content = {"operation": operation, "what": what, "where": where, "group": group, "peers": peers}
+    whole = ("where", None)
+    for name, length in (whole, ("where", 40), ("peers", 0), ("where", 0), ("what", 20), ("group", 0), ("what", 0)):
         content[name] = content[name][:length]
-    return json.dumps(asdict(Sighting(content["state"], number=sighting.number, over=sighting.over))).encode()
+        text = json.dumps(content, ensure_ascii=False).encode(errors="replace")
+        if len(text) <= SLOT - HEAD:
+            return text.ljust(SLOT - HEAD)
+    raise AssertionError("an operation's name is short")
 
 
-def _read(text) -> Sighting:
-    content = json.loads(text)
-    return Sighting(**{**content, "peers": tuple(content["peers"])})
+@lru_cache(maxsize=256)
+def _state_in_words(state: str, over: str) -> bytes:
+    for length in (80, 40, 20, 0):
+        text = json.dumps([state[:length], over], ensure_ascii=False).encode(errors="replace")
+        if len(text) <= HEAD - 20:  # beside the number
+            return text
+    return json.dumps(["", ""]).encode()
+
+
+def _read(slot) -> Sighting:
+    number, _, state = slot[:HEAD].partition(b" ")
+    state, over = json.loads(state)
+    return _sighting(state, number=int(number), over=over, **json.loads(slot[HEAD:]))
+
+
+def _sighting(state, peers=(), **facts) -> Sighting:
+    return Sighting(state, peers=tuple(peers), **facts)
 
 
 def publish(state: str, call=None) -> None:

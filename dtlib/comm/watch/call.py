@@ -3,6 +3,7 @@
 import linecache
 import os
 import sys
+from functools import cache, lru_cache
 from pathlib import Path
 
 from dtlib.comm.types import type_name
@@ -40,6 +41,7 @@ class Call:
         return short if self.tensor is None else f"{short} of {shape_and_type(self.tensor)}"
 
 
+@lru_cache(maxsize=1024)
 def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
     """A use of an operation for people, without the tensor: ``all_reduce(sum, ring)``, ``reduce(sum to rank 0)``."""
     whom = "" if peer is None else f"{'to' if operation in ('send', 'reduce', 'gather') else 'from'} rank {peer}"
@@ -48,7 +50,12 @@ def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
 
 
 def shape_and_type(tensor) -> str:
-    return f"{tuple(tensor.shape)} {type_name(tensor)}"
+    return _shape_and_type(tensor.shape, type_name(tensor))
+
+
+@lru_cache(maxsize=1024)
+def _shape_and_type(shape, name: str) -> str:
+    return f"{tuple(shape)} {name}"
 
 
 def callers_line() -> str:
@@ -64,6 +71,7 @@ def callers_line() -> str:
     return text
 
 
+@cache
 def _is_not_the_callers(file: str) -> bool:
     """dtlib's own files, and what calls it in between: torch's hooks and modules, and context managers."""
     return file.startswith(_PACKAGE) or _TORCH in file or file.endswith(("contextlib.py", "typing_extensions.py"))

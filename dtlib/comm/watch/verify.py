@@ -8,6 +8,8 @@ packet and travel in log2 N rounds, so in a notebook it is always on.
     rank 2   broadcast(from rank 0) of (1,) .. line 5 /
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from dtlib.comm.algorithms import dissemination_all_gather
@@ -16,6 +18,7 @@ from dtlib.errors import RESET, CommunicationError
 NOTE = 320  # bytes
 
 
+@lru_cache(maxsize=1024)  # the same calls again and again
 def note_of(what: str, where: str) -> np.ndarray:
     """What a rank tells the others: a call and its line, cut to fit."""
     text = f"{what[:200]}\n{where}".encode()[:NOTE]
@@ -30,8 +33,11 @@ def read_note(note: np.ndarray) -> tuple[str, str]:
 def verified(link, call, steps):
     """``steps``, once it is certain that all ranks of ``link`` have called the same."""
     notes = np.empty((link.size, NOTE), dtype=np.uint8)
-    notes[0] = note_of(str(call), call.where)
+    notes[0] = note = note_of(str(call), call.where)
     yield from dissemination_all_gather(link, notes)
+    if (notes == note).all():
+        yield from steps
+        return
     said = [read_note(note) for note in notes]
     if len({what for what, _ in said}) > 1:
         # The table begins with this rank; the sentence is the same on all.
