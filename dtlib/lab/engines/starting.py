@@ -67,10 +67,11 @@ def warning(ranks: int) -> str | None:
 
 def why_new(note: dict, ranks: int | None, restart: bool) -> str:
     """Why ranks that run are replaced: ``note`` is the record of them, ``ranks`` how many are wanted."""
-    if restart:
-        return f"the {note['ranks']} that ran have been ended, as restart=True asks."
-    if note and ranks not in (None, note["ranks"]):
-        return f"{note['ranks']} were there before."
+    had = note.get("ranks")  # none where a start was cut short
+    if restart and had:
+        return f"the {had} that ran have been ended, as restart=True asks."
+    if had and ranks not in (None, had):
+        return f"{had} were there before."
     return "those that were there do not answer, as they are stuck, or as this machine is very busy."
 
 
