@@ -382,7 +382,7 @@ def test_an_mpiexec_that_fails_leaves_nothing(workshop_folder, monkeypatch):
     monkeypatch.chdir(workshop_folder)
     config = workshop_folder / workshop.PROFILE / "ipcluster_config.py"
     config.write_text(config.read_text() + "\nc.MPILauncher.mpi_cmd = ['/bin/false']\n")
-    with pytest.raises(DtlibError, match=r"ranks came up|did not start"):
+    with pytest.raises(DtlibError, match=r"had come up|did not start"):
         lab.engines(2)
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 

@@ -393,7 +393,8 @@ more, own = np.polyfit(list(reading), list(reading.values()), 1)
 model = {n: utilisation.modelled(0.016, more, n, own=own) for n in (1, 2, 3, 4, 6, 8, 12, 16)}
 figures.against_ranks(au, model)
 print(f"A batch takes {1e3 * own:.1f} ms, and {1e3 * more:.1f} ms more for each rank that reads.")
-print(f"AU is off by up to {100 * max(abs(model[n] - au[n]) for n in au):.0f} points on 1 to 4 ranks.")
+off = 100 * max(abs(model[n] - au[n]) for n in au)
+print(f"AU is off by up to {off:.0f} points on 1 to 4 ranks.")
 
 # %% tags=["claim"]
 # "while a batch is read within the time of a step, AU is 100 %; beyond that it falls as 1 / time"
