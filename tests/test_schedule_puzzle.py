@@ -66,7 +66,7 @@ def test_what_the_puzzle_tells_of_other_limits_is_so():
     text = (ROOT / "notebooks" / "source" / "07_schedule_puzzle_exercises.py").read_text()
     assert "With two it is 51" in text and shortest(4, 8, 2) == 51
     capped = [[Action(rank, kind, m) for kind, m in in_turns(ahead, 8)] for rank, ahead in enumerate((3, 3, 2, 1))]
-    assert "gives 48" in text and simulate(capped).makespan == 48
+    assert "takes 48" in text and simulate(capped).makespan == 48
 
 
 def in_turns(ahead: int, m: int):
