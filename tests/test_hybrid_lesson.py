@@ -132,7 +132,7 @@ RIGHT = {
 }
 
 
-@on_ranks(1, 3, 4, slow=(1, 4))
+@on_ranks(1, 3, 4, slow=(1, 4), time_limit=150)
 @pytest.mark.parametrize("exercise", RIGHT)
 def test_every_right_answer_to_lesson_08_passes(world, exercise):
     for answer in RIGHT[exercise]:
