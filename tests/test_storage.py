@@ -406,6 +406,13 @@ def shorter_inside(path):
     path.write_bytes(data[:70] + data[73:])
 
 
+def longer_number(path):
+    """Three bytes more within sample 33, at its number."""
+    data = path.read_bytes()
+    at = data.index(np.int32(33).tobytes())
+    path.write_bytes(data[:at] + b"xyz" + data[at:])
+
+
 def another_column(path):
     from pyarrow import parquet
 
@@ -476,10 +483,12 @@ DAMAGED = [  # format, file, damage, lost samples, the byte at which it is notic
     ("shards", "shard-00002.bin", shorter_inside, THIRD, 517, "517 bytes, and 16 records of 32 need 520"),
     ("tar", "shard-00002.tar", truncated, range(44, 48), None, "ends at byte 12800"),
     ("tar", "shard-00002.tar", Path.unlink, THIRD, 0, "No such file"),
+    ("tar", "shard-00002.tar", longer_number, range(33, 48), None, "or one before it, has another length"),
     ("tar", "shard-00002.tar", shorter_member, [34], 2048, "no record 0000034 of 32 bytes"),
     ("parquet", "shard-00002.parquet", truncated, THIRD, None, "cannot be read as Parquet"),
     ("parquet", "shard-00002.parquet", Path.unlink, THIRD, 0, "No such file"),
     ("parquet", "shard-00002.parquet", another_column, THIRD, None, "no column 'number', only nr, data"),
+    ("parquet", "shard-00002.parquet", longer_number, THIRD, None, "bytes instead of"),
     ("parquet", "shard-00002.parquet", fewer_rows, THIRD, 0, "9 rows instead of 16"),
     ("parquet", "shard-00002.parquet", other_groups, THIRD, 0, "row groups of up to 4 rows instead of 8"),
     ("parquet", "shard-00002.parquet", null_number, range(32, 40), None, "column 'number' has rows without a value"),

@@ -113,6 +113,13 @@ class ColumnReader(Reader):
         groups = [table.metadata.row_group(at).num_rows for at in range(table.num_row_groups)]
         if groups != [min(self.block, rows - first) for first in range(0, rows, self.block)]:
             raise self._damaged(name, 0, f"row groups of up to {max(groups)} rows instead of {self.block}")
+        # Where bytes are missing in a column, or are too many, its values would be read from the wrong place.
+        chunks = [table.metadata.row_group(at).column(c) for at in range(len(groups)) for c in range(len(schema))]
+        pages = max(
+            ((c.dictionary_page_offset or c.data_page_offset) + c.total_compressed_size for c in chunks), default=4
+        )
+        if (size := self.files.size(name)) != (wanted := pages + table.metadata.serialized_size + 8):
+            raise self._damaged(name, size, f"{size} bytes instead of {wanted}")
         for column in self.columns:
             kind = self.dtype[column]
             wanted = pa.binary(kind.itemsize) if kind.subdtype else pa.from_numpy_dtype(kind)

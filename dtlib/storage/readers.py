@@ -5,6 +5,7 @@ any batch, and there is no state to be saved here. ``open_samples(folder)`` (``o
 """
 
 import operator
+import tarfile
 from bisect import bisect_right
 from contextlib import suppress
 from itertools import accumulate
@@ -193,13 +194,26 @@ class TarReader(_Pieces):
         name, offset, header = self.names[file], at * self.stride, bytearray(512)
         if self.files.read_into([memoryview(header), memory], name, offset) < 512 + len(memory):
             raise self._ends_early(name, offset)
-        if header[124:135] != b"%011o" % len(memory) or not header.startswith(b"%07d.bin\0" % number):
+        known = header[124:135] == b"%011o" % len(memory) and header.startswith(b"%07d.bin\0" % number)
+        if not (known and self._is_followed(file, at, number)):
             path = self.files.path(name)
             raise StorageError(
                 path, offset,
                 f"{path} has at byte {offset} no record {number:07} of {len(memory)} bytes: it, or one before it, has "
                 f"another length; {CURE}",
             )  # fmt: skip
+
+    def _is_followed(self, file: int, at: int, number: int) -> bool:
+        """Where bytes are missing in a record, or are too many, what follows it is not at its place. It is looked at in
+        files of another length: at the next name, or the zeros at the end, or nothing, where the file is cut off."""
+        name, count = self.names[file], self.counts[file]
+        blocks = -(-(count * self.stride + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE)
+        if self.files.size(name) == blocks * tarfile.RECORDSIZE:
+            return True
+        after = b"%07d.bin\0" % (number + 1) if at + 1 < count else bytes(12)
+        came = bytearray(len(after))
+        got = self.files.read_into([memoryview(came)], name, (at + 1) * self.stride)
+        return after.startswith(came[:got])
 
 
 def _field(rows: torch.Tensor, dtype: np.dtype, name: str) -> torch.Tensor:
