@@ -123,6 +123,12 @@ class KeepsWholeWeights(RightMLP):
         self.whole = [linear1.weight.detach(), linear2.weight.detach()]
 
 
+class KeepsWholeWeightsInNumpy(RightMLP):
+    def __init__(self, linear1, linear2, comm):
+        super().__init__(linear1, linear2, comm)
+        self.whole = [linear.weight.detach().numpy().copy() for linear in (linear1, linear2)]
+
+
 class CutTheWrongWay(RightMLP):
     """Hidden features of the next rank in the second weight."""
 
@@ -182,6 +188,7 @@ WRONG = {
         GathersWeights: "too-many-bytes",
         GathersOnce: "too-many-bytes",
         KeepsWholeWeights: "whole-held",
+        KeepsWholeWeightsInNumpy: "whole-held",
         CutTheWrongWay: "other-values",
         FeaturesOfTheNextRank: "other-shard",
         AddsUpWeightGradients: "shards-reduced",

@@ -111,6 +111,20 @@ class KeepsAView(RightRow):
         self.weight = nn.Parameter(whole.weight.detach().chunk(comm.size, 1)[comm.rank])
 
 
+class KeepsACopyInNumpy(RightRow):
+    """Beside its shard, where no tensor has it."""
+
+    def __init__(self, whole, comm):
+        super().__init__(whole, comm)
+        self.whole = whole.weight.detach().numpy().copy()
+
+
+class KeepsACopyInBytes(RightRow):
+    def __init__(self, whole, comm):
+        super().__init__(whole, comm)
+        self.whole = whole.weight.detach().numpy().tobytes()
+
+
 class ReturnsNothing(RightRow):
     def forward(self, x_slice):
         reduce_from_ranks(linear(x_slice, self.weight), self.comm)
@@ -129,6 +143,8 @@ WRONG = {
         ReducesBackwardToo: "g-reduces-too",
         Detached: "no-gradient",
         KeepsAView: "whole-held",
+        KeepsACopyInNumpy: "whole-held",
+        KeepsACopyInBytes: "whole-held",
         ReturnsNothing: "type",
     },
 }

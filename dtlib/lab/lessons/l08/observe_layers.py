@@ -51,13 +51,13 @@ def _observe(cls, comm, kind: str, mine) -> dict:
 
     from dtlib.comm.watch.recorder import recording
 
-    with Snapshot() as before:
+    with Snapshot(cls) as before:
         whole = make_linears(kind)
         theirs = [parameter for linear in whole for parameter in linear.parameters()]
         model = cls(*whole, comm)
         shared = _with_memory_of(model, theirs)
         del whole, theirs
-        seen = {"held": nbytes(before.new()), "shared": shared, "passes": []}
+        seen = {"held": nbytes(before.new(of=[model])), "shared": shared, "passes": []}
     for step in range(PASSES):
         x, gradient = make_input(kind, step)
         x = mine(x).clone().requires_grad_()
