@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtlib.comm import selection
+from dtlib.comm import link, selection
 from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
 from tests.ranks import on_ranks
 
@@ -157,6 +157,68 @@ def test_large_messages_in_both_directions_do_not_deadlock(world):
     receiving = world.comm.recv(incoming, other, async_op=True)
     world.comm.barrier()  # a collective in between waits for neither
     assert (receiving.wait() == other).all() and sending.wait() is outgoing
+
+
+@on_ranks(2, 3)
+def test_messages_that_are_cut_arrive_as_one(world):
+    """A piece has 64 bytes: below, at and above multiples of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "LARGEST", 64)
+        cut_messages(world)
+
+
+def cut_messages(world):
+    import dtlib
+
+    comm, size = world.comm, world.size
+    right, left = (world.rank + 1) % size, (world.rank - 1) % size
+    for each in (comm, comm.emulate_network(0.0, 1e9)):
+        for count in (63, 64, 65, 128, 200, 1001):
+            incoming = torch.zeros(2, count, dtype=torch.uint8)
+            sending = [each.send(torch.full((count,), 2 * world.rank + i).byte(), right, async_op=True) for i in (0, 1)]
+            for i in (0, 1):
+                assert (each.recv(incoming[i], left) == 2 * left + i).all()
+            for handle in sending:
+                handle.wait()
+            x = torch.arange(count, dtype=torch.float64) + world.rank
+            assert torch.equal(each.broadcast(x.clone(), root=size - 1), torch.arange(count) + size - 1.0)
+            for algorithm in ("ring", "recursive_doubling", "rabenseifner", "tree"):
+                summed = each.all_reduce(x.clone(), algorithm=algorithm)
+                assert torch.equal(summed, size * torch.arange(count) + size * (size - 1) / 2.0)
+        assert each.broadcast_object("x" * 999, root=1) == "x" * 999
+    for sent, received in ((128, 192), (192, 128), (192, 10), (10, 192), (128, 127)):
+        group = comm.split(0)
+        if world.rank == 0:
+            group.send(torch.ones(sent).byte(), 1)
+        elif world.rank == 1:
+            with pytest.raises(
+                CommunicationError, match=f"(more|{sent} bytes) came, and this tensor has {received} bytes"
+            ):
+                group.recv(torch.zeros(received).byte(), 0)
+    dtlib.reset()
+
+
+@pytest.mark.nightly
+@on_ranks(2, time_limit=500)
+def test_one_message_of_more_than_two_gibibytes(world):
+    """It needs 12 GiB of memory."""
+    count, comm = 2**31 + 5, world.comm
+
+    def ends(array):
+        return [int(array[at]) for at in (0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, count - 1)]
+
+    array = np.full(count, 3 * (1 - world.rank), dtype=np.uint8)
+    comm.send(array, 1) if world.rank == 0 else comm.recv(array, 0)
+    assert ends(array) == 6 * [3]
+    array[:] = world.rank
+    assert ends(comm.broadcast(array, root=1)) == 6 * [1]
+    assert ends(comm.all_reduce(array, algorithm="recursive_doubling")) == 6 * [2]
+    assert ends(comm.all_reduce(array)) == 6 * [4]
+    state = array.tobytes() if world.rank == 0 else None
+    del array
+    came = comm.broadcast_object(state)
+    assert len(came) == count and came[:1] == came[-1:] == bytes([4])
+    comm._buffers.clear()
 
 
 @on_ranks(2)

@@ -11,6 +11,8 @@ FIRST_COLLECTIVE_TAG = 2 * CALLER_TAGS
 COLLECTIVE_TAGS = 2 * CALLER_TAGS - 2
 NOTES_OF_COLLECTIVES = 4 * CALLER_TAGS - 1
 
+LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
+
 
 class Link:
     """Messages under one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
@@ -23,19 +25,28 @@ class Link:
         self.bytes = 0
         self._tag = tag
         self._buffers = buffers
+        self._cut = False  # has it had messages that were cut?
 
     def send(self, array: np.ndarray, dest: int):
         """Start to send a contiguous array; returns a request."""
         self.messages += 1
         self.bytes += array.nbytes
-        return self.mpi.Isend(array, dest, self._tag)
+        return self._start(self.mpi.Isend, array, dest)
 
     def recv(self, array: np.ndarray, source: int):
         """Start to receive into a contiguous array; returns a request."""
-        return self.mpi.Irecv(array, source, self._tag)
+        return self._start(self.mpi.Irecv, array, source)
+
+    def _start(self, begin, array: np.ndarray, other: int):
+        if array.nbytes < LARGEST:
+            return begin(array, other, self._tag)
+        self._cut = True
+        return _Pieces(lambda piece: begin(piece, other, self._tag), array)
 
     def all_done(self, requests: list) -> bool:
         """True once all these requests are complete. Does not wait."""
+        if self._cut:
+            return all([request.Test() for request in requests])  # all of them are asked
         return type(requests[0]).Testall(requests)  # of the class, MPI.Request
 
     def give_up(self, requests: list) -> None:
@@ -60,6 +71,34 @@ def _page_aligned(size: int, dtype) -> np.ndarray:
     return room[start : start + size * dtype.itemsize].view(dtype)
 
 
+class _Pieces:
+    """One message as several of ``LARGEST`` bytes and a shorter one, perhaps of none, by which its end is known."""
+
+    def __init__(self, start, array: np.ndarray):
+        flat = array.reshape(-1).view(np.uint8)
+        self._requests = [start(flat[at : at + LARGEST]) for at in range(0, flat.size + 1, LARGEST)]
+        self.come = 0  # bytes of those that are complete, but for the last
+
+    def Test(self, status=None) -> bool:
+        """True once all are complete; of a receive, whose ``status`` is given, also after a shorter one."""
+        from mpi4py import MPI
+
+        while self._requests[0].Test(status):
+            if len(self._requests) == 1:
+                return True
+            if status is not None and status.Get_count(MPI.BYTE) < LARGEST:
+                self.Cancel()
+                return True
+            del self._requests[0]
+            self.come += LARGEST
+        return False
+
+    def Cancel(self) -> None:
+        for request in self._requests:
+            if request:
+                request.Cancel()
+
+
 class IncomingLink:
     """The receiving end of one message: it knows how long the message was."""
 
@@ -72,7 +111,8 @@ class IncomingLink:
         self._too_long = False
 
     def recv(self, array, source):
-        return self._link.recv(array, source)
+        self._arriving = self._link.recv(array, source)
+        return self._arriving
 
     def all_done(self, requests: list) -> bool:
         try:
@@ -88,7 +128,7 @@ class IncomingLink:
 
     def length(self) -> int | None:
         """Bytes of the message that came last; None where it was longer than there was room for."""
-        return None if self._too_long else self._status.Get_count(self._mpi.BYTE)
+        return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
 
 
 class Awaited:
@@ -121,7 +161,7 @@ class SlowLink(Link):
         leaves = self._wire.occupy(array.nbytes)
         self.messages += 1
         self.bytes += array.nbytes
-        return _HeldBack(leaves, lambda: self.mpi.Isend(array, dest, self._tag))
+        return _HeldBack(leaves, lambda: self._start(self.mpi.Isend, array, dest))
 
     def all_done(self, requests):
         return all([request.Test() for request in requests])  # all of them are asked: each may have to leave now

@@ -56,7 +56,7 @@ def _pickled(thing) -> bytes:
 
 
 def _unpickled(data, rank: int):
-    thing = pickle.loads(data.tobytes())
+    thing = pickle.loads(data)
     if isinstance(thing, _Unpicklable):
         raise CommunicationError(f"Rank {rank}'s {thing}: send plain data, tensors, or functions of a module.")
     return thing
