@@ -380,6 +380,34 @@ def test_fsdp2_and_zero(world):
         return trained(model, optimizer=optimizer)
 
     equal(world, zero)
+    zero_in_a_hook(world)
+
+
+def zero_in_a_hook(world):
+    """It waits within a hook of the backward pass. torch refuses gloo, which may hang there."""
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def run(group, hook=None):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.0001)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=group, lr=0.1, overlap_with_ddp=bool(hook)
+        )
+        if hook:
+            model.register_comm_hook(group, hook(default_hooks.allreduce_hook, model, optimizer))
+        generator = torch.Generator().manual_seed(world.rank)
+        batches = [torch.randn(4, 6, generator=generator) for _ in range(4)]
+        for x in batches[:1] * 2 * bool(hook) + batches:  # the first two only show it the buckets
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    group = both(world)["dtlib"]
+    for hook in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        for one, other in zip(run(group, hook), run(group), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 @on_ranks(4, slow=(4,))

@@ -95,7 +95,7 @@ class GroupWork(dist._Work):
         """
         if self._future is None:
             devices = sorted({tensor.device for tensor in _tensors(self._result) if tensor.is_cuda}, key=str)
-            self._future = torch.futures.Future(devices=devices)
+            self._future = _Future(self._complete_future, devices)
             if torch._C._current_autograd_node() is None:
                 self._complete_future()
             else:
@@ -103,6 +103,8 @@ class GroupWork(dist._Work):
         return self._future
 
     def _complete_future(self) -> None:
+        if self._future.done():
+            return
         try:
             self.wait()
         except Exception as error:
@@ -118,6 +120,30 @@ class GroupWork(dist._Work):
     def _allow(self, seconds: float) -> None:
         for handle in self._handles:
             handle._time_limit = seconds
+
+
+class _Future(torch.futures.Future):
+    """A future that ends when Python waits for it, or for what follows on it: hook_with_zero_step does, in a hook."""
+
+    def __init__(self, complete, devices):
+        super().__init__(devices=devices)
+        self._complete, self._devices = complete, devices
+
+    def wait(self):
+        self._complete()
+        return super().wait()
+
+    def then(self, callback):
+        following = _Future(self._complete, self._devices)
+
+        def go_on(future):
+            try:
+                following.set_result(callback(future))
+            except Exception as error:
+                following.set_exception(error)
+
+        self.add_done_callback(go_on)
+        return following
 
 
 class _Inside:
