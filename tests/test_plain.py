@@ -311,6 +311,10 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
     def no_backward(zero, model):
         zero.step()
 
+    def clipped(zero, model):
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
     def frozen_later(zero, model):
         model[0].bias.requires_grad_(False)
         model(x)
@@ -322,6 +326,7 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
             "no step\\(\\) followed": second_backward,
             "got \\[2, 2": twice_backward,
             "got \\[0, 0": no_backward,
+            "cannot clip here": clipped,
             "frozen, unfrozen or replaced": frozen_later,
         }.items():
             model = seeded(net)
@@ -397,6 +402,7 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     x, y = x if is_first else None, y if is_last else None
     refused(comm, "no 4 equal micro-batches", step, comm, stage, x, y, mse_loss, 4)
     refused(comm, "no 0 equal micro-batches", step, comm, stage, x, y, mse_loss, 0)
+    refused(comm, "no 2.0 equal micro-batches", step, comm, stage, x, y, mse_loss, 2.0)
     refused(comm, "one of .*gpipe", step, comm, stage, x, y, mse_loss, 2, "zb")
     refused(comm, "as many micro-batches", step, comm, stage, x, y, mse_loss, 2 + is_last)
     refused(comm, "have -1 and 6", step, comm, stage, None, y, mse_loss, 2)

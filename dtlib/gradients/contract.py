@@ -10,6 +10,7 @@ Whatever lies outside is refused on every rank, with a sentence that names the w
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.same_model import check_same_model
 
 
@@ -69,6 +70,7 @@ class Contract:
         owned = [id(parameter) for unit in units for parameter in unit.parameters()]
         kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self.model.parameters()}
         for name, parameter in self.model.named_parameters():
+            refuse_torch_clipping(parameter)
             if not parameter.requires_grad:
                 self._refuse(f"{name} is frozen: take the full class")
             if len(kinds) > 1 or parameter.dtype not in (torch.float32, torch.float64):

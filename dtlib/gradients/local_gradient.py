@@ -63,8 +63,8 @@ def _refusing(clip):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if any(hasattr(parameter, "_gradients_leave") for parameter in parameters):
             raise DtlibError(
-                "torch.nn.utils cannot clip here: gradients of a ZeroOptimizer's parameters have left with the "
-                "backward pass. Call optimizer.clip_grad_norm_(max_norm) before optimizer.step()."
+                "torch.nn.utils cannot clip here: under ZeRO gradients are those of this rank, or have left with the "
+                "backward pass. With a ZeroOptimizer, call optimizer.clip_grad_norm_(max_norm) before optimizer.step()."
             )
         return clip(parameters, *args, **kwargs)
 

@@ -107,7 +107,7 @@ def check(comm, stage, inputs, targets, microbatches: int, schedule: str) -> Non
         raise DtlibError(
             f"All ranks name one of {SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."
         )
-    if microbatches < 1 or count % microbatches:
+    if not isinstance(microbatches, int) or microbatches < 1 or count % microbatches:
         raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
     if idle := [rank for rank, note in enumerate(notes) if not note[4]]:
         raise DtlibError(f"Stages {idle} train no parameter: give each one, or see PipelineStage.")
