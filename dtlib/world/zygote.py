@@ -9,8 +9,8 @@
 
 It forks only while it has one thread and no MPI. Once a file of dtlib has changed it forks no more, and begins anew as
 soon as it has no ranks.
-Ranks share its hash seed, so sets iterate alike on all of them, which hides mistakes: once nobody asks for a moment it
-starts a second zygote, with a seed of its own, for ranks with odd numbers.
+Ranks share its hash seed, so sets iterate alike on all of them, which hides mistakes: once nobody asks for a moment and
+no rank runs that this would disturb, it starts a second zygote, with a seed of its own, for ranks with odd numbers.
 """
 
 import ctypes
@@ -92,8 +92,9 @@ class Zygote:
         self.events.register(self.listener, select.EPOLLIN)
         self.events.register(wake, select.EPOLLIN)
         while True:
-            ready = self.events.poll(QUIET if self.quiet else None)
-            if not ready and self.quiet:
+            waits = bool(self.quiet) and not self.ranks  # ranks that measure must not be disturbed
+            ready = self.events.poll(QUIET if waits else None)
+            if not ready and waits:
                 self.quiet.pop(0)()
             for handle, _ in ready:
                 if handle == wake.fileno():
