@@ -31,7 +31,8 @@ SETTINGS = {
     "html_sidebars": {"**": ["about.html", "navigation.html", "searchbox.html"]},
     "html_show_sphinx": False,
     "html_copy_source": False,
-    "html_show_search_summary": False,  # a page that was opened without a server may not read others
+    "html_static_path": [str(ROOT / "docs" / "book_static")],
+    "html_css_files": ["book.css"],  # columns of tables, and a dark page for who asks the browser for one
     "nb_execution_mode": "off",
     "nb_ipywidgets_js": {},  # widgets live in JupyterLab alone; their scripts would come from a network
     "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header"],
@@ -54,7 +55,11 @@ def lay_out(source: Path) -> None:
     for kind in ("lectures", "solutions"):
         (source / kind).mkdir()
     for path in sorted((notebooks / "solutions").glob("*.ipynb")):
-        shutil.copy(path, source / ("solutions" if path.stem.endswith("_exercises") else "lectures"))
+        solved = path.stem.endswith("_exercises")
+        text = path.read_text(encoding="utf-8")
+        if solved:  # so that a list of pages, such as what a search has found, tells it from the exercises themselves
+            text = re.sub(r'"(# [^\n"\\]+)', r'"\1, solved', text, count=1)
+        (source / ("solutions" if solved else "lectures") / path.name).write_text(text, encoding="utf-8")
     shutil.copytree(notebooks / "workshop", source / "workshop", ignore=shutil.ignore_patterns(".*"))
     contents = "\n## Slides\n\n" + " · ".join(
         f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
