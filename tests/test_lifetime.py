@@ -1,6 +1,7 @@
 """A day in class must not run out of communicators, or of memory."""
 
 import gc
+import time
 
 import psutil
 import pytest
@@ -108,8 +109,12 @@ def test_what_was_interrupted_is_dropped_once_it_is_over(world):
             comm.time_limit = None
         del comm
         dtlib.reset()
-    for _ in range(3):
+    for _ in range(200):  # on a busy machine what was sent takes its time
         after = first_free(world)
+        over = after[1] == before[1] and after[0] <= before[0] + 1 and set(waiting._abandoned) <= abandoned
+        if world.comm.all_reduce(torch.tensor(over), op="min"):
+            break
+        time.sleep(0.02)
     assert after[1] == before[1] and after[0] <= before[0] + 1  # a reset gives the world another number
     assert set(waiting._abandoned) <= abandoned
     assert {*waiting._active, *waiting._posted} <= under_way

@@ -68,7 +68,9 @@ def the_zygote() -> psutil.Process:
     """That of this session, once it can fork."""
     if why := forking.why_not(launch.find_mpiexec()):
         pytest.skip(why)
-    return psutil.Process(int(run(launch.python_of_a_rank(), "import os; print(os.getppid())").stdout))
+    parent = int(run(launch.python_of_a_rank(), "import os; print(os.getppid())").stdout)
+    assert parent != os.getpid(), "it was started, not forked"
+    return psutil.Process(parent)
 
 
 def children_of(process: subprocess.Popen) -> list[int]:

@@ -67,7 +67,8 @@ class Zygote:
     def load(self) -> None:
         for name in (*IMPORTS, *self.imports):
             importlib.import_module(name)
-        self.files = _state_of_files()
+        self.files = _own_files()
+        self.state = _state(self.files)
         if reason := cannot_fork():
             print(reason, file=sys.stderr)
             self.end()
@@ -119,13 +120,13 @@ class Zygote:
 
     def accept(self) -> tuple[socket.socket, int] | None:
         """A launcher of this user; None if there is none, or if nothing may be forked now."""
-        if _state_of_files(self.files) != self.files and not self.ranks:
+        if _state(self.files) != self.state and not self.ranks:
             os.set_inheritable(self.listener.fileno(), True)
             signal.set_wakeup_fd(-1)
             os.execve(sys.executable, self.again, self.environment)  # who waits is heard then
         connection, _ = self.listener.accept()
         launcher, user = forking.owner(connection)
-        changed = bool(self.ranks) and _state_of_files(self.files) != self.files
+        changed = bool(self.ranks) and _state(self.files) != self.state
         if user == os.getuid() and launcher and not changed and not cannot_fork():
             return connection, launcher
         connection.close()
@@ -184,15 +185,20 @@ def _tidy() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _state_of_files(files=None) -> dict[str, tuple]:
-    """When these files were changed: those of dtlib that are imported, and the folder of what is installed."""
-    if files is None:
-        home = str(Path(__file__).parents[1]) + os.sep
-        modules = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-        files = [sysconfig.get_path("purelib"), *sorted(file for file in modules if file.startswith(home))]
-    state = {}
+def _own_files() -> list[str]:
+    """Those of dtlib that are imported."""
+    home = str(Path(__file__).parents[1]) + os.sep
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    return sorted(file for file in files if file.startswith(home))
+
+
+def _state(files: list[str]) -> tuple[list[str], list[tuple]]:
+    """What is installed, and when these files were changed."""
+    # By names, which have versions: when the folder was changed says nothing, as an import may write its __pycache__.
+    installed = sorted(name for name in os.listdir(sysconfig.get_path("purelib")) if name.endswith(".dist-info"))
+    changed = []
     for file in files:
         with suppress(OSError):
             found = os.stat(file)
-            state[file] = found.st_mtime_ns, found.st_size
-    return state
+            changed.append((file, found.st_mtime_ns, found.st_size))
+    return installed, changed
