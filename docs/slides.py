@@ -42,7 +42,7 @@ section {{ box-sizing: border-box; width: 1280px; height: 720px; padding: 44px 6
 h1, h2, p, ul, ol, pre, figure {{ margin: 0 }} p + p, ul + p, p + ul {{ margin-top: 0 }}
 h1 {{ font-size: 60px; margin-top: 90px }} h2 {{ font-size: 42px; color: #0072B2 }}
 section:not(:has(figure)) {{ font-size: 34px }} section:not(:has(figure, pre, .table)) {{ font-size: 42px }}
-ul {{ padding-left: 1.1em }} li {{ margin-bottom: 8px }}
+ul {{ padding-left: 1.1em }} ol {{ padding-left: 1.4em }} li {{ margin-bottom: 8px }}
 code {{ font: 0.9em "DejaVu Sans Mono", Menlo, Consolas, monospace }}
 pre {{ line-height: 1.35; font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; border-left: 6px solid #0072B2;
   padding-left: 18px }}
@@ -92,6 +92,7 @@ class Block:
     kind: str
     text: str
     html: str
+    language: str = ""
 
 
 @dataclass
@@ -148,7 +149,7 @@ def _slide(part: str, outputs: list, name: str) -> Slide:
         elif what:
             slide.blocks.append(_of_lecture(what, words, outputs, f"{name}, {slide.title!r}"))
         elif code:
-            slide.blocks.append(Block("code", code, _coloured(code, language)))
+            slide.blocks.append(Block("code", code, _coloured(code, language), language))
         else:
             slide.blocks.append(Block("table", table, _sized(mistune.create_markdown(plugins=["table"])(table))))
     _add_text(slide, rest[at:])

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -212,8 +213,12 @@ def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
     )  # fmt: skip
     time.sleep(seconds)
     started = [p for p in psutil.process_iter(["cmdline"]) if _is_engine_of_tour(p)]
-    os.killpg(tour.pid, signal.SIGINT)
-    assert tour.wait(20) == 130
+    for _ in range(30):  # Python drops the signal where it meets a callback of its own, as in the middle of an import
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            os.killpg(tour.pid, signal.SIGINT)
+            assert tour.wait(3) == 130
+            break
+    assert tour.returncode == 130
     _, alive = psutil.wait_procs(started, timeout=5)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 

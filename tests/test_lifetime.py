@@ -13,15 +13,19 @@ from dtlib.comm import as_communicator, lifetime, waiting
 from dtlib.errors import WaitTimeout
 from tests.ranks import on_ranks
 
+HOLES = 64
 
-def first_free(world):
-    """The number that Open MPI gives to the next communicator: the lowest that is free."""
+
+def in_use(world):
+    """How many communicators Open MPI holds, and how many of them we know of."""
     world.comm.barrier()
     gc.collect()
     world.comm.split(None)  # ranks meet
-    probe = MPI.COMM_WORLD.Dup()
-    number = probe.py2f()
-    probe.Free()
+    # A new one has the lowest number that is free: many fill the holes that earlier ones have left.
+    probes = [MPI.COMM_WORLD.Dup() for _ in range(HOLES)]
+    number = max(probe.py2f() for probe in probes) - HOLES
+    for probe in probes:
+        probe.Free()
     return number, lifetime.alive()
 
 
@@ -53,50 +57,50 @@ def test_checks_schedules_and_splits_leave_no_communicators(world, times):
         assert kept.all_reduce(torch.ones(1)).item() == kept.size
 
     lessons(20)
-    before = first_free(world)
+    before = in_use(world)
     memory = psutil.Process().memory_info().rss
     lessons(times)
-    after = first_free(world)
+    after = in_use(world)
     assert after[1] == before[1] and after[0] <= before[0] + 1  # a reset gives the world another number
     assert psutil.Process().memory_info().rss - memory < 5e6
 
 
 @on_ranks(2)
 def test_ten_communicators_held_by_one_rank_alone_are_kept_until_it_lets_go(world):
-    before = first_free(world)
+    before = in_use(world)
     mine = [world.comm.split(0) for _ in range(10)]
     if world.rank == 0:
         mine.clear()
-    assert first_free(world)[1] == before[1] + 10
+    assert in_use(world)[1] == before[1] + 10
     mine.clear()
-    assert first_free(world) == before
+    assert in_use(world) == before
 
 
 @on_ranks(2)
 def test_a_message_under_way_holds_its_communicator(world):
-    before = first_free(world)
+    before = in_use(world)
     comm = world.comm.split(0)
     outgoing, incoming = torch.full((2**20,), float(world.rank)), torch.zeros(2**20)
     handles = [comm.send(outgoing, 1 - world.rank, async_op=True)]
     if world.rank == 0:
         handles.append(comm.recv(incoming, 1, async_op=True))
         del comm
-        first_free(world)  # rank 1 still holds it
+        in_use(world)  # rank 1 still holds it
     else:
-        first_free(world)
+        in_use(world)
         assert comm.recv(incoming, 0)[0] == 0
         del comm
     for handle in handles:
         handle.wait()
     assert (incoming == 1 - world.rank).all()
     del handles, handle
-    assert first_free(world) == before
+    assert in_use(world) == before
 
 
 @on_ranks(2, 3)
 def test_what_was_interrupted_is_dropped_once_it_is_over(world):
     dtlib.reset()
-    before, abandoned = first_free(world), set(waiting._abandoned)
+    before, abandoned = in_use(world), set(waiting._abandoned)
     under_way = {*waiting._active, *waiting._posted}
     for _ in range(5):
         comm = world.comm
@@ -110,7 +114,7 @@ def test_what_was_interrupted_is_dropped_once_it_is_over(world):
         del comm
         dtlib.reset()
     for _ in range(200):  # on a busy machine what was sent takes its time
-        after = first_free(world)
+        after = in_use(world)
         over = after[1] == before[1] and after[0] <= before[0] + 1 and set(waiting._abandoned) <= abandoned
         if world.comm.all_reduce(torch.tensor(over), op="min"):
             break

@@ -16,9 +16,19 @@ OF_EACH = pytest.mark.parametrize("name", DECKS)
 POINTS = r"(?i)\b(here (is|are|it is|they are)|below|(this|the) (table|figure|picture|bars))\b"
 
 
+def parses(code):
+    try:
+        ast.parse("\n".join(line for line in code.replace(", ...}", "}").splitlines() if not line.startswith("%%")))
+    except SyntaxError:
+        return False
+    return True
+
+
 def missing(slide):
     """Why what is written on a slide does not stand on it; or None."""
     for block, after in zip(slide.blocks, [*slide.blocks[1:], None], strict=False):
+        if block.kind == "code" and block.language == "python" and not parses(block.text):
+            return f"its code is cut off at {block.text[-40:]!r}"
         if block.kind == "text" and block.text.endswith(":") and (after is None or after.kind == "text"):
             return f"nothing follows {block.text[-40:]!r}"
     if not slide.blocks:
@@ -119,6 +129,7 @@ def test_a_slide_that_misses_something_or_answers_too_early_is_refused():
     assert (
         missing(slide("Here is the published table.")) and missing(slide("We measure:")) and missing(slides.Slide("A"))
     )
+    assert missing(slide("A config", slides.Block("code", "config = {\n", "", "python")))
     assert not missing(slide("We measure:", figure)) and not missing(slide("Here is the table.", figure))
     assert asks_too_late(slide("How many?", figure)) and asks_too_late(slide("How many? It is 35."))
     assert not asks_too_late(slide("**Predict.** How many?"))

@@ -52,6 +52,7 @@ ENDS = {
     "workers": "from torch.utils.data import DataLoader\n"
     "loader = iter(DataLoader(range(8), num_workers=2))\nprint(next(loader))",
     "input": "print(input())",
+    "progress": "from tqdm.auto import tqdm\nprint(tqdm.__mro__[1], tqdm(range(3)).fp.fileno())",
     "spawn": "from multiprocessing import get_context\ndef f(x):\n    return x + 1\n"
     "if __name__ == '__main__':\n    with get_context('spawn').Pool(1) as pool:\n        print(pool.map(f, [1]))",
 }  # fmt: skip

@@ -7,7 +7,6 @@ rank 0 looks for them whenever it has something to report itself.
 import time
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from dtlib.comm.link import CALLER_TAGS
 from dtlib.world.launch import in_engine
@@ -45,6 +44,8 @@ class RankProgress:
         self._finished_ranks = 0
         self._bar = None
         if comm.rank == 0 and not in_engine():
+            from tqdm.auto import tqdm  # which looks now whether this is a notebook's kernel
+
             self._bar = tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
 
     def __enter__(self):

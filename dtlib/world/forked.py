@@ -85,6 +85,8 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
     os.environb.update(set_by_imports | new)
     _open_streams()
     _draw_anew()
+    if not any("ipyparallel" in word for word in arguments[:2]):
+        _forget_kernels()
     set_title([python, *arguments])
     sys.orig_argv = [python, *arguments]
     tempfile.tempdir = None
@@ -180,6 +182,12 @@ def _open_streams() -> None:
             stream.reconfigure(write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _forget_kernels() -> None:
+    """A program that is no engine: tqdm would take it for a notebook's kernel, as the zygote has imported this."""
+    for name in ("ipykernel.zmqshell", "tqdm.auto", "tqdm.autonotebook"):
+        sys.modules.pop(name, None)
 
 
 def _draw_anew() -> None:

@@ -83,7 +83,8 @@ def scaling(strong: dict, weak: dict, cores: int):
         style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(points), [100 * value for value in points.values()], label=name, **style)
     axes.axvline(cores, color="grey", linestyle=":", label=f"{cores} cores")
-    axes.set(xlabel="ranks", ylabel="efficiency in %", xticks=list(strong), ylim=(0, 115))
+    axes.set(xlabel="ranks", ylabel="efficiency in %", xticks=list(strong))
+    axes.set_ylim(0, max(115, axes.get_ylim()[1]))
     axes.legend()
     rows = [
         (n, f"{strong[n]:.3f}", f"{strong[1] / n / strong[n]:.0%}", f"{weak[n]:.3f}", f"{weak[1] / weak[n]:.0%}")
