@@ -95,7 +95,7 @@ def test_what_counts_on_gloo_counts_here(world):
     for name in seen["gloo"]:
         theirs, ours = (counted(seen[kind][name]) for kind in ("gloo", "dtlib"))
         assert ours[:2] == theirs[:2], (name, ours, theirs)
-        assert sum(ours[1].values()) > 0, name
+        assert sum(ours[1].values()) > 0 or world.size == 1, name  # FSDP2 on one rank sends nothing
         if "reduce_scatter" not in ours[2]:  # gloo's is of all-reduces, and says so
             assert ours[2] == theirs[2], (name, ours, theirs)
     assert counted(seen["dtlib"]["all_reduce"])[0] == {torch.ops.c10d.allreduce_: 1}
