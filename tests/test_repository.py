@@ -26,6 +26,7 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
     ("errors", "theory", "schedule"),
+    ("planner",),
     ("world.machine", "world.processes", "world.until_parent_ends", "world.compiled", "world.loopback"),
     ("world.allocation", "world.forked", "world.forking"),
     ("world.launch",),

@@ -187,6 +187,7 @@ def test_what_stages_send_as_in_section_7_of_the_paper():
 def test_bytes_a_parameter_of_the_schemes():
     assert {name: scheme.total for name, scheme in SCHEMES.items()} == {
         "sgd": 8, "sgd_momentum": 12, "adam": 16, "mixed_adam": 16, "mixed_adam_float32_gradients": 18,
+        "mixed_adam_two_gradients": 20,
     }  # fmt: skip
     assert (GB, GIB) == (1_000_000_000, 1_073_741_824)
 
@@ -257,3 +258,12 @@ def test_scaling():
     assert name == "rabenseifner" and seconds == pytest.approx(20 * 5e-6 + 2 * 4e6 * 1023 / 1024 / 25e9)
     assert scaling.step(1024, 1.0, 4e6, 5e-6, 25e9, hidden=1.0) == 1.0 == scaling.step(1, 1.0, 4e6, 5e-6, 25e9)
     assert scaling.step(1024, 1.0, 4e6, 5e-6, 25e9, hidden=seconds / 2) == pytest.approx(1 + seconds / 2)
+
+
+def test_the_fewest_ranks_of_models_beyond_32_bits():
+    """A web page's integers in ranges and bisect have 32 bits: nothing here may need more of them."""
+    parameters = 2**45
+    ranks = fewest_ranks(parameters, 80 * GB, 3)
+    assert fewest_ranks(parameters, 16 * parameters / ranks, 3) == ranks
+    assert ranks == -(-16 * parameters // (80 * GB))
+    assert fewest_ranks(parameters, 15, 3) is None

@@ -15,7 +15,6 @@ sections 3.1 and 5 (figure 1 and table 1), what is sent in section 7.
 A gigabyte (GB) is 10**9 bytes, as in the paper; a gibibyte (GiB) is 2**30, as in the data sheets of accelerators.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,6 +50,7 @@ SCHEMES = {
     "adam": Scheme(4, 4, 0, 8),
     "mixed_adam": Scheme(2, 2, 4, 8),  # 16 bytes, as in the paper
     "mixed_adam_float32_gradients": Scheme(2, 4, 4, 8),  # 18 bytes, as where gradients are added up in float32
+    "mixed_adam_two_gradients": Scheme(2, 6, 4, 8),  # 20 bytes: a sum in float32 beside the 16 bits of each pass
 }
 
 
@@ -161,8 +161,13 @@ def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme="mixed
     def fits(ranks: int) -> bool:
         return parameters * ((scheme.total - shared) * ranks + shared) <= budget_bytes * ranks
 
-    most = max(1, parameters)
-    return 1 + bisect_left(range(1, most + 1), True, key=fits) if fits(most) else None
+    low, high = 1, max(1, parameters)
+    if not fits(high):
+        return None
+    while low < high:  # by hand: ranges and bisect end at 2**31 in a web page
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
 
 
 def _checked(parameters, ranks, stage, scheme, frozen):

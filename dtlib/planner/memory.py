@@ -1,0 +1,162 @@
+"""Bytes on a GPU: model states, activations, logits, and what comes and goes.
+
+With n tokens of a micro-batch on a rank, t tensor ranks, o = t with sequence parallelism and 1 without, a layer keeps,
+in bytes (16 bits; k = width of keys and values):
+
+    GPT      n h 10/o + n (2 (h + 2 k) + 2 h + 4 f)/t  =  n h (10/o + 24/t) with f = 4 h      and scores
+    Llama    n h  8/o + n (2 (h + 2 k) + 2 h + 8 f)/t                                           and scores
+    scores   5 a s n / t without flash attention, unless they are recomputed ("selective")
+    operators  n (2 h/o + 2 (2 h + k + f)/t + 2 h/o): the input, and every second product
+    full     n 2 h / o: the input
+
+GPT's are table 2 of V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
+arXiv:2205.05198. A rank of a pipeline keeps as many as its schedule has under way (schedule/formulas.py). Beside them:
+
+    logits    n V/t of them on the last stage: 16 bits, 32, their logarithm of softmax and its gradient, each block new
+              to the allocator: 2 + 4 + 4 + 4 bytes; over tensor ranks also exponentials, 4, and 2 n h of gathered input
+    working   one layer whole, whatever is recomputed; with sequence parallelism also two gathered inputs, 4 n h
+    gathered  ZeRO-3: the units that are whole, two layers or the head and a layer. In a pipeline all of them, and their
+              gradients in 32 bits until the last micro-batch, as in torchtitan, and a layer's on their way
+    messages  of a pipeline: room for each micro-batch in both directions, and outputs under way, 2 n h/o each
+"""
+
+from dataclasses import dataclass
+
+from dtlib.planner.mesh import Plan, check, layers_of_stages
+from dtlib.planner.model import GIB, Model
+from dtlib.schedule import formulas
+from dtlib.theory.zero import zero_bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What differs from framework to framework: bytes a logit; a factor of activations; bytes that are always there
+    (the allocator's, CUDA's and NCCL's); the share of a GPU that can be had before it is full."""
+
+    logit: float = 14.0
+    activations: float = 1.0
+    fixed: float = 0.0
+    usable: float = 1.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank of the pipe axis that holds most."""
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    working: float
+    logits: float
+    messages: float
+    fixed: float
+
+    @property
+    def states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.states + self.gathered + self.activations + self.working + self.logits + self.messages + self.fixed
+
+    def parts(self) -> dict[str, float]:
+        """By name, the largest first."""
+        parts = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "stage"}
+        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+    def __str__(self):
+        parts = ", ".join(f"{name} {held / GIB:.1f}" for name, held in self.parts().items() if held >= GIB / 20)
+        return f"{self.total / GIB:.1f} GiB ({parts})"
+
+
+def tokens_of_rank(model: Model, plan: Plan) -> float:
+    """Tokens of a micro-batch on a rank."""
+    return plan.micro_batch * model.seq / plan.context
+
+
+def layer_activations(model: Model, plan: Plan, recompute: str | None = None) -> float:
+    """Bytes that one layer keeps of one micro-batch on a rank."""
+    recompute = recompute or plan.recompute
+    n, h, t, k = tokens_of_rank(model, plan), model.hidden, plan.tensor, model.kv_width
+    outside = t if plan.sequence_parallel else 1
+    width = model.mlp * model.active
+    if recompute == "full":
+        return 2 * n * h / outside
+    if recompute == "operators":
+        return 4 * n * h / outside + 2 * n * (2 * h + k + width) / t
+    scores = 0 if plan.flash or recompute == "selective" else 5 * model.heads * model.seq * n / t
+    inside = 2 * (h + 2 * k) + 2 * h + (8 if model.gated else 4) * width
+    return n * h * (8 if model.gated else 10) / outside + n * inside / t + scores
+
+
+def parameters_of_stage(model: Model, plan: Plan, stage: int) -> tuple[int, int]:
+    """Parameters on a rank before ZeRO shares them out: those that all ranks of the data axis have, and its
+    experts'."""
+    layers, t = layers_of_stages(model, plan)[stage], plan.tensor
+    first, last = stage == 0, stage == plan.pipe - 1
+    norms = 2 * model.hidden
+    dense = layers * (model.attention_parameters // t + norms + (model.vectors - norms) // t)
+    mlps = layers * max(1, model.experts) * model.expert_parameters // t
+    ends = first + (last and not (first and model.tied))
+    positions = 0 if model.gated or not first else model.seq * model.hidden
+    dense += ends * -(-model.vocab // t) * model.hidden + positions
+    return (dense, mlps // plan.expert) if plan.expert > 1 else (dense + mlps, 0)
+
+
+def states(model: Model, plan: Plan, stage: int = 0) -> dict[str, int]:
+    """Bytes of model states on the first rank of a stage, by ``theory.zero``."""
+    dense, experts = parameters_of_stage(model, plan, stage)
+    held = zero_bytes(dense, plan.shards, plan.zero, plan.scheme)
+    if experts:
+        own = zero_bytes(experts, max(1, plan.shards // plan.expert), plan.zero, plan.scheme)
+        held = {name: held[name] + own[name] for name in held}
+    return held
+
+
+def memory(model: Model, plan: Plan, footprint: Footprint = Footprint()) -> Memory:
+    """Of the rank that holds most. Raises ``PlanError`` for a plan that cannot be."""
+    check(model, plan)
+    return max((_of_stage(model, plan, stage, footprint) for stage in _ends(plan)), key=lambda held: held.total)
+
+
+def _ends(plan: Plan) -> set[int]:
+    """The first rank has most micro-batches under way, the last the logits; those between have less than the first."""
+    return {0, plan.pipe - 1}
+
+
+def _of_stage(model, plan, stage, footprint) -> Memory:
+    held, n = states(model, plan, stage), tokens_of_rank(model, plan)
+    last = stage == plan.pipe - 1
+    under_way = (
+        formulas.peak_activations(plan.schedule, plan.pipe, plan.micro_batches, plan.chunks, stage) / plan.chunks
+    )
+    whole = layer_activations(model, plan, "none")
+    cut = plan.tensor > 1
+    gathers = cut and plan.sequence_parallel
+    block = 2 * n * model.hidden / (plan.tensor if plan.sequence_parallel else 1)
+    logit = (footprint.logit + 4 * cut) * model.vocab / plan.tensor + 2 * gathers * model.hidden
+    return Memory(
+        stage=stage,
+        parameters=held["parameters"] + held["padding"],
+        gradients=held["gradients"],
+        optimizer=held["master_weights"] + held["optimizer_states"],
+        gathered=_gathered(model, plan, stage),
+        activations=footprint.activations
+        * under_way * layers_of_stages(model, plan)[stage] * layer_activations(model, plan),
+        working=footprint.activations * (whole + (4 * n * model.hidden if gathers else 0)),
+        logits=n * logit if last else 0,
+        messages=(2 * plan.micro_batches + under_way) * block if plan.pipe > 1 else 0,
+        fixed=footprint.fixed,
+    )  # fmt: skip
+
+
+def _gathered(model, plan, stage) -> float:
+    if plan.zero < 3:
+        return 0
+    layer = model.layer_parameters / plan.tensor
+    if plan.pipe > 1:
+        return 6 * (sum(parameters_of_stage(model, plan, stage)) + layer)
+    return 2 * (layer + max(layer, model.embedding / plan.tensor))

@@ -1,0 +1,160 @@
+"""A transformer as the planner sees it: sizes, parameters and operations; what a GPU is by its data sheet.
+
+    h hidden    f of the MLP    a heads, of which k for keys and values    s tokens a sample    V vocabulary    L layers
+
+    parameters of a layer   h h (2 + 2 k/a) + 2 h f, with a gate 3 h f       matrices
+                            2 h norms, or with biases (GPT) 9 h + 4 h        vectors: 13 h
+    of the whole            L layers, V h of the embedding, as much again for a head that is not tied, s h positions
+    operations a token      6 a parameter of the matrices; 12 s h a layer for attention, forward and backward
+
+With f = 4 h these are Megatron-LM's: P = 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)), and 72 s L h^2 (1 + s/(6 h)
++ V/(12 L h)) operations a sample (D. Narayanan et al., SC 2021, section 5.1; there with full recomputation, 96).
+"""
+
+from dataclasses import dataclass
+
+from dtlib.errors import DtlibError
+
+
+class PlanError(DtlibError):
+    """A model, a mesh or a batch that cannot be, with its numbers."""
+
+
+def _is_whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder.
+
+    ``ffn`` 0 means 4 ``hidden``, ``kv_heads`` 0 as many as ``heads``. ``gated``: the MLP has a third matrix, norms have
+    no biases, positions no parameters (Llama). ``experts``: MLPs a layer, of which a token uses ``active``."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    ffn: int = 0
+    kv_heads: int = 0
+    gated: bool = False
+    tied: bool = True
+    experts: int = 0
+    active: int = 1
+    name: str = ""
+
+    def __post_init__(self):
+        for name in ("layers", "hidden", "heads", "vocab", "seq"):
+            if not _is_whole(getattr(self, name)):
+                raise PlanError(f"{name} is {getattr(self, name)!r}: give a whole number from 1 on.")
+        if self.hidden % self.heads:
+            raise PlanError(f"hidden is {self.hidden}, and {self.heads} heads do not divide it: change one of them.")
+        if self.heads % self.kv:
+            raise PlanError(f"{self.heads} heads are no multiple of kv_heads={self.kv}: change one of them.")
+        if self.active > max(1, self.experts):
+            raise PlanError(f"A token uses {self.active} of {self.experts} experts: give active at most as many.")
+
+    @property
+    def mlp(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.hidden * self.kv // self.heads
+
+    @property
+    def attention_parameters(self) -> int:
+        return 2 * self.hidden * (self.hidden + self.kv_width)
+
+    @property
+    def expert_parameters(self) -> int:
+        """One MLP's matrices."""
+        return (3 if self.gated else 2) * self.hidden * self.mlp
+
+    @property
+    def vectors(self) -> int:
+        """Norms and biases of a layer, and the router's matrix."""
+        biases = 0 if self.gated else 4 * self.hidden + 2 * self.kv_width + self.mlp + self.hidden
+        return 2 * self.hidden + biases + self.hidden * self.experts
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + max(1, self.experts) * self.expert_parameters + self.vectors
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        positions = 0 if self.gated else self.seq * self.hidden
+        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.embedding + positions
+
+    def operations(self, tokens: float, again: bool = False) -> float:
+        """Floating-point operations of forward and backward passes, and with ``again`` of full recomputation;
+        attention is not halved for its mask, as is customary."""
+        matrices = self.attention_parameters + self.active * self.expert_parameters
+        layer = (8 if again else 6) * (matrices + 2 * self.seq * self.hidden)
+        return tokens * (self.layers * layer + 6 * self.embedding)
+
+
+def from_transformers(config: dict, seq: int = 0) -> Model:
+    """A model from the dictionary of a transformers config (``config.json``, or ``AutoConfig(...).to_dict()``)."""
+
+    def find(*names, default=None):
+        for name in names:
+            if config.get(name) is not None:
+                return config[name]
+        if default is None:
+            raise PlanError(f"The config of the model has no {' nor '.join(names)}: give sizes instead.")
+        return default
+
+    activation = str(find("hidden_act", "activation_function", default="gelu"))
+    heads = find("num_attention_heads", "n_head")
+    return Model(
+        layers=find("num_hidden_layers", "n_layer"), hidden=find("hidden_size", "n_embd"), heads=heads,
+        vocab=find("vocab_size"), seq=seq or find("max_position_embeddings", "n_positions"),
+        ffn=find("intermediate_size", "n_inner", default=0), kv_heads=find("num_key_value_heads", default=heads),
+        gated=any(name in activation for name in ("silu", "swiglu", "geglu")),
+        tied=bool(config.get("tie_word_embeddings", True)), experts=find("num_local_experts", default=0),
+        active=find("num_experts_per_tok", default=1), name=str(config.get("model_type", "")),
+    )  # fmt: skip
+
+
+MODELS = {
+    "gpt3-175b": Model(96, 12288, 96, 51200, 2048, name="gpt3-175b"),
+    "gpt-7.5b": Model(36, 4096, 32, 51200, 2048, name="gpt-7.5b"),
+    "llama3-8b": Model(32, 4096, 32, 128256, 8192, 14336, 8, gated=True, tied=False, name="llama3-8b"),
+    "llama3-70b": Model(80, 8192, 64, 128256, 8192, 28672, 8, gated=True, tied=False, name="llama3-70b"),
+    "llama3-405b": Model(126, 16384, 128, 128256, 8192, 53248, 8, gated=True, tied=False, name="llama3-405b"),
+    "mixtral-8x7b": Model(
+        32, 4096, 32, 32000, 4096, 14336, 8, gated=True, tied=False, experts=8, active=2, name="mixtral-8x7b"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator by its data sheet: operations a second (16 bits, dense), bytes, bytes a second, watts."""
+
+    name: str
+    operations: float
+    memory: int
+    bandwidth: float
+    watts: float
+    per_node: int = 8
+
+
+GIB = 2**30
+DEVICES = {
+    "v100": Device("v100", 125e12, 32 * GIB, 0.9e12, 300),
+    "a100": Device("a100", 312e12, 80 * GIB, 2.0e12, 400),
+    "h100": Device("h100", 989e12, 80 * GIB, 3.35e12, 700),
+    "h200": Device("h200", 989e12, 141 * 10**9, 4.8e12, 700),
+    "b200": Device("b200", 2250e12, 180 * 10**9, 8e12, 1000),
+}

@@ -1,0 +1,27 @@
+"""A whole run: days, energy, and how often to save."""
+
+from math import sqrt
+
+DAY = 86400
+
+
+def days(operations: float, gpus: int, operations_per_second: float) -> float:
+    """Of ``operations`` on ``gpus`` GPUs, each with so many a second. With 8 T P operations for T tokens and P
+    parameters (forward, backward, recomputation) it is the estimate of D. Narayanan et al., SC 2021, section 5.1."""
+    return operations / (gpus * operations_per_second) / DAY
+
+
+def days_of(seconds_a_step: float, tokens: float, tokens_a_step: float) -> float:
+    """For a run of ``tokens``."""
+    return seconds_a_step * tokens / tokens_a_step / DAY
+
+
+def energy_kwh(days: float, gpus: int, watts: float, overhead: float = 1.1) -> float:
+    """Of the GPUs at ``watts`` each, times what the building needs beside them."""
+    return days * 24 * gpus * watts / 1000 * overhead
+
+
+def save_interval(seconds_to_save: float, seconds_between_failures: float) -> float:
+    """Seconds from one checkpoint to the next: sqrt(2 C M), C to save one and M between failures of the whole machine,
+    which loses least (J. W. Young, CACM 17, 1974)."""
+    return sqrt(2 * seconds_to_save * seconds_between_failures)
