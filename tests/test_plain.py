@@ -1,6 +1,7 @@
 """The plain cores: as short as promised, equal to the full classes in values and payload, and strict about the rest."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,9 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
         model.module[0].weight.requires_grad_(False)
         model(x)
 
+    def without_a_batch(model):
+        model(torch.tensor(1.0))
+
     def interrupted(model):
         output = model(x)
         output.register_hook(lambda gradient: None)
@@ -187,6 +191,7 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
         refused_by(comm, "got .* gradients", made, reentrant)
         refused_by(comm, "frozen, unfrozen or replaced", made, unfrozen)
         refused_by(comm, "was interrupted", made, interrupted)
+        refused_by(comm, "no tensor of samples", made, without_a_batch)
         model = seeded(net)
         kind(model, comm)
         refused(comm, "earlier wrapper", kind, model, comm)
@@ -201,12 +206,54 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
     refused(comm, r"0\.weight got .* gradients", naive, unused)
     refused(comm, "requires a gradient", DataParallelNaive, nn.Tanh(), comm)
     refused(comm, "differ", DataParallelNaive, nn.Linear(2, 3 + comm.rank), comm)
+    for kind in (DataParallelNaive, DataParallelHooks, DataParallelBuckets, *STAGES.values()):
+        arguments = (comm, sparse(), torch.optim.SGD) if kind in STAGES.values() else (sparse(), comm)
+        refused(comm, "0 gives sparse gradients", kind, *arguments)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     refused(comm, "several dtypes", DataParallelBuckets, mixed, comm)
 
 
 def fails(gradient):
     raise ZeroDivisionError
+
+
+def sparse():
+    return nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 3))
+
+
+class ByName(nn.Linear):
+    def forward(self, *, batch):
+        return super().forward(batch)
+
+
+@on_ranks(2)
+def test_a_batch_that_is_passed_by_its_name(world):
+    x = torch.full((3, 6), world.rank + 1.0)
+    for kind in (DataParallelNaive, DataParallelHooks, DataParallelBuckets):
+        model = kind(ByName(6, 3), world.comm)
+        model(batch=x).sum().backward()
+        if kind is DataParallelNaive:
+            model.average_gradients()
+        assert (model.module.weight.grad == 4.5).all()
+    for kind in STAGES.values():
+        zero = kind(world.comm, model := ByName(6, 3), torch.optim.SGD, lr=1.0)
+        before = zero.units[0].shard.detach().clone()
+        model(batch=x).sum().backward()
+        zero.step()
+        moved = (before - zero.units[0].shard)[: 21 - 11 * world.rank]  # weights, biases, padding
+        assert ((moved - 4.5).abs() < 1e-5).sum() + ((moved - 3).abs() < 1e-5).sum() == len(moved)
+        model.zero_grad()
+        refused_by(world.comm, "equal ones", lambda comm, kind=kind: named(kind, comm), lambda step: step(world.rank))
+
+
+def named(kind, comm):
+    zero = kind(comm, model := ByName(6, 3), torch.optim.SGD, lr=1.0)
+
+    def step(more):
+        model(batch=torch.ones(2 + more, 6)).sum().backward()
+        zero.step()
+
+    return step
 
 
 # ZeRO
@@ -315,6 +362,9 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         model(x).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
+    def with_closure(zero, model):
+        zero.step(lambda: model(x).sum())
+
     def frozen_later(zero, model):
         model[0].bias.requires_grad_(False)
         model(x)
@@ -327,6 +377,7 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
             "got \\[2, 2": twice_backward,
             "got \\[0, 0": no_backward,
             "cannot clip here": clipped,
+            "takes no closure": with_closure,
             "frozen, unfrozen or replaced": frozen_later,
         }.items():
             model = seeded(net)
@@ -336,6 +387,10 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         refused(comm, "in 0 units", kind, comm, model, adamw, linears(model)[:2])
         refused(comm, "in 2 units", kind, comm, model, adamw, [model, model[0]])
         refused(comm, "one of float32 and float64", kind, comm, seeded(net).bfloat16(), adamw)
+        refused(comm, r"units are \['a'\]: give a list", kind, comm, model, adamw, {"a": model})
+        turned = seeded(net)
+        turned[0].weight.data = turned[0].weight.detach().t().contiguous().t()
+        refused(comm, r"set 0\.weight\.data = 0\.weight\.data\.cont", kind, comm, turned, adamw)
         model[0].float()
         refused(comm, "one of float32 and float64", kind, comm, model, adamw)
         tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
@@ -405,9 +460,22 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     refused(comm, "no 2.0 equal micro-batches", step, comm, stage, x, y, mse_loss, 2.0)
     refused(comm, "one of .*gpipe", step, comm, stage, x, y, mse_loss, 2, "zb")
     refused(comm, "as many micro-batches", step, comm, stage, x, y, mse_loss, 2 + is_last)
-    refused(comm, "have -1 and 6", step, comm, stage, None, y, mse_loss, 2)
+    refused(comm, "have None and 6", step, comm, stage, None, y, mse_loss, 2)
     refused(comm, "have 6 and 3", step, comm, stage, x, y[:3] if is_last else None, mse_loss, 2)
     refused(comm, "train no parameter", step, comm, nn.Tanh() if is_first else stage, x, y, mse_loss, 2)
+    refused(comm, "no 2.* equal micro-batches", step, comm, stage, x, y, mse_loss, 2.0 if is_first else 2)
+    for summed in (nn.MSELoss(reduction="sum"), partial(mse_loss, reduction="sum")):
+        refused(comm, "reduction='sum': take the mean", step, comm, stage, x, y, summed, 2)
+    norm = nn.Sequential(stage, nn.BatchNorm1d(7)).double() if is_first else stage
+    refused(comm, "1 of rank 0 is batch norm", step, comm, norm, x, y, mse_loss, 2)
+    shared = seeded(lambda: nn.Linear(6, 6), seed=0 if is_first or is_last else 1).double()
+    tied = nn.Sequential(nn.Tanh(), shared) if is_last else nn.Sequential(shared)
+    refused(comm, r"1\.weight of rank . has the values of 0\.weight of rank 0", step, comm, tied, x, y, mse_loss, 2)
+    # From one seed, or of a constant: nothing is tied. Batch norm sees whole batches, or none.
+    alike = nn.Sequential(seeded(lambda: nn.Linear(6, 6)), nn.BatchNorm1d(6)).double()
+    y6 = torch.ones(6, 6).double() if is_last else None
+    assert (step(comm, alike, x, y6, mse_loss, 1) is None) != is_last
+    assert (step(comm, alike.eval(), x, y6, mse_loss, 2) is None) != is_last
     if is_first:
         for odd in (lambda x: (x, x), lambda x: x.half()):
             with pytest.raises(DtlibError, match="gives one tensor"):
@@ -447,4 +515,9 @@ def test_tensor_parallel_layers_refuse_what_lies_outside_of_their_contract(world
     layer = ColumnParallelLinear(6, 6, comm)
     refused(comm, "different inputs", layer, torch.full((2, 6), float(comm.rank)))
     refused(comm, "different inputs", layer, torch.ones(2 + comm.rank, 6))
+    refused(comm, "Column.* takes 6 features .*int64", layer, torch.ones(2, 6, dtype=torch.int64))
+    rows = RowParallelLinear(6 * comm.size, 6, comm)
+    refused(comm, r"Row.* takes 6 features .*float32 of shape \(2, 7\)", rows, torch.ones(2, 7))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(2, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert layer.weight.tensor_parallel

@@ -8,6 +8,7 @@ Whatever lies outside is refused on every rank, with a sentence that names the w
 """
 
 import torch
+from torch import nn
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import refuse_torch_clipping
@@ -29,19 +30,24 @@ class Contract:
         if not trained:
             self._refuse("no parameter of this model requires a gradient")
         check_same_model(trained, comm, who)
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False):
+                self._refuse(f"{name} gives sparse gradients: build it with sparse=False")
         if any(parameter._post_accumulate_grad_hooks for parameter in self.names):
             self._refuse("this model has hooks, of an earlier wrapper: build it anew")
         if units is not None:
             self._check_units(units)
         self.comm = comm.split(0)  # apart from gradients, which some ranks may wait for
         self.samples, self.come = 0, []  # of the last forward pass; parameters with a gradient since the last step
-        model.register_forward_pre_hook(self._forward_begins)
+        model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
     def gradient_has_come(self, parameter) -> None:
         self.come.append(parameter)
 
-    def check_step(self) -> None:
+    def check_step(self, closure=None) -> None:
         """Refuse what happened since the last step; all ranks call it."""
+        if closure is not None:
+            self._refuse("step() takes no closure: call loss.backward() first, and then step()")
         notes = self.comm.all_gather_object((self.samples, [self.names[parameter] for parameter in self.come]))
         samples, come = zip(*notes, strict=True)
         for name in self.names.values():
@@ -57,16 +63,21 @@ class Contract:
             self._refuse("layers ran in another order on another rank: let all ranks compute the same")
         self.come = []
 
-    def _forward_begins(self, model, inputs) -> None:
+    def _forward_begins(self, model, inputs, named) -> None:
         if not torch.is_grad_enabled():
             return
         if self.come:
             self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
             self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")
-        self.samples = len(inputs[0])
+        tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
+        if not tensors:
+            self._refuse("the model got no tensor of samples: pass the batch as its first")
+        self.samples = len(tensors[0])
 
     def _check_units(self, units) -> None:
+        if not all(isinstance(unit, nn.Module) for unit in units):
+            self._refuse(f"units are {units}: give a list of modules")
         owned = [id(parameter) for unit in units for parameter in unit.parameters()]
         kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self.model.parameters()}
         for name, parameter in self.model.named_parameters():
@@ -75,6 +86,8 @@ class Contract:
                 self._refuse(f"{name} is frozen: take the full class")
             if len(kinds) > 1 or parameter.dtype not in (torch.float32, torch.float64):
                 self._refuse(f"parameters are {sorted(kinds)}: take one of float32 and float64, or the full class")
+            if not parameter.is_contiguous():
+                self._refuse(f"{name} is not contiguous: set {name}.data = {name}.data.contiguous() before")
             if owned.count(id(parameter)) != 1:
                 self._refuse(
                     f"{name} is in {owned.count(id(parameter))} units, and has to be in one: choose modules that share "
@@ -96,3 +109,51 @@ def check_output(output, who: str) -> None:
     """Refuse a module that gives something else than one tensor."""
     if not isinstance(output, torch.Tensor):
         raise DtlibError(f"{who}: a module gave {type(output).__name__}, and has to give one tensor: join them.")
+
+
+def check_input(x, weight, who: str) -> None:
+    """Refuse an input that is not what this rank's ``weight``, (out_features, in_features), multiplies."""
+    if x.shape[-1:] != weight.shape[1:] or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
+        raise DtlibError(
+            f"{who} takes {weight.shape[1]} features a rank, of {weight.dtype}: this input is {x.dtype} of shape "
+            f"{tuple(x.shape)}."
+        )
+
+
+def about_stage(stage, loss_fn) -> tuple:
+    """What ``check_stages`` has to know of a rank's stage of a pipeline."""
+    trained = any(parameter.requires_grad for parameter in stage.parameters())
+    norms = [
+        name
+        for name, module in stage.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+    # Stages live in different processes: a tied layer shows by its values, of which eight are enough, and by another
+    # name, as stages that were built from one seed have such values under one name.
+    values = {name: tuple(p.detach().flatten()[:8].tolist()) for name, p in stage.named_parameters() if p.dim() > 1}
+    options = getattr(loss_fn, "keywords", {})  # of functools.partial
+    return trained, norms, values, getattr(loss_fn, "reduction", options.get("reduction", "mean"))
+
+
+def check_stages(stages: list[tuple], microbatches: int) -> None:
+    """Refuse stages, told by ``about_stage`` of each rank, that would have other gradients than the whole model."""
+    trained, norms, values, reductions = zip(*stages, strict=True)
+    if idle := [rank for rank, any_trained in enumerate(trained) if not any_trained]:
+        raise DtlibError(f"Stages {idle} train no parameter: give each one, or see PipelineStage.")
+    if reductions[-1] != "mean":
+        raise DtlibError(f"loss_fn has reduction={reductions[-1]!r}: take the mean over samples.")
+    if any(norms) and microbatches > 1:
+        rank, names = next((rank, names) for rank, names in enumerate(norms) if names)
+        raise DtlibError(
+            f"{names[0]} of rank {rank} is batch norm, and would see one micro-batch at a time: take a group norm, or "
+            "microbatches=1."
+        )
+    seen = {}
+    for rank, named in enumerate(values):
+        for name, some in named.items():
+            first, its_name = seen.setdefault(some, (rank, name))
+            if first != rank and name != its_name and len(set(some)) > 1:
+                raise DtlibError(
+                    f"{name} of rank {rank} has the values of {its_name} of rank {first}: a tied layer needs the "
+                    "gradients of both stages, see TiedLayerSpec; others need seeds of their own."
+                )

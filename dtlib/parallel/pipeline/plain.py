@@ -14,6 +14,7 @@ import torch
 
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
+from dtlib.gradients.contract import about_stage, check_stages
 from dtlib.schedule import Action
 
 SCHEDULES = "gpipe", "1f1b"
@@ -56,10 +57,11 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     """Forward and backward of a whole batch. Gradients are those of the mean loss, which the last rank returns.
 
     Contract: rank 0 has ``inputs`` and the last rank ``targets``, None elsewhere, of as many samples, a multiple of
-    ``microbatches``. Every stage has parameters that are trained, and gives one tensor, alike for all micro-batches.
-    ``loss_fn`` gives the mean over samples. ``comm`` is a communicator of dtlib.
+    ``microbatches``. Every ``stage(x)`` has parameters that are trained, takes and gives one tensor, alike for all
+    micro-batches. ``loss_fn`` gives the mean over samples: a sum would be divided by ``microbatches``. No layer mixes
+    samples, as batch norm does, or is tied to one of another stage. ``comm`` is a communicator of dtlib.
     """
-    check(comm, stage, inputs, targets, microbatches, schedule)
+    check(comm, stage, inputs, targets, loss_fn, microbatches, schedule)
     before, after, is_first, is_last = comm.rank - 1, comm.rank + 1, comm.rank == 0, comm.rank == comm.size - 1
     if is_first:
         activations = iter(inputs.chunk(microbatches))
@@ -94,23 +96,20 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     return sum(losses) if is_last else None
 
 
-def check(comm, stage, inputs, targets, microbatches: int, schedule: str) -> None:
+def check(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str) -> None:
     """Refuse, on every rank, what lies outside of the contract."""
-    trained = any(parameter.requires_grad for parameter in stage.parameters())
-    samples = [-1 if batch is None else len(batch) for batch in (inputs, targets)]
-    mine = torch.tensor([*samples, microbatches, SCHEDULES.index(schedule) if schedule in SCHEDULES else -1, trained])
-    notes = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine).tolist()
+    samples = [None if batch is None else len(batch) for batch in (inputs, targets)]
+    notes = comm.all_gather_object((*samples, microbatches, schedule, about_stage(stage, loss_fn)))
     count, wanted = notes[0][0], notes[-1][1]
-    if count != wanted or count < 1:
+    if count != wanted or not count:
         raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
-    if any(note[2:4] != notes[0][2:4] for note in notes) or notes[0][3] < 0:
+    if any(note[2:4] != notes[0][2:4] for note in notes) or notes[0][3] not in SCHEDULES:
         raise DtlibError(
             f"All ranks name one of {SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."
         )
-    if not isinstance(microbatches, int) or microbatches < 1 or count % microbatches:
+    if not all(isinstance(note[2], int) for note in notes) or microbatches < 1 or count % microbatches:
         raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
-    if idle := [rank for rank, note in enumerate(notes) if not note[4]]:
-        raise DtlibError(f"Stages {idle} train no parameter: give each one, or see PipelineStage.")
+    check_stages([note[4] for note in notes], microbatches)
 
 
 # The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), stages and schedules of

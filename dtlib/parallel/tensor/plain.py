@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.contract import check_input
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -59,7 +60,7 @@ def slice_of(parameter: nn.Parameter, dim: int, comm) -> nn.Parameter:
 class ColumnParallelLinear(nn.Module):
     """``nn.Linear`` of which each rank computes some output features, from an input that is equal on all ranks.
 
-    Contract: ``out_features`` is a multiple of the ranks.
+    Contract: ``out_features`` is a multiple of the ranks. A softmax of the output would see this rank's features alone.
     """
 
     def __init__(self, in_features: int, out_features: int, comm):
@@ -71,6 +72,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x):
         check_same_input(self.comm, x)
+        check_input(x, self.weight, "ColumnParallelLinear")
         return functional.linear(CopyToRanks.apply(x, self.comm), self.weight, self.bias)
 
 
@@ -90,6 +92,7 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(self.comm.broadcast(whole.bias.detach().clone()))
 
     def forward(self, x):
+        check_input(x, self.weight, "RowParallelLinear")
         # The bias comes after the sum, or it would be added once a rank.
         return ReduceFromRanks.apply(functional.linear(x, self.weight), self.comm) + self.bias
 

@@ -58,8 +58,8 @@ class Stage1:
     def gradient_has_come(self, unit: Unit, parameter) -> None:
         self.contract.gradient_has_come(parameter)
 
-    def step(self) -> None:
-        self.contract.check_step()
+    def step(self, closure=None) -> None:
+        self.contract.check_step(closure)
         for unit in self.units:
             if unit.shard.grad is None:  # else the backward pass has done it
                 self.reduce(unit)
