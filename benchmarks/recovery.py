@@ -44,7 +44,7 @@ def rows(_, repeats: int) -> list[Row]:
 
 def seconds_of(case: dict) -> float:
     """Of one run of this kind."""
-    program = ["-m", "dtlib.lab.lessons.l11b.training", json.dumps(OPTIONS | case)]
+    program = ["-m", "dtlib.lessons.l11b.training", json.dumps(OPTIONS | case)]
     with tempfile.TemporaryDirectory() as folder:
         if case["by"] in ("memory", "shrink"):
             runs = [Run(program, 4, Path(folder), survive=True).start()]

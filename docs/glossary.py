@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from dtlib.lab.lesson_files import name_of, notebooks
+from dtlib.lab.navigation import is_lecture
+
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "glossary.md"
 # word: (what it means, the lesson that explains it)
@@ -70,8 +73,7 @@ TERMS = {
 
 def lecture(number: str) -> Path:
     """The source of a lesson's lecture."""
-    return next(path for path in sorted((ROOT / "notebooks" / "source").glob(f"{number}_*.py"))
-                if not path.stem.endswith("_exercises"))  # fmt: skip
+    return next(path for name, path in notebooks().items() if name.startswith(f"{number}_") and is_lecture(path))
 
 
 def title(source: Path) -> str:
@@ -83,7 +85,7 @@ def page() -> str:
     rows = []
     for term, (meaning, number) in sorted(TERMS.items(), key=lambda item: item[0].lower()):
         source = lecture(number)
-        rows.append(f"| **{term}** | {meaning} | [{title(source)}](../notebooks/lectures/{source.stem}.ipynb) |")
+        rows.append(f"| **{term}** | {meaning} | [{title(source)}](../notebooks/lectures/{name_of(source)}.ipynb) |")
     head = "# Glossary\n\nEach word with the lesson that explains it. `python -m docs.glossary` writes this page.\n\n"
     return head + "| word | what it means | lesson |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 

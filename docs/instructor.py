@@ -12,14 +12,14 @@ from pathlib import Path
 
 from dtlib.lab.checks.checks import judge_rounds
 from dtlib.lab.checks.quiz import quizzes
-from dtlib.lab.checks.registry import HOMES
+from dtlib.lab.checks.registry import homes
+from dtlib.lab.lesson_files import notebooks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
 
 FILE = Path(__file__).parent / "instructor" / "wrong_answers.md"
 DISCUSSIONS = FILE.with_name("discussions.md")
 PROMPTS = FILE.with_name("prompts.toml")
-SOURCES = Path(__file__).parents[1] / "notebooks" / "source"
 HEAD = """# Wrong answers, and what to say
 
 Made by `python -m docs.instructor` from the wrong answers of the tests: these are the mistakes that come. On the left
@@ -49,14 +49,15 @@ def mistakes(exercise: str) -> dict:
 def page() -> str:
     """The whole page, as Markdown."""
     text, lesson = HEAD, ""
-    for exercise, home in HOMES.items():
+    asked = "".join(source.read_text(encoding="utf-8") for source in notebooks().values())
+    for exercise in sorted(homes(), key=lambda name: asked.index(f'lab.check("{name}")')):
         rows = [
             f"| {_cell(_in_short(verdict.came))} | {_cell(verdict.hints[0])} | {_cell(verdict.hints[-1])} |"
             for mistake, (verdict, _) in mistakes(exercise).items() if mistake not in ("missing", "other-size")
         ]  # fmt: skip
         if not rows:
             continue
-        number = re.search(r"\.l(\d\w*)\.", home)[1]
+        number = homes()[exercise].parent.name[1:]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
         text += f"\n### {exercise}\n\n| what came | ask | say |\n|---|---|---|\n" + "\n".join(rows) + "\n"
@@ -66,11 +67,11 @@ def page() -> str:
 def prompts() -> list[tuple[str, str]]:
     """(lesson, what is asked) for each "Discuss" of the lectures, up to its last question mark, without links."""
     found = []
-    for source in sorted(SOURCES.glob("[0-9]*.py")):
+    for name, source in notebooks().items():
         text = re.sub(r"^# ?", "", source.read_text(encoding="utf-8"), flags=re.M)
         for paragraph in re.findall(r"\*\*Discuss[.:]?\*\*(?: before you run:)?(.+?\?)(?:[^?]*?)\n\n", text, re.S):
             asked = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).split())
-            found.append((source.stem.partition("_")[0], asked))
+            found.append((name.partition("_")[0], asked))
     return found
 
 

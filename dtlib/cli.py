@@ -101,7 +101,7 @@ def _fresh(options) -> int:
 
 
 def _tour(options) -> int:
-    from dtlib.lab.tour import tour
+    from dtlib.tour import tour
 
     return tour(options.ranks, options.profile)
 

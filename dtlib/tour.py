@@ -186,7 +186,7 @@ def pipeline_steps(steps: int) -> str:
 
     import dtlib
     from dtlib.lab import digits
-    from dtlib.lab.explorer import ORDERS, simulate
+    from dtlib.lessons.l07.explorer import ORDERS, simulate
     from dtlib.parallel.pipeline import LayerSpec, Linear, PipelineModule
     from dtlib.schedule import formulas
 

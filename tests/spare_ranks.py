@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import dtlib
 from dtlib import recovery
-from dtlib.lab.lessons.l11b.training import OPTIONS, PARAMETERS, Accidents, make, with_accidents
+from dtlib.lessons.l11b.training import OPTIONS, PARAMETERS, Accidents, make, with_accidents
 from dtlib.recovery.shrink import shrunk
 
 WAYS = {"memory": recovery.train_and_commit, "shrink": recovery.train_and_shrink}

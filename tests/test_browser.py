@@ -385,7 +385,7 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     other.close()
 
 
-FAULTS = "from dtlib.lab.lessons.l11b import fault_lab; fault_lab.fault_lab(3)"
+FAULTS = "from dtlib.lessons.l11b import fault_lab; fault_lab.fault_lab(3)"
 
 
 @pytest.mark.slow

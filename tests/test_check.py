@@ -1,5 +1,4 @@
 import dataclasses
-import importlib
 import json
 import re
 
@@ -9,33 +8,26 @@ from dtlib import pi
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import Verdict
-from dtlib.lab.checks.registry import EXERCISES, HOMES
+from dtlib.lab.checks.registry import EXERCISES, homes
 from dtlib.lab.checks.rendering import html
 from dtlib.lab.checks.solutions import source_of
-from dtlib.lab.lessons.l03.judge_hangs import HANGS
+from dtlib.lab.lesson_files import module_of, notebooks
+from dtlib.lessons.l03 import wrong_collectives
+from dtlib.lessons.l03.judge_hangs import HANGS
+from dtlib.lessons.l04 import wrong_buckets, wrong_byte_golf, wrong_data_parallel
+from dtlib.lessons.l06 import wrong_zero, wrong_zero2, wrong_zero3
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
 from tests.test_pipeline_exercises import RIGHT as RIGHT_TO_LESSON_07
 from tests.test_pipeline_exercises import RIGHT_PUZZLES
-from tests.wrong_answers import (
-    buckets_wrong,
-    byte_golf_wrong,
-    collectives_wrong,
-    data_parallel_wrong,
-    zero2_wrong,
-    zero3_wrong,
-    zero_wrong,
-)
 from tests.wrong_answers.cases import judged_soon
 
 
 def test_every_exercise_is_found_at_its_home_and_no_home_has_one_more():
-    at_home = {home: set(importlib.import_module(home).EXERCISES) for home in HOMES.values()}
-    assert at_home == {home: {name for name in HOMES if HOMES[name] == home} for home in HOMES.values()}
-    judges = {
-        path for path in (ROOT / "dtlib" / "lab" / "lessons").rglob("*.py") if "\nEXERCISES = " in path.read_text()
-    }
+    at_home = {home: set(module_of(home).EXERCISES) for home in homes().values()}
+    assert at_home == {home: {name for name in homes() if homes()[name] == home} for home in homes().values()}
+    judges = {path for path in (ROOT / "dtlib" / "lessons").rglob("*.py") if "\nEXERCISES = " in path.read_text()}
     assert len(judges) == len(at_home) and "no such exercise" not in EXERCISES
 
 
@@ -53,7 +45,7 @@ def test_a_judge_that_fails_is_told_on_all_ranks(world):
 
 def test_a_first_sum_that_nobody_has_computed_is_told():
     from dtlib.lab.checks.exercise import Wrong
-    from dtlib.lab.lessons.l00.judge_sum import judge_total
+    from dtlib.lessons.l00.judge_sum import judge_total
 
     with pytest.raises(Wrong) as wrong:
         judge_total([(6, 0)] * 4)
@@ -89,7 +81,7 @@ def ring_by_split(comm, tensor):
     """The ring of the lecture."""
     import torch
 
-    return collectives_wrong.ring(comm, tensor, torch.tensor_split(tensor, comm.size))
+    return wrong_collectives.ring(comm, tensor, torch.tensor_split(tensor, comm.size))
 
 
 @on_ranks(1, 3, 4, slow=(1, 4), time_limit=150)
@@ -104,8 +96,8 @@ def test_right_answers_pass(world):
     answers |= {"ring_all_reduce": ring_by_split, "my_all_reduce": ring_by_split, "explained": EXPLAINED}
     answers |= {"golf": golf_right} | RIGHT_RATES | RIGHT_PUZZLES
     with_own_tests = {*RIGHT_TO_LESSON_04, *RIGHT_TO_LESSON_06, "fit-it", *RIGHT_TO_LESSON_07, *RIGHT_TO_LESSON_08}
-    for exercise, home in HOMES.items():
-        if exercise not in with_own_tests and home < "dtlib.lab.lessons.l09":  # later lessons have some, too
+    for exercise, home in homes().items():
+        if exercise not in with_own_tests and home.parent.name < "l09":  # later lessons have some, too
             verdict = judge_on_this_rank(exercise, answers)
             assert verdict.passed, verdict.text()
     assert judge_on_this_rank("pi-streams", {"count_my_points": count_right_with_own_kernel}).passed
@@ -142,7 +134,7 @@ def ring_with_padding(comm, tensor):
 def ring_with_a_long_last_chunk(comm, tensor):
     length = len(tensor) // comm.size
     chunks = [tensor[length * p : length * (p + 1)] for p in range(comm.size - 1)]
-    return collectives_wrong.ring(comm, tensor, [*chunks, tensor[length * (comm.size - 1) :]])
+    return wrong_collectives.ring(comm, tensor, [*chunks, tensor[length * (comm.size - 1) :]])
 
 
 def ring_without_empty_messages(comm, tensor):
@@ -205,7 +197,7 @@ def test_hangs_may_be_explained_by_line_or_by_number(world):
 
 
 def hooks_right(comm, module):
-    return data_parallel_wrong.with_hooks(comm, module, lambda p: comm.all_reduce(p.grad, op="mean"))
+    return wrong_data_parallel.with_hooks(comm, module, lambda p: comm.all_reduce(p.grad, op="mean"))
 
 
 def hooks_that_divide_afterwards(comm, module):
@@ -213,7 +205,7 @@ def hooks_that_divide_afterwards(comm, module):
         comm.all_reduce(parameter.grad)
         parameter.grad /= comm.size
 
-    return data_parallel_wrong.with_hooks(comm, module, act)
+    return wrong_data_parallel.with_hooks(comm, module, act)
 
 
 def hooks_that_return_the_average(comm, module):
@@ -225,12 +217,12 @@ def hooks_that_return_the_average(comm, module):
             parameter.register_hook(lambda gradient: comm.all_reduce(gradient.clone(), op="mean"))
 
 
-class BucketsInForwardOrder(buckets_wrong.Right):
+class BucketsInForwardOrder(wrong_buckets.Right):
     def parameters(self):
         return super().parameters()[::-1]
 
 
-class BucketsOfTheLibrary(buckets_wrong.Right):
+class BucketsOfTheLibrary(wrong_buckets.Right):
     """The small first bucket of the library, under way all at once, and views instead of copies."""
 
     def average_gradients(self, samples):
@@ -248,7 +240,7 @@ class BucketsOfTheLibrary(buckets_wrong.Right):
             handle.wait()
 
 
-class SamplesTravelAlong(buckets_wrong.Right):
+class SamplesTravelAlong(wrong_buckets.Right):
     """No message for the samples: each bucket carries them behind its gradients."""
 
     def weight(self, samples):
@@ -263,7 +255,7 @@ class SamplesTravelAlong(buckets_wrong.Right):
         flat.copy_(longer[:-1] / longer[-1])
 
 
-class MeanOfScaled(buckets_wrong.Right):
+class MeanOfScaled(wrong_buckets.Right):
     def weight(self, samples):
         return super().weight(samples) * self.comm.size
 
@@ -272,7 +264,7 @@ class MeanOfScaled(buckets_wrong.Right):
 
 
 def golf_right(comm, x, y):
-    from dtlib.lab.lessons.l04.judge_byte_golf import reference
+    from dtlib.lessons.l04.judge_byte_golf import reference
 
     return reference(comm, x, y)
 
@@ -280,7 +272,7 @@ def golf_right(comm, x, y):
 RIGHT_TO_LESSON_04 = {
     "hook-mend": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
     "buckets-build": (
-        buckets_wrong.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
+        wrong_buckets.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
     ),
 }  # fmt: skip
 
@@ -299,9 +291,9 @@ FIT = {"stage": 3, "ranks": 8, "gigabytes": 15}
 def shards_right(comm, module):
     def act(parameter, flat, length):
         parameter.grad = None
-        return zero2_wrong.scattered(comm, flat, length)
+        return wrong_zero2.scattered(comm, flat, length)
 
-    return zero2_wrong.with_hooks(comm, module, act)
+    return wrong_zero2.with_hooks(comm, module, act)
 
 
 def shards_a_copy(comm, module):
@@ -309,13 +301,13 @@ def shards_a_copy(comm, module):
 
     def act(parameter, flat, length):
         parameter.grad = None
-        own = comm.reduce_scatter(zero2_wrong.shard_of(flat, comm.rank, length), flat)
+        own = comm.reduce_scatter(wrong_zero2.shard_of(flat, comm.rank, length), flat)
         return own / comm.size
 
-    return zero2_wrong.with_hooks(comm, module, act)
+    return wrong_zero2.with_hooks(comm, module, act)
 
 
-class AdamWithCopies(zero_wrong.Right):
+class AdamWithCopies(wrong_zero.Right):
     """The model keeps its own memory, an owner has a copy of its shard, and broadcasts it; no flat tensor stays."""
 
     def prepare(self):
@@ -339,7 +331,7 @@ class AdamWithCopies(zero_wrong.Right):
             parameter.data.copy_(view.view_as(parameter))
 
 
-class AdamReducesToOwners(zero_wrong.ByHand):
+class AdamReducesToOwners(wrong_zero.ByHand):
     """One reduce for each shard, to its owner, and a division afterwards."""
 
     def reduce(self, gradients):
@@ -348,7 +340,7 @@ class AdamReducesToOwners(zero_wrong.ByHand):
         return self.shard(gradients) / self.comm.size
 
 
-class LayerInTwoShards(zero3_wrong.RightLayer):
+class LayerInTwoShards(wrong_zero3.RightLayer):
     """Weight and bias are sharded and gathered one by one."""
 
     def __init__(self, comm, layer):
@@ -358,7 +350,7 @@ class LayerInTwoShards(zero3_wrong.RightLayer):
         for tensor in (layer.weight.detach().flatten(), layer.bias.detach()):
             length = -(-len(tensor) // comm.size)
             padded = torch.nn.functional.pad(tensor, (0, length * comm.size - len(tensor)))
-            self.own.append(zero2_wrong.shard_of(padded, comm.rank, length).clone())
+            self.own.append(wrong_zero2.shard_of(padded, comm.rank, length).clone())
 
     def __call__(self, x):
         import torch
@@ -372,8 +364,8 @@ class LayerInTwoShards(zero3_wrong.RightLayer):
 
 RIGHT_TO_LESSON_06 = {
     "zero2-mend": (shards_right, shards_a_copy),
-    "sharded-adam": (zero_wrong.Right, zero_wrong.ByHand, AdamWithCopies, AdamReducesToOwners),
-    "gather-on-demand": (zero3_wrong.RightLayer, LayerInTwoShards),
+    "sharded-adam": (wrong_zero.Right, wrong_zero.ByHand, AdamWithCopies, AdamReducesToOwners),
+    "gather-on-demand": (wrong_zero3.RightLayer, LayerInTwoShards),
 }
 
 
@@ -487,7 +479,7 @@ def cells_with():
     from dtlib.lab import build  # not on the ranks
 
     def find(text, version, lesson="03_collectives"):
-        book = build.notebook(ROOT / "notebooks" / "source" / f"{lesson}_exercises.py", version)
+        book = build.notebook(notebooks()[f"{lesson}_exercises"], version)
         sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
         return [source.removeprefix("%%px\n") for source in sources if text in source]
 
@@ -542,7 +534,7 @@ def test_the_stubs_of_lesson_04_are_wrong_and_their_solutions_right(world, cells
     for exercise, source, expected in cells_of_lesson_04:
         names = {
             "torch": torch,
-            "digits": byte_golf_wrong.digits,
+            "digits": wrong_byte_golf.digits,
             "cross_entropy": torch.nn.functional.cross_entropy,
         }
         exec(source, names)
@@ -557,7 +549,7 @@ def test_each_planted_hang_ends_and_names_its_culprit(world):
 
     import torch
 
-    from dtlib.lab.lessons.l03.judge_hangs import watch
+    from dtlib.lessons.l03.judge_hangs import watch
 
     for number, hang in HANGS.items():
         names = {"torch": torch}
@@ -657,7 +649,7 @@ def test_an_answer_is_known_by_its_code_or_value():
     def other(x):
         return x + 2
 
-    things = [one, other, {1: (2, 3)}, {1: (2, 4)}, "F0", torch.tensor(1), buckets_wrong.Right, buckets_wrong.OneBucket]
+    things = [one, other, {1: (2, 3)}, {1: (2, 4)}, "F0", torch.tensor(1), wrong_buckets.Right, wrong_buckets.OneBucket]
     assert len({fingerprint(thing) for thing in things}) == len(things)
     assert fingerprint(one) == fingerprint(one) and fingerprint({1: (2, 3)}) == fingerprint({1: (2, 3)})
 

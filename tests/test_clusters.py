@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dtlib.lab.lesson_files import notebooks
 from tests import hosts, slurm
 from tests.conftest import ROOT
 
@@ -74,7 +75,7 @@ EXERCISES = {"pi-streams": "count_my_points", "pi-on-ranks": "estimate_pi"}
 
 def solutions() -> dict[str, str]:
     """The stored solutions of lesson 02's judged exercises, by the exercise's name."""
-    source = (ROOT / "notebooks" / "source" / "02_pi_exercises.py").read_text()
+    source = notebooks()["02_pi_exercises"].read_text()
     cells = re.findall(r"^# %%(.*?)\n(.*?)(?=^# %%(?!px)|\Z)", source, re.DOTALL | re.MULTILINE)
     found = {}
     for exercise, function in EXERCISES.items():

@@ -9,6 +9,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab import build, course, navigation
 from dtlib.lab.checks import progress
 from dtlib.lab.engines import workshop
+from dtlib.lab.lesson_files import name_of
 from tests.conftest import ROOT
 
 LECTURE = "notebooks/lectures/04_data_parallel.ipynb"
@@ -82,7 +83,7 @@ def test_the_map_of_the_course_leads_to_every_notebook(page):
 
 def test_the_start_page_has_the_minutes_that_the_lessons_say():
     assert (ROOT / course.START_PAGE).read_text() == build.start_page(ROOT), "run `make notebooks`"
-    found = {source.stem: navigation.minutes(source) for source in build.sources(ROOT)}
+    found = {name_of(source): navigation.minutes(source) for source in build.sources(ROOT)}
     assert found["04_data_parallel"] == 90 and found["05_large_batches"] == 45 and found["02_pi"] == 60
     assert found["03_collectives_exercises"] == 60 and found["08_tensor_and_hybrid_exercises"] == 60
     lectures = sum(minutes for name, minutes in found.items() if not name.endswith("_exercises"))

@@ -3,11 +3,10 @@
 import pytest
 
 from dtlib.errors import DtlibError
-from dtlib.lab import explorer
 from dtlib.lab.checks import progress
-from dtlib.lab.lessons.l03 import detective
-from dtlib.lab.lessons.l07 import duel
 from dtlib.lab.tables import WIDEST
+from dtlib.lessons.l03 import detective
+from dtlib.lessons.l07 import duel, explorer
 from dtlib.schedule import one_f_one_b, zero_bubble_h1
 from tests.ranks import on_ranks
 

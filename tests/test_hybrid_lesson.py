@@ -7,12 +7,12 @@ from torch.nn.functional import cross_entropy, gelu, linear
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lab.lessons.l08 import figures as hybrid
+from dtlib.lessons.l08 import figures as hybrid
+from dtlib.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from tests.ranks import on_ranks
 from tests.test_check import cells_with  # noqa: F401, a fixture
-from tests.wrong_answers import mlp_wrong, replicator_wrong, tensor_wrong
 
 # Right answers in other styles
 
@@ -42,7 +42,7 @@ class RowOfTheLibrary(nn.Module):
         return self.layer(x_slice)
 
 
-class RowInTwoSteps(tensor_wrong.RightRow):
+class RowInTwoSteps(wrong_tensor.RightRow):
     """reduce_scatter and all_gather, by padding: as many bytes as one all_reduce by ring."""
 
     def forward(self, x_slice):
@@ -105,7 +105,7 @@ def step_in_one_function(replicator, model):
 
 def step_in_single_precision(replicator, model):
     """Shares of hits as float32: a graph may add them in another order."""
-    return replicator_wrong.built(
+    return wrong_replicator.built(
         replicator, model, metric=lambda right, x, y: replicator.map_reduce(right.float(), "mean")
     )
 
@@ -126,9 +126,9 @@ class StepOfAClass:
 
 
 RIGHT = {
-    "row-mend": (tensor_wrong.RightRow, RowByHand, RowOfTheLibrary, RowInTwoSteps),
-    "mlp-build": (mlp_wrong.RightMLP, MLPOfTheLibrary, MLPOfSmallLayers),
-    "step-build": (replicator_wrong.step_right, step_in_one_function, StepOfAClass, step_in_single_precision),
+    "row-mend": (wrong_tensor.RightRow, RowByHand, RowOfTheLibrary, RowInTwoSteps),
+    "mlp-build": (wrong_mlp.RightMLP, MLPOfTheLibrary, MLPOfSmallLayers),
+    "step-build": (wrong_replicator.step_right, step_in_one_function, StepOfAClass, step_in_single_precision),
 }
 
 

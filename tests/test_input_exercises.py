@@ -5,9 +5,9 @@ from torch.utils.data import get_worker_info
 
 from dtlib.lab.checks.checks import judge_here
 from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lab.lessons.l09.judge_formats import cost
-from tests.wrong_answers.input_wrong import _Stream
-from tests.wrong_answers.resuming_wrong import Right
+from dtlib.lessons.l09.judge_formats import cost
+from dtlib.lessons.l09.wrong_input import _Stream
+from dtlib.lessons.l09.wrong_resuming import Right
 
 
 def verdict_on(exercise, answer):

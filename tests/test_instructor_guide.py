@@ -24,7 +24,7 @@ from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
 from dtlib.lab.checks import checks
-from dtlib.lab.checks.registry import EXERCISES, HOMES
+from dtlib.lab.checks.registry import EXERCISES, homes
 from dtlib.world.launch import mpiexec_command, rank_environment
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
@@ -84,7 +84,7 @@ def test_wrong_answers_and_what_to_say_are_those_of_the_tests():
     page = instructor.page()
     assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m docs.instructor"
     assert instructor.DISCUSSIONS.read_text(encoding="utf-8") == instructor.discussions()
-    known = [exercise for exercise in HOMES if f"\n### {exercise}\n" in page]
+    known = [exercise for exercise in homes() if f"\n### {exercise}\n" in page]
     assert len(known) >= 27 and page.count("\n| ") > 150
     lessons = re.findall(r"^## Lesson (\S+)$", page, re.M)
     assert lessons == list(dict.fromkeys(lessons)) and {"00", "03", "11b"} <= set(lessons)

@@ -8,10 +8,9 @@ import torch
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lab.lessons.l05 import intervals
+from dtlib.lessons.l05 import intervals, wrong_large_batches
 from dtlib.training.rates import linear_rule
 from tests.ranks import on_ranks
-from tests.wrong_answers import large_batches_wrong
 
 
 def settings_right(step, warmup_steps, k):
@@ -43,7 +42,7 @@ def test_another_form_of_a_right_rate_passes(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("exercise", sorted(large_batches_wrong.WRONG))
+@pytest.mark.parametrize("exercise", sorted(wrong_large_batches.WRONG))
 def test_what_is_no_number_is_named(world, exercise):
     verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: lambda *_, **__: None})
     assert (verdict.mistake, verdict.came) == ("type", "'None'" if exercise == "warmup-mend" else "None")

@@ -6,6 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from dtlib.lab.lesson_files import notebooks
 from tests.conftest import ROOT
 
 LEFT_OUT = {".venv", "build", "work", "wheelhouse", ".git", "node_modules", ".ipynb_checkpoints", ".pytest_cache"}
@@ -67,11 +68,11 @@ def test_a_link_that_leads_nowhere_is_noticed(tmp_path):
 
 
 def test_every_lecture_ends_in_references_that_say_who_and_when():
-    for path in sorted((ROOT / "notebooks" / "source").glob("*.py")):
-        if path.stem.endswith("_exercises") or path.stem.startswith("00"):
+    for name, path in notebooks().items():
+        if name.endswith("_exercises") or name.startswith("00"):
             continue
         text = path.read_text(encoding="utf-8").replace("\n# ", "\n")
-        assert "## References" in text, path.name
+        assert "## References" in text, name
         references = re.findall(r"^- (.+(?:\n  .+)*)", text.rpartition("## References")[2], re.M)
         loose = [it for it in references if not SOURCE.search(it)]
-        assert references and not loose, (path.name, loose)
+        assert references and not loose, (name, loose)

@@ -7,6 +7,7 @@ import nbformat
 import pytest
 
 from dtlib.lab import build, tracks
+from dtlib.lab.lesson_files import name_of, notebooks
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
@@ -25,7 +26,7 @@ def code_cells(book):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_notebooks_are_what_their_sources_say(source, version):
     stored = nbformat.read(build.target(source, version), as_version=4)
     expected = build.notebook(source, version)
@@ -42,12 +43,12 @@ def test_no_notebook_is_without_a_source():
     assert found == expected
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_each_notebook_is_in_the_form_that_readers_expect(source):
     book = build.notebook(source, "solved")
     assert re.match(r"# \d\d[a-z]? ", book.cells[0].source), "a notebook begins with its number and title"
     first = code_cells(book)[0].source
-    assert ("lab.engines(" in first) == (source.stem not in WITHOUT_ENGINES)
+    assert ("lab.engines(" in first) == (name_of(source) not in WITHOUT_ENGINES)
     assert "\n" not in first and first.startswith("from dtlib import lab"), "the first cell is one line"
     assert first.endswith("  # no dtlib? Kernel > Change Kernel"), "which names the cure where a kernel has no dtlib"
     lines = [cell.source.count("\n") + 1 for cell in code_cells(book)]
@@ -58,7 +59,7 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
     assert all("half-day" in tags for tags in tagged if "two-hours" in tags), "the longer track has all of the shorter"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_a_notebook_is_no_longer_than_a_lecture(source):
     book = build.notebook(source, "learner")
     found = len(code_cells(book)), tracks.words(book.cells)
@@ -85,7 +86,7 @@ def workshop_with_ranks(workshop):
 
 def not_as_stored(stems, folder) -> dict[str, list[str]]:
     """Strict nbval, one process for all of them; what it says of each notebook that prints something else."""
-    solved = [build.target(source, "solved").relative_to(ROOT) for source in SOURCES if source.stem in stems]
+    solved = [build.target(source, "solved").relative_to(ROOT) for source in SOURCES if name_of(source) in stems]
     # What is shown of the library is compared, where it stands in its file is not.
     rules = folder / "lines.cfg"
     rules.write_text("[lines]\nregex: , lines [0-9, to]+\nreplace: , lines\n")
@@ -118,17 +119,17 @@ def touched_since_yesterday() -> set[str] | None:
 
 def tier(source, touched) -> pytest.MarkDecorator:
     """Slow for a notebook of which a commit of the last day touched source, stored outputs or judges; else nightly."""
-    own = [path.relative_to(ROOT).as_posix() for path in (source, build.target(source, "solved"))]
-    own.append(f"dtlib/lab/lessons/l{source.stem.split('_')[0]}/")
-    is_new = touched is None or any(path.startswith(tuple(own)) for path in touched)
+    of_others = {str(other.relative_to(ROOT)) for other in SOURCES if other != source}
+    own = tuple(str(path.relative_to(ROOT)) for path in (source.parent, build.target(source, "solved")))
+    is_new = touched is None or any(path.startswith(own) for path in touched - of_others)
     return pytest.mark.slow if is_new else pytest.mark.nightly
 
 
 def test_only_what_was_touched_is_run_before_the_night():
-    source = next(source for source in SOURCES if source.stem == "04_data_parallel")
-    for touched in (None, {"notebooks/source/04_data_parallel.py"}, {"dtlib/lab/lessons/l04/figures.py", "README.md"}):
+    source = notebooks()["04_data_parallel"]
+    for touched in (None, {"dtlib/lessons/l04/lecture.py"}, {"dtlib/lessons/l04/figures.py", "README.md"}):
         assert tier(source, touched).name == "slow"
-    for touched in (set(), {"notebooks/source/04_data_parallel_exercises.py", "dtlib/lab/lessons/l05/figures.py"}):
+    for touched in (set(), {"dtlib/lessons/l04/exercises.py", "dtlib/lessons/l05/figures.py"}):
         assert tier(source, touched).name == "nightly"
 
 
@@ -144,7 +145,7 @@ def texts_of(output):
     return [output.text if output.output_type == "stream" else output.data.get("text/plain", "")]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_no_stored_output_is_wider_than_a_page(source):
     stored = nbformat.read(build.target(source, "solved"), as_version=4)
     for cell in code_cells(stored):
@@ -180,7 +181,11 @@ TOUCHED = touched_since_yesterday()
 @pytest.mark.timeout(func_only=True)
 @pytest.mark.parametrize(
     "stem",
-    [pytest.param(source.stem, marks=tier(source, TOUCHED)) for source in SOURCES if source.stem not in WITHOUT_RANKS],
+    [
+        pytest.param(name, marks=tier(source, TOUCHED))
+        for name, source in notebooks().items()
+        if name not in WITHOUT_RANKS
+    ],
 )
 def test_solutions_print_what_is_stored(differences, stem):
     assert not differences.get(stem), "\n".join(differences[stem])
@@ -205,7 +210,7 @@ def test_a_cell_that_a_track_lacks_is_noticed():
 @pytest.mark.parametrize("stem", ["02_pi", "04_data_parallel_exercises", "06_zero_exercises"])
 def test_a_learners_notebook_passes_under_run_all_and_reveals_nothing(workshop_with_ranks, stem, monkeypatch):
     """Nobody has guessed, and nobody has written an answer: checks say "Not yet", and no prediction is compared."""
-    book = build.notebook(ROOT / "notebooks" / "source" / f"{stem}.py", "learner")
+    book = build.notebook(notebooks()[stem], "learner")
     monkeypatch.chdir(workshop_with_ranks)
     build.execute(book, workshop_with_ranks / "notebooks")
     outputs = [str(output) for cell in code_cells(book) for output in cell.outputs]

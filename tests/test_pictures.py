@@ -9,9 +9,9 @@ from matplotlib.colors import to_hex
 from dtlib.comm.watch.recorder import Event
 from dtlib.lab import drawing, pictures
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
-from dtlib.lab.lessons.l03 import figures as l03
-from dtlib.lab.lessons.l04 import figures as l04
-from dtlib.lab.lessons.l11 import figures as l11
+from dtlib.lessons.l03 import figures as l03
+from dtlib.lessons.l04 import figures as l04
+from dtlib.lessons.l11 import figures as l11
 from dtlib.measure.trace import Timeline, Trace
 
 

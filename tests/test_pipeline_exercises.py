@@ -4,17 +4,17 @@ import pytest
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.lesson_files import notebooks
+from dtlib.lessons.l07 import wrong_pipelines, wrong_puzzle
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
-from tests.conftest import ROOT
 from tests.ranks import on_ranks
-from tests.wrong_answers import pipelines_wrong, puzzle_wrong
 
 
 def answer_of(thing):
     return thing() if isinstance(thing, type) else thing
 
 
-class Gradients1By1(pipelines_wrong.Step):
+class Gradients1By1(wrong_pipelines.Step):
     """torch.autograd.grad instead of backward, fresh tensors instead of those that came, tensors instead of numbers."""
 
     def forward(self, m):
@@ -45,7 +45,7 @@ class Gradients1By1(pipelines_wrong.Step):
             self.send(gradients[-1], self.comm.rank - 1, m)
 
 
-class BackwardFromTheLast(pipelines_wrong.Step):
+class BackwardFromTheLast(wrong_pipelines.Step):
     """As in figure 2(c) of the GPipe paper."""
 
     def run(self, count):
@@ -55,13 +55,13 @@ class BackwardFromTheLast(pipelines_wrong.Step):
             self.backward(m)
 
 
-class SendsThatWait(pipelines_wrong.Step):
+class SendsThatWait(wrong_pipelines.Step):
     """In GPipe activations go one way, and then gradients the other: nobody can wait in a circle."""
 
     async_op = False
 
 
-class ReceivesAskedForFirst(pipelines_wrong.Step):
+class ReceivesAskedForFirst(wrong_pipelines.Step):
     """All receives are posted before the first forward pass; even stage 0 has gradients of its inputs."""
 
     def run(self, count):
@@ -82,7 +82,7 @@ class Receives1F1BAskedForFirst(ReceivesAskedForFirst):
     order = "1f1b"
 
 
-class HeadersFirst(pipelines_wrong.Step):
+class HeadersFirst(wrong_pipelines.Step):
     """Shapes travel before activations, as in the library; outputs are kept to the end."""
 
     def forward(self, m):
@@ -101,7 +101,7 @@ class HeadersFirst(pipelines_wrong.Step):
             self.send(self.outputs[m].detach(), self.comm.rank + 1, m)
 
 
-class GraphsTravelToo(pipelines_wrong.Step):
+class GraphsTravelToo(wrong_pipelines.Step):
     """What is sent is not detached, room wants gradients before it is filled, and a product takes the gradient in."""
 
     def forward(self, m):
@@ -134,7 +134,7 @@ class Headers1F1B(HeadersFirst):
         super().backward(m)
 
 
-class OneBackwardOneForward(pipelines_wrong.Right1F1B):
+class OneBackwardOneForward(wrong_pipelines.Right1F1B):
     """The same order, told another way: fill up, then a backward and a forward pass in turn."""
 
     def run(self, count):
@@ -147,7 +147,7 @@ class OneBackwardOneForward(pipelines_wrong.Right1F1B):
                 self.forward(m + filled)
 
 
-class ReceivesBeforeItSends(pipelines_wrong.Right1F1B):
+class ReceivesBeforeItSends(wrong_pipelines.Right1F1B):
     """Sends that wait are no harm where the receives have been asked for."""
 
     async_op = False
@@ -161,7 +161,7 @@ class ReceivesBeforeItSends(pipelines_wrong.Right1F1B):
     forward = ReceivesAskedForFirst.forward
 
 
-class ComputesAgain(pipelines_wrong.Step):
+class ComputesAgain(wrong_pipelines.Step):
     """Keeps inputs alone, and computes each forward pass once more before it goes backward."""
 
     def forward(self, m):
@@ -175,7 +175,7 @@ class ComputesAgain(pipelines_wrong.Step):
         super().backward(m)
 
 
-class Checkpoints(pipelines_wrong.Step):
+class Checkpoints(wrong_pipelines.Step):
     """The same by torch's hand."""
 
     def forward(self, m):
@@ -188,11 +188,11 @@ class Checkpoints(pipelines_wrong.Step):
 
 
 def trains_right(comm, stage, x, target):
-    pipelines_wrong.train(comm, stage, x, target, pipelines_wrong.mean_square)
+    wrong_pipelines.train(comm, stage, x, target, wrong_pipelines.mean_square)
 
 
 def trains_and_multiplies_afterwards(comm, stage, x, target):
-    pipelines_wrong.trains_as_it_was(comm, stage, x, target)
+    wrong_pipelines.trains_as_it_was(comm, stage, x, target)
     for parameter in stage.parameters():
         parameter.grad *= 4
 
@@ -200,19 +200,19 @@ def trains_and_multiplies_afterwards(comm, stage, x, target):
 RIGHT = {
     "pipeline-mend": (trains_right, trains_and_multiplies_afterwards),
     "gpipe-build": (
-        pipelines_wrong.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
+        wrong_pipelines.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
         GraphsTravelToo, ComputesAgain, Checkpoints,
     ),
     "1f1b-build": (
-        pipelines_wrong.Right1F1B, Receives1F1BAskedForFirst, Headers1F1B, OneBackwardOneForward, ReceivesBeforeItSends,
+        wrong_pipelines.Right1F1B, Receives1F1BAskedForFirst, Headers1F1B, OneBackwardOneForward, ReceivesBeforeItSends,
     ),
 }  # fmt: skip
 
 
 # For the test that goes through all exercises (test_check.py).
 RIGHT_PUZZLES = {
-    "puzzle": puzzle_wrong.GPIPE, "puzzle_2": puzzle_wrong.ONE_F_ONE_B, "puzzle_3": puzzle_wrong.THREE,
-    "puzzle_4": puzzle_wrong.HALVES,
+    "puzzle": wrong_puzzle.GPIPE, "puzzle_2": wrong_puzzle.ONE_F_ONE_B, "puzzle_3": wrong_puzzle.THREE,
+    "puzzle_4": wrong_puzzle.HALVES,
 }  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def cells():
         ("no-forward", "1f1b-build"),
     ):
         for version, mistake in (("learner", stub), ("solved", "")):
-            book = build.notebook(ROOT / "notebooks" / "source" / "07_pipelines_exercises.py", version)
+            book = build.notebook(notebooks()["07_pipelines_exercises"], version)
             begins = f"%%px\ndef {EXERCISES[exercise].name}("
             found += [
                 (exercise, cell.source.removeprefix("%%px\n"), mistake)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from dtlib.comm.watch.recorder import Event
-from dtlib.lab import explorer
-from dtlib.lab.lessons.l07 import figures as pipelines
 from dtlib.lab.tables import WIDEST
+from dtlib.lessons.l07 import explorer
+from dtlib.lessons.l07 import figures as pipelines
 from dtlib.measure.trace import Timeline, Trace
 from dtlib.parallel.pipeline import weights_later
 from dtlib.schedule import Simulation, draw, gpipe, interleaved, parse, simulate

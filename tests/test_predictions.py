@@ -12,6 +12,7 @@ from dtlib.lab import build
 from dtlib.lab.checks import predictions, rendering
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
+from dtlib.lab.lesson_files import name_of, notebooks
 from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
@@ -177,7 +178,7 @@ def hints_of(prediction):
     ]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
     known, cells = predictions.predictions(), code_of(source, "learner")
     text = " ".join(
@@ -205,7 +206,7 @@ def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
 
 
 @pytest.mark.parametrize("track", [None, *build.TRACKS])
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_one_cell_below_the_question_brings_the_figure(source, track):
     cells = code_of(source, "solved", track)
     for at, cell in enumerate(cells):
@@ -234,7 +235,7 @@ def test_what_is_computed_is_what_the_solution_says():
                     assert predictions._outcomes[name] == "right", predictions._outcomes[name]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_every_outcome_stands_in_the_stored_solution(source):
     """A page that was stored before the cell that brings it was there shows none, and has all else."""
     shown, expected = "", []
@@ -268,7 +269,7 @@ def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
 
 
 def test_what_the_text_claims_of_a_run_is_asserted_at_the_build_alone():
-    source = next(source for source in SOURCES if source.stem == "02_pi")
+    source = notebooks()["02_pi"]
     plain, checked = (build.notebook(source, "solved", claims=claims) for claims in (False, True))
     kept = [cell for cell in checked.cells if not build.CHECKED & set(cell.metadata.get("tags", []))]
     assert [(cell.id, cell.source) for cell in kept] == [(cell.id, cell.source) for cell in plain.cells]

@@ -10,8 +10,9 @@ from dtlib.errors import DtlibError
 from dtlib.lab import course
 from dtlib.lab.checks import checks, progress, quiz
 from dtlib.lab.checks.exercise import Score, Verdict
-from dtlib.lab.lessons.l07.judge_puzzle import EXERCISES as PUZZLES
+from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
+from dtlib.lessons.l07.judge_puzzle import EXERCISES as PUZZLES
 from tests.conftest import ROOT
 
 QUIZZES = quiz.quizzes()
@@ -131,10 +132,10 @@ def test_buttons_say_the_same_as_text():
 
 def test_lectures_ask_and_no_notebook_answers():
     asked = Counter()
-    for source in sorted((ROOT / "notebooks" / "source").glob("*.py")):
+    for notebook, source in notebooks().items():
         for name in re.findall(r"^lab\.quiz\((.*)\)$", source.read_text(), re.M):
             asked[name] += 1
-            assert name == f'"{source.stem.partition("_")[0]}"' and not source.stem.endswith("_exercises"), source
+            assert name == f'"{notebook.partition("_")[0]}"' and not notebook.endswith("_exercises"), source
     assert asked and max(asked.values()) == 1
     reasons = [option.because for question in QUESTIONS for option in question.options if len(option.because) > 40]
     reasons += [each.answer[:60] for each in QUIZZES.values() if each.answer]

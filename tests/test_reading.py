@@ -6,6 +6,7 @@ import re
 import pytest
 
 from dtlib.lab import reading, server
+from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
 from tests.conftest import ROOT
 
@@ -21,7 +22,7 @@ LESSONS = {
 def test_a_lesson_shows_its_plain_core_whole_and_in_order(lesson, strategy):
     plain = (ROOT / "dtlib" / "parallel" / strategy / "plain.py").read_text()
     written = [thing.name for thing in ast.parse(plain).body if isinstance(thing, ast.ClassDef | ast.FunctionDef)]
-    lecture = (ROOT / "notebooks" / "source" / f"{lesson}.py").read_text()
+    lecture = notebooks()[lesson].read_text()
     shown = re.findall(r"plain\.(\w+)", " ".join(re.findall(r"lab\.read\((.*?)\)", lecture)))
     assert shown == [name for name in written if not name.startswith("check")]
     assert "lab.read(plain)\n" in lecture and "lab.read_end(plain)\n" in lecture

@@ -14,17 +14,16 @@ from dtlib import checkpoint
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.predictions import predictions
 from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lab.lessons.l11b import fault_lab, figures
-from dtlib.lab.lessons.l11b.training import PARAMETERS, alone
+from dtlib.lessons.l11b import fault_lab, figures, wrong_recovery
+from dtlib.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica, Run, supervise
 from dtlib.recovery.journal import seconds_to_go_on
 from dtlib.world.launch import survives
 from tests.ranks import on_ranks
-from tests.wrong_answers import recovery_wrong
 from tests.wrong_answers.cases import judged_soon
 
-PROGRAM = ["-m", "dtlib.lab.lessons.l11b.training"]
+PROGRAM = ["-m", "dtlib.lessons.l11b.training"]
 SECONDS = 150  # until a run counts as stuck, on a busy machine
 _alone = {}
 
@@ -248,7 +247,7 @@ def test_a_step_that_comes_to_nothing_leaves_nothing_behind(world):
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("exercise,answer", [
-    ("resume-mend", recovery_wrong.right), ("shrink-build", recovery_wrong.takes_the_latest_state),
+    ("resume-mend", wrong_recovery.right), ("shrink-build", wrong_recovery.takes_the_latest_state),
 ])  # fmt: skip
 def test_a_right_recovery_passes(world, exercise, answer):
     verdict = judged_soon(exercise, {EXERCISES[exercise].name: answer})

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import dtlib
+from dtlib.lab.lesson_files import notebooks
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,6 +42,8 @@ FLOORS = (
     ("production",),
     ("training", "workloads", "storage"),
     ("lab",),
+    ("lessons",),
+    ("tour",),
     ("cli", "__main__"),
 )
 
@@ -49,7 +52,8 @@ def dotted_name(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py"))}
+NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imports
+MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
 
 def pins(requirements):
@@ -165,7 +169,7 @@ def test_no_import_circle_between_files():
 
 def test_files_are_short_enough_to_read():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
-    long = {name: lines for name, lines in lengths.items() if lines > 300}
+    long = {name: lines for name, lines in lengths.items() if lines > 300 and not Path(name).name.startswith("wrong_")}
     assert not long, f"a file of over 300 lines usually holds two ideas: {long}"
     for name in ("utils.py", "moe/utils.py", "runtime/utils.py"):  # DeepSpeed's names, as scripts import from there
         del lengths[f"dtlib/{name}"]

@@ -1,6 +1,6 @@
 import pytest
 
-from dtlib.lab import ring
+from dtlib.lessons.l03 import ring
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

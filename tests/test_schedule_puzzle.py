@@ -10,11 +10,11 @@ import pytest
 from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lab.checks.rendering import html
-from dtlib.lab.lessons.l07 import judge_puzzle as puzzle
+from dtlib.lab.lesson_files import notebooks
+from dtlib.lessons.l07 import judge_puzzle as puzzle
+from dtlib.lessons.l07 import wrong_puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1
-from tests.conftest import ROOT
 from tests.ranks import on_ranks
-from tests.wrong_answers import puzzle_wrong
 
 
 def shortest(p: int, m: int, activations: int) -> int:
@@ -63,7 +63,7 @@ def test_par_is_the_shortest_that_there_is(level):
 
 
 def test_what_the_puzzle_tells_of_other_limits_is_so():
-    text = (ROOT / "notebooks" / "source" / "07_schedule_puzzle_exercises.py").read_text()
+    text = notebooks()["07_schedule_puzzle_exercises"].read_text()
     assert "With two it is 51" in text and shortest(4, 8, 2) == 51
     capped = [[Action(rank, kind, m) for kind, m in in_turns(ahead, 8)] for rank, ahead in enumerate((3, 3, 2, 1))]
     assert "takes 48" in text and simulate(capped).makespan == 48
@@ -86,19 +86,19 @@ def test_par_of_the_level_with_halves_is_the_shortest_that_there_is():
     assert max(reached.peak_activations) <= rules.activations
 
 
-@pytest.mark.parametrize("exercise,how", [(e, how) for e, answers in puzzle_wrong.RIGHT.items() for how in answers])
+@pytest.mark.parametrize("exercise,how", [(e, how) for e, answers in wrong_puzzle.RIGHT.items() for how in answers])
 def test_right_puzzles_pass_however_they_are_written(exercise, how):
     name = EXERCISES[exercise].name
-    verdict = judge_here(exercise, {name: puzzle_wrong.RIGHT[exercise][how]})
+    verdict = judge_here(exercise, {name: wrong_puzzle.RIGHT[exercise][how]})
     assert verdict.passed, verdict.text()
     par = next(level.par for level in puzzle.LEVELS.values() if level.name == name)
     assert f"Makespan {par}, par {par}; bubble " in verdict.text()
     assert "rank 0  F0 F1" in verdict.text() and "ranks:" not in verdict.text()
 
 
-@pytest.mark.parametrize("exercise,how", [(e, how) for e, answers in puzzle_wrong.WRONG.items() for how in answers])
+@pytest.mark.parametrize("exercise,how", [(e, how) for e, answers in wrong_puzzle.PUZZLES.items() for how in answers])
 def test_each_wrong_puzzle_is_rejected_for_its_own_reason(exercise, how):
-    answer, mistake = puzzle_wrong.WRONG[exercise][how]
+    answer, mistake = wrong_puzzle.PUZZLES[exercise][how]
     verdict = judge_here(exercise, {EXERCISES[exercise].name: answer})
     assert verdict.mistake == mistake, verdict.text()
     assert len(verdict.hints) > 1 and all(verdict.hints)
@@ -110,9 +110,9 @@ def test_each_wrong_puzzle_is_rejected_for_its_own_reason(exercise, how):
 
 
 def test_a_drawing_can_be_pasted_and_changed():
-    verdict = judge_here("schedule-puzzle-2", {"puzzle_2": puzzle_wrong.ONE_F_ONE_B})
+    verdict = judge_here("schedule-puzzle-2", {"puzzle_2": wrong_puzzle.ONE_F_ONE_B})
     assert judge_here("schedule-puzzle-2", {"puzzle_2": str(verdict.picture)}).passed
-    slow, _ = puzzle_wrong.WRONG["schedule-puzzle"]["one at a time"]
+    slow, _ = wrong_puzzle.PUZZLES["schedule-puzzle"]["one at a time"]
     verdict = judge_here("schedule-puzzle", {"puzzle": slow})
     drawn = str(verdict.picture)
     assert max(map(len, drawn.splitlines())) <= 110, "a long one goes on below"
@@ -132,7 +132,7 @@ def test_a_rank_in_another_order_is_named_before_the_last_one_is_asked_about():
 
 
 def test_what_is_wrong_with_an_order_is_said_as_validate_says_it():
-    circle, _ = puzzle_wrong.WRONG["schedule-puzzle"]["a circle"]
+    circle, _ = wrong_puzzle.PUZZLES["schedule-puzzle"]["a circle"]
     text = judge_here("schedule-puzzle", {"puzzle": circle}).text()
     assert "Not yet: schedule-puzzle.\n" in text, "a circle is no single rank's"
     assert "rank 0 has come to 0B0 and waits for 1B0 of rank 1" in text
@@ -145,7 +145,7 @@ def test_the_puzzle_is_checked_in_a_plain_cell_without_engines_torch_or_mpi():
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-shell.user_ns["puzzle"] = {puzzle_wrong.GPIPE!r}
+shell.user_ns["puzzle"] = {wrong_puzzle.GPIPE!r}
 from dtlib import lab
 lab.check("schedule-puzzle")
 
@@ -165,7 +165,7 @@ print(sorted({{"torch", "mpi4py.MPI", "ipyparallel"}} & set(sys.modules)))
 
 @on_ranks(2)
 def test_a_puzzle_that_is_defined_on_the_ranks_is_judged_there(world):
-    verdict = judge_on_this_rank("schedule-puzzle", {"puzzle": puzzle_wrong.GPIPE})
+    verdict = judge_on_this_rank("schedule-puzzle", {"puzzle": wrong_puzzle.GPIPE})
     assert verdict.passed and "So few ranks" not in verdict.text()
     assert judge_on_this_rank("schedule-puzzle", {"puzzle": "F0"}).mistake == "ranks"
 
@@ -174,10 +174,10 @@ def test_a_puzzle_that_is_defined_on_the_ranks_is_judged_there(world):
 def test_the_stubs_of_the_puzzle_are_wrong_and_their_solutions_right(version):
     from dtlib.lab import build
 
-    book = build.notebook(ROOT / "notebooks" / "source" / "07_schedule_puzzle_exercises.py", version)
+    book = build.notebook(notebooks()["07_schedule_puzzle_exercises"], version)
     names = {}
     for cell in book.cells:
         if cell.cell_type == "code" and cell.source.startswith("puzzle"):
             exec(cell.source, names)
-    for exercise in puzzle_wrong.RIGHT:
+    for exercise in wrong_puzzle.RIGHT:
         assert judge_here(exercise, names).mistake == ("" if version == "solved" else "missing-action")

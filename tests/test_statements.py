@@ -11,13 +11,14 @@ from nbformat.v4.rwbase import rejoin_lines
 from dtlib.errors import DtlibError
 from dtlib.lab import build, statements
 from dtlib.lab.checks import predictions
+from dtlib.lab.lesson_files import name_of, notebooks
 from tests.conftest import ROOT
 from tests.test_predictions import guesses_in
 from tests.tracks import pieces
 
 SOURCES = build.sources(ROOT)
 TRACKS = [source for track in build.TRACKS for source in build.tracks.sources(ROOT, track)]
-OF_EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+OF_EACH = pytest.mark.parametrize("source", SOURCES, ids=name_of)
 
 
 def code(source, tags=()):
@@ -49,7 +50,7 @@ def with_outputs(source):
     return cells
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *TRACKS], ids=lambda source: f"{source.parent.name}-{source.stem}")
+@pytest.mark.parametrize("source", [*SOURCES, *TRACKS], ids=lambda source: f"{source.parent.name}-{name_of(source)}")
 def test_stored_outputs_bear_out_what_the_prose_says(source):
     if (cells := with_outputs(source)) is None:
         pytest.skip("the source has changed, as another test says: run `make notebooks`")
@@ -102,7 +103,7 @@ def test_the_build_refuses_a_notebook_whose_sentence_does_not_hold(tmp_path):
 
 
 def test_what_cannot_be_bound_is_read_again_when_its_output_changes():
-    by_stem = {source.stem: source for source in SOURCES}
+    by_stem = notebooks()
     for sentence in statements.listed(ROOT):
         if cells := with_outputs(by_stem[sentence["notebook"]]):
             above = statements.output_above(cells, sentence["says"])

@@ -7,9 +7,9 @@ import pytest
 from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lab.drawing import Picture
 from dtlib.lab.engines import live
+from dtlib.lessons.l10.wrong_two_models import RIGHT
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
-from tests.wrong_answers.two_models_wrong import RIGHT
 
 
 @on_ranks(3)

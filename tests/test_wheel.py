@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dtlib.lab.course import sources
+from dtlib.lab.lesson_files import notebooks
 from dtlib.world.processes import Process, end_processes, with_descendants
 from tests.conftest import ROOT
 
@@ -96,8 +97,13 @@ def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
     wheel = built_wheel(tmp_path)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert not [name for name in names if "security" in name or "/source/" in name]
+    lessons = {name for name in names if name.startswith("dtlib/lessons/")}
+    assert "dtlib/lessons/l03/judge_ring.py" in lessons and not [name for name in lessons if "/wrong_" in name]
+    assert not lessons & {path.relative_to(ROOT).as_posix() for path in notebooks().values()}
     beside = [
-        path for path in (ROOT / "dtlib").rglob("*.*") if path.suffix != ".py" and path.parent.name != "__pycache__"
+        path
+        for path in (ROOT / "dtlib").rglob("*.*")
+        if path.suffix not in (".py", ".xz") and path.parent.name != "__pycache__"  # .xz: recordings of wrong answers
     ]
     wanted = [path.relative_to(ROOT).as_posix() for path in beside] + [f"dtlib/course/{name}" for name in sources()]
     assert set(wanted) <= names, f"pyproject.toml leaves these behind: {set(wanted) - names}"

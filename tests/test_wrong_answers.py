@@ -9,9 +9,10 @@ import inspect
 
 import pytest
 
+from dtlib.lab import lesson_files
 from dtlib.lab.checks.answers import fingerprint
 from dtlib.lab.checks.checks import judge_here, judge_rounds
-from dtlib.lab.checks.registry import EXERCISES, HOMES
+from dtlib.lab.checks.registry import EXERCISES, homes
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES, judged_soon
@@ -32,7 +33,7 @@ def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
         assert codes == {then["code"]}, changed
     verdict = judge_rounds(case.exercise, recordings.decoded(recorded["rounds"]), (then["judged"], then["code"]))
     assert verdict.mistake == case.mistake, verdict.text()
-    judged = HOMES[case.exercise] < "dtlib.lab.lessons.l08" and verdict.mistake != "waited"  # whose hint is recorded
+    judged = homes()[case.exercise].parent.name < "l08" and verdict.mistake != "waited"  # whose hint is recorded
     assert len(verdict.hints) >= 1 + judged and all(verdict.hints)
     assert (verdict.mistake, verdict.rank, verdict.ranks) == (then["mistake"], then["rank"], case.ranks)
     if case.mistake == "other-size":
@@ -51,7 +52,8 @@ def shown_on(ranks):
 
 
 def test_nothing_is_recorded_that_is_no_case():
-    kept = [path.name.removesuffix(".json.xz") for path in recordings.FOLDER.glob("*.json.xz")]
+    kept = {path.name.removesuffix(".json.xz"): path for _, path in lesson_files.found("recorded/*")}
+    assert kept == {exercise: recordings.file_of(exercise) for exercise in kept}, "beside another lesson"
     assert {f"{exercise}: {name}" for exercise in kept for name in read(exercise)} <= set(CASES)
 
 

@@ -5,7 +5,7 @@ import torch
 from dtlib import lab
 from dtlib.comm import solo
 from dtlib.lab import digits
-from dtlib.lab.lessons.l06 import figures
+from dtlib.lessons.l06 import figures
 
 
 def rows_of(text):

@@ -23,6 +23,9 @@ _LAZY = {
     "values": "dtlib.lab.engines.names",
 }
 
+# Where notebooks find these, though each is a lesson's own.
+_IN_LESSONS = {"explorer": "l07", "ring": "l03"}
+
 # The room of that name is loaded once, and gives its name to the call: what is imported from it later leaves it alone.
 import_module("dtlib.lab.engines")
 del globals()["engines"]
@@ -33,10 +36,12 @@ def __getattr__(name):
         return import_module("dtlib.lab.course").fresh_here
     if name == "pictures":
         return import_module("dtlib.lab.pictures")
+    if name in _IN_LESSONS:
+        return import_module(f"dtlib.lessons.{_IN_LESSONS[name]}.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), *_LAZY, "fresh", "pictures"])
+    return sorted([*globals(), *_LAZY, "fresh", "pictures", *_IN_LESSONS])

@@ -1,16 +1,18 @@
 """Notebooks from their sources: ``python -m dtlib.lab.build``, which is ``make notebooks``.
 
-A source in ``notebooks/source`` becomes two notebooks. The learner's has stubs where the source has solutions, and no
-outputs; the other has the solutions, is executed, and keeps its outputs for nbval to compare.
+A lesson's source becomes two notebooks (their name is in NOTEBOOKS of the lesson's ``__init__.py``). The learner's has
+stubs where the source has solutions, and no outputs; the other has the solutions, is executed, and keeps its outputs
+for nbval to compare.
 
-    source/02_pi.py            -> lectures/02_pi.ipynb               solutions/02_pi.ipynb
-    source/02_pi_exercises.py  -> exercises/02_pi_exercises.ipynb    solutions/02_pi_exercises.ipynb
+    dtlib/lessons/l02/lecture.py    -> lectures/02_pi.ipynb               solutions/02_pi.ipynb
+    dtlib/lessons/l02/exercises.py  -> exercises/02_pi_exercises.ipynb    solutions/02_pi_exercises.ipynb
 
 The short tracks (tracks.py) become notebooks of their own, with ``make workshop TRACK=two-hours``:
 
-    source/tracks/two-hours/A_ranks.py -> workshop/two-hours/A_ranks.ipynb    workshop/two-hours/solved/A_ranks.ipynb
+    notebooks/source/tracks/two-hours/A_ranks.py -> workshop/two-hours/A_ranks.ipynb, solved/A_ranks.ipynb
 
-The links at a notebook's head and foot, and the minutes on the start page (from source/start.md), are navigation.py's.
+The links at a notebook's head and foot, and the minutes on the start page (its own source is
+notebooks/source/start.md), are navigation.py's.
 
 Tags of a cell: ``solution`` and ``stub`` say in which of the two it stands; ``nbval-ignore-output`` marks live figures;
 after the error of one with ``raises-exception`` Run All goes on; ``two-hours`` and ``half-day`` name the tracks that a
@@ -31,6 +33,7 @@ import nbformat
 from dtlib.errors import DtlibError
 from dtlib.lab import navigation, statements, tracks
 from dtlib.lab.engines import workshop
+from dtlib.lab.lesson_files import name_of, notebooks
 from dtlib.lab.statements import STATEMENT
 from dtlib.lab.tables import fold
 from dtlib.lab.tracks import TRACKS
@@ -44,7 +47,7 @@ LEFT_OUT = {"learner": "solution", "solved": "stub"}
 
 def sources(root: Path) -> list[Path]:
     """Those of the lessons; those of the tracks are tracks.sources."""
-    return sorted((root / "notebooks" / "source").glob("*.py"))
+    return [root.joinpath("dtlib", "lessons", *source.parts[-2:]) for source in notebooks().values()]
 
 
 def _is_of_a_track(source: Path) -> bool:
@@ -56,8 +59,8 @@ def target(source: Path, version: str) -> Path:
     if _is_of_a_track(source):
         folder = source.parents[3] / "workshop" / source.parent.name
         return (folder / "solved" if version == "solved" else folder) / f"{source.stem}.ipynb"
-    kind = "exercises" if source.stem.endswith("_exercises") else "lectures"
-    return source.parents[1] / ("solutions" if version == "solved" else kind) / f"{source.stem}.ipynb"
+    kind = "solutions" if version == "solved" else "lectures" if navigation.is_lecture(source) else "exercises"
+    return source.parents[3] / "notebooks" / kind / f"{name_of(source)}.ipynb"
 
 
 def notebook(source: Path, version: str, claims: bool = False):
@@ -69,9 +72,11 @@ def notebook(source: Path, version: str, claims: bool = False):
     number = 0
     for at, cell in enumerate(book.cells):
         if unknown := _tags(cell) - TAGS:
-            raise ValueError(f"{source.name}, cell {number}: unknown tags {sorted(unknown)}; known are {sorted(TAGS)}.")
+            raise ValueError(
+                f"{name_of(source)}, cell {number}: unknown tags {sorted(unknown)}; known are {sorted(TAGS)}."
+            )
         is_checked = bool(CHECKED & _tags(cell))
-        cell.id = f"{source.stem}-{number:02d}" + f"-checked-{at}" * is_checked
+        cell.id = f"{name_of(source)}-{number:02d}" + f"-checked-{at}" * is_checked
         number += not is_checked
     _lead_on(book, source, version)
     book.metadata = {
@@ -91,11 +96,11 @@ def _lead_on(book, source: Path, version: str) -> None:
         links = navigation.track_links(source, version, sorted(source.parent.glob("*.py")))
         book.cells.append(nbformat.v4.new_markdown_cell(links, id=f"{source.stem}-foot"))
         return
-    links, first = navigation.links(source, version, sources(source.parents[2])), book.cells[0]
+    links, first = navigation.links(source, version, sources(source.parents[3])), book.cells[0]
     title, _, text = first.source.partition("\n")
     first.source = f"{title}\n\n{links}\n{text}"
     anew = f"\n\n{navigation.ANEW}" if version == "learner" else ""
-    book.cells.append(nbformat.v4.new_markdown_cell(f"---\n\n{links}{anew}", id=f"{source.stem}-foot"))
+    book.cells.append(nbformat.v4.new_markdown_cell(f"---\n\n{links}{anew}", id=f"{name_of(source)}-foot"))
 
 
 def start_page(root: Path) -> str:
@@ -156,7 +161,7 @@ def main() -> None:
     wanted, root = set(sys.argv[1:]), workshop.folder()
     (root / "notebooks" / "start.md").write_text(start_page(root), encoding="utf-8")
     for source in [*sources(root), *(source for track in TRACKS for source in tracks.sources(root, track))]:
-        if wanted and not wanted & {source.stem, source.parent.name}:
+        if wanted and not wanted & {name_of(source), source.parent.name}:
             continue
         for version in ("learner", "solved"):
             book, path = notebook(source, version, claims=version == "solved"), target(source, version)

@@ -7,6 +7,8 @@ lecture 03     start page · <- 02 · 04 -> · its exercises · solved         e
 import re
 from pathlib import Path
 
+from dtlib.lab.lesson_files import name_of
+
 _NUMBERS = {
     "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
     "ten": 10, "fifteen": 15, "sixteen": 16, "eighteen": 18, "nineteen": 19, "twenty": 20, "thirty": 30, "forty": 40,
@@ -17,12 +19,12 @@ ANEW = "Start again? `lab.fresh()` in a new cell gives this notebook as it was, 
 
 
 def is_lecture(source: Path) -> bool:
-    return not source.stem.endswith("_exercises")
+    return not name_of(source).endswith("_exercises")
 
 
 def number(source: Path) -> str:
     """``03``, or ``11b``."""
-    return source.stem.partition("_")[0]
+    return name_of(source).partition("_")[0]
 
 
 def title(source: Path) -> str:
@@ -57,19 +59,19 @@ def links(source: Path, version: str, sources: list[Path]) -> str:
     if is_lecture(source):
         here = lectures.index(source)
         before, after = lectures[:here][-1:], lectures[here + 1 :][:1]
-        found += [f"[← {title(other)}]({other.stem}.ipynb)" for other in before]
-        found += [f"[{title(other)} →]({other.stem}.ipynb)" for other in after]
+        found += [f"[← {title(other)}]({name_of(other)}.ipynb)" for other in before]
+        found += [f"[{title(other)} →]({name_of(other)}.ipynb)" for other in after]
         for other in sources:
             if number(other) == number(source) and not is_lecture(other):
-                found.append(f"[{_name_of_exercises(other)}](../exercises/{other.stem}.ipynb)")
+                found.append(f"[{_name_of_exercises(other)}](../exercises/{name_of(other)}.ipynb)")
         there = "solutions" if version == "learner" else "lectures"
     else:
         mine = next(other for other in lectures if number(other) == number(source))
         following = [other for other in lectures if number(other) > number(source)][:1]
-        found.append(f"[lecture {title(mine)}](../lectures/{mine.stem}.ipynb)")
-        found += [f"[{title(other)} →](../lectures/{other.stem}.ipynb)" for other in following]
+        found.append(f"[lecture {title(mine)}](../lectures/{name_of(mine)}.ipynb)")
+        found += [f"[{title(other)} →](../lectures/{name_of(other)}.ipynb)" for other in following]
         there = "solutions" if version == "learner" else "exercises"
-    found.append(f"[{'solved' if version == 'learner' else 'to work in'}](../{there}/{source.stem}.ipynb)")
+    found.append(f"[{'solved' if version == 'learner' else 'to work in'}](../{there}/{name_of(source)}.ipynb)")
     return " · ".join(found)
 
 
@@ -90,7 +92,7 @@ def _name_of_exercises(source: Path) -> str:
 
 def start_page(template: str, sources: list[Path]) -> str:
     """The start page: ``{minutes}`` becomes those of the notebook whose link stands before it."""
-    by_name = {source.stem: source for source in sources}
+    by_name = {name_of(source): source for source in sources}
     parts = template.split("{minutes}")
     for at, part in enumerate(parts[:-1]):
         linked = re.findall(r"([^/(]+)\.ipynb\)", part)[-1]

@@ -1,7 +1,7 @@
 """The short tracks: notebooks of their own, put together from cells of the lessons.
 
 A source in ``notebooks/source/tracks/two-hours`` has its own opening, set-up and summary. A raw cell in it names a
-lesson, and in its place come the cells of that lesson that carry the track's tag:
+lesson's notebook, and in its place come the cells of it that carry the track's tag:
 
     tracks/two-hours/B_average.py       # %% [raw]                    the cells of 04_data_parallel that are
                                         # 04_data_parallel     ->     tagged "two-hours"
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jupytext
 
+from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.navigation import minutes_of
 from dtlib.lab.statements import STATEMENT, prose, quotes
 
@@ -37,7 +38,7 @@ def cells(source: Path, version: str) -> list:
     track, found = source.parent.name, []
     for cell in jupytext.read(source).cells:
         if cell.cell_type == "raw":
-            found += _cells_of(source.parents[2] / f"{cell.source.strip()}.py", track)
+            found += _cells_of(notebooks()[cell.source.strip()], track)
         else:
             found.append(cell)
     said = prose(found)

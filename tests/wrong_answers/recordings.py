@@ -14,20 +14,26 @@ import numpy as np
 import torch
 
 from dtlib.lab.checks.exercise import Problem
+from dtlib.lab.checks.registry import homes
 
-FOLDER = Path(__file__).parent / "recorded"
 CLASSES = {kind.__name__: kind for kind in (Problem,)}
+
+
+def file_of(exercise: str) -> Path:
+    """In the folder of its lesson."""
+    return homes()[exercise].parent / "recorded" / f"{exercise}.json.xz"
 
 
 def read(exercise: str) -> dict:
     """Of each answer to an exercise that is recorded: ``rounds``, what was ``judged``, and the ``verdict``."""
-    path = FOLDER / f"{exercise}.json.xz"
+    path = file_of(exercise)
     return json.loads(lzma.decompress(path.read_bytes())) if path.exists() else {}
 
 
 def write(exercise: str, recorded: dict) -> None:
     text = json.dumps(dict(sorted(recorded.items())), separators=(",", ":"))
-    (FOLDER / f"{exercise}.json.xz").write_bytes(lzma.compress(text.encode()))
+    file_of(exercise).parent.mkdir(exist_ok=True)
+    file_of(exercise).write_bytes(lzma.compress(text.encode()))
 
 
 def encoded(thing):

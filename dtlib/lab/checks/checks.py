@@ -20,7 +20,7 @@ from dtlib.lab.checks import progress, rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
 from dtlib.lab.checks.exercise import Exercise, Problem, Score, Verdict, Wrong
 from dtlib.lab.checks.predictions import assigns, without_magic
-from dtlib.lab.checks.registry import EXERCISES, HOMES
+from dtlib.lab.checks.registry import EXERCISES, homes
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.engines.live import ranks_in_words
 from dtlib.world.launch import in_engine
@@ -65,7 +65,7 @@ def _tell(verdict: Verdict) -> None:
         progress.done(verdict.exercise)
     if verdict.scored:
         progress.scored(verdict.exercise, *verdict.scored, ranks=verdict.ranks)
-    offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in HOMES
+    offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in homes()
     rendering.show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
     _tries[verdict.exercise] = verdict.code, tries + 1

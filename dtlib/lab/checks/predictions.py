@@ -1,6 +1,6 @@
 """Predictions: a guess, compared with what comes, in one cell.
 
-The answers stand with the lessons (``dtlib/lab/lessons/l*/predictions.py``). What can be computed is compared at once.
+The answers stand with the lessons (``dtlib/lessons/l*/predictions.py``). What can be computed is compared at once.
 What is measured is noted, and compared below the cell that brings the figure:
 
     lab.predict("gathers-left", 3)            Noted: 3. ...
@@ -11,12 +11,11 @@ What is measured is noted, and compared below the cell that brings the figure:
 import symtable
 from difflib import get_close_matches
 from functools import cache
-from importlib import import_module
 from inspect import signature
 from numbers import Number
-from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.lab import lesson_files
 from dtlib.lab.checks import progress
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.rendering import show_sentence
@@ -71,8 +70,8 @@ def predict(name: str, guess) -> None:
 def predictions() -> dict[str, Prediction]:
     """Those of all lessons, by their names."""
     found = {}
-    for file in sorted((Path(__file__).parents[1] / "lessons").glob("l*/predictions.py")):
-        of_lesson = import_module(f"dtlib.lab.lessons.{file.parent.name}.predictions").PREDICTIONS
+    for _, file in lesson_files.found("predictions.py"):
+        of_lesson = lesson_files.module_of(file).PREDICTIONS
         assert not found.keys() & of_lesson, f"two lessons have {sorted(found.keys() & of_lesson)}"
         found |= of_lesson
     return found

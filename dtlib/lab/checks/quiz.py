@@ -1,7 +1,7 @@
 """``lab.quiz("03")``: a lesson's choice questions, each answer explained once it is chosen, right or wrong.
 
-The questions stand with the lessons, as text that a teacher can edit (``dtlib/lab/lessons/l*/quiz.toml``; those of a
-track, and the tests before and after the course, in ``dtlib/lab/lessons/quiz_*.toml``). The right option is written
+The questions stand with the lessons, as text that a teacher can edit (``dtlib/lessons/l*/quiz.toml``; those of a
+track, and the tests before and after the course, in ``dtlib/lessons/quiz_*.toml``). The right option is written
 first. Learners see the options in an order that the question's own words decide, so it is the same for everybody:
 
     [[questions]]
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
-from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.lab import lesson_files
 from dtlib.lab.checks import progress
 from dtlib.lab.checks.rendering import NOT_YET, PASSED
 from dtlib.lab.tables import fold
@@ -102,9 +102,9 @@ def quiz(name: str, answers: str | None = None) -> None:
 @cache
 def quizzes() -> dict[str, Quiz]:
     """Those of all lessons, of the tracks, and the tests before and after, by their names."""
-    folder, found = Path(__file__).parents[1] / "lessons", {}
-    for file in [*sorted(folder.glob("l*/quiz*.toml")), *sorted(folder.glob("quiz_*.toml"), reverse=True)]:
-        lesson = "" if file.parent == folder else file.parent.name[1:]
+    found = {}
+    others = sorted(lesson_files.FOLDER.glob("quiz_*.toml"), reverse=True)
+    for lesson, file in [*lesson_files.found("quiz*.toml"), *(("", file) for file in others)]:
         name = lesson + file.stem.removeprefix("quiz").removeprefix("_")
         found[name] = _read(name, tomllib.loads(file.read_text(encoding="utf-8")))
     return dict(sorted(found.items(), key=lambda item: (not item[0][0].isdigit(), item[0])))

@@ -1,0 +1,1 @@
+NOTEBOOKS = {"lecture": "00_start_here"}

@@ -33,7 +33,7 @@ def on_rank_0_alone(comm):
     return sum(range(comm.size)) if comm.rank == 0 else comm.rank
 
 
-WRONG = {
+MADE = {
     "first-sum": {
         not_reduced: "not-reduced",
         reduced_twice: "summed-twice",

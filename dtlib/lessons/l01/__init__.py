@@ -1,0 +1,1 @@
+NOTEBOOKS = {"lecture": "01_why_distribute"}

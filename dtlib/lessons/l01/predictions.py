@@ -3,7 +3,7 @@
 import math
 
 from dtlib.lab.checks.exercise import Prediction
-from dtlib.lab.lessons.l01 import claims
+from dtlib.lessons.l01 import claims
 from dtlib.theory.zero import zero_bytes
 
 

@@ -1,0 +1,1 @@
+NOTEBOOKS = {"lecture": "02_pi", "exercises": "02_pi_exercises"}

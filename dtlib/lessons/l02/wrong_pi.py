@@ -1,6 +1,7 @@
 """Plausible wrong answers to lesson 02, and the mistake that the check must recognise in each."""
 
 import numpy as np
+import torch
 
 from dtlib import pi
 
@@ -87,12 +88,22 @@ def root_only_reduces(points, comm):
     return float(4 * inside[0] / points)
 
 
+def count_a_third(points, comm):
+    return pi.count_compiled(points * comm.rank // 3, points * (comm.rank + 1) // 3)
+
+
+def estimate_by_thirds(points, comm):
+    inside = torch.tensor([count_a_third(points, comm)])
+    return 4 * comm.all_reduce(inside).item() / points
+
+
 WRONG = {
     "pi-streams": {
         same_points: "same-points",
         another_seed_a_rank: "seed",
         forgets_the_remainder: "remainder",
         first_point_counted_twice: "overlap",
+        count_a_third: "other-size",
     },
     "pi-on-ranks": {
         everybody_does_everything: "all-on-every-rank",
@@ -105,5 +116,6 @@ WRONG = {
         counts_in_16_bits: "narrow-type",
         rounds_the_estimate: "other-estimate",
         root_only_reduces: "waited",
+        estimate_by_thirds: "other-size",
     },
 }

@@ -1,7 +1,7 @@
 """Lesson 03: a ring all-reduce is judged by what comes out and by what every rank sends."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l03.observe_ring import BASE, input_of, lengths, observe_ring, unit_of
+from dtlib.lessons.l03.observe_ring import BASE, input_of, lengths, observe_ring, unit_of
 
 POINT_TO_POINT = ("send", "recv")
 RESIZED = ("The tensor has another length now.", "Change values in place (+=, copy_); no resize_, no set_, no .data =.")

@@ -5,7 +5,7 @@ from dtlib.theory import collectives as theory
 
 
 def _step_of_a_complete_chunk() -> int:
-    from dtlib.lab import ring
+    from dtlib.lessons.l03 import ring
 
     return next(step.number for step in ring.steps(4) if any(len(chunk) == 4 for chunk in step.held[0]))
 

@@ -270,6 +270,10 @@ def straight_to_the_owner(comm, tensor):
     return tensor
 
 
+def ring_in_three_chunks(comm, tensor):
+    return ring(comm, tensor, torch.tensor_split(tensor, 3))
+
+
 WRONG = {
     "ring-mend": {
         as_it_was: ("incomplete", 2),
@@ -302,12 +306,14 @@ WRONG = {
         takes_float64_for_granted: ("other-type", 2),
         element_by_element: ("messages", 2),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
+        ring_in_three_chunks: "other-size",
     },
 }
 
 # On two ranks the bytes cannot tell: the number of messages does.
-ON_TWO_RANKS = {
-    everything_to_rank_0: "messages",
-    everybody_to_everybody: "messages",
-    whole_arrays_round_the_ring: "messages",
+NAMED = {
+    "ring-build": {
+        f"{answer.__name__} on two ranks": (answer, ("messages", 2))
+        for answer in (everything_to_rank_0, everybody_to_everybody, whole_arrays_round_the_ring)
+    },
 }

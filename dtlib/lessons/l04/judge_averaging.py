@@ -1,8 +1,8 @@
 """Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l04.judge_cost import TIED, judge_cost
-from dtlib.lab.lessons.l04.observe_averaging import (
+from dtlib.lessons.l04.judge_cost import TIED, judge_cost
+from dtlib.lessons.l04.observe_averaging import (
     EVEN,
     GOES_ON,
     MODELS,

@@ -1,7 +1,7 @@
 """Averaged gradients, judged by what is reduced: how many bytes, and in how many buckets of which size."""
 
 from dtlib.lab.checks.exercise import Wrong
-from dtlib.lab.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
+from dtlib.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
 
 SMALL_OPERATIONS = 3  # by which ranks may tell one another their samples
 TIED = (

@@ -262,6 +262,14 @@ class OnlyRank0Reduces(Right):
             self.comm.all_reduce(flat)
 
 
+class MeanOfThree(Right):
+    def weight(self, samples):
+        return super().weight(samples) * 3
+
+    def reduce(self, flat):
+        self.comm.all_reduce(flat, op="mean")
+
+
 WRONG = {
     "buckets-build": {
         NoDivision: "not-divided",
@@ -291,5 +299,6 @@ WRONG = {
         OnlyRank0Reduces: "waited",
         ReducedToRank0: "only-root",
         Broadcast: "one-rank's",
+        MeanOfThree: "other-size",
     },
 }

@@ -90,6 +90,22 @@ def hooks_in_half_precision(comm, module):
     return with_hooks(comm, module, act)
 
 
+def hooks_divide_by_three(comm, module):
+    def act(parameter):
+        comm.all_reduce(parameter.grad)
+        parameter.grad /= 3
+
+    return with_hooks(comm, module, act)
+
+
+def hooks_on_the_world(comm, module):
+    """Not on the ranks that it was given."""
+    import dtlib
+
+    everywhere = dtlib.init().comm
+    return with_hooks(comm, module, lambda p: everywhere.all_reduce(p.grad, op="mean"))
+
+
 WRONG = {
     "hook-mend": {
         hooks_as_they_were: "parameter-reduced",
@@ -105,5 +121,7 @@ WRONG = {
         hooks_in_half_precision: "rounded",
         hooks_reduce_to_rank_0: "only-root",
         hooks_broadcast_rank_0: "one-rank's",
+        hooks_divide_by_three: "other-size",
+        hooks_on_the_world: "other-size",
     },
 }

@@ -2,8 +2,8 @@
 
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.drawing import MARKERS, shown, subplots
-from dtlib.lab.lessons.l05 import intervals
 from dtlib.lab.tables import Table
+from dtlib.lessons.l05 import intervals
 
 # In this order everywhere: what comes from the ranks has lost the order of its names.
 RULES = ("no scaling", "square root", "linear", "linear, warm-up")

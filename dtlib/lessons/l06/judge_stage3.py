@@ -3,7 +3,7 @@
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lab.lessons.l06.judge_adam import attempt, judge_errors, length_of
+from dtlib.lessons.l06.judge_adam import attempt, judge_errors, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 
 LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import linear
 
-from tests.wrong_answers.zero2_wrong import shard_of
+from dtlib.lessons.l06.wrong_zero2 import shard_of
 
 # build: OnDemand(comm, layer), which is called with x
 
@@ -211,25 +211,38 @@ class GatheredAsArray(RightLayer):
 
 # fit-it: fit = {"stage": ..., "ranks": ..., "gigabytes": ...}
 
-FITS = {
-    "as it was": ({"stage": None, "ranks": None, "gigabytes": None}, "type"),
-    "a word": ("stage 3", "type"),
-    "half a rank": ({"stage": 3, "ranks": 7.5, "gigabytes": 16}, "type"),
-    "stage 4": ({"stage": 4, "ranks": 8, "gigabytes": 15}, "type"),
-    "data parallelism": ({"stage": 0, "ranks": 8, "gigabytes": 15}, "nothing-sharded"),
-    "stage 1, all divided": ({"stage": 1, "ranks": 8, "gigabytes": 15}, "parameters-whole"),
-    "stage 2, all divided": ({"stage": 2, "ranks": 8, "gigabytes": 15}, "parameters-whole"),
-    "stage 1, states alone": ({"stage": 1, "ranks": 6, "gigabytes": 15}, "stage-1"),
-    "stage 2, one too few": ({"stage": 2, "ranks": 104, "gigabytes": 16.01}, "too-few"),
-    "stage 2": ({"stage": 2, "ranks": 105, "gigabytes": 16}, "stage-2"),
-    "GiB": ({"stage": 3, "ranks": 7, "gigabytes": 15.97}, "gibibytes"),
-    "rounded down": ({"stage": 3, "ranks": 6, "gigabytes": 20}, "too-few"),
-    "one too many": ({"stage": 3, "ranks": 9, "gigabytes": 13.33}, "too-many"),
-    "bytes in GiB": ({"stage": 3, "ranks": 8, "gigabytes": 13.97}, "gibibytes"),
-    "bytes": ({"stage": 3, "ranks": 8, "gigabytes": 15_000_000_000}, "bytes"),
-    "18 bytes a parameter": ({"stage": 3, "ranks": 8, "gigabytes": 16.875}, "eighteen-bytes"),
-    "all ranks together": ({"stage": 3, "ranks": 8, "gigabytes": 120}, "not-divided"),
-    "states alone": ({"stage": 3, "ranks": 8, "gigabytes": 11.25}, "gigabytes"),
+
+class AThirdOfTheLayer(RightLayer):
+    def cut(self, padded):
+        third = len(padded) // 3
+        return padded[self.comm.rank * third : (self.comm.rank + 1) * third].clone()
+
+    def gather(self):
+        whole = torch.empty(len(self.own) * self.comm.size, dtype=self.own.dtype)
+        return self.comm.all_gather(whole, self.own)
+
+
+NAMED = {
+    "fit-it": {
+        "as it was": ({"stage": None, "ranks": None, "gigabytes": None}, "type"),
+        "a word": ("stage 3", "type"),
+        "half a rank": ({"stage": 3, "ranks": 7.5, "gigabytes": 16}, "type"),
+        "stage 4": ({"stage": 4, "ranks": 8, "gigabytes": 15}, "type"),
+        "data parallelism": ({"stage": 0, "ranks": 8, "gigabytes": 15}, "nothing-sharded"),
+        "stage 1, all divided": ({"stage": 1, "ranks": 8, "gigabytes": 15}, "parameters-whole"),
+        "stage 2, all divided": ({"stage": 2, "ranks": 8, "gigabytes": 15}, "parameters-whole"),
+        "stage 1, states alone": ({"stage": 1, "ranks": 6, "gigabytes": 15}, "stage-1"),
+        "stage 2, one too few": ({"stage": 2, "ranks": 104, "gigabytes": 16.01}, "too-few"),
+        "stage 2": ({"stage": 2, "ranks": 105, "gigabytes": 16}, "stage-2"),
+        "GiB": ({"stage": 3, "ranks": 7, "gigabytes": 15.97}, "gibibytes"),
+        "rounded down": ({"stage": 3, "ranks": 6, "gigabytes": 20}, "too-few"),
+        "one too many": ({"stage": 3, "ranks": 9, "gigabytes": 13.33}, "too-many"),
+        "bytes in GiB": ({"stage": 3, "ranks": 8, "gigabytes": 13.97}, "gibibytes"),
+        "bytes": ({"stage": 3, "ranks": 8, "gigabytes": 15_000_000_000}, "bytes"),
+        "18 bytes a parameter": ({"stage": 3, "ranks": 8, "gigabytes": 16.875}, "eighteen-bytes"),
+        "all ranks together": ({"stage": 3, "ranks": 8, "gigabytes": 120}, "not-divided"),
+        "states alone": ({"stage": 3, "ranks": 8, "gigabytes": 11.25}, "gigabytes"),
+    },
 }
 
 WRONG = {
@@ -255,5 +268,6 @@ WRONG = {
         BiasForgotten: "no-bias",
         FreesItsPart: "second-call",
         KeptInSinglePrecision: "rounded",
+        AThirdOfTheLayer: "other-size",
     },
 }

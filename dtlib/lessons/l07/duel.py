@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.exercise import Wrong
-from dtlib.lab.lessons.l07 import judge_puzzle
-from dtlib.lab.lessons.l07.judge_puzzle import HALVES, MICROBATCHES, STAGES, Level
 from dtlib.lab.tables import fold, table
+from dtlib.lessons.l07 import judge_puzzle
+from dtlib.lessons.l07.judge_puzzle import HALVES, MICROBATCHES, STAGES, Level
 from dtlib.schedule import one_f_one_b, peak_activations, simulate, zero_bubble_h1
 
 ACTIVATIONS = 4  # what 1F1B and ZB-H1 keep
@@ -85,8 +85,8 @@ def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
 
 def run(winner: Entry) -> None:
     """Run the winner on four engines, beside 1F1B and ZB-H1, and draw what was measured. Stages are EMULATED."""
-    from dtlib.lab import explorer
-    from dtlib.lab.lessons.l07.figures import picture
+    from dtlib.lessons.l07 import explorer
+    from dtlib.lessons.l07.figures import picture
 
     orders = {winner.name: winner.actions, **LIBRARYS}
     picture({

@@ -14,7 +14,7 @@ from torch import nn
 import dtlib
 from dtlib import schedule as schedules
 from dtlib.comm.waiting import progress_thread
-from dtlib.lab.lessons.l07.figures import measured, picture
+from dtlib.lessons.l07.figures import measured, picture
 from dtlib.measure.trace import Timeline
 from dtlib.parallel import pipeline
 from dtlib.parallel.pipeline.linear import defer

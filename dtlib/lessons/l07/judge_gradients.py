@@ -1,7 +1,7 @@
 """The gradient of a stage as a sum of those of the micro-batches: how much of each is in it, and how much should be."""
 
 from dtlib.lab.checks.exercise import Wrong
-from dtlib.lab.lessons.l07.observe_stages import Reference, reference
+from dtlib.lessons.l07.observe_stages import Reference, reference
 
 BACK = "Send inputs[m].grad after the backward pass of m, and call output.backward(gradient) with what was received."
 ONCE = ("One backward pass for each.", "Does a loop begin one too early, or is a gradient added by hand as well?")

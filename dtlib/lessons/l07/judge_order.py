@@ -1,7 +1,7 @@
 """A step of a pipeline, judged by its order: what is sent when, how much is kept, and how long it takes."""
 
 from dtlib.lab.checks.exercise import Wrong
-from dtlib.lab.lessons.l07.observe_stages import make_batch, width
+from dtlib.lessons.l07.observe_stages import make_batch, width
 from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
 
 NUMBER = 8  # bytes of a float64

@@ -1,8 +1,8 @@
 """Lesson 07: steps of a pipeline, judged by values, by who does what when, by messages, and by what autograd keeps."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l07.judge_gradients import backwards_of, judge_values
-from dtlib.lab.lessons.l07.judge_order import (
+from dtlib.lessons.l07.judge_gradients import backwards_of, judge_values
+from dtlib.lessons.l07.judge_order import (
     actions_of,
     judge_in_flight,
     judge_makespan,
@@ -10,7 +10,7 @@ from dtlib.lab.lessons.l07.judge_order import (
     judge_recomputation,
     words_of,
 )
-from dtlib.lab.lessons.l07.observe_stages import LONG, observe_batch, observe_microbatches, reference
+from dtlib.lessons.l07.observe_stages import LONG, observe_batch, observe_microbatches, reference
 
 NO_LOSS = ("Add up the scaled losses, and return the sum.", "return sum(losses), as the last line, outside of any if.")
 ONE_EACH = (

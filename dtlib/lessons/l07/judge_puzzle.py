@@ -131,7 +131,7 @@ class Drawn:
         return draw(self.simulation, widest=WIDEST)
 
     def _repr_html_(self):
-        from dtlib.lab.lessons.l07.figures import picture
+        from dtlib.lessons.l07.figures import picture
 
         return picture.drawn({"Yours": self.simulation})._repr_html_()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.wrong_answers.pipelines_wrong import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
+from dtlib.lessons.l07.wrong_pipelines import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
 
 # build: my_1f1b(comm, stage, inputs, targets, loss_fn)
 
@@ -166,6 +166,19 @@ class WaitsForActivationsAlone(Right1F1B):
         self.sending += [sent] if dest > self.comm.rank else []
 
 
+class WarmsUpForThree(Right1F1B):
+    """One forward pass more in hand than two ranks need."""
+
+    def run(self, count):
+        ahead = min(2 - self.comm.rank, count)
+        for m in range(ahead):
+            self.forward(m)
+        for m in range(count):
+            if m + ahead < count:
+                self.forward(m + ahead)
+            self.backward(m)
+
+
 WRONG = {
     "1f1b-build": {
         does_nothing: ("no-forward", 2),
@@ -185,5 +198,6 @@ WRONG = {
         Unweighted1F1B: ("unweighted", 2),
         NeverWaits: ("not-waited", 2),
         WaitsForActivationsAlone: ("not-waited", 2),
+        WarmsUpForThree: "other-size",
     },
 }  # fmt: skip

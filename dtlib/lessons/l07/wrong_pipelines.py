@@ -216,7 +216,7 @@ def does_nothing(comm, stage, inputs, targets, loss_fn):
     return 0.0
 
 
-# handed in as GPipe, and the beginning of wrong answers to my_1f1b (one_f_one_b_wrong.py)
+# handed in as GPipe, and the beginning of wrong answers to my_1f1b (wrong_one_f_one_b.py)
 
 
 class Right1F1B(Step):
@@ -224,6 +224,14 @@ class Right1F1B(Step):
 
 
 # The last entry: the fewest ranks on which the mistake can be seen.
+
+
+class LastIsRank2(Step):
+    def run(self, count):
+        self.last = self.comm.rank == 2
+        super().run(count)
+
+
 WRONG = {
     "pipeline-mend": {
         trains_as_it_was: ("averaged-twice", 2),
@@ -250,5 +258,6 @@ WRONG = {
         LastMicrobatchForgotten: ("forward-count", 2),
         NoBackward: ("no-gradient", 2),
         LossOfTheLastMicrobatch: ("other-loss", 2),
+        LastIsRank2: "other-size",
     },
 }  # fmt: skip

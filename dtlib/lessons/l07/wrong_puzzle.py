@@ -46,7 +46,7 @@ def changed(text: str, *replacements) -> str:
     return text
 
 
-WRONG = {
+PUZZLES = {
     "schedule-puzzle": {
         "the stub": ("F0\nF0\nF0\nF0", "missing-action"),
         "nothing": ("", "ranks"),

@@ -2,7 +2,7 @@
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
+from dtlib.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
 FLAGS = 64  # bytes that may travel beside
 

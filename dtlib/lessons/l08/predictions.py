@@ -8,7 +8,7 @@ def _incomplete(complete: dict[str, bool]) -> str:
 
 
 def _groups_with(rank: int, **shape: int) -> dict[str, list[int]]:
-    from dtlib.lab.lessons.l08.figures import groups_of
+    from dtlib.lessons.l08.figures import groups_of
 
     return {axis: next(group for group in groups_of(axis, shape) if rank in group) for axis in shape}
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear
 
+from dtlib.lessons.l08.wrong_tensor import ReducesTwice, kept
 from dtlib.parallel.tensor import copy_to_ranks, gather_from_ranks, reduce_from_ranks
-from tests.wrong_answers.tensor_wrong import ReducesTwice, kept
 
 # build: MyMLP(linear1, linear2, comm)
 
@@ -175,6 +175,17 @@ class BiasOfTheWholeLayer(RightMLP):
         self.bias2 = nn.Parameter(linear2.bias.detach())
 
 
+class AThirdOfTheFeatures(RightMLP):
+    def __init__(self, linear1, linear2, comm):
+        super().__init__(linear1, linear2, comm)
+        for name, whole, dim in (
+            ("weight1", linear1.weight, 0),
+            ("bias1", linear1.bias, 0),
+            ("weight2", linear2.weight, 1),
+        ):
+            setattr(self, name, nn.Parameter(whole.detach().chunk(3, dim)[comm.rank].clone()))
+
+
 WRONG = {
     "mlp-build": {
         WithoutG: "not-reduced",
@@ -194,5 +205,6 @@ WRONG = {
         AddsUpWeightGradients: "shards-reduced",
         RandomParts: "other-values",
         BiasOfTheWholeLayer: "shared-memory",
+        AThirdOfTheFeatures: "other-size",
     },
 }

@@ -146,6 +146,15 @@ def step_that_is_forgotten(replicator, model):
     built(replicator, model)
 
 
+def step_of_three_replicas(replicator, model):
+    """The mean of accuracies by a number."""
+
+    def metric(right, x, y):
+        return replicator.map_reduce(right) / 3
+
+    return built(replicator, model, metric=metric)
+
+
 WRONG = {
     "step-build": {
         step_of_its_own: "not-averaged",
@@ -167,5 +176,6 @@ WRONG = {
         step_with_another_rate: "other-values",
         step_that_returns_a_loss_alone: "type",
         step_that_is_forgotten: "type",
+        step_of_three_replicas: "other-size",
     },
 }

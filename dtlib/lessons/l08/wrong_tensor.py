@@ -130,6 +130,12 @@ class ReturnsNothing(RightRow):
         reduce_from_ranks(linear(x_slice, self.weight), self.comm)
 
 
+class AThirdOfTheRow(RightRow):
+    def __init__(self, whole, comm):
+        super().__init__(whole, comm)
+        self.weight = nn.Parameter(whole.weight.detach().chunk(3, 1)[comm.rank].clone())
+
+
 WRONG = {
     "row-mend": {
         BiasOnEveryRank: "bias-once-a-rank",
@@ -146,5 +152,6 @@ WRONG = {
         KeepsACopyInNumpy: "whole-held",
         KeepsACopyInBytes: "whole-held",
         ReturnsNothing: "type",
+        AThirdOfTheRow: "other-size",
     },
 }

@@ -3,7 +3,7 @@
 import json
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l09.judge_input import numbers_of, order_of
+from dtlib.lessons.l09.judge_input import numbers_of, order_of
 
 # samples, then for each run: ranks, batch size, steps (None: to the end; 0: saved at once, without a loop)
 RUNS = (

@@ -168,27 +168,29 @@ def _cost_of_multiplied_opens(form, samples, record_bytes, per_shard, opens_a_se
 def _no_cost(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read): ...
 
 
-COSTS = {
-    "free opens": (_cost(opens=lambda *_: 0), "no-opens"),
-    "free bytes": (_cost(size=lambda *_: 0), "no-bytes"),
-    "an open a sample": (_cost(opens=lambda form, samples, _: samples), "opens-of-samples"),
-    "shards rounded down": (_cost(opens=_shards(math.floor)), "shards-rounded-down"),
-    "half a shard": (_cost(opens=_shards(float)), "shards-not-whole"),
-    "the larger of two": (_cost(combine=max), "larger-of-two"),
-    "tar without headers": (_cost(size=lambda f, n, b, c, s: n * b if f == "tar" else s), "no-headers"),
-    "tar without padding": (_cost(size=lambda f, n, b, c, s: n * (b + 512) if f == "tar" else s), "no-padding"),
-    "parquet reads all": (_cost(size=lambda f, n, b, c, s: n * b if f == "parquet" else s), "all-columns"),
-    "columns everywhere": (_cost(size=lambda f, n, b, c, s: s if f == "parquet" else s * c), "columns-everywhere"),
-    "rounded": (_cost(combine=lambda a, b: round(a + b, 3)), "rounded"),
-    "whole seconds": (_cost(combine=lambda a, b: int(a + b)), "rounded"),
-    "a shard too many": (_cost(opens=lambda f, n, per: n if f == "files" else n // per + 1), "a-shard-too-many"),
-    "a block too many": (
-        _cost(size=lambda f, n, b, c, s: n * (b // 512 + 2) * 512 if f == "tar" else s),
-        "a-block-too-many",
-    ),
-    "opens multiplied": (_cost_of_multiplied_opens, "opens-multiplied"),
-    "in milliseconds": (_cost(combine=lambda a, b: 1000 * (a + b)), "other-cost"),
-    "no number": (_no_cost, "type"),
+NAMED = {
+    "format-budget": {
+        "free opens": (_cost(opens=lambda *_: 0), "no-opens"),
+        "free bytes": (_cost(size=lambda *_: 0), "no-bytes"),
+        "an open a sample": (_cost(opens=lambda form, samples, _: samples), "opens-of-samples"),
+        "shards rounded down": (_cost(opens=_shards(math.floor)), "shards-rounded-down"),
+        "half a shard": (_cost(opens=_shards(float)), "shards-not-whole"),
+        "the larger of two": (_cost(combine=max), "larger-of-two"),
+        "tar without headers": (_cost(size=lambda f, n, b, c, s: n * b if f == "tar" else s), "no-headers"),
+        "tar without padding": (_cost(size=lambda f, n, b, c, s: n * (b + 512) if f == "tar" else s), "no-padding"),
+        "parquet reads all": (_cost(size=lambda f, n, b, c, s: n * b if f == "parquet" else s), "all-columns"),
+        "columns everywhere": (_cost(size=lambda f, n, b, c, s: s if f == "parquet" else s * c), "columns-everywhere"),
+        "rounded": (_cost(combine=lambda a, b: round(a + b, 3)), "rounded"),
+        "whole seconds": (_cost(combine=lambda a, b: int(a + b)), "rounded"),
+        "a shard too many": (_cost(opens=lambda f, n, per: n if f == "files" else n // per + 1), "a-shard-too-many"),
+        "a block too many": (
+            _cost(size=lambda f, n, b, c, s: n * (b // 512 + 2) * 512 if f == "tar" else s),
+            "a-block-too-many",
+        ),
+        "opens multiplied": (_cost_of_multiplied_opens, "opens-multiplied"),
+        "in milliseconds": (_cost(combine=lambda a, b: 1000 * (a + b)), "other-cost"),
+        "no number": (_no_cost, "type"),
+    },
 }
 
 

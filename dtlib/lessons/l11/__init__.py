@@ -1,1 +1,1 @@
-"""Lesson 11: beyond one machine."""
+NOTEBOOKS = {"lecture": "11_beyond_one_machine", "exercises": "11_beyond_one_machine_exercises"}

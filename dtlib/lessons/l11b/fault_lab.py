@@ -13,9 +13,9 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab.drawing import show_widget
-from dtlib.lab.lessons.l11b import figures
-from dtlib.lab.lessons.l11b.training import alone
 from dtlib.lab.tables import Table, fold
+from dtlib.lessons.l11b import figures
+from dtlib.lessons.l11b.training import alone
 from dtlib.recovery import Run, supervise
 
 STEPS, SECONDS = 60, 0.05  # EMULATED computing of a rank in a step
@@ -37,7 +37,7 @@ class Training:
         self.by, self.ranks, self.say, self.runs = by, ranks, say, []
         self._folder = tempfile.TemporaryDirectory(prefix="dtlib-faults-")
         options = {"by": by, "steps": STEPS, "seconds": SECONDS, "time_limit": 30, **options}
-        self._program = ["-m", "dtlib.lab.lessons.l11b.training", json.dumps(options)]
+        self._program = ["-m", "dtlib.lessons.l11b.training", json.dumps(options)]
         atexit.register(self.end)
 
     def go(self) -> "Training":

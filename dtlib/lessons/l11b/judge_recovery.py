@@ -3,7 +3,7 @@
 from collections import Counter
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.lessons.l11b.observe_recovery import DEATHS, MISTAKE, SAMPLES, STEPS, alone, observe
+from dtlib.lessons.l11b.observe_recovery import DEATHS, MISTAKE, SAMPLES, STEPS, alone, observe
 
 
 def judge(observations) -> None:

@@ -4,7 +4,7 @@ import functools
 
 from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
-from dtlib.lab.lessons.l11b.simulated_death import Apart, Death, Died, Dying, Endless, NoSuchRoot
+from dtlib.lessons.l11b.simulated_death import Apart, Death, Died, Dying, Endless, NoSuchRoot
 from dtlib.recovery.shrink import failure_of_a_rank
 
 STEPS = 6

@@ -1,4 +1,4 @@
-"""A training whose ranks have accidents: ``python -m dtlib.lab.lessons.l11b.training OPTIONS FOLDER``, on ranks.
+"""A training whose ranks have accidents: ``python -m dtlib.lessons.l11b.training OPTIONS FOLDER``, on ranks.
 
 OPTIONS is JSON: those of ``OPTIONS`` below. The training is a small network on digits, 48 images a step over all ranks
 together, in float64 unless told otherwise, so that runs can be compared to the last digits. FOLDER gets the journal,

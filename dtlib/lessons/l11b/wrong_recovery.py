@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dtlib
-from dtlib.lab.lessons.l11b.simulated_death import shrunk
+from dtlib.lessons.l11b.simulated_death import shrunk
 from dtlib.recovery.shrink import failure_of_a_rank
 
 
