@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel has neither wrong answers nor notebooks' sources, which have the solutions."""
+"""What pyproject.toml cannot say: a wheel has no wrong answers, nor notebooks' sources, which have the solutions."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
