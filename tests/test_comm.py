@@ -333,6 +333,15 @@ def test_what_cannot_be_carried_is_refused_before_anything_is_sent(world):
         (lambda: comm.send(ints, dest=-1)): "dest=-1",
         (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2))): "2 times the elements",
         (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3))): "2 equal chunks",
+        (
+            lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3), [1, 1], [1, 2])
+        ): r"output_split_sizes=\[1, 1\] .* is 3",
+        (lambda: comm.all_to_all(ints, ints.clone(), [2], [1, 1])): r"output_split_sizes=\[2\] are to be 2 numbers",
+        (lambda: comm.all_to_all(ints, ints.clone(), [1, 1], [3, -1])): r"input_split_sizes=\[3, -1\]",
+        (lambda: comm.all_to_all(ints, ints.clone(), [2, 0], [0, 2])): f"rank {world.rank} sends itself",
+        (lambda: comm.all_to_all(torch.zeros(2, 3), torch.zeros(3, 2), [1, 1], [1, 2])): "rows, which are alike",
+        (lambda: comm.all_to_all(torch.tensor(1.0), torch.zeros(()), [1, 1], [1, 1])): "rows, which are alike",
+        (lambda: comm.all_to_all(torch.zeros(2), torch.zeros(2, dtype=torch.int64), [1, 1], [1, 1])): "tensor's dtype",
         (lambda: comm.send(ints, dest=0, tag=2**20)): "tags are whole numbers",
     }.items():
         with pytest.raises(CommunicationError, match=words):
@@ -420,6 +429,40 @@ def test_views_that_are_shifted_against_one_another_give_right_values(world):
     assert comm.reduce_scatter(whole[:2], whole[1:]).tolist() == [size * (2.0 * rank + 1), size * (2.0 * rank + 2)]
     room = torch.arange(size + 1.0) + 10 * rank
     assert comm.all_to_all(room[:size], room[1:]).tolist() == [1.0 + rank + 10 * other for other in range(size)]
+
+
+@on_ranks(3)
+def test_counts_that_do_not_fit_are_refused_on_every_rank(world):
+    table = [[2, 2, 2], [2, 1, 3], [2, 3, 1]]  # rank 0's are equal, the others' are not
+    sent, come = table[world.rank], [row[world.rank] for row in table]
+    for verify in (False, True):
+        comm = world.comm.split(0)
+        comm.verify = verify
+        mine = torch.arange(6.0) + 10 * world.rank
+        out = comm.all_to_all(torch.zeros(6), mine, come, sent)
+        assert sorted(out.tolist()) == sorted(
+            float(10 * r + i)
+            for r in range(3)
+            for i in range(sum(table[r][: world.rank]), sum(table[r][: world.rank + 1]))
+        )
+        chosen = () if world.rank == 0 else (come, sent)
+        if verify:
+            with pytest.raises(
+                CommunicationError, match=r"do not call the same: rank 0 calls all_to_all of .6,. float32"
+            ):
+                comm.all_to_all(torch.zeros(6), mine, *chosen)
+        else:
+            assert torch.equal(comm.all_to_all(torch.zeros(6), mine, *chosen), out)
+    for rows, dtype, words in (
+        ([2, 2, 2 - (world.rank == 1)], torch.float32, "rank 2 sends rank 1 2 rows, and rank 1 expects 1"),
+        ([2, 2, 2], torch.float64 if world.rank == 1 else torch.float32, r"rows of \(3,\) float64"),
+    ):
+        comm = world.comm.split(0)
+        comm.verify = True
+        with pytest.raises(CommunicationError, match=words):
+            comm.all_to_all(torch.zeros(sum(rows), 3, dtype=dtype), torch.zeros(6, 3, dtype=dtype), rows, [2, 2, 2])
+        with pytest.raises(CommunicationError, match="out of step"):
+            comm.barrier()
 
 
 @on_ranks(2)

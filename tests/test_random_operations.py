@@ -13,8 +13,8 @@ LONGEST = 6
 TYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
 REDUCTIONS = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin, "prod": torch.Tensor.prod}
 OPERATIONS = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "gather", "all_to_all", "barrier",
-    "message", "object",
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "gather", "all_to_all", "rows",
+    "barrier", "message", "object",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def memory(step, values):
     """A tensor with these values, now and then one that is not contiguous."""
     if not step.strided:
         return values.clone()
-    table = torch.zeros(len(values), 2, dtype=values.dtype)
+    table = torch.zeros(len(values), 2, *values.shape[1:], dtype=values.dtype)
     table[:, 1] = values
     return table[:, 1]
 
@@ -98,6 +98,16 @@ def run(comm, step, pending):
         case "all_to_all":
             handle = comm.all_to_all(big, memory(step, whole(me)), **extra)
             result, expected = big, torch.cat([chunk(whole(rank), me) for rank in range(size)])
+        case "rows":
+            counts = np.random.default_rng(step.seed).integers(0, 3, (size, size)) * min(step.count, 100)
+            counts *= np.random.default_rng(step.seed + 1).random((size, size)) < 0.7  # many have nothing for another
+            rows = [
+                [torch.full((int(n), 2), r * size + s).to(step.dtype) for s, n in enumerate(c)]
+                for r, c in enumerate(counts)
+            ]
+            expected = torch.cat([rows[rank][me] for rank in range(size)])
+            result = memory(step, torch.zeros_like(expected))
+            handle = comm.all_to_all(result, memory(step, torch.cat(rows[me])), counts[:, me], counts[me], **extra)
         case "barrier":
             handle, result, expected = comm.barrier(**extra), tensor, mine
         case "message":

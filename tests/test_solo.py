@@ -48,6 +48,8 @@ def test_it_counts_what_a_real_rank_counts(world):
         comm.reduce_scatter(chunk, whole)
         comm.all_gather(whole, chunk)
         comm.all_to_all(torch.ones(12 * comm.size), whole)
+        rows = [min(comm.rank, other) for other in range(comm.size)]
+        comm.all_to_all(torch.ones(sum(rows), 3), torch.ones(sum(rows), 3), rows, rows)
         comm.broadcast_object({"text": "x" * 100}, root)
         comm.all_gather_object({"text": "x" * 100})
         handle = comm.send(chunk, right, async_op=True)

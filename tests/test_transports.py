@@ -88,6 +88,13 @@ def test_a_process_group_moves_every_type(world, dtype, count):
     assert comm.rank != root or torch.equal(back, whole)
     mine, out = values_of(comm.rank, count * comm.size, dtype), torch.zeros(count * comm.size, dtype=dtype)
     comm.all_to_all(out, mine)
+    table = [[1 + (r * s) % 2 for s in range(comm.size)] for r in range(comm.size)]  # rank 0's are equal: it gives none
+    sent, come = table[comm.rank], [row[comm.rank] for row in table]
+    rows = torch.zeros(sum(come), count, dtype=dtype)
+    counts = (come, sent) if comm.rank else ()
+    comm.all_to_all(rows, values_of(comm.rank, count, dtype).expand(sum(sent), count), *counts)
+    expected = [values_of(rank, count, dtype) for rank in range(comm.size) for _ in range(come[rank])]
+    assert torch.equal(rows, torch.stack(expected))
     here = slice(count * comm.rank, count * (comm.rank + 1))
     assert torch.equal(out, torch.cat([values_of(r, count * comm.size, dtype)[here] for r in range(comm.size)]))
     if comm.size > 1:

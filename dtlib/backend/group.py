@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtlib.backend.dispatched import seen_by_torch
 from dtlib.backend.operations import Operations, warn_of_activations
 from dtlib.backend.reductions import moved
-from dtlib.backend.work import GroupError, ReceivedFromAny, joined
+from dtlib.backend.work import ReceivedFromAny, joined
 
 
 @seen_by_torch
@@ -159,22 +159,26 @@ class Group(Operations):
         return self._begin(opts, [start], outputs)
 
     def all_to_all_single(self, output, input, output_sizes=(), input_sizes=(), opts=None):
-        opts = opts or c10d.AllToAllOptions()
-        pieces = []  # also where all are alike: another rank may say so in numbers, and has to be met in one way
-        for tensor, sizes, what in ((output, output_sizes, "output"), (input, input_sizes, "input")):
-            sizes = sizes or [len(tensor) // self.size()] * self.size()
-            if len(sizes) != self.size() or sum(sizes) != len(tensor):
-                raise GroupError(
-                    f"all_to_all_single: {what}_split_sizes={list(sizes)} are to be {self.size()} numbers whose sum is "
-                    f"{len(tensor)}, the length of {what} along its first dimension."
-                )
-            pieces.append(tensor.split(list(sizes)))
-        return self._exchange(*pieces, [output], opts)
+        # Numbers even where all are alike: another rank may give them, and all have to give them or none.
+        equal = [[len(tensor) // self.size()] * self.size() for tensor in (output, input)]
+        sizes = output_sizes or equal[0], input_sizes or equal[1]
+        start = partial(self._alive().all_to_all, moved(output), moved(input), *sizes)
+        return self._begin(opts or c10d.AllToAllOptions(), [start], [output])
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs, inputs, opts=None):
-        return self._exchange(outputs, inputs, outputs, opts or c10d.AllToAllOptions())
+        self._check_own(outputs, inputs[self.rank()] if len(inputs) == self.size() else None)
+        sent, room = torch.cat([moved(one).reshape(-1) for one in inputs]), [moved(one) for one in outputs]
+        come = sent.new_empty(sum(one.numel() for one in room))
+        sizes = [[one.numel() for one in room], [moved(one).numel() for one in inputs]]
+
+        def finish():
+            for one, piece in zip(room, come.split(sizes[0]), strict=True):
+                one.copy_(piece.view_as(one))
+
+        start = partial(self._alive().all_to_all, come, sent, *sizes)
+        return self._begin(opts or c10d.AllToAllOptions(), [start], outputs, finish)
 
     def barrier(self, opts=None):
         return self._begin(opts or c10d.BarrierOptions(), [self._alive().barrier], [])

@@ -11,9 +11,7 @@ from dtlib.backend.work import GroupError, GroupWork, joined, torchs_errors
 from dtlib.comm import waiting
 from dtlib.comm.link import CALLER_TAGS
 
-# Tags of messages that are the group's own; those below are the caller's.
-TAG_OF_EXCHANGES = CALLER_TAGS - 1
-TAG_OF_NEW_GROUPS = CALLER_TAGS - 2
+TAG_OF_NEW_GROUPS = CALLER_TAGS - 1  # the group's own messages; tags below are the caller's
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -171,21 +169,6 @@ class Operations(dist.ProcessGroup):
         outputs[self.rank()].detach().copy_(input)
         starts = [partial(self._alive().broadcast, moved(output), root) for root, output in enumerate(outputs)]
         return self._begin(opts, starts, [outputs])
-
-    def _exchange(self, outputs, inputs, result, opts):
-        """Piece r goes to rank r, whatever its size: in step s from the rank s places back to the one s places on."""
-        me, size, comm = self.rank(), self.size(), self._alive()
-        self._check_own(outputs, inputs[me] if len(inputs) == size else None)
-        outputs[me].detach().copy_(inputs[me])
-        starts = []
-        for step in range(1, size):
-            source, dest = (me - step) % size, (me + step) % size
-            starts.append(partial(comm.recv, moved(outputs[source]), source, TAG_OF_EXCHANGES))
-            starts.append(partial(comm.send, moved(inputs[dest]), dest, TAG_OF_EXCHANGES))
-        work = self._begin(None, starts, result)  # none of them may wait for another
-        if not opts.asyncOp:
-            work.wait()
-        return work
 
     def _room(self, outputs, like):
         """Memory for every rank's tensor, and how it gets from there into ``outputs``."""

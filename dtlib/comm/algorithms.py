@@ -9,6 +9,8 @@ The algorithms and their costs are those of R. Thakur, R. Rabenseifner and W. Gr
 communication operations in MPICH", IJHPCA 19(1), 2005.
 """
 
+from itertools import accumulate
+
 import numpy as np
 
 
@@ -16,6 +18,12 @@ def chunks_of(array: np.ndarray, size: int) -> list[np.ndarray]:
     """``size`` consecutive pieces of a flat array, as views."""
     count = len(array)
     return [array[count * i // size : count * (i + 1) // size] for i in range(size)]
+
+
+def pieces_of(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Consecutive pieces of a flat array, of these sizes, as views."""
+    ends = list(accumulate(sizes))
+    return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 # One to all, all to one

@@ -10,11 +10,10 @@ from functools import partial
 import numpy as np
 
 from dtlib.comm import lifetime, types
-from dtlib.comm.algorithms import chunks_of, same_memory
+from dtlib.comm.algorithms import chunks_of, pieces_of, same_memory
 from dtlib.comm.link import Wire
 from dtlib.comm.runner import Runner
 from dtlib.comm.transport import payload
-from dtlib.comm.watch.call import shape_and_type
 from dtlib.comm.watch.messages import receive_message, send_message
 from dtlib.errors import CommunicationError
 
@@ -150,21 +149,23 @@ class Communicator(Runner):
             chunks[self.rank][...] = mine.flat
         return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
 
-    def all_to_all(self, out, tensor, async_op: bool = False):
-        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Both have ``size`` equal chunks."""
+    def all_to_all(self, out, tensor, output_split_sizes=None, input_split_sizes=None, async_op: bool = False):
+        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Returns ``out``.
+
+        Both have ``size`` equal chunks, unless counts are given, a number of rows (along the first dimension) for each
+        rank: ``input_split_sizes[r]`` rows go to rank r, ``output_split_sizes[r]`` rows arrive from it, and there are
+        as many as it sends. Zero is a number. All ranks give counts, or none. Counterpart:
+        ``torch.distributed.all_to_all_single``.
+        """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
-            return nccl.all_to_all(out, tensor, async_op)
+            return nccl.all_to_all(out, tensor, output_split_sizes, input_split_sizes, async_op)
         whole = payload(out, "all_to_all", writes=True)
         content = payload(tensor, "all_to_all", writes=False)
-        sizes = {whole.flat.size, content.flat.size}
-        if types.type_name(out) != types.type_name(tensor) or len(sizes) > 1 or whole.flat.size % self.size:
-            raise CommunicationError(
-                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
-                f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
-            )
+        come, sent, counted = self._pieces(out, tensor, output_split_sizes, input_split_sizes)
         flat = content.flat.copy() if np.shares_memory(whole.flat, content.flat) else content.flat
-        arguments = chunks_of(whole.flat, self.size), chunks_of(flat, self.size)
-        return self._collective("all_to_all", tensor, arguments, whole.store, async_op, flat=whole.flat)
+        arguments = pieces_of(whole.flat, come), pieces_of(flat, sent)
+        counts = np.array([sent, come]) if counted else None
+        return self._collective("all_to_all", tensor, arguments, whole.store, async_op, flat=whole.flat, counts=counts)
 
     def barrier(self, async_op: bool = False):
         """Wait until every rank has come here."""

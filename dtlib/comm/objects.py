@@ -1,6 +1,8 @@
 """What communicators of all kinds share: small Python things carried by their operations on arrays, and checks."""
 
 import pickle
+from math import prod
+from operator import index
 
 import numpy as np
 
@@ -36,6 +38,45 @@ class ObjectOperations:
                 f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
                 f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
             )
+
+    def _pieces(self, out, tensor, come, sent) -> tuple[list[int], list[int], bool]:
+        """How many elements ``all_to_all`` receives from each rank, and sends to each; and whether counts were given.
+
+        ``come`` and ``sent`` are output_split_sizes and input_split_sizes: rows, or None for equal chunks.
+        """
+        if types.type_name(out) != types.type_name(tensor):
+            raise CommunicationError(
+                f"all_to_all needs an out of tensor's dtype: out is {shape_and_type(out)}, tensor is "
+                f"{shape_and_type(tensor)}."
+            )
+        if come is None and sent is None:
+            count = prod(tensor.shape)
+            if prod(out.shape) != count or count % self.size:
+                raise CommunicationError(
+                    f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks, or "
+                    f"counts: out is {shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
+                )
+            return [count // self.size] * self.size, [count // self.size] * self.size, False
+        if not len(out.shape) or tuple(out.shape[1:]) != tuple(tensor.shape[1:]):
+            raise CommunicationError(
+                f"all_to_all with counts moves rows, which are alike in out and tensor: out is {shape_and_type(out)}, "
+                f"tensor is {shape_and_type(tensor)}."
+            )
+        row, sizes = prod(tensor.shape[1:]), []
+        for name, rows, counts in (("output", len(out), come), ("input", len(tensor), sent)):
+            counts = [rows // self.size] * self.size if counts is None else [index(count) for count in counts]
+            if len(counts) != self.size or sum(counts) != rows or min(counts) < 0:
+                raise CommunicationError(
+                    f"all_to_all: {name}_split_sizes={counts} are to be {self.size} numbers from 0 on whose sum is "
+                    f"{rows}, the rows of {'out' if name == 'output' else 'tensor'}."
+                )
+            sizes.append([row * count for count in counts])
+        if sizes[0][self.rank] != sizes[1][self.rank]:
+            raise CommunicationError(
+                f"all_to_all: rank {self.rank} sends itself input_split_sizes[{self.rank}] rows and expects another "
+                f"number, output_split_sizes[{self.rank}]: give the same."
+            )
+        return *sizes, True
 
     def _check_rank(self, rank, operation, name):
         if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:

@@ -43,7 +43,7 @@ _LEFT_OUT = {
     "timeline": "use `with dtlib.trace() as trace:`",
     "grouped": "call the asynchronous form for each tensor, then hvd.synchronize: they travel in one buffer",
     "sparse": "gather indices and values with hvd.allgather, or pass tensor.to_dense()",
-    "alltoall": "use dtlib.init().comm.all_to_all(out, tensor), with chunks of equal length",
+    "alltoall": "use dtlib.init().comm.all_to_all(out, tensor, output_split_sizes, input_split_sizes)",
     "reducescatter": "use dtlib.init().comm.reduce_scatter(out, tensor), or a slice of hvd.allreduce(tensor)",
 }
 

@@ -11,11 +11,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtlib.comm import types
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.watch import recorder
-from dtlib.comm.watch.call import Call, callers_line, shape_and_type
+from dtlib.comm.watch.call import Call, callers_line
 from dtlib.errors import CommunicationError
 
 REDUCE_OPS = {
@@ -199,19 +198,19 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("all_gather", tensor)
         return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
 
-    def all_to_all(self, out, tensor, async_op: bool = False):
-        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Both have ``size`` equal chunks."""
+    def all_to_all(self, out, tensor, output_split_sizes=None, input_split_sizes=None, async_op: bool = False):
+        """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it: equal ones, or so many rows."""
         whole = self._carried(out, "all_to_all", writes=True)
         content = self._carried(tensor, "all_to_all", writes=False)
-        counts = {whole.flat.numel(), content.flat.numel()}
-        if types.type_name(out) != types.type_name(tensor) or len(counts) > 1 or whole.flat.numel() % self.size:
-            raise CommunicationError(
-                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
-                f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
-            )
+        width = content.flat.element_size()
+        sizes = [
+            [count * width for count in counts]
+            for counts in self._pieces(out, tensor, output_split_sizes, input_split_sizes)[:2]
+        ]
         octets = disjoint(content.octets, whole.octets)
-        begin = partial(self.group.alltoall_base, whole.octets, octets, [], [], c10d.AllToAllOptions())
-        sent = content.nbytes * (self.size - 1) // self.size
+        # Sizes even where all are equal: a group picks another algorithm without, and other ranks may have other sizes.
+        begin = partial(self.group.alltoall_base, whole.octets, octets, *sizes, c10d.AllToAllOptions())
+        sent = content.nbytes - sizes[1][self.rank]
         return self._start(self._call("all_to_all", tensor), content, begin, whole.store, async_op, sent)
 
     def barrier(self, async_op: bool = False):

@@ -20,16 +20,19 @@ class Call:
     ``op``, ``peer``, ``algorithm`` and ``tag`` are as in an event (recorder.py). ``rank`` is the caller's, and
     ``peers`` are the ranks without which the operation cannot end, as the world counts them; ``number`` counts the
     collectives of a communicator (``group`` is its name); ``where`` is the caller's line, if somebody wants to know it.
+    ``counts`` are elements, of shape (2, ranks): an all_to_all with counts sends and expects so many.
     """
 
     __slots__ = (
-        "algorithm", "group", "number", "op", "operation", "peer", "peers", "rank", "tag", "tensor", "watched", "where",
+        "algorithm", "counts", "group", "number", "op", "operation", "peer", "peers", "rank", "tag", "tensor",
+        "watched", "where",
     )  # fmt: skip
 
     def __init__(
         self, operation: str, tensor, rank: int, peers=(), group: str = "", number: int = 0,
-        *, op: str = "", peer: int | None = None, algorithm: str = "", tag: int | None = None,
+        *, op: str = "", peer: int | None = None, algorithm: str = "", tag: int | None = None, counts=None,
     ):  # fmt: skip
+        self.counts = counts
         self.operation, self.tensor = operation, tensor
         self.op, self.peer, self.algorithm, self.tag = op, peer, algorithm, tag
         self.rank, self.peers, self.group, self.number = rank, peers, group, number
@@ -38,6 +41,8 @@ class Call:
 
     def __str__(self):
         short = in_short(self.operation, self.op, self.peer, self.algorithm)
+        if self.counts is not None:
+            return f"{short} with counts of rows of {_shape_and_type(self.tensor.shape[1:], type_name(self.tensor))}"
         return short if self.tensor is None else f"{short} of {shape_and_type(self.tensor)}"
 
 

@@ -9,6 +9,7 @@ packet and travel in log2 N rounds, so in a notebook it is always on.
 """
 
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -35,15 +36,30 @@ def verified(link, call, steps):
     notes = np.empty((link.size, NOTE), dtype=np.uint8)
     notes[0] = note = note_of(str(call), call.where)
     yield from dissemination_all_gather(link, notes)
-    if (notes == note).all():
-        yield from steps
-        return
-    said = [read_note(note) for note in notes]
-    if len({what for what, _ in said}) > 1:
-        # The table begins with this rank; the sentence is the same on all.
-        by_rank = {(link.rank + i) % link.size: one for i, one in enumerate(said)}
-        raise CommunicationError(disagreement(by_rank))
+    if not (notes == note).all():
+        said = [read_note(note) for note in notes]
+        if len({what for what, _ in said}) > 1:
+            # The table begins with this rank; the sentence is the same on all.
+            by_rank = {(link.rank + i) % link.size: one for i, one in enumerate(said)}
+            raise CommunicationError(disagreement(by_rank))
+    if call.counts is not None:
+        counts = np.empty((link.size, *call.counts.shape), dtype=np.int64)
+        counts[0] = call.counts
+        yield from dissemination_all_gather(link, counts)
+        check_counts(call, np.roll(counts, link.rank, axis=0))
     yield from steps
+
+
+def check_counts(call, counts) -> None:
+    """``counts[r]`` are what rank r sends to each rank, and what it expects from each: the same on all ranks."""
+    sent, come = counts[:, 0], counts[:, 1].T
+    if (sent != come).any():
+        row = max(1, prod(call.tensor.shape[1:]))
+        source, dest = np.argwhere(sent != come)[0]
+        raise CommunicationError(
+            f"{call.operation}: rank {source} sends rank {dest} {sent[source, dest] // row} rows, and rank {dest} "
+            f"expects {come[source, dest] // row}: input_split_sizes here are output_split_sizes there. {RESET}"
+        )
 
 
 def disagreement(said: dict[int, tuple[str, str]]) -> str:
