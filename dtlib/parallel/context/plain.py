@@ -1,0 +1,119 @@
+"""Ring attention, to be read from top to bottom: who has which tokens, the ring, a block, two blocks merged, and all.
+
+Every rank has a slice of each sequence. Layers work token by token, all but attention: a query looks at the keys of
+all tokens before it. So keys and values (K, V) travel round a ring, and each rank merges what it computes of them. A
+sequence is cut into 2N chunks, two a rank, and a slice of K and V is four quarter blocks of work; what is later than
+all queries is none. Four ranks, causal, quarter blocks a step, the diagonal being half masked:
+
+    contiguous   chunks of ranks  00112233           zigzag   chunks of ranks  01233210
+
+    step         0      1      2      3              step         0      1      2      3
+    rank 0      K0 2   K3 .   K2 .   K1 .            rank 0      K0 2   K3 2   K2 2   K1 2
+    rank 1      K1 2   K0 4   K3 .   K2 .            rank 1      K1 2   K0 2   K3 2   K2 2
+    rank 2      K2 2   K1 4   K0 4   K3 .            rank 2      K2 2   K1 2   K0 2   K3 2
+    rank 3      K3 2   K2 4   K1 4   K0 4            rank 3      K3 2   K2 2   K1 2   K0 2
+
+In the backward pass K and V travel once more, and their gradients behind them, one step later: after N hops these are
+back at the rank that has K and V, with a summand from every rank.
+"""
+
+import torch
+
+from dtlib.comm.waiting import advance_all
+from dtlib.comm.watch.recorder import phase
+from dtlib.errors import DtlibError
+
+CHUNKS = {"contiguous": lambda r, ranks: (2 * r, 2 * r + 1), "zigzag": lambda r, ranks: (r, 2 * ranks - 1 - r)}
+
+
+def my_tokens(x, comm, order: str = "zigzag", dim: int = 1) -> torch.Tensor:
+    """This rank's two chunks of whole sequences: of inputs, of targets, and of positions."""
+    if x.shape[dim] % (2 * comm.size):
+        raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: see ContextParallel for others.")
+    chunks = x.chunk(2 * comm.size, dim)
+    return torch.cat([chunks[chunk] for chunk in CHUNKS[order](comm.rank, comm.size)], dim)
+
+
+def pass_on(comm, tensor, tag: int = 0):
+    """Start to give ``tensor`` to the next rank. The function that this returns waits for what the one before gives."""
+    arriving = comm.recv(torch.empty_like(tensor), (comm.rank - 1) % comm.size, tag, async_op=True)
+    leaving = comm.send(tensor, (comm.rank + 1) % comm.size, tag, async_op=True)
+    return lambda: (leaving.wait(), arriving.wait())[1]
+
+
+def round_the_ring(comm, kv):
+    """The rank whose keys and values are here, and these, step by step; the next ones travel meanwhile."""
+    for step in range(comm.size):
+        following = pass_on(comm, kv) if step < comm.size - 1 else None
+        yield (comm.rank - step) % comm.size, kv
+        kv = following() if following else None
+
+
+def blocks(comm, owner: int, length: int, causal: bool, order: str):
+    """Quarter blocks with work: rows of this rank's queries, rows of ``owner``'s keys, and pairs that are masked."""
+    half = length // 2
+    for i, query in enumerate(CHUNKS[order](comm.rank, comm.size)):
+        for j, key in enumerate(CHUNKS[order](owner, comm.size)):
+            if not causal or key <= query:
+                later = torch.full((half, half), causal and key == query).triu(1)
+                with phase(f"chunk {query} looks at chunk {key}"):
+                    yield slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half), later
+                advance_all()  # messages move on when somebody looks after them
+
+
+def scores_of(q, k, later) -> torch.Tensor:
+    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+
+
+def merge(out, lse, block_out, block_lse):
+    """Two softmax averages of values, over different keys, as one over all keys. ``lse`` is log sum exp(scores)."""
+    total = torch.logaddexp(lse, block_lse)
+    return (lse - total).exp()[..., None] * out + (block_lse - total).exp()[..., None] * block_out, total
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, comm, causal, order):
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+        for owner, (k_there, v_there) in round_the_ring(comm, torch.stack([k, v])):
+            for rows, columns, later in blocks(comm, owner, q.shape[-2], causal, order):
+                scores = scores_of(q[..., rows, :], k_there[..., columns, :], later)
+                block = scores.softmax(-1) @ v_there[..., columns, :], scores.logsumexp(-1)
+                out[..., rows, :], lse[..., rows] = merge(out[..., rows, :], lse[..., rows], *block)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = comm, causal, order
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        (q, k, v, out, lse), (comm, causal, order) = ctx.saved_tensors, ctx.rest
+        d_q, delta, arriving = torch.zeros_like(q), (d_out * out).sum(-1, keepdim=True), None
+        for owner, kv in round_the_ring(comm, torch.stack([k, v])):
+            d_kv = torch.zeros_like(kv)
+            for rows, columns, later in blocks(comm, owner, q.shape[-2], causal, order):
+                q_here, d_here, (k_there, v_there) = q[..., rows, :], d_out[..., rows, :], kv[..., columns, :]
+                p = (scores_of(q_here, k_there, later) - lse[..., rows, None]).exp()  # softmax over all ranks' keys
+                d_scores = p * (d_here @ v_there.mT - delta[..., rows, :]) * q.shape[-1] ** -0.5
+                d_q[..., rows, :] += d_scores @ k_there
+                d_kv[:, ..., columns, :] += torch.stack([d_scores.mT @ q_here, p.mT @ d_here])
+            arriving = pass_on(comm, d_kv + arriving() if arriving else d_kv, tag=1)
+        return d_q, *arriving(), None, None, None
+
+
+def ring_attention(q, k, v, comm, causal: bool = True, order: str = "zigzag") -> torch.Tensor:
+    """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
+
+    Contract: q, k, v of (batch, heads, tokens, width), float32 or float64, of the same shape on all ranks, with an even
+    number of tokens, cut as ``my_tokens`` does it in this order.
+    """
+    asked = comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), causal, order))
+    (shape, dtype), *_ = asked[0]
+    if set(asked) != {((shape, dtype),) * 3 + asked[0][3:]} or len(shape) != 4 or order not in CHUNKS:
+        raise DtlibError(f"Ranks give q, k, v, causal, order {set(asked)}: all the same, in one of {[*CHUNKS]}.")
+    if shape[2] % 2 or dtype not in (torch.float32, torch.float64):
+        raise DtlibError(f"{shape[2]} tokens a rank of {dtype}: an even number, of float32 or float64, or see ring.py.")
+    return RingAttention.apply(q, k, v, comm, causal, order)
+
+
+# The full class (module.py, attention.py) adds grouped-query heads, slices that differ in length, a striped order, 16
+# bits with statistics in float32, recomputation, batches split and outputs joined, and torch's attention in a module.

@@ -1,0 +1,52 @@
+"""Ulysses, to be read from top to bottom: an exchange, its reverse, and attention between the two.
+
+Every rank has a contiguous slice of each sequence. Heads know nothing of each other: so ranks exchange some tokens of
+all heads for all tokens of some heads, compute ordinary attention, and exchange back. Two ranks, four heads a b c d:
+
+                    heads                                    heads                                heads
+                   a b c d                                  a b                                  a b c d
+    rank 0  tokens 0 1      --.                .--> tokens 0 1 2 3 --> attention --.         .--> tokens 0 1
+                              |-- all_to_all --|             c d                   |-- all_to_all --|
+    rank 1  tokens 2 3      --'                '--> tokens 0 1 2 3 --> attention --'         '--> tokens 2 3
+
+Q, K and V travel as one tensor of 3n bytes, the output has n: each rank sends 4n (N-1)/N bytes in 2 (N-1) messages
+forward, and as many backward, as the reverse of an exchange is an exchange.
+"""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from dtlib.errors import DtlibError
+
+
+class Exchange(torch.autograd.Function):
+    """Cut along dimension ``cut``, a piece for each rank; join what arrives along ``join``. Backward: the reverse."""
+
+    @staticmethod
+    def forward(ctx, x, comm, cut: int, join: int):
+        ctx.rest = comm, join, cut
+        pieces = torch.stack(x.chunk(comm.size, cut))
+        return torch.cat(comm.all_to_all(torch.empty_like(pieces), pieces).unbind(), join)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient, *ctx.rest), None, None, None
+
+
+def ulysses_attention(q, k, v, comm, causal: bool = True) -> torch.Tensor:
+    """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
+
+    Contract: q, k, v of (batch, heads, tokens, width), of the same shape and dtype on all ranks; contiguous slices; as
+    many heads as ranks, or a multiple.
+    """
+    asked = set(comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), causal)))
+    if len(asked) > 1 or len({*next(iter(asked))[:3]}) > 1 or q.dim() != 4:
+        raise DtlibError(f"Ranks give q, k, v, causal {asked}: give all the same, of four dimensions.")
+    if q.shape[1] % comm.size:
+        raise DtlibError(f"{q.shape[1]} heads make no {comm.size} equal groups: take ring_attention.")
+    q, k, v = Exchange.apply(torch.stack([q, k, v]), comm, 2, 3)  # heads cut, tokens joined
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return Exchange.apply(out, comm, 2, 1)  # tokens cut, heads joined
+
+
+# The full class (module.py) adds what ring attention's adds, but for orders: the exchange makes sequences whole.

@@ -1,0 +1,108 @@
+"""Mixture of experts, to be read from top to bottom: rows there and back, who goes where, experts, and their balance.
+
+A gate sends each token to one or two of E experts, of which every rank has E/N. Tokens travel to the ranks that have
+their experts, and what these compute of them travels back:
+
+    rank 0   tokens a b c d --.                 .-- expert 0: a d e g --.                 .-- a b c d
+                              |-- all_to_all  --|                       |-- all_to_all  --|    each times its
+    rank 1   tokens e f g h --'                 '-- expert 1: b c f h --'                 '-- e f g h   weight
+
+How many go where is known only when the gate has chosen, and so counts travel first. With a capacity C, each rank has
+C places for each expert, and all messages are equally long: empty places are zeros, and tokens without a place are
+dropped. Their output is zero, and a residual connection carries them on:
+
+    expert 0, C = 3   places [a d .]  of rank 0, [e g .] of rank 1          expert 1   [b c .]   [f h .]
+
+Each rank's loss is of its own tokens, and an experiment's is the mean of all ranks'. A weight that every rank has gets
+the mean of N gradients. An expert is on one rank, and backward sends it gradients of all N losses: they arrive as a sum
+already, which is divided by N once, and no rank may average it again.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+
+
+class Rows(torch.autograd.Function):
+    """``sent[r]`` rows of x to rank r, ``come[r]`` rows from it. Backward: their gradients, the same way back."""
+
+    @staticmethod
+    def forward(ctx, x, comm, sent, come):
+        ctx.rest = comm, come, sent
+        return comm.all_to_all(x.new_empty(sum(come), *x.shape[1:]), x, come, sent)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Rows.apply(gradient, *ctx.rest), None, None, None
+
+
+class MixtureOfExperts(nn.Module):
+    """``moe(x)`` for this rank's tokens (tokens, width); ``moe.balance``, to be added to the loss, is of the last ones.
+
+    Contract: the same number of experts on all ranks, ``experts`` are this rank's; as many tokens on all ranks, as the
+    loss is a mean over ranks. Average the gradients of all parameters but the experts' over ``comm``.
+    """
+
+    def __init__(self, width: int, experts, comm, top: int = 1, capacity: float | None = None):
+        super().__init__()
+        self.comm, self.experts, self.top, self.capacity = as_communicator(comm), nn.ModuleList(experts), top, capacity
+        self.count = len(self.experts) * self.comm.size
+        if len(asked := set(self.comm.all_gather_object((width, len(self.experts), top, capacity)))) > 1:
+            raise DtlibError(f"Ranks ask for (width, experts, top, capacity) {asked}: give the same on all ranks.")
+        if not 1 <= top <= min(2, self.count) or (capacity is not None and not capacity > 0):
+            raise DtlibError(f"top={top} of {self.count} experts, capacity={capacity}: give 1 or 2, and more than 0.")
+        self.gate = nn.Linear(width, self.count, bias=False)
+        self.comm.broadcast(self.gate.weight.data)
+        for parameter in self.experts.parameters():
+            parameter.expert_parallel = self.comm._members  # whoever averages gradients, or takes norms, asks for it
+            parameter.register_hook(lambda gradient: gradient / self.comm.size)
+
+    def forward(self, x):
+        if len(lengths := set(self.comm.all_gather_object(len(x)))) > 1 or lengths == {0}:
+            raise DtlibError(f"Ranks have {lengths} tokens: a mean of ranks' means is none of tokens. Take as many.")
+        probabilities = self.gate(x).softmax(-1)
+        weights, chosen = probabilities.topk(self.top)
+        if self.top > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self.balance = self.balance_of(probabilities, chosen)
+        # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
+        expert, token, weight = chosen.T.flatten(), torch.arange(len(x)).repeat(self.top), weights.T.flatten()
+        order = expert.argsort(stable=True)
+        expert, token, weight = expert[order], token[order], weight[order]
+        counts = expert.bincount(minlength=self.count)
+        if self.capacity is None:
+            back = self.through_experts(x[token], counts)
+        else:
+            places = math.ceil(self.capacity * self.top * len(x) / self.count)
+            place = torch.arange(len(expert)) - (counts.cumsum(0) - counts)[expert]  # in the queue of its expert
+            kept = place < places
+            token, weight, at = token[kept], weight[kept], (expert * places + place)[kept]
+            rows = x.new_zeros(self.count * places, x.shape[1]).index_copy(0, at, x[token])
+            back = self.through_experts(rows, torch.full_like(counts, places))[at]
+        return torch.zeros_like(x).index_add(0, token, back * weight[:, None])
+
+    def through_experts(self, rows, counts):
+        """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
+        theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
+        sent, come = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        arrived = Rows.apply(rows, self.comm, sent, come).split(theirs.flatten().tolist())
+        done, here = [None] * len(arrived), len(self.experts)
+        for e, expert in enumerate(self.experts):  # its rows of every rank
+            done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
+        return Rows.apply(torch.cat(done), self.comm, come, sent)
+
+    def balance_of(self, probabilities, chosen):
+        """E * sum over experts of (share of all ranks' choices) * (mean probability): 1 where all experts get as much.
+
+        The share has no gradient. It is that of all ranks, and so the mean of this over ranks is that of all tokens.
+        """
+        share = chosen.flatten().bincount(minlength=self.count).to(probabilities.dtype) / chosen.numel()
+        return self.count * (self.comm.all_reduce(share, op="mean") * probabilities.mean(0)).sum()
+
+
+# The full class (layer.py) adds ranks with different numbers of tokens, padding that takes no places, experts that all
+# tokens share, a loss of large logits (z-loss), jitter, copies of experts along a data axis, clipping and checkpoints.
