@@ -74,12 +74,12 @@ def test_output_and_gradients_are_those_of_one_process(world, way):
     comm = world.comm
     order = "zigzag" if way == "zigzag" else "contiguous"
     for causal in (True, False):
-        for scale in (1.0, 1e4):  # exp(1e4) would overflow
+        for scale in (1.0, 1e4):  # exp(1e4) would overflow; gradients carry q of 1e4, and the rounding of scores
             whole = whole_tensors(8 * comm.size, scale)
             expected = [my_tokens(x, comm, order, dim=2) for x in alone(*whole, causal)]
             ours, *_ = shared(comm, WAYS[way], whole, order, causal)
             for name, mine, theirs in zip(("output", "dq", "dk", "dv"), ours, expected, strict=True):
-                assert apart(mine, theirs) <= EXACT * scale, (way, causal, scale, name)
+                assert apart(mine, theirs) <= (EXACT if scale == 1 else 1e-6), (way, causal, scale, name)
 
 
 @on_ranks(1, 2, 3, 4, slow=(1,))

@@ -39,7 +39,7 @@ def data_of(ranks, unwanted=0):
     x, cotangent = torch.randn(2, ranks, TOKENS, WIDTH, dtype=torch.float64)
     gate = torch.randn(ranks * HERE, WIDTH, dtype=torch.float64)
     x[..., 0], gate[:, 0] = 1.0, 0.0  # a bias
-    gate[: unwanted if unwanted >= 0 else ranks * HERE - 1, 0] = -50.0
+    gate[: min(unwanted, ranks * HERE - 2) if unwanted >= 0 else ranks * HERE - 1, 0] = -50.0
     return x, cotangent, gate
 
 
