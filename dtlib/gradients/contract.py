@@ -2,7 +2,8 @@
 
     at construction     the same parameters on all ranks, and of a kind that the class takes
     forward pass        the same parameters as at construction; no gradients left over from before
-    step                of each parameter one gradient on each rank; as many samples on all ranks
+    step                of each parameter one gradient on each rank; as many samples and tokens on all ranks, and
+                        as many that count in masks, or a loss of mean_over_tokens (tokens.py)
 
 Whatever lies outside is refused on every rank, with a sentence that names the way round: mostly the full class.
 """
@@ -13,6 +14,7 @@ from torch import nn
 from dtlib.errors import DtlibError
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.tokens import divided_by_all_tokens
 
 
 class Contract:
@@ -37,8 +39,8 @@ class Contract:
             self._refuse("this model has hooks, of an earlier wrapper: build it anew")
         if units is not None:
             self._check_units(units)
-        self.comm = comm.split(0)  # apart from gradients, which some ranks may wait for
-        self.samples, self.come = 0, []  # of the last forward pass; parameters with a gradient since the last step
+        self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
+        self.samples, self.come = (), []  # of the last forward pass; parameters with a gradient since the last step
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
     def gradient_has_come(self, parameter) -> None:
@@ -50,6 +52,8 @@ class Contract:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
         notes = self.comm.all_gather_object((self.samples, [self.names[parameter] for parameter in self.come]))
         samples, come = zip(*notes, strict=True)
+        divided = self.whole in divided_by_all_tokens
+        divided_by_all_tokens.discard(self.whole)
         for name in self.names.values():
             counts = [others.count(name) for others in come]
             if set(counts) != {1}:
@@ -57,8 +61,11 @@ class Contract:
                     f"{name} got {counts} gradients on ranks 0 to {self.comm.size - 1}, and each needs one a step; for "
                     "unused parameters and several backward passes take the full class"
                 )
-        if len(set(samples)) > 1:
-            self._refuse(f"ranks had batches of {samples} samples: take equal ones, or batch_size of the full class")
+        if len(set(samples)) > 1 and not divided:
+            self._refuse(
+                f"ranks had batches of {samples} (shapes, and how many count in masks): take equal ones, the loss of "
+                "mean_over_tokens, or batch_size of the full class"
+            )
         if self.in_order and any(others != come[0] for others in come):
             self._refuse("layers ran in another order on another rank: let all ranks compute the same")
         self.come = []
@@ -73,7 +80,9 @@ class Contract:
         tensors = [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor) and one.dim()]
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")
-        self.samples = len(tensors[0])
+        first, masks = tensors[0], [int(one.sum()) for one in tensors if one.dtype == torch.bool]
+        has_tokens = first.dim() > 2 or not first.is_floating_point()  # (samples, tokens, ...); else (samples, features)
+        self.samples = (tuple(first.shape[: 1 + has_tokens]), *masks)
 
     def _check_units(self, units) -> None:
         if not all(isinstance(unit, nn.Module) for unit in units):

@@ -61,6 +61,11 @@ def _refusing(clip):
     @wraps(clip)
     def refuse_or_clip(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(len(getattr(parameter, "expert_parallel", ())) > 1 for parameter in parameters):
+            raise DtlibError(
+                "torch.nn.utils would clip by the norm of this rank's experts, and each rank by another: clip with "
+                "dtlib.parallel.expert.clip_grad_norm_."
+            )
         if any(hasattr(parameter, "_gradients_leave") for parameter in parameters):
             raise DtlibError(
                 "torch.nn.utils cannot clip here: under ZeRO gradients are those of this rank, or have left with the "

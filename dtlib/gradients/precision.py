@@ -114,11 +114,17 @@ def all_finite(gradients, comm=None) -> bool:
 
 
 def refuse_shards(parameters, what: str) -> None:
-    """A norm over parameters that tensor parallelism has cut would be that of one rank's shards.
+    """A norm over parameters that tensor parallelism has cut, or of experts, would be that of one rank's share.
 
     Raises:
         DtlibError: on every rank, as all have shards.
     """
+    parameters = list(parameters)
+    if any(len(getattr(parameter, "expert_parallel", ())) > 1 for parameter in parameters):
+        raise DtlibError(
+            f"{what}: parameters of experts are on one rank each, and their norm is not that of all: clip with "
+            "dtlib.parallel.expert.clip_grad_norm_ between backward and step."
+        )
     count = sum(getattr(parameter, "tensor_parallel", False) for parameter in parameters)
     if count:
         raise DtlibError(

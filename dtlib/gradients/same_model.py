@@ -17,6 +17,7 @@ def check_same_model(parameters: dict, comm, who: str) -> None:
                 f"{who} averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: convert it, or "
                 f"freeze it with {name}.requires_grad_(False)."
             )
+    check_axis(parameters, comm, who)
     mine = {name: (tuple(parameter.shape), types.type_name(parameter)) for name, parameter in parameters.items()}
     first, *others = comm.all_gather_object(mine)
     for rank, theirs in enumerate(others, 1):
@@ -28,6 +29,26 @@ def check_same_model(parameters: dict, comm, who: str) -> None:
                 )
         if list(theirs) != list(first):
             raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
+
+
+def check_axis(parameters: dict, comm, who: str) -> None:
+    """Refuse parameters of experts and of shared sequences along the wrong axis of a mesh.
+
+    ``parameter.expert_parallel`` are the ranks whose experts differ, ``parameter.context_parallel`` those that share
+    sequences; as the world counts them.
+    """
+    here = set(comm._members)
+    for name, parameter in parameters.items():
+        if len(here.intersection(getattr(parameter, "expert_parallel", ()))) > 1:
+            raise DtlibError(
+                f"{who}: {name} is an expert's, and ranks {list(parameter.expert_parallel)} have different ones: leave "
+                "experts' parameters to MixtureOfExperts(..., data=mesh['data']), and average the others here."
+            )
+        if not here.issuperset(sharing := getattr(parameter, "context_parallel", ())):
+            raise DtlibError(
+                f"{who}: gradients of {name} are of this rank's tokens, and ranks {list(sharing)} share each sequence: "
+                "average over both axes, as by mesh['data', 'context']."
+            )
 
 
 def _said(parameter) -> str:

@@ -12,6 +12,7 @@ import torch
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree
 from dtlib.gradients.buckets import FlatBuffer, Shards
+from dtlib.gradients.tokens import refuse_weights
 
 
 class GradientShard:
@@ -87,7 +88,7 @@ class Reducer:
         self.passes = 0  # since the last forget()
         self._ask_batch_size, self._finished, self._launched = batch_size, finished, launched
         self._samples = Samples(comm)
-        self._used = []
+        self._used, self._names = [], names
         self._staging = {}  # by dtype and device: two pieces of memory, which buckets use in turn
         self._travelling = []
         self._pass = BackwardPass(shards, self._begin, self._launch, self._finish, progress, names)
@@ -98,6 +99,7 @@ class Reducer:
         self._batch_size = self._ask_batch_size()
         self._weight = None
         if self._batch_size is not None:
+            refuse_weights(self._names, self._batch_size)
             self._weight = self._samples.weight(self._batch_size) * self.comm.size  # reduce_scatter divides by it
 
     def _launch(self, shard: GradientShard) -> None:

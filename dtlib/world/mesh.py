@@ -19,7 +19,9 @@ class Mesh:
                           data=1         3  4  5       mesh["data"] there joins 1 and 4, mesh["tensor"] 3, 4 and 5
 
     ``shape`` and ``coordinates`` (this rank's) are dictionaries by axis; ``mesh["data"]`` is the communicator of the
-    ranks that differ in that axis alone, in the order of their coordinate. After ``dtlib.reset()`` make a new mesh.
+    ranks that differ in that axis alone, in the order of their coordinate, and ``mesh["data", "tensor"]`` of those that
+    differ in both axes, in the order of the mesh, which all ranks ask for together. After ``dtlib.reset()`` make a new
+    mesh.
     Counterpart: ``torch.distributed.device_mesh.init_device_mesh``.
 
     Raises:
@@ -38,15 +40,26 @@ class Mesh:
                 )
         self.coordinates = coordinates_of(comm.rank, self.shape)
         # A split needs all ranks, so all of them are made here: whoever asks for one later may be alone.
-        self._communicators = {}
+        self._comm, self._communicators = comm, {}
         for axis, here in self.coordinates.items():
             line = rank_of({**self.coordinates, axis: 0}, self.shape)  # the first rank on this line names it
             self._communicators[axis] = comm.split(line, key=here)
 
-    def __getitem__(self, axis: str):
+    def __getitem__(self, axis: str | tuple[str, ...]):
+        if isinstance(axis, tuple):
+            return self._joined(axis)
         if axis not in self._communicators:
             raise DtlibError(f"This mesh has no axis {axis!r}: choose one of {', '.join(self.shape)}.")
         return self._communicators[axis]
+
+    def _joined(self, axes: tuple[str, ...]):
+        """The ranks that differ in these axes alone; the first time all ranks of the mesh ask for it."""
+        if unknown := [axis for axis in axes if axis not in self.shape]:
+            raise DtlibError(f"This mesh has no axis {unknown[0]!r}: choose of {', '.join(self.shape)}.")
+        if axes not in self._communicators:
+            line = rank_of({**self.coordinates, **dict.fromkeys(axes, 0)}, self.shape)
+            self._communicators[axes] = self._comm.split(line, key=self._comm.rank)
+        return self._communicators[axes]
 
     def __repr__(self):
         shape = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())

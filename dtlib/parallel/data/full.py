@@ -22,6 +22,7 @@ from dtlib.gradients.backward import BackwardPass, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
+from dtlib.gradients.tokens import refuse_weights
 from dtlib.world import init
 
 
@@ -55,7 +56,8 @@ class DataParallel(nn.Module):
     Set ``model.batch_size = len(x)``, on all ranks, before a step whose batches differ in size between them, and
     gradients are weighted by it: a mean over samples, not over ranks. A parameter that no rank has
     used keeps ``grad=None``; one that some ranks have used counts as zero on the others. What
-    ``torch.autograd.grad`` returns is this rank's own.
+    ``torch.autograd.grad`` returns is this rank's own. Parameters of experts that differ between these ranks are left
+    to their ``MixtureOfExperts``.
 
     Counterpart: ``torch.nn.parallel.DistributedDataParallel`` with ``gradient_as_bucket_view=True`` and
     ``find_unused_parameters=True``.
@@ -77,12 +79,13 @@ class DataParallel(nn.Module):
         self.algorithm = algorithm
         self.broadcast_buffers = broadcast_buffers
         self._synchronising = True
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad and not self._is_an_experts(p)}
         _check_parameters(named, module.named_modules(), self.comm, bucket_cap_mb)
         names = {parameter: name for name, parameter in named.items()}
         self.progress = progress_for(self.comm, names, progress, "DataParallel")
         for tensor in [*module.parameters(), *module.buffers()]:
-            self.comm.broadcast(tensor)
+            if not self._is_an_experts(tensor):
+                self.comm.broadcast(tensor)
         # Gradients come roughly in the reverse order of the forward pass.
         parameters = list(named.values())[::-1]
         cap = int(bucket_cap_mb * MEBIBYTE)
@@ -99,11 +102,11 @@ class DataParallel(nn.Module):
     def forward(self, *args, **kwargs):
         self._pass.forget()
         for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter not in self._trained:
+            if parameter.requires_grad and parameter not in self._trained and not self._is_an_experts(parameter):
                 raise DtlibError(
                     "A parameter was unfrozen after the model was wrapped: wrap it anew with DataParallel."
                 )
-            if parameter.requires_grad and self._trained[parameter] != (parameter.dtype, parameter.device):
+            if parameter in self._trained and self._trained[parameter] != (parameter.dtype, parameter.device):
                 raise DtlibError(
                     "The model was converted or moved after it was wrapped: do that first, then wrap it with "
                     "DataParallel, and make the optimizer."
@@ -114,6 +117,10 @@ class DataParallel(nn.Module):
             if self.broadcast_buffers:
                 self._broadcast_buffers()
         return self.module(*args, **kwargs)
+
+    def _is_an_experts(self, parameter) -> bool:
+        """Whether other ranks have another expert's in its place: MixtureOfExperts looks after those."""
+        return len(set(self.comm._members).intersection(getattr(parameter, "expert_parallel", ()))) > 1
 
     def __deepcopy__(self, memo):
         raise DtlibError(
@@ -143,6 +150,7 @@ class DataParallel(nn.Module):
         if self.batch_size is None:
             ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
             return 1 / ranks
+        refuse_weights(self._trained, self.batch_size)
         return self._samples.weight(self.batch_size)
 
     def _launch(self, bucket: GradientBucket) -> None:

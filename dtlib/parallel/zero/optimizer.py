@@ -33,6 +33,7 @@ from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
+from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.zero.arguments import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, names_of
 from dtlib.parallel.zero.state import load_state, settings_of, whole_state
@@ -159,6 +160,7 @@ class ZeroOptimizer(optim.Optimizer):
         if self.stage == 1:
             used = iter(exchange_used(self.comm, [bucket.used() for bucket in self._buckets], self.batch_size))
             weight = self.batch_size
+            refuse_weights(self._shard_of, weight)
             if weight is not None:
                 weight = weight / samples_of_all(self.comm, weight)
             for bucket in self._buckets:

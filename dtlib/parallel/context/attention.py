@@ -1,0 +1,181 @@
+"""Ring attention and Ulysses for what real models have: grouped heads, any lengths and orders, 16 bits.
+
+plain.py has the idea. Here keys and values may have fewer heads than queries (grouped-query attention), slices differ
+in length, and what is computed of 16 bits is kept in float32 until it is done: outputs, log-sum-exps, and gradients,
+those that travel too.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from dtlib.comm.waiting import advance_all
+from dtlib.comm.watch.recorder import phase
+from dtlib.errors import DtlibError
+from dtlib.parallel.context.order import positions_of, runs_of
+
+
+class Sequence:
+    """How ranks share sequences of ``length``: ``comm``, ``order``, and the positions of each rank's tokens."""
+
+    def __init__(self, comm, length: int, order: str, causal: bool, overlap: bool = True):
+        self.comm, self.length, self.order, self.causal, self.overlap = comm, length, order, causal, overlap
+        self.positions = [positions_of(rank, comm.size, length, order) for rank in range(comm.size)]
+
+    def blocks(self, owner: int):
+        """Rows of this rank's queries, rows of ``owner``'s keys, and a mask of later ones or None."""
+        mine, theirs = self.positions[self.comm.rank], self.positions[owner]
+        for rows in runs_of(mine, self.order):
+            for columns in runs_of(theirs, self.order):
+                query, key, later = mine[rows], theirs[columns], None
+                if self.causal and key[0] > query[-1]:
+                    continue
+                if self.causal and key[-1] > query[0]:
+                    later = key > query[:, None]
+                seen = len(query) * len(key) - (0 if later is None else int(later.sum()))
+                with phase(f"{seen} pairs with rank {owner}'s keys"):
+                    yield rows, columns, later
+                advance_all()
+
+    def tensors(self, owner: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for a pair of tensors of ``owner``'s tokens."""
+        return like.new_empty(*like.shape[:-2], len(self.positions[owner]), like.shape[-1])
+
+    def pass_on(self, pair: torch.Tensor, next_owner: int, tag: int = 0):
+        """Start to give a pair to the next rank, and to receive that of ``next_owner``; waits when it is called."""
+        comm, room = self.comm, self.tensors(next_owner, pair)
+        arriving = comm.recv(room, (comm.rank - 1) % comm.size, tag, async_op=True)
+        leaving = comm.send(pair, (comm.rank + 1) % comm.size, tag, async_op=True)
+        wait = lambda: (leaving.wait(), arriving.wait())[1]  # noqa: E731
+        if self.overlap:
+            return wait
+        wait()
+        return lambda: room
+
+    def round(self, kv: torch.Tensor):
+        for step in range(self.comm.size):
+            owner = (self.comm.rank - step) % self.comm.size
+            last = step == self.comm.size - 1
+            following = None if last else self.pass_on(kv, (owner - 1) % self.comm.size)
+            yield owner, kv
+            kv = following() if following else None
+
+
+def _scores(q, k, later, scale):
+    scores = q.to(_wide(q)) @ k.to(_wide(k)).mT * scale
+    return scores if later is None else scores.masked_fill(later.to(scores.device), -torch.inf)
+
+
+def _wide(x) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Ring(torch.autograd.Function):
+    """q of (batch, key heads, queries a key head, tokens, width); k and v of (batch, key heads, 1, tokens, width)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sequence, scale):
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=_wide(q), device=q.device)
+        lse = out.new_full(q.shape[:-1], -torch.inf)
+        for owner, (k_there, v_there) in sequence.round(torch.stack([k, v])):
+            for rows, columns, later in sequence.blocks(owner):
+                scores = _scores(q[..., rows, :], k_there[..., columns, :], later, scale)
+                # A query of a masked block may see none of its keys: its sum is 0, and its log -inf.
+                highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+                weights = (scores - highest).exp_()
+                total = weights.sum(-1)
+                block_lse = total.log() + highest[..., 0]
+                merged = torch.logaddexp(lse[..., rows], block_lse)
+                out[..., rows, :] *= (lse[..., rows] - merged).exp()[..., None]
+                scaled = weights * (highest[..., 0] - merged).exp()[..., None]
+                out[..., rows, :] += scaled @ v_there[..., columns, :].to(out.dtype)
+                lse[..., rows] = merged
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = sequence, scale
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        (q, k, v, out, lse), (sequence, scale) = ctx.saved_tensors, ctx.rest
+        d_out = d_out.to(out.dtype)
+        d_q, delta, arriving = torch.zeros_like(q, dtype=out.dtype), (d_out * out).sum(-1, keepdim=True), None
+        for owner, kv in sequence.round(torch.stack([k, v])):
+            d_kv = torch.zeros_like(kv, dtype=out.dtype)
+            for rows, columns, later in sequence.blocks(owner):
+                q_here, d_here = q[..., rows, :].to(out.dtype), d_out[..., rows, :]
+                k_there, v_there = kv[..., columns, :].to(out.dtype)
+                p = (_scores(q_here, k_there, later, scale) - lse[..., rows, None]).exp_()
+                d_scores = p * (d_here @ v_there.mT - delta[..., rows, :]) * scale
+                d_q[..., rows, :] += d_scores @ k_there
+                d_kv[0][..., columns, :] += (d_scores.mT @ q_here).sum(-3, keepdim=True)
+                d_kv[1][..., columns, :] += (p.mT @ d_here).sum(-3, keepdim=True)
+            if arriving:
+                d_kv += arriving()
+            arriving = sequence.pass_on(d_kv, (owner - 1) % sequence.comm.size, tag=1)
+        d_k, d_v = arriving()
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
+
+
+def ring_attention(q, k, v, sequence: Sequence, scale: float | None = None) -> torch.Tensor:
+    """softmax(scale Q K^T) V over the tokens of all ranks, for this rank's; its shape is q's.
+
+    ``q`` is (batch, heads, tokens, width); ``k`` and ``v`` have as many heads or a divisor, and v may be of k's width
+    alone. ``scale`` is by default 1 / sqrt(width).
+    """
+    groups = k.shape[1]
+    grouped = q.unflatten(1, (groups, q.shape[1] // groups))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _Ring.apply(grouped, k.unsqueeze(2), v.unsqueeze(2), sequence, scale).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Heads for tokens, or the reverse: (batch, heads, tokens, width), with the tokens of ``sequence`` in ``order``."""
+
+    @staticmethod
+    def forward(ctx, x, sequence, whole: bool):
+        ctx.rest = sequence, not whole
+        comm, here = sequence.comm, len(sequence.positions[sequence.comm.rank])
+        lengths, place = (
+            [len(positions) for positions in sequence.positions],
+            torch.cat(sequence.positions).to(x.device),
+        )
+        batch, heads, width = x.shape[0], x.shape[1], x.shape[-1]
+        if whole:  # all heads of some tokens -> all tokens of some heads
+            pieces = x.unflatten(1, (comm.size, -1)).movedim(1, 0).contiguous()
+            mine = batch * (heads // comm.size) * width
+            come = x.new_empty(mine * sequence.length)
+            comm.all_to_all(come, pieces.flatten(), [mine * n for n in lengths], [mine * here] * comm.size)
+            parts = [
+                part.view(batch, -1, n, width)
+                for part, n in zip(come.split([mine * n for n in lengths]), lengths, strict=True)
+            ]
+            return torch.cat(parts, 2)[:, :, place.argsort()]
+        pieces, mine = x[:, :, place].split(lengths, 2), batch * heads * width
+        sent = torch.cat([piece.flatten() for piece in pieces])
+        come = x.new_empty(comm.size, batch, heads, here, width)
+        comm.all_to_all(come.view(-1), sent, [mine * here] * comm.size, [mine * n for n in lengths])
+        return come.movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return _Exchange.apply(gradient, *ctx.rest), None, None
+
+
+def ulysses_attention(q, k, v, sequence: Sequence, scale: float | None = None) -> torch.Tensor:
+    """The same by exchanges: each rank computes ordinary attention over whole sequences, for some heads.
+
+    Raises:
+        DtlibError: where the heads of queries, or of keys, do not divide by the ranks.
+    """
+    ranks = sequence.comm.size
+    if q.shape[1] % ranks or k.shape[1] % ranks:
+        raise DtlibError(
+            f"Ulysses shares heads among {ranks} ranks; there are {q.shape[1]} of queries and {k.shape[1]} of keys: "
+            'choose multiples, or method="ring".'
+        )
+    q, k, v = (_Exchange.apply(x, sequence, True) for x in (q, k, v))
+    grouped = k.shape[1] != q.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=sequence.causal, scale=scale, enable_gqa=grouped)
+    return _Exchange.apply(out, sequence, False)

@@ -1,0 +1,191 @@
+"""A module whose sequences are shared by ranks: its attention is computed in a ring, or by exchanges of heads."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as recomputation
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
+from dtlib.parallel.context.order import ORDERS, positions_of
+
+METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
+# They look at other tokens, and know nothing of other ranks.
+MIX_TOKENS = (
+    nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._BatchNorm, nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)  # fmt: skip
+_attention_of_torch = functional.scaled_dot_product_attention
+_without_reentrant = recomputation._checkpoint_without_reentrant_generator
+_reentrant = recomputation.CheckpointFunction
+
+
+class ContextParallel(nn.Module):
+    """``model(x)`` for this rank's tokens: torch's attention inside of ``module`` is over those of all ranks.
+
+        model = ContextParallel(module, mesh["context"])
+        trained = DataParallel(model, mesh["data", "context"])           # or world.comm, if there are no other axes
+        x, target = model.split(x), model.split(target)                 # whole sequences: (batch, tokens, ...)
+        losses = cross_entropy(trained(x).flatten(0, 1), target.flatten(), reduction="none")
+        mean_over_tokens(losses, mesh["data", "context"]).backward()
+
+    Args:
+        module: works token by token, all but ``torch.nn.functional.scaled_dot_product_attention``, by whatever name it
+            is called, which is (batch, heads, tokens, width), causal or not, with as many heads of keys or a divisor.
+        comm: the ranks that share each sequence; all of them have the same parameters.
+        order: ``zigzag``, ``contiguous`` or ``striped`` (order.py).
+        method: ``ring`` or ``ulysses``.
+
+    Positions for rotary or learned embeddings follow the order: ``model.positions(length)``. Parameters' gradients are
+    of this rank's tokens: average them over a communicator of all data and context ranks, as any strategy does
+    (others are refused). Counterpart: torch's ``context_parallel``, Megatron-LM's; DeepSpeed says sequence parallelism.
+
+    Raises:
+        DtlibError: for modules that look at other tokens in another way, and where ranks ask for different things; in
+            the forward pass for masks, dropout, queries of other lengths than keys, and where no attention was called.
+    """
+
+    def __init__(self, module: nn.Module, comm, order: str = "zigzag", method: str = "ring", overlap: bool = True):
+        super().__init__()
+        self.module, self.comm = module, as_communicator(comm)
+        self.order, self.method, self.overlap = order, method, overlap
+        if len(asked := set(self.comm.all_gather_object((order, method)))) > 1:
+            raise DtlibError(f"ContextParallel: ranks ask for (order, method) {asked}: give the same on all.")
+        if order not in ORDERS or method not in METHODS:
+            raise DtlibError(
+                f"ContextParallel(order={order!r}, method={method!r}): choose of {', '.join(ORDERS)}, and of "
+                f"{', '.join(METHODS)}."
+            )
+        for name, part in module.named_modules():
+            if isinstance(part, MIX_TOKENS):
+                raise DtlibError(
+                    f"ContextParallel: {name or 'the module'} is {type(part).__name__}, which would see this rank's "
+                    "tokens alone: build the module of layers that work token by token, and of "
+                    "scaled_dot_product_attention."
+                )
+        for parameter in module.parameters():
+            parameter.context_parallel = self.comm._members  # whoever averages gradients asks for it
+        self._length, self._calls = None, 0
+
+    def positions(self, length: int) -> torch.Tensor:
+        """The positions of this rank's tokens in sequences of ``length``; int64."""
+        return positions_of(self.comm.rank, self.comm.size, length, self.order)
+
+    def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's tokens of whole sequences, which are equal on all ranks: of inputs, targets, masks, positions."""
+        return x.index_select(dim, self.positions(x.shape[dim]).to(x.device))
+
+    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Whole sequences in their own order, on every rank, of what each has for its tokens; without gradients."""
+        lengths = self.comm.all_gather(torch.empty(self.comm.size, dtype=torch.int64), torch.tensor([x.shape[dim]]))
+        moved = x.detach().movedim(dim, 0).contiguous()
+        room = moved.new_empty(int(lengths.sum()), *moved.shape[1:])
+        counts, here = lengths.tolist(), len(moved)
+        self.comm.all_to_all(room, moved.repeat(self.comm.size, *[1] * (moved.dim() - 1)), counts, [here] * len(counts))
+        places = [positions_of(rank, self.comm.size, len(room), self.order) for rank in range(self.comm.size)]
+        return room[torch.cat(places).argsort().to(x.device)].movedim(0, dim)
+
+    def forward(self, *args, **kwargs):
+        self._length, self._calls = None, 0
+        with self._attention_over_all_ranks():
+            out = self.module(*args, **kwargs)
+        if not self._calls:
+            raise DtlibError(
+                "ContextParallel: the module never called torch's scaled_dot_product_attention; an attention of its "
+                "own would see this rank's tokens alone: call that one."
+            )
+        return out
+
+    @contextmanager
+    def _attention_over_all_ranks(self):
+        """Torch's attention is ours: by its place in torch, and, for who has imported its name, by a mode; also where
+        activation checkpointing calls a part of the module again, within the backward pass."""
+        with (
+            mock.patch.object(functional, "scaled_dot_product_attention", self._attention),
+            mock.patch.object(recomputation, "_checkpoint_without_reentrant_generator", self._recomputed),
+            mock.patch.object(recomputation, "CheckpointFunction", SimpleNamespace(apply=self._recomputed_reentrant)),
+            _Everywhere(self._attention),
+        ):
+            yield
+
+    def _recomputed(self, function, *args, **kwargs):
+        return _without_reentrant(self._wrapped(function), *args, **kwargs)
+
+    def _recomputed_reentrant(self, function, *args):
+        return _reentrant.apply(self._wrapped(function), *args)
+
+    def _wrapped(self, function):
+        def run(*args, **kwargs):
+            with self._attention_over_all_ranks():
+                return function(*args, **kwargs)
+
+        return run
+
+    def _attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):  # fmt: skip
+        outside = (
+            "a mask" if attn_mask is not None else f"dropout_p={dropout_p}" if dropout_p
+            else f"queries of {tuple(query.shape)} and keys of {tuple(key.shape)}"
+            if query.dim() != 4 or query.shape[-2] != key.shape[-2] or value.shape != key.shape
+            or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]
+            or (query.shape[1] != key.shape[1] and not enable_gqa) else None
+        )  # fmt: skip
+        if outside:
+            raise DtlibError(
+                f"ContextParallel: attention with {outside} is not computed over ranks: it takes (batch, heads, "
+                "tokens, width) of one length, is_causal, scale and enable_gqa alone."
+            )
+        self._calls += 1
+        sequence = Sequence(self.comm, self._whole_length(query), self.order, is_causal, self.overlap)
+        if len(sequence.positions[self.comm.rank]) != query.shape[-2]:
+            raise DtlibError(
+                f"ContextParallel: rank {self.comm.rank} has {query.shape[-2]} tokens of {sequence.length}, and in "
+                f"order {self.order} it is {len(sequence.positions[self.comm.rank])}: cut sequences by split()."
+            )
+        return METHODS[self.method](query, key, value, sequence, scale)
+
+    def _whole_length(self, query) -> int:
+        """All ranks' tokens; asked once a forward pass, in which all layers have the same."""
+        if self._length is None or self._length[0] != query.shape:
+            shapes = self.comm.all_gather_object((tuple(query.shape), str(query.dtype)))
+            if len({(shape[:2], shape[3:], dtype) for shape, dtype in shapes}) > 1:
+                raise DtlibError(f"ContextParallel: ranks have queries of {shapes}: give all the same batch.")
+            self._length = query.shape, sum(shape[2] for shape, _ in shapes)
+        return self._length[1]
+
+
+class _Everywhere(TorchFunctionMode):
+    """Calls of torch's attention by an imported name, which no other name in a module can reach."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is _attention_of_torch:
+            with self:
+                return self._attention(*args, **kwargs)
+        if func is functional.multi_head_attention_forward and kwargs.get("need_weights", True):
+            raise DtlibError(
+                "ContextParallel: nn.MultiheadAttention with need_weights=True has an attention of its own, which "
+                "would see this rank's tokens alone: call it with need_weights=False."
+            )
+        if func in _WITH_AN_ATTENTION_INSIDE:
+            raise DtlibError(
+                f"ContextParallel: {func.__name__} has an attention of its own, which would see this rank's tokens "
+                "alone: call torch.nn.functional.scaled_dot_product_attention."
+            )
+        return func(*args, **kwargs)
+
+
+_WITH_AN_ATTENTION_INSIDE = {
+    torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd,
+}  # fmt: skip

@@ -1,0 +1,36 @@
+"""Which tokens of a sequence a rank has: three orders, for any length.
+
+    12 tokens on 3 ranks     rank 0             rank 1             rank 2             causal work
+    contiguous               0 1 2 3            4 5 6 7            8 9 10 11          most on the last rank
+    zigzag                   0 1 10 11          2 3 8 9            4 5 6 7            equal
+    striped                  0 3 6 9            1 4 7 10           2 5 8 11           about equal, half of each block
+
+Lengths that do not divide give chunks that differ by one token.
+"""
+
+import torch
+
+from dtlib.errors import DtlibError
+
+ORDERS = ("contiguous", "zigzag", "striped")
+
+
+def positions_of(rank: int, ranks: int, length: int, order: str) -> torch.Tensor:
+    """The positions of this rank's tokens in a sequence of ``length``, ascending; int64."""
+    if order == "striped":
+        return torch.arange(length)[rank::ranks]
+    if order == "contiguous":
+        return torch.arange(length * rank // ranks, length * (rank + 1) // ranks)
+    if order != "zigzag":
+        raise DtlibError(f"order={order!r}: choose one of {', '.join(ORDERS)}.")
+    ends = [length * i // (2 * ranks) for i in range(2 * ranks + 1)]
+    return torch.cat([torch.arange(ends[chunk], ends[chunk + 1]) for chunk in (rank, 2 * ranks - 1 - rank)])
+
+
+def runs_of(positions: torch.Tensor, order: str) -> list[slice]:
+    """A rank's tokens in two runs, so that what is later than all of a run's queries can be left out."""
+    first = len(positions) // 2
+    if order == "zigzag":
+        jumps = (positions.diff() > 1).nonzero()
+        first = int(jumps[0]) + 1 if len(jumps) else first
+    return [run for run in (slice(0, first), slice(first, len(positions))) if run.start < run.stop]

@@ -1,0 +1,340 @@
+"""ContextParallel: a transformer whose sequences ranks share, against the same one in one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from dtlib.errors import DtlibError
+from dtlib.gradients.tokens import mean_over_tokens
+from dtlib.parallel.context import ContextParallel
+from dtlib.parallel.context.attention import Sequence, ring_attention
+from dtlib.parallel.context.order import ORDERS, positions_of
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelNaive
+from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
+from dtlib.parallel.zero.sharded import fully_shard
+from tests.models import full_values
+from tests.ranks import on_ranks
+from tests.test_context import EXACT, alone, apart
+
+WORDS, WIDTH, HEADS = 11, 24, 12
+
+
+def rotated(x, positions):
+    """Rotary positions: pairs of features turn by an angle that grows with the position."""
+    angles = positions[:, None] * 0.3 ** torch.arange(x.shape[-1] // 2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+class Block(nn.Module):
+    """Causal attention with rotary positions and half as many heads of keys, by torch's attention or its bare name."""
+
+    def __init__(self, by_name=False):
+        super().__init__()
+        self.norm, self.by_name = nn.LayerNorm(WIDTH), by_name
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, positions):
+        here = self.norm(x)
+        q = self.q(here).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(here).unflatten(-1, (2, HEADS // 2, -1)).movedim(2, 0).transpose(2, 3)
+        q, k = rotated(q, positions), rotated(k, positions)
+        attention = scaled_dot_product_attention if self.by_name else functional.scaled_dot_product_attention
+        mixed = attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Language(nn.Module):
+    def __init__(self, recompute=False):
+        super().__init__()
+        self.embedding, self.recompute = nn.Embedding(WORDS, WIDTH), recompute
+        self.blocks, self.head = nn.ModuleList([Block(), Block(by_name=True)]), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x, positions):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, positions, use_reentrant=False) if self.recompute else block(x, positions)
+        return self.head(x)
+
+
+def language(recompute=False):
+    torch.manual_seed(0)
+    return Language(recompute).double()
+
+
+def texts(batch, tokens=13):
+    """Words, next words, and which of these count: of every text another number."""
+    torch.manual_seed(1)
+    words = torch.randint(0, WORDS, (batch, tokens + 1))
+    mask = torch.arange(tokens) < torch.randint(3, tokens, (batch, 1))
+    return words[:, :-1], words[:, 1:], mask
+
+
+def losses_of(model, x, target, positions):
+    return functional.cross_entropy(model(x, positions).transpose(1, 2), target, reduction="none")
+
+
+def gradients_alone(batch, masked=True):
+    model, (x, target, mask) = language(), texts(batch)
+    losses = losses_of(model, x, target, torch.arange(x.shape[1]))
+    (losses[mask].mean() if masked else losses.mean()).backward()
+    return model
+
+
+def gradients_apart(model, reference) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(apart(mine.grad, theirs.grad) for mine, theirs in pairs)
+
+
+@on_ranks(1, 2, 3, 4, slow=(1,))
+def test_any_order_length_and_group_of_heads(world):
+    comm = world.comm
+    for order in ORDERS:
+        for causal, tokens, groups in ((True, 13, 1), (False, 13, 2), (True, 4 * comm.size, 4), (True, 2, 1)):
+            torch.manual_seed(3)
+            q, cotangent = torch.randn(2, 2, 4, tokens, 6, dtype=torch.float64)
+            k, v = torch.randn(2, 2, 4 // groups, tokens, 6, dtype=torch.float64)
+            expected = alone(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), cotangent, causal)
+            here = positions_of(comm.rank, comm.size, tokens, order)
+            ours = [x[:, :, here].requires_grad_() for x in (q, k, v)]
+            out = ring_attention(*ours, Sequence(comm, tokens, order, causal))
+            out.backward(cotangent[:, :, here])
+            summed = [expected[0], expected[1], *(g.unflatten(1, (-1, groups)).sum(2) for g in expected[2:])]
+            for mine, theirs in zip((out, *(x.grad for x in ours)), summed, strict=True):
+                assert mine.numel() == 0 or apart(mine, theirs[:, :, here]) <= EXACT, (order, causal, tokens)
+
+
+@on_ranks(2, 3)
+def test_16_bits_are_as_near_as_torchs_own(world):
+    comm = world.comm
+    torch.manual_seed(3)
+    whole = torch.randn(4, 1, 2, 12 * comm.size, 8, dtype=torch.float64)
+    exact = alone(*whole, True)
+    half = [x.bfloat16().requires_grad_() for x in whole[:3]]
+    peer = scaled_dot_product_attention(*half, is_causal=True)
+    peer.backward(whole[3].bfloat16())
+    here = positions_of(comm.rank, comm.size, 12 * comm.size, "zigzag")
+    mine = [x.bfloat16()[:, :, here].requires_grad_() for x in whole[:3]]
+    out = ring_attention(*mine, Sequence(comm, 12 * comm.size, "zigzag", True))
+    out.backward(whole[3].bfloat16()[:, :, here])
+    assert out.dtype == mine[0].grad.dtype == torch.bfloat16
+    for ours, theirs, right in zip((out, *(x.grad for x in mine)), (peer, *(x.grad for x in half)), exact, strict=True):
+        allowed = 2 * apart(theirs.double(), right)
+        assert 0 < apart(ours.double(), right[:, :, here]) <= allowed
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_language_model_is_that_of_one_process(world, recompute):
+    comm, reference = world.comm, gradients_alone(3)
+    x, target, mask = texts(3)
+    with torch.no_grad():
+        expected = reference(x, torch.arange(x.shape[1]))
+    for order, method in [(order, "ring") for order in ORDERS] + ([("zigzag", "ulysses")] if comm.size < 4 else []):
+        inner = language(recompute)
+        model = DataParallel(ContextParallel(inner, comm, order, method), comm)
+        cp = model.module
+        losses = losses_of(model, cp.split(x), cp.split(target), cp.positions(x.shape[1]))
+        mean_over_tokens(losses, comm, cp.split(mask)).backward()
+        assert gradients_apart(inner, reference) <= EXACT, (order, method)
+        with torch.no_grad():
+            assert apart(cp.gather(model(cp.split(x), cp.positions(x.shape[1]))), expected) <= EXACT
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+
+
+class Staged(nn.Module):
+    """A block whose positions are known from the start, as stages of a pipeline hand on one tensor."""
+
+    def __init__(self, block, positions):
+        super().__init__()
+        self.block, self.positions = block, positions
+
+    def forward(self, x):
+        return self.block(x, self.positions)
+
+
+@on_ranks(4)
+def test_data_by_context_under_every_strategy(world):
+    mesh = world.mesh(data=2, context=2)
+    both, reference = mesh["data", "context"], gradients_alone(4)
+    expected = [value.detach() - 0.1 * value.grad for value in reference.parameters()]
+    x, target, mask = (one.chunk(2)[mesh.coordinates["data"]] for one in texts(4))
+
+    def backward(model, cp):
+        losses = losses_of(model, cp.split(x), cp.split(target), cp.positions(x.shape[1]))
+        mean_over_tokens(losses, both, cp.split(mask)).backward()
+
+    def data_parallel(kind):
+        model = kind(ContextParallel(language(), mesh["context"], "striped"), both)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, model.module)
+        if kind is DataParallelNaive:
+            model.average_gradients()
+        optimizer.step()
+        return dict(model.named_parameters())
+
+    def plain_zero(kind):
+        model = ContextParallel(language(), mesh["context"])
+        zero = kind(both, model, torch.optim.SGD, lr=0.1)
+        backward(model, model)
+        zero.step()
+        if kind is Stage3:
+            zero.gather(zero.units[0])
+        return dict(model.named_parameters())
+
+    def full_zero(stage):
+        model = ContextParallel(language(), mesh["context"])
+        zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, both, stage=stage, lr=0.1)
+        backward(model, model)
+        zero.step()
+        return dict(model.named_parameters())
+
+    def stage_3(_):
+        model = ContextParallel(language(), mesh["context"])
+        fully_shard(model, both)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, model)
+        optimizer.step()
+        return full_values(model, both)
+
+    ways = [(data_parallel, kind) for kind in (DataParallelNaive, DataParallelBuckets, DataParallel)]
+    ways += [(plain_zero, kind) for kind in (Stage1, Stage2, Stage3)] + [(full_zero, 1), (full_zero, 2), (stage_3, 3)]
+    for way, which in ways:
+        found = way(which)
+        assert len(found) == len(expected)
+        for (name, value), theirs in zip(found.items(), expected, strict=True):
+            assert apart(value.detach(), theirs) <= EXACT, (way, which, name)
+
+
+@on_ranks(4)
+def test_pipeline_by_context(world):
+    mesh, tokens = world.mesh(pipe=2, context=2), 13
+    place, here = mesh.coordinates["pipe"], positions_of(mesh.coordinates["context"], 2, 13, "zigzag")
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Block(), Block(by_name=True)]).double()
+    x, target = torch.randn(2, 4, tokens, WIDTH, dtype=torch.float64)
+
+    def loss(y, target):
+        return (y * target).sum() / tokens
+
+    y = blocks[1](blocks[0](x, torch.arange(tokens)), torch.arange(tokens))
+    loss(y, target).backward()
+    expected = [parameter.grad.clone() for parameter in blocks[place].parameters()]
+    blocks.zero_grad()
+    part = ContextParallel(Staged(blocks[place], here), mesh["context"])
+    stage = PipelineStage(DataParallel(part, mesh["context"]), place, 2, mesh["pipe"])
+    Schedule1F1B(stage, 2, loss).step(
+        *([x[:, here]] if stage.is_first else []), target=target[:, here] if stage.is_last else None
+    )
+    for parameter, theirs in zip(blocks[place].parameters(), expected, strict=True):
+        assert apart(parameter.grad * 4, theirs) <= EXACT  # means of two ranks and of two micro-batches
+
+
+@on_ranks(4)
+def test_wrong_axes_and_means_are_refused(world):
+    mesh = world.mesh(data=2, context=2)
+    both = mesh["data", "context"]
+    x, target, mask = texts(2)
+
+    def made():
+        return ContextParallel(language(), mesh["context"])
+
+    for kind in (
+        DataParallelNaive, DataParallelBuckets, DataParallel,
+        lambda model, comm: Stage1(comm, model, torch.optim.SGD, lr=0.1),
+        lambda model, comm: Stage3(comm, model, torch.optim.SGD, lr=0.1),
+        lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, comm, stage=2, lr=0.1), fully_shard,
+    ):  # fmt: skip
+        with pytest.raises(DtlibError, match="share each sequence: average over both axes"):
+            kind(made(), mesh["data"])
+    with pytest.raises(DtlibError, match="no axis 'tensor'"):
+        mesh["data", "tensor"]
+    model = DataParallel(made(), both)
+    model.batch_size = 3
+    with pytest.raises(DtlibError, match="no weight afterwards is right"):
+        losses_of(
+            model, *(model.module.split(one) for one in (x, target)), model.module.positions(13)
+        ).mean().backward()
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.language = language()
+
+        def forward(self, x, positions, mask):
+            return self.language(x, positions)
+
+    for tokens in (13, 12):  # of slices of 6 and 7; alike, but with other numbers of tokens that count
+        model = DataParallelNaive(ContextParallel(Masked(), mesh["context"]), both)
+        cp = model.module
+        here = [cp.split(one[:, :tokens]) for one in (x, target, mask)]
+        for divided in (False, True):
+            losses = functional.cross_entropy(
+                model(here[0], cp.positions(tokens), mask=here[2]).mT, here[1], reduction="none"
+            )
+            if divided:
+                mean_over_tokens(losses, both, here[2]).backward()
+                model.average_gradients()
+                continue
+            losses[here[2]].mean().backward()
+            with pytest.raises(DtlibError, match=r"ranks had batches of .*mean_over_tokens"):
+                model.average_gradients()
+            model.contract.come = []
+            model.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_what_is_not_computed_over_ranks_is_refused(world):
+    comm = world.comm
+
+    class Calls(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.how, self.weight = how, nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.how(x * self.weight)
+
+    def own(x):
+        return (x @ x.mT).softmax(-1) @ x
+
+    sdpa = scaled_dot_product_attention
+    for why, how in {
+        "with a mask": lambda x: sdpa(x, x, x, torch.ones(4, 4, dtype=torch.bool)),
+        "dropout_p=0.5": lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        "queries of": lambda x: sdpa(x, x[:, :, :2], x[:, :, :2]),
+        "never called torch's": own,
+        "need_weights=False": lambda x: nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])[0],
+        "cut sequences by split": lambda x: sdpa(*[x[:, :, : 2 + 3 * (comm.rank == 0)]] * 3),
+        "give all the same batch": lambda x: sdpa(*[x[:, : 1 + (comm.rank == 0)]] * 3),
+    }.items():
+        model = ContextParallel(Calls(how), comm)
+        with pytest.raises(DtlibError, match=why):
+            model(torch.ones(1, 6, 4, 2))
+        assert functional.scaled_dot_product_attention is sdpa
+        comm.barrier()
+    for why, call in {
+        "order='random'": lambda: ContextParallel(language(), comm, "random"),
+        "method='tree'": lambda: ContextParallel(language(), comm, method="tree"),
+        "ranks ask for": lambda: ContextParallel(language(), comm, ORDERS[comm.rank > 0]),
+        "1 is Conv1d": lambda: ContextParallel(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3)), comm),
+        "is TransformerEncoderLayer": lambda: ContextParallel(nn.TransformerEncoderLayer(4, 2), comm),
+        "5 of queries": lambda: ContextParallel(Calls(lambda x: sdpa(x, x, x)), comm, method="ulysses")(
+            torch.ones(1, 5, 4, 2)
+        ),
+    }.items():
+        with pytest.raises(DtlibError, match=why):
+            call()
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    x = torch.randn(1, 4 * comm.size, 4, generator=torch.Generator().manual_seed(0))
+    for parameter in attention.parameters():
+        comm.broadcast(parameter.data)
+    model = ContextParallel(Calls(lambda x: attention(x, x, x, need_weights=False)[0]), comm)
+    with torch.no_grad():
+        assert apart(model.gather(model(model.split(x))), attention(x, x, x, need_weights=False)[0]) <= 1e-5
