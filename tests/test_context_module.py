@@ -311,7 +311,7 @@ def test_what_is_not_computed_over_ranks_is_refused(world):
         "queries of": lambda x: sdpa(x, x[:, :, :2], x[:, :, :2]),
         "never called torch's": own,
         "need_weights=False": lambda x: nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])[0],
-        "cut sequences by split": lambda x: sdpa(*[x[:, :, : 2 + 3 * (comm.rank == 0)]] * 3),
+        r"cut sequences by split\(\)": lambda x: sdpa(*[x[:, :, : 2 + 3 * (comm.rank == 0)]] * 3),
         "give all the same batch": lambda x: sdpa(*[x[:, : 1 + (comm.rank == 0)]] * 3),
     }.items():
         model = ContextParallel(Calls(how), comm)

@@ -144,11 +144,6 @@ class ContextParallel(nn.Module):
             )
         self._calls += 1
         sequence = Sequence(self.comm, self._whole_length(query), self.order, is_causal, self.overlap)
-        if len(sequence.positions[self.comm.rank]) != query.shape[-2]:
-            raise DtlibError(
-                f"ContextParallel: rank {self.comm.rank} has {query.shape[-2]} tokens of {sequence.length}, and in "
-                f"order {self.order} it is {len(sequence.positions[self.comm.rank])}: cut sequences by split()."
-            )
         return METHODS[self.method](query, key, value, sequence, scale)
 
     def _whole_length(self, query) -> int:
@@ -157,7 +152,14 @@ class ContextParallel(nn.Module):
             shapes = self.comm.all_gather_object((tuple(query.shape), str(query.dtype)))
             if len({(shape[:2], shape[3:], dtype) for shape, dtype in shapes}) > 1:
                 raise DtlibError(f"ContextParallel: ranks have queries of {shapes}: give all the same batch.")
-            self._length = query.shape, sum(shape[2] for shape, _ in shapes)
+            lengths = [shape[2] for shape, _ in shapes]
+            cut = [len(positions_of(rank, self.comm.size, sum(lengths), self.order)) for rank in range(self.comm.size)]
+            if lengths != cut:
+                raise DtlibError(
+                    f"ContextParallel: ranks have {lengths} tokens, and in order {self.order} they have {cut}: cut "
+                    "sequences by split()."
+                )
+            self._length = query.shape, sum(lengths)
         return self._length[1]
 
 
