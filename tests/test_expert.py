@@ -100,7 +100,7 @@ def errors_of(kind, comm, name) -> dict[str, float]:
     y = moe(x)
     ((y * cotangent[comm.rank]).sum() + WEIGHT * moe.balance).backward()
     comm.all_reduce(moe.gate.weight.grad, op="mean")
-    here = [p.grad for expert in moe.experts for p in expert.parameters()]
+    here = [parameter.grad for parameter in moe.experts.parameters()]
     theirs = [gradient for number in mine for gradient in d_experts[number]]
     return {
         "output": apart(y, out[comm.rank]),

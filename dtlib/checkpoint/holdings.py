@@ -65,6 +65,11 @@ def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
     master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
     held, replicated = [], []
     for name, parameter in model.named_parameters():
+        if len(getattr(parameter, "expert_parallel", ())) > 1:
+            raise CheckpointError(
+                f"{name} is an expert's, which other ranks have not: save dtlib.parallel.expert.whole_state_dict("
+                "model, comm) on one rank, and load_whole_state_dict it on any number."
+            )
         slice_ = getattr(parameter, "slice", None) or _rows(name, parameter, comm)
         value, key = parameter, master_of.get(parameter, parameter)
         if owned := shard_of(parameter):

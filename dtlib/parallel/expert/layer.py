@@ -1,0 +1,220 @@
+"""A mixture of experts for what real models have; plain.py has the idea.
+
+Ranks may have different numbers of tokens, and tokens of padding, which take no place of an expert. Losses beside the
+model's own are means over the tokens of all ranks that count: ``balance``, and ``z_loss``, which keeps logits small
+(B. Zoph et al., "ST-MoE", arXiv:2202.08906, section 3). W. Fedus et al., "Switch transformers", arXiv:2101.03961, has
+capacity, balance and jitter; D. Dai et al., "DeepSeekMoE", arXiv:2401.06066, experts that all tokens share.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+
+
+class _Rows(torch.autograd.Function):
+    """``sent[r]`` rows of x to rank r, ``come[r]`` rows from it. Backward: their gradients, the same way back."""
+
+    @staticmethod
+    def forward(ctx, x, comm, sent, come):
+        ctx.rest = comm, come, sent
+        return comm.all_to_all(x.new_empty(sum(come), *x.shape[1:]), x, come, sent)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Rows.apply(gradient, *ctx.rest), None, None, None
+
+
+class MixtureOfExperts(nn.Module):
+    """``moe(x)`` for this rank's tokens, of shape (..., width); ``moe(x, mask)`` False is padding, its output 0.
+
+        mesh = world.mesh(data=2, expert=2)
+        moe = MixtureOfExperts(64, [mlp() for _ in range(4)], mesh["expert"], top=2, data=mesh["data"])
+        model = DataParallel(Block(moe), mesh["data", "expert"])        # averages all parameters but the experts'
+        loss = mean_over_tokens(losses, mesh["data", "expert"]) + 0.01 * moe.balance + 0.001 * moe.z_loss
+
+    Args:
+        width: features of a token.
+        experts: this rank's modules, from (rows, width) to (rows, width); as many and alike on all ranks.
+        comm: the ranks that share the experts out, in their order: rank r has numbers r * len(experts) and following.
+        top: experts a token, 1 or 2. The output is weighted by the gate's probability, of 2 by their shares.
+        capacity: a rank has places for ``ceil(capacity * top * tokens / number of experts)`` of its tokens with each
+            expert; tokens beyond are dropped, first choices last. None: all are taken.
+        data: the ranks that have copies of the same experts, along which the experts' gradients are averaged, as soon
+            as a backward pass has them.
+        shared: a module for all tokens, added to the output; a parameter of all ranks.
+        jitter: in training, the gate sees tokens times random numbers from 1 - jitter to 1 + jitter.
+
+    After a forward pass ``balance`` (1 where all experts get as much) and ``z_loss`` are this rank's parts of means
+    over the tokens of all ranks: add them to the loss, whose gradients are averaged over ranks. ``choices`` are those
+    of all ranks, by expert; ``dropped`` is the number of this rank's choices that found no place.
+
+    ``state_dict()`` names experts by their numbers: ``whole_state_dict`` has all of them, and ``load_whole_state_dict``
+    takes this rank's, on any number of ranks.
+
+    Raises:
+        DtlibError: on every rank, where ranks ask for different things, or for what there is not.
+    """
+
+    def __init__(
+        self, width: int, experts, comm, top: int = 1, capacity: float | None = None, data=None,
+        shared: nn.Module | None = None, jitter: float = 0.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.comm, self.data = as_communicator(comm), None if data is None else as_communicator(data)
+        experts = list(experts)
+        self.top, self.capacity, self.jitter, self.count = top, capacity, jitter, len(experts) * self.comm.size
+        shapes = tuple((name, tuple(p.shape)) for e in experts for name, p in e.named_parameters())
+        self._check(width, shapes, len(experts))
+        first = self.comm.rank * len(experts)
+        self.experts = nn.ModuleDict({str(first + number): expert for number, expert in enumerate(experts)})
+        self.gate, self.shared = nn.Linear(width, self.count, bias=False), shared
+        for comm in filter(None, (self.comm, self.data)):
+            for parameter in [*self.gate.parameters(), *(shared.parameters() if shared else ())]:
+                comm.broadcast(parameter.data)
+        for parameter in self.experts.parameters():
+            parameter.expert_parallel = self.comm._members  # whoever averages gradients, or takes norms, asks for it
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / self.comm.size)  # the sum of all ranks' losses
+            if self.data is not None:
+                self.data.broadcast(parameter.data)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._average)
+
+    def _check(self, width, shapes, here) -> None:
+        asked = self.comm.all_gather_object((width, shapes, self.top, self.capacity, self.jitter))
+        for rank, others in enumerate(asked):
+            if others != asked[0]:
+                raise DtlibError(
+                    f"MixtureOfExperts: rank 0 asks for (width, experts, top, capacity, jitter) {asked[0]} and rank "
+                    f"{rank} for {others}: give the same on all ranks."
+                )
+        if here < 1 or not 1 <= self.top <= min(2, self.count):
+            raise DtlibError(f"MixtureOfExperts(top={self.top}) of {self.count} experts: top is 1 or 2, of as many.")
+        if self.capacity is not None and not self.capacity > 0:
+            raise DtlibError(f"MixtureOfExperts(capacity={self.capacity}): a number above 0, or None for all tokens.")
+        if not 0 <= self.jitter < 1:
+            raise DtlibError(f"MixtureOfExperts(jitter={self.jitter}): a number from 0, below 1.")
+
+    def _average(self, parameter) -> None:
+        self.data.all_reduce(parameter.grad, op="mean")
+
+    def forward(self, x, mask=None):
+        tokens = x.flatten(0, -2)
+        counting = torch.ones(len(tokens), dtype=torch.bool, device=x.device) if mask is None else mask.flatten()
+        if len(counting) != len(tokens):
+            raise DtlibError(f"MixtureOfExperts: mask is of {tuple(mask.shape)}, and tokens of {tuple(x.shape[:-1])}.")
+        index = counting.nonzero()[:, 0]
+        kept = tokens[index]
+        logits = self._logits(kept)
+        probabilities = logits.softmax(-1)
+        weights, chosen = probabilities.topk(self.top)
+        if self.top > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self._take_losses(logits, probabilities, chosen)
+        # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
+        expert, token, weight = chosen.T.flatten(), index.repeat(self.top), weights.T.flatten()
+        order = expert.argsort(stable=True)
+        expert, token, weight = expert[order], token[order], weight[order]
+        counts = expert.bincount(minlength=self.count)
+        if self.capacity is not None:
+            places = math.ceil(self.capacity * self.top * len(index) / self.count)
+            place = torch.arange(len(expert), device=x.device) - (counts.cumsum(0) - counts)[expert]
+            token, weight, counts = token[place < places], weight[place < places], counts.clamp(max=places)
+        self.dropped = len(expert) - len(token)
+        back = self._through_experts(tokens[token], counts) * weight[:, None].to(x.dtype)
+        out = torch.zeros_like(tokens).index_add(0, token, back)
+        if self.shared is not None:
+            out = out + self.shared(tokens) * counting[:, None]
+        return out.view_as(x)
+
+    def _logits(self, tokens):
+        if self.training and self.jitter:
+            tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter, 1 + self.jitter)
+        wide = torch.promote_types(tokens.dtype, torch.float32)  # a softmax of 16 bits would choose otherwise
+        return functional.linear(tokens.to(wide), self.gate.weight.to(wide))
+
+    def _take_losses(self, logits, probabilities, chosen) -> None:
+        """Means over the tokens of all ranks, of which this rank has so many; gradients are averaged over ranks."""
+        ranks = self.comm.size * (self.data.size if self.data is not None else 1)
+        of_all = chosen.flatten().bincount(minlength=self.count).double()
+        for comm in filter(None, (self.comm, self.data)):
+            of_all = comm.all_reduce(of_all)
+        tokens = of_all.sum().clamp(min=1) / self.top
+        share = (of_all / (tokens * self.top)).to(probabilities.dtype)
+        factor = (ranks / tokens).to(probabilities.dtype)
+        self.choices = of_all.long()
+        self.balance = self.count * (share * probabilities.sum(0)).sum() * factor
+        self.z_loss = logits.logsumexp(-1).square().sum() * factor
+
+    def _through_experts(self, rows, counts):
+        """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
+        theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
+        sent, come = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        arrived = _Rows.apply(rows, self.comm, sent, come).split(theirs.flatten().tolist())
+        done, here = [None] * len(arrived), len(self.experts)
+        for e, expert in enumerate(self.experts.values()):  # its rows of every rank, if only none
+            done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
+        return _Rows.apply(torch.cat(done), self.comm, come, sent)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
+    """Between ``backward()`` and ``step()``: scale all gradients down together so that the 2-norm of the whole model's
+    gradient is at most ``max_norm``; returns the norm before. All ranks of ``comm``, the expert axis, call it.
+
+    Squares of experts are added over ranks, those of parameters that every rank has are counted once; the latter have
+    been averaged before. ``nn.utils.clip_grad_norm_`` would see this rank's experts alone, and is refused.
+    """
+    comm = as_communicator(comm)
+    gradients = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        sharing = getattr(parameter, "expert_parallel", comm._members)
+        if sharing != comm._members:
+            raise DtlibError(
+                f"clip_grad_norm_: experts such as {name} are shared out among ranks {list(sharing)}, and comm has "
+                f"{list(comm._members)}: pass mesh['expert']."
+            )
+        if parameter.grad is not None:
+            gradients[hasattr(parameter, "expert_parallel")].append(parameter.grad)
+    of_experts, of_all = (
+        sum((gradient.double().square().sum() for gradient in gradients[kind]), torch.zeros((), dtype=torch.float64))
+        for kind in (True, False)
+    )
+    norm = float((comm.all_reduce(of_experts) + of_all).sqrt())
+    for gradient in gradients[True] + gradients[False]:
+        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def whole_state_dict(model: nn.Module, comm) -> dict[str, torch.Tensor]:
+    """``model.state_dict()`` with the experts of all ranks of ``comm``, the expert axis; on every rank, which all call
+    it. Save it on one, and ``load_whole_state_dict`` it on any number of ranks."""
+    ours = {name for name, parameter in model.named_parameters() if hasattr(parameter, "expert_parallel")}
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    experts = as_communicator(comm).all_gather_object({name: state[name] for name in state if name in ours})
+    return state | {name: value for one in experts for name, value in one.items()}
+
+
+def load_whole_state_dict(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Take this rank's experts, and all that every rank has, from ``whole_state_dict``.
+
+    Raises:
+        DtlibError: for a state that lacks something, or has experts that no rank of this model would take.
+    """
+    own = model.state_dict()
+    if missing := sorted(own.keys() - state.keys()):
+        raise DtlibError(f"load_whole_state_dict: the state lacks {missing[0]}: give what whole_state_dict returned.")
+    for path, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            prefix = f"{path}.experts.".removeprefix(".")
+            found = {int(name[len(prefix) :].split(".")[0]) for name in state if name.startswith(prefix)}
+            if len(found) != module.count:
+                raise DtlibError(
+                    f"load_whole_state_dict: the state has {len(found)} experts of {path or 'the model'}, and it has "
+                    f"{module.count}: share out as many in all."
+                )
+    model.load_state_dict({name: state[name] for name in own})

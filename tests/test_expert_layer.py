@@ -1,0 +1,164 @@
+"""The full mixture of experts: padding, other numbers of tokens, a data axis, clipping, checkpoints from N to M."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtlib.checkpoint.holdings import holdings_of
+from dtlib.errors import DtlibError
+from dtlib.gradients.contract import Contract
+from dtlib.gradients.tokens import mean_over_tokens
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelNaive
+from dtlib.parallel.expert import MixtureOfExperts, clip_grad_norm_, load_whole_state_dict, whole_state_dict
+from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.sharded import fully_shard
+from tests.ranks import on_ranks
+from tests.test_expert import CASES, EXACT, WIDTH, apart, errors_of, expert_of
+
+COUNT, LENGTH = 4, 7
+
+
+@on_ranks(1, 2, 3, 4, slow=(1, 4))
+@pytest.mark.parametrize("name", CASES)
+def test_it_has_the_values_of_the_plain_one_s_reference(world, name):
+    errors = errors_of(MixtureOfExperts, world.comm, name)
+    assert all(error <= EXACT for error in errors.values()), errors
+
+
+class Block(nn.Module):
+    """A layer that all ranks have, and a mixture with a shared expert."""
+
+    def __init__(self, comm, data=None, jitter=0.0, shared=True):
+        super().__init__()
+        here = COUNT // comm.size
+        mine = [expert_of(number) for number in range(comm.rank * here, (comm.rank + 1) * here)]
+        torch.manual_seed(5)
+        self.norm, self.first = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        one_for_all = nn.Linear(WIDTH, WIDTH) if shared else None
+        self.moe = MixtureOfExperts(WIDTH, mine, comm, 2, data=data, shared=one_for_all, jitter=jitter)
+        self.double()
+        torch.manual_seed(6)
+        self.moe.gate.weight.data = torch.randn(COUNT, WIDTH, dtype=torch.float64)
+
+    def forward(self, x, mask=None):
+        return x + self.moe(self.first(self.norm(x)), mask)
+
+
+def texts(rows=4):
+    """Sequences with padding: of every one another number of tokens counts; and a cotangent of each token."""
+    torch.manual_seed(9)
+    x, cotangent = torch.randn(2, rows, LENGTH, WIDTH, dtype=torch.float64)
+    return x, cotangent, torch.arange(LENGTH) < torch.tensor([[7], [3], [5], [1]])[:rows]
+
+
+def loss_of(model, block, x, cotangent, mask, comm):
+    losses = (model(x, mask) * cotangent).sum(-1)
+    return mean_over_tokens(losses, comm, mask) + 0.1 * block.moe.balance + 0.01 * block.moe.z_loss
+
+
+def trained(model, block, data, comm, steps, clip=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        loss_of(model, block, *data, comm).backward()
+        if clip:
+            clip(block)
+        optimizer.step()
+        optimizer.zero_grad()
+    return block
+
+
+def differences(block, reference) -> dict[str, float]:
+    theirs = dict(reference.named_parameters())
+    return {name: apart(value.detach(), theirs[name].detach()) for name, value in block.named_parameters()}
+
+
+@on_ranks(2, 4)
+def test_expert_by_data_with_padding_and_clipping_is_one_process(world):
+    mesh = world.mesh(data=2, expert=world.size // 2)
+    alone, norms = world.comm.split(world.rank), []
+    reference = Block(alone)
+    trained(reference, reference, texts(), alone, 3, lambda block: norms.append(clip_grad_norm_(block, 0.2, alone)))
+    data = [one[world.rank :: world.size] for one in texts()]  # with other numbers of tokens that count
+    both = mesh["data", "expert"]
+    block = Block(mesh["expert"], mesh["data"])
+    clipped = lambda block: norms.append(clip_grad_norm_(block, 0.2, mesh["expert"]))  # noqa: E731
+    trained(DataParallel(block, both), block, data, both, 3, clipped)
+    assert max(abs(one - other) for one, other in zip(norms[:3], norms[3:], strict=True)) <= EXACT and norms[0] > 0.2
+    assert all(error <= EXACT for error in differences(block, reference).values())
+    block(data[0], data[2])
+    assert block.moe.choices.sum() == 2 * texts()[2].sum()  # padding takes no place
+    assert block(*(data[0], torch.zeros_like(data[2]))).equal(data[0])
+
+
+@on_ranks(1, 2, 4)
+def test_experts_are_saved_on_n_ranks_and_loaded_on_m(world):
+    comm = world.comm
+    block = Block(comm)
+    state = whole_state_dict(block, comm)
+    x, _, mask = texts()
+    expected = block(x, mask)
+    for size in [size for size in (1, 2, 4) if comm.size % size == 0]:
+        few = comm.split(world.rank // size)
+        other = Block(few)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        load_whole_state_dict(other, state)
+        assert apart(other(x, mask), expected.detach()) <= EXACT
+    with pytest.raises(DtlibError, match="the state lacks"):
+        load_whole_state_dict(block, {name: value for name, value in state.items() if "gate" not in name})
+    more = {name.replace("experts.0", "experts.4"): value for name, value in state.items()}
+    with pytest.raises(DtlibError, match=r"the state has 5 experts of moe, and it has 4"):
+        load_whole_state_dict(block, state | more)
+
+
+@on_ranks(2, 3)
+def test_jitter_is_off_in_evaluation_and_the_z_loss_is_that_of_all(world):
+    comm = world.comm
+    moe = MixtureOfExperts(WIDTH, [expert_of(comm.rank)], comm, jitter=0.5).double()
+    x = torch.randn(3 + comm.rank, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
+    first, again = moe(x), moe(x)
+    assert apart(first, again.detach()) > EXACT
+    moe.eval()
+    assert torch.equal(moe(x), moe(x))
+    rows = torch.cat(comm.all_gather_object(x))
+    logits = rows @ moe.gate.weight.T
+    z, balance = (float(comm.all_reduce(one.detach().clone(), op="mean")) for one in (moe.z_loss, moe.balance))
+    assert abs(z - logits.logsumexp(-1).square().mean()) <= EXACT
+    share = logits.argmax(-1).bincount(minlength=comm.size) / len(rows)
+    assert abs(balance - comm.size * (share.double() * logits.softmax(-1).mean(0)).sum()) <= 1e-7
+
+
+@on_ranks(2)
+def test_wrong_axes_and_norms_are_refused(world):
+    comm = world.comm
+    block = Block(comm)
+    x, _, mask = texts()
+    with pytest.raises(DtlibError, match=r"moe\.experts\..* is an expert's, and ranks \[0, 1\] have different ones"):
+        # Names differ between ranks, and this is said first.
+        DataParallelNaive(block, comm)
+    for refused in (
+        lambda: ZeroOptimizer(block.parameters(), torch.optim.SGD, comm, stage=1, lr=0.1),
+        lambda: Contract("x", block, comm),
+    ):
+        with pytest.raises(DtlibError, match="have different ones"):
+            refused()
+    with pytest.raises(DtlibError, match=r"save dtlib\.parallel\.expert\.whole_state_dict"):
+        holdings_of(block, None, None, comm)
+    with pytest.raises(DtlibError, match="has a hook of its gradient"):  # that divides it
+        fully_shard(block, comm)
+    block(x, mask).sum().backward()
+    with pytest.raises(DtlibError, match="the norm of this rank's experts"):
+        nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+    with pytest.raises(DtlibError, match="pass mesh"):
+        clip_grad_norm_(block, 1.0, comm.split(comm.rank))
+    for why, call in {
+        "top is 1 or 2": lambda: MixtureOfExperts(WIDTH, [expert_of(0)], comm, top=3),
+        "capacity=0": lambda: MixtureOfExperts(WIDTH, [expert_of(0)], comm, capacity=0),
+        "jitter=1": lambda: MixtureOfExperts(WIDTH, [expert_of(0)], comm, jitter=1),
+        "rank 0 asks for": lambda: MixtureOfExperts(WIDTH, [expert_of(i) for i in range(1 + comm.rank)], comm),
+        "mask is of": lambda: block.moe(x, mask[:2]),
+    }.items():
+        with pytest.raises(DtlibError, match=why):
+            call()
+    comm.barrier()
