@@ -81,7 +81,7 @@ class Contract:
         if not tensors:
             self._refuse("the model got no tensor of samples: pass the batch as its first")
         first, masks = tensors[0], [int(one.sum()) for one in tensors if one.dtype == torch.bool]
-        has_tokens = first.dim() > 2 or not first.is_floating_point()  # (samples, tokens, ...); else (samples, features)
+        has_tokens = first.dim() > 2 or not first.is_floating_point()  # (samples, tokens, ...)
         self.samples = (tuple(first.shape[: 1 + has_tokens]), *masks)
 
     def _check_units(self, units) -> None:
