@@ -12,6 +12,8 @@ from benchmarks.peers import torch_group
 from dtlib.comm import as_communicator
 from dtlib.comm.selection import DOUBLING_UP_TO
 from dtlib.errors import DtlibError
+from dtlib.measure.activations import Activations
+from dtlib.measure.storages import storage_key
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.tensor import (
     ColumnParallelLinear,
@@ -24,6 +26,8 @@ from dtlib.parallel.tensor import (
     gather_from_ranks,
     reduce_from_ranks,
     scatter_to_ranks,
+    scatter_tokens,
+    sum_over_ranks,
     vocab_parallel_cross_entropy,
     whole_state_dict,
 )
@@ -310,6 +314,77 @@ def test_norms_are_clipped_as_one(world):
     assert norms[0] > 0.1
     torch.testing.assert_close(norms[:STEPS], norms[STEPS:], rtol=EXACT, atol=EXACT)
     assert difference(ours, reference) <= EXACT
+
+
+class Norms(nn.Module):
+    """Attention and perceptron, each behind a layer norm; with ``comm`` ranks have slices of tokens between them."""
+
+    def __init__(self, comm=None):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = PlainAttention(), PlainMLP()
+        if comm:
+            torch.manual_seed(0)
+            self.attention = ParallelAttention(WIDTH, HEADS, comm, causal=True, sequence_parallel=True)
+            self.mlp = ParallelMLP(WIDTH, HIDDEN, comm, sequence_parallel=True)
+            sum_over_ranks(self.norm1, comm), sum_over_ranks(self.norm2, comm)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+@on_ranks(1, 2, 3, 4, slow=(1,))
+def test_sequence_parallelism_has_the_values_and_the_bytes_of_two_all_reduces(world):
+    comm, tokens = world.comm, 12
+    torch.manual_seed(4)
+    x, cotangent = torch.randn(2, 3, tokens, WIDTH, dtype=torch.float64)
+    torch.manual_seed(0)
+    reference = Norms().double()
+    torch.manual_seed(0)
+    ours = Norms(comm).double()
+    for name, parameter in ours.named_parameters():  # the same values, cut as the layers say
+        path, _, leaf = name.rpartition(".")
+        layer, whole = ours.get_submodule(path), reference.get_parameter(name).detach()
+        if leaf in getattr(layer, "partition_dim", {}):
+            dim = layer.partition_dim[leaf]
+            whole = whole[(slice(None),) * dim + (slice_of(whole.shape[dim], comm.rank, comm.size),)]
+        parameter.data = whole.clone()
+    here = slice_of(tokens, comm.rank, comm.size)
+    mine, theirs = x[:, here].clone().requires_grad_(), x.clone().requires_grad_()
+    expected = reference(theirs)
+    expected.backward(cotangent)
+    with dtlib.trace() as trace:
+        out = ours(mine)
+    assert apart(out, expected[:, here]) <= EXACT
+    out.backward(cotangent[:, here])
+    assert apart(mine.grad, theirs.grad[:, here]) <= EXACT
+    assert difference(ours, reference, grad=True) <= EXACT
+    # Forward: an all_gather and a reduce_scatter for each of the two blocks, which send what an all_reduce sends.
+    assert not trace.sent("all_reduce")[1]
+    of_all_reduce = elements_sent("all_reduce", "ring", comm.size, comm.rank, x.numel()) * 8
+    assert trace.sent("all_gather")[1] + trace.sent("reduce_scatter")[1] == 2 * of_all_reduce
+    with pytest.raises(DtlibError, match="equal slices of tokens"):
+        scatter_tokens(torch.ones(2, comm.size + 1, 4) if comm.size > 1 else torch.ones(4), comm)
+
+
+@on_ranks(2, 4)
+def test_sequence_parallelism_keeps_1_nth_of_what_lies_between_the_blocks(world):
+    comm, tokens = world.comm, 16
+    held = {}
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        norm = nn.LayerNorm(WIDTH)
+        mlp = ParallelMLP(WIDTH, HIDDEN, comm, sequence_parallel=parallel)
+        x = torch.randn(2, tokens // comm.size if parallel else tokens, WIDTH, requires_grad=True)
+        with Activations() as kept:
+            kept.others = {storage_key(parameter) for parameter in [*norm.parameters(), *mlp.parameters()]}
+            between = functional.dropout(norm(x), 0.5)
+            held[parallel] = kept.now
+            mlp(between)
+            held[parallel, "in the block"] = kept.now - held[parallel]
+    assert held[True] * comm.size == held[False] > 0
+    assert held[True, "in the block"] == held[False, "in the block"]  # whole sequences, of this rank's features
 
 
 def attention_of_torch(bias, seed):

@@ -26,6 +26,7 @@ rank, an all_gather B (N-1) / N (both on average, where B does not divide by N):
                                                                          the input's gradient
     ParallelMLP                   all_reduce of B                        all_reduce of B
     ParallelAttention             all_reduce of B                        all_reduce of B
+    ... with sequence_parallel    all_gather and reduce_scatter of B     reduce_scatter and all_gather of B
     VocabParallelEmbedding        all_reduce of B                        nothing
     vocab_parallel_cross_entropy  two all_reduces: 3 numbers a token,    nothing
                                   and N more
@@ -40,7 +41,15 @@ Megatron-LM", SC 2021, section 2.3. Names are Megatron-LM's.
 
 from dtlib.parallel.tensor.blocks import ParallelAttention, ParallelMLP
 from dtlib.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from dtlib.parallel.tensor.functions import copy_to_ranks, gather_from_ranks, reduce_from_ranks, scatter_to_ranks
+from dtlib.parallel.tensor.functions import (
+    copy_to_ranks,
+    gather_from_ranks,
+    gather_tokens,
+    reduce_from_ranks,
+    scatter_to_ranks,
+    scatter_tokens,
+    sum_over_ranks,
+)
 from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtlib.parallel.tensor.whole import clip_grad_norm_, whole_state_dict
 
@@ -53,8 +62,11 @@ __all__ = [
     "clip_grad_norm_",
     "copy_to_ranks",
     "gather_from_ranks",
+    "gather_tokens",
     "reduce_from_ranks",
     "scatter_to_ranks",
+    "scatter_tokens",
+    "sum_over_ranks",
     "vocab_parallel_cross_entropy",
     "whole_state_dict",
 ]

@@ -19,17 +19,22 @@ class ParallelMLP(nn.Module):
         width, hidden: features of input and output, and between the layers; ``hidden`` need not divide by the ranks.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
         activation: works element by element.
+        sequence_parallel: each rank passes and gets its tokens alone, an equal slice of dimension -2.
 
     Cost for an input of B bytes on N ranks: one all_reduce of B forward and one backward, so that by ring each rank
-    sends 2 B (N-1) / N in each. Without tensor parallelism: nothing, but N times the weights.
+    sends 2 B (N-1) / N in each; with ``sequence_parallel`` an all_gather and a reduce_scatter each way, with as many
+    bytes. Without tensor parallelism: nothing, but N times the weights.
     """
 
-    def __init__(self, width: int, hidden: int, comm, activation=functional.gelu):
+    def __init__(
+        self, width: int, hidden: int, comm, activation=functional.gelu, sequence_parallel: bool = False
+    ):  # fmt: skip
         super().__init__()
         comm = as_communicator(comm)
         self.activation = activation
         self.linear1 = ColumnParallelLinear(width, hidden, comm, gather_output=False)
         self.linear2 = RowParallelLinear(hidden, width, comm, input_is_parallel=True)
+        self.linear1.sequence_parallel = self.linear2.sequence_parallel = sequence_parallel
 
     def forward(self, x):
         return self.linear2(self.activation(self.linear1(x)))
@@ -43,6 +48,7 @@ class ParallelAttention(nn.Module):
         heads: a multiple of the number of ranks.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``.
         causal: a token looks at itself and those before it.
+        sequence_parallel: each rank passes and gets its tokens alone, an equal slice of dimension -2.
 
     Takes and gives ``(..., tokens, width)``, equal on all ranks. Rows of ``in_proj`` are ordered head by head, each
     with its query, key and value, so that an equal cut gives whole heads. There is no dropout.
@@ -54,8 +60,9 @@ class ParallelAttention(nn.Module):
         DtlibError: where heads do not divide by ranks, or the width by heads; on every rank.
     """
 
-    def __init__(self, width: int, heads: int, comm, causal: bool = False):
+    def __init__(self, width: int, heads: int, comm, causal: bool = False, sequence_parallel: bool = False):
         self._build(lambda: (nn.Linear(width, 3 * width), nn.Linear(width, width)), width, heads, comm, causal)
+        self.in_proj.sequence_parallel = self.out_proj.sequence_parallel = sequence_parallel
 
     @classmethod
     def from_attention(cls, attention: nn.MultiheadAttention, comm, causal: bool = False) -> "ParallelAttention":

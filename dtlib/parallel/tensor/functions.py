@@ -7,6 +7,15 @@
     scatter_to_ranks    [x0 x1 x2]  ->  rank r keeps xr         all_gather
     gather_from_ranks   all_gather                              [d0 d1 d2]  ->  rank r keeps dr
 
+Sequence parallelism is Megatron-LM's word for ranks that have slices of the tokens, too, between the cut blocks, where
+all features of a token are needed and other tokens are not (layer norm, dropout, the residual). f and g become
+
+    gather_tokens       all_gather                              reduce_scatter
+    scatter_tokens      reduce_scatter                          all_gather
+
+and an all_reduce by ring is these two: as many bytes travel, and each rank keeps 1/N of what lies between the blocks.
+V. Korthikanti et al., "Reducing activation recomputation in large transformer models", arXiv:2205.05198, section 4.2.
+
 Why f adds up gradients: every rank used the same x with its own shard of the weights, and x's gradient is the sum of
 what came of each. Why g does not: the sum is the same on all ranks, and so is its gradient, which every summand gets.
 
@@ -52,6 +61,60 @@ def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.
                 f"last dimension, and {slice_.stop - slice_.start} is its slice."
             )
     return _Gather.apply(x, with_operations(comm), x.shape[-1] * comm.size if count is None else count)
+
+
+def gather_tokens(x: torch.Tensor, comm) -> torch.Tensor:
+    """All ranks' tokens of ``x``, (..., tokens of this rank, width), for computations that differ between ranks: their
+    gradients are added up, and each rank gets those of its tokens. All ranks have as many."""
+    return _GatherTokens.apply(x, with_operations(comm))
+
+
+def scatter_tokens(x: torch.Tensor, comm) -> torch.Tensor:
+    """This rank's tokens of the sum of all ranks' ``x``, (..., tokens, width): the reverse of ``gather_tokens``.
+
+    Raises:
+        DtlibError: where tokens do not divide by the ranks.
+    """
+    if x.dim() < 2 or x.shape[-2] % comm.size:
+        raise DtlibError(
+            f"Sequence parallelism cuts (..., tokens, width) into {comm.size} equal slices of tokens, and this is "
+            f"{tuple(x.shape)}: pad the tokens."
+        )
+    return _ScatterTokens.apply(x, with_operations(comm))
+
+
+def sum_over_ranks(module: nn.Module, comm) -> nn.Module:
+    """Parameters that every rank has, and uses for its tokens alone (a layer norm's): their gradients are added up over
+    ``comm`` in each backward pass. Returns the module."""
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: with_operations(comm).all_reduce(gradient.clone()))
+    return module
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        first = x.movedim(-2, 0).contiguous()
+        whole = first.new_empty(comm.size * len(first), *first.shape[1:])
+        return comm.all_gather(whole, first).movedim(0, -2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _ScatterTokens.apply(gradient, ctx.comm), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        first = x.movedim(-2, 0).contiguous()
+        mine = first.new_empty(len(first) // comm.size, *first.shape[1:])
+        return comm.reduce_scatter(mine, first).movedim(0, -2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _GatherTokens.apply(gradient, ctx.comm), None
 
 
 class _Copy(torch.autograd.Function):

@@ -18,8 +18,10 @@ from dtlib.errors import DtlibError
 from dtlib.parallel.tensor.functions import (
     copy_to_ranks,
     gather_from_ranks,
+    gather_tokens,
     reduce_from_ranks,
     scatter_to_ranks,
+    scatter_tokens,
     slice_of,
 )
 
@@ -33,6 +35,7 @@ class ParallelLayer(nn.Module):
 
     shared = ""  # the size that ranks share among them
     partition_dim: ClassVar[dict[str, int]] = {}
+    sequence_parallel = False  # whether ranks have slices of the tokens outside of the blocks (functions.py)
 
     def __init__(self, whole: nn.Module, comm):
         super().__init__()
@@ -106,7 +109,8 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x):
         check_width(x, self.in_features, f"in_features={self.in_features} of ColumnParallelLinear")
-        mine = functional.linear(copy_to_ranks(x, self.comm), self.weight, self.bias)
+        whole = gather_tokens(x, self.comm) if self.sequence_parallel else copy_to_ranks(x, self.comm)
+        mine = functional.linear(whole, self.weight, self.bias)
         return gather_from_ranks(mine, self.comm, self.out_features) if self.gather_output else mine
 
 
@@ -156,9 +160,12 @@ class RowParallelLinear(ParallelLayer):
         else:
             check_width(x, self.in_features, f"in_features={self.in_features} of RowParallelLinear")
             x = scatter_to_ranks(x, self.comm)
-        whole = reduce_from_ranks(functional.linear(x, self.weight), self.comm)
-        # After the sum, or it would be added once a rank.
-        return whole if self.bias is None else whole + self.bias
+        summand = functional.linear(x, self.weight)
+        out = (scatter_tokens if self.sequence_parallel else reduce_from_ranks)(summand, self.comm)
+        if self.bias is None:
+            return out
+        # After the sum, or it would be added once a rank; its gradient is of this rank's tokens, if it has some alone.
+        return out + (copy_to_ranks(self.bias, self.comm) if self.sequence_parallel else self.bias)
 
 
 class VocabParallelEmbedding(ParallelLayer):
