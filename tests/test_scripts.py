@@ -1,6 +1,7 @@
 """Programs written for DeepSpeed, Horovod and torch, on our ranks: their import lines are all that changes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dtlib.errors import DtlibError
 from dtlib.training.config import read
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
+from tests.test_deepspeed import COMPILES, ENVIRONMENT, python_with_deepspeed
 
 IMPORTS = {
     r"^import deepspeed$": "import dtlib as deepspeed",
@@ -79,6 +81,31 @@ def test_a_pipeline_for_deepspeed(tmp_path):
     printed = re.findall(r"^steps: (\d+) loss: (\d\.\d{4}) ", (tmp_path / "losses2.txt").read_text(), re.MULTILINE)
     assert printed == [("3", f"{two[2]:.4f}"), ("6", f"{two[5]:.4f}")]
     assert two == pytest.approx(losses("deepspeed_pipeline", tmp_path, 1, flag, "--pipeline-parallel-size=1"), rel=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * COMPILES)
+@pytest.mark.parametrize("program", ["deepspeed_images", "deepspeed_pipeline"])
+def test_a_program_for_deepspeed_on_deepspeed_itself(tmp_path, program):
+    """The same losses, in the first epoch: DeepSpeed keeps its order in the second. Its default is to clip at 1."""
+    sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}  # its own Adam is compiled for minutes
+    flag = config(tmp_path, train_batch_size=16, train_micro_batch_size_per_gpu=8, optimizer=sgd, gradient_clipping=1.0)
+    ours = losses(program, tmp_path, 2, flag)
+    text, out = (ROOT / "tests" / "programs" / f"{program}.py").read_text(), tmp_path / "theirs.json"
+    # Ours always builds a layer with a seed of its own; DeepSpeed's own seed_fn refuses its numbers, which are numpy's.
+    seeds = "seed_layers=True, seed_fn=torch.manual_seed, loss_fn="
+    (tmp_path / "theirs.py").write_text(text.replace("loss_fn=", seeds))
+    python = python_with_deepspeed()
+    ran = subprocess.run(
+        [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "theirs.py",
+         f"--losses={out}", flag],
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path),
+             "PATH": f"{os.path.dirname(python)}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=COMPILES,
+    )  # fmt: skip
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    theirs = json.loads(out.read_text())
+    assert ours == pytest.approx(theirs, rel=1e-5) and len(set(theirs)) == 6
 
 
 def test_a_program_for_horovod(tmp_path):

@@ -1,7 +1,7 @@
 """The DeepSpeed config keys that the lessons use: read, checked, and completed.
 
 Every mistake is refused with the key, the value, and what would be right. Counterpart: the configuration JSON of
-DeepSpeed (deepspeed.ai/docs/config-json), whose names, defaults and batch arithmetic these are.
+DeepSpeed (deepspeed.ai/docs/config-json), whose names and batch arithmetic these are, and mostly its defaults.
 """
 
 import difflib
@@ -85,7 +85,8 @@ class Pipeline:
 class Config:
     """A whole config. ``train_batch_size`` is the product of the two below it and the number of ranks; ``seed`` is that
     of the order in which ``training_data`` comes. Every ``steps_per_print`` steps a pipeline prints its
-    loss."""
+    loss. ``gradient_clipping`` 0 clips nothing: what a config does not ask for is not done (DeepSpeed clips at 1 unless
+    told otherwise)."""
 
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
