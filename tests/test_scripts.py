@@ -85,11 +85,14 @@ def test_a_pipeline_for_deepspeed(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * COMPILES)
-@pytest.mark.parametrize("program", ["deepspeed_images", "deepspeed_pipeline"])
-def test_a_program_for_deepspeed_on_deepspeed_itself(tmp_path, program):
-    """The same losses, in the first epoch: DeepSpeed keeps its order in the second. Its default is to clip at 1."""
+@pytest.mark.parametrize("program,batch,micro", [("deepspeed_images", 16, 8), ("deepspeed_pipeline", 96, 12)])
+def test_a_program_for_deepspeed_on_deepspeed_itself(tmp_path, program, batch, micro):
+    """The same losses: in the first epoch, whose order DeepSpeed keeps in the next; or of all samples in each step, as
+    it does not shuffle those of a pipeline. Its default is to clip at 1."""
     sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}  # its own Adam is compiled for minutes
-    flag = config(tmp_path, train_batch_size=16, train_micro_batch_size_per_gpu=8, optimizer=sgd, gradient_clipping=1.0)
+    flag = config(
+        tmp_path, train_batch_size=batch, train_micro_batch_size_per_gpu=micro, optimizer=sgd, gradient_clipping=1.0
+    )
     ours = losses(program, tmp_path, 2, flag)
     text, out = (ROOT / "tests" / "programs" / f"{program}.py").read_text(), tmp_path / "theirs.json"
     # Ours always builds a layer with a seed of its own; DeepSpeed's own seed_fn refuses its numbers, which are numpy's.
@@ -99,13 +102,14 @@ def test_a_program_for_deepspeed_on_deepspeed_itself(tmp_path, program):
     ran = subprocess.run(
         [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "theirs.py",
          f"--losses={out}", flag],
-        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1",
+             "TORCH_EXTENSIONS_DIR": str(tmp_path.parent / "extensions"),
              "PATH": f"{os.path.dirname(python)}:{os.environ['PATH']}"},
         capture_output=True, text=True, timeout=COMPILES,
     )  # fmt: skip
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
     theirs = json.loads(out.read_text())
-    assert ours == pytest.approx(theirs, rel=1e-5) and len(set(theirs)) == 6
+    assert ours == pytest.approx(theirs, rel=1e-5) and len(set(theirs)) >= 4
 
 
 def test_a_program_for_horovod(tmp_path):
