@@ -1,7 +1,5 @@
 """Starting: ranks that are forked from a zygote that waits, against ranks that are started one by one.
 
-Of a notebook's ranks the keeper and the controller are forked, the engines are not.
-
 Seconds and CPU seconds until four engines are there and until their first sum of tensors, of a script, and of a restart
 after a fault. CPU seconds are those of the whole machine, so measure on a quiet one. MB are of one of the engines after
 that sum: PSS counts memory that several share in parts. The zygote's own start has a row to itself, against one `import

@@ -1,5 +1,6 @@
 import gc
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -59,3 +60,11 @@ def make_workshop(folder):
     shutil.copytree(ROOT / "cluster_profiles", folder / "cluster_profiles", ignore=ignore)
     (folder / "notebooks").mkdir()
     return folder
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    """Until ``condition()`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.05)

@@ -1,5 +1,6 @@
 """Ranks that are forked behave as those that are started one by one, and whatever goes wrong they are started so."""
 
+import ast
 import contextlib
 import json
 import os
@@ -8,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from dtlib.world import forking, launch, zygote
 from dtlib.world.compiled import compiled
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, with_descendants
+from tests.conftest import wait_until
 
 ROOT = Path(__file__).parents[1]
 REPORT = """
@@ -31,6 +32,7 @@ facts = {
     "path": sys.path[0], "cwd": os.getcwd(), "mark": os.environ.get("MARK"), "folder": os.environ.get("ONLY_ZYGOTE"),
     "drawn": [random.random(), float(numpy.random.random()), float(torch.rand(1))], "threads": torch.get_num_threads(),
     "ps": Path("/proc/self/cmdline").read_text().strip(chr(0)).replace(chr(0), " "), "hash": hash("weight"),
+    "session": os.getsid(0), "group": os.getpgid(0),
     "total": float(world.comm.all_reduce(torch.ones(300_000))[0]),
 }
 everyone = world.comm.all_gather_object(facts)
@@ -69,9 +71,12 @@ def the_zygote() -> psutil.Process:
     """That of this session, once it can fork."""
     if why := forking.why_not(launch.find_mpiexec()):
         pytest.skip(why)
-    parent = int(run(launch.python_of_a_rank(), "import os; print(os.getppid())").stdout)
-    assert parent != os.getpid(), "it was started, not forked"
-    return psutil.Process(parent)
+
+    def parent():
+        return int(run(launch.python_of_a_rank(), "import os; print(os.getppid())").stdout)
+
+    wait_until(lambda: parent() != os.getpid(), 150)  # it still imports, longer than launchers wait
+    return psutil.Process(parent())
 
 
 def children_of(process: subprocess.Popen) -> list[int]:
@@ -102,6 +107,8 @@ def test_they_are_forked_and_each_is_a_process_of_its_own(ranks, tmp_path, monke
         assert each["main"] is None and each["file"] == str(tmp_path / "report.py")
         assert each["path"] == each["cwd"] == str(tmp_path) and each["mark"] == "here"
         assert each["threads"] == 2
+        # A group for itself, the session of all: between two sessions a yield gives nothing away (Linux's autogroup).
+        assert each["group"] == each["pid"] and each["session"] == os.getsid(parent.pid)
         assert each["ps"] == f"{sys.executable} report.py one two words"
     for drawn in zip(*(each["drawn"] for each in facts), strict=True):
         assert len(set(drawn)) == ranks
@@ -145,6 +152,10 @@ def test_what_a_fork_cannot_do_is_started(tmp_path):
         return int(run(*arguments, **settings).stdout.split()[-1]) == ours
 
     assert forked(python, who) and forked(python, who, env={"OMP_NUM_THREADS": "2", "ANY": "thing"})
+    imports = "import os; before = {*os.environ}; import sklearn, torch._dynamo; "
+    imports += "print({name: os.environ[name] for name in {*os.environ} - before})"
+    of_imports = ast.literal_eval(run([sys.executable], imports).stdout)  # a notebook that has them starts engines
+    assert of_imports and forked(python, who, env=of_imports)
     assert not forked([*python, "-E"], who)
     assert not forked(python, who, env={"PYTHONHASHSEED": "1"})
     assert not forked(python, who, env={"MKL_NUM_THREADS": "3"})
@@ -176,6 +187,9 @@ def test_signals_reach_a_rank_and_its_launcher_takes_it_along(tmp_path):
             assert rank.ppid() == ours.pid
             family = with_descendants(Process.of(process.pid))
             assert [each.pid for each in family] == [process.pid, rank.pid]
+            for other, state in ((signal.SIGTSTP, "stopped"), (signal.SIGCONT, "sleeping")):
+                process.send_signal(other)
+                wait_until(lambda: rank.status() == state)  # noqa: B023
             os.kill(rank.pid if whom == "rank" else process.pid, number)
             assert process.wait(30) == -number
             gone, _ = psutil.wait_procs([rank], timeout=10)
@@ -211,35 +225,38 @@ def test_a_socket_for_its_owner_alone():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_a_zygote_of_somebody_else_is_given_nothing(tmp_path):
-    tmp_path.chmod(0o755)
+def test_a_zygote_of_somebody_else_is_given_nothing():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # into pytest's own nobody else can look
+        _thief_is_given_nothing(folder)
+
+
+def _thief_is_given_nothing(folder):
     serve = f"""if True:
         import os, socket, sys
-        os.chdir({str(tmp_path)!r}); os.chmod('.', 0o777)
+        os.chdir({folder!r}); os.chmod('.', 0o777)
         listener = socket.socket(socket.AF_UNIX); os.setuid(65534); os.umask(0); listener.bind('0'); listener.listen()
         print('here', flush=True)
         connection, _ = listener.accept(); print(connection.recv(9), flush=True)"""
     with subprocess.Popen(["/usr/bin/env", "python3", "-c", serve], stdout=subprocess.PIPE, text=True) as thief:
         assert thief.stdout.readline() == "here\n"
-        for above in tmp_path.parents:
-            if not os.stat(above).st_mode & 0o001:
-                thief.kill()
-                pytest.skip("nobody can look into pytest's folder")
-        ran = run(
-            [str(compiled("launcher.c")), sys.executable], "print('started')", env={"DTLIB_ZYGOTE": str(tmp_path)}
-        )
+        launcher = [str(compiled("launcher.c")), sys.executable]
+        ran = run(launcher, "print('started')", env={"DTLIB_ZYGOTE": folder})
         assert ran.stdout == "started\n" and thief.stdout.readline() == "b''\n"
 
 
 def test_a_folder_that_a_killed_zygote_left_is_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = Path(forking.new_folder())
+    forking.new_folder()
+    assert left.exists(), "it has no socket yet"
     forking.listen(str(left), forking.FIRST).close()
-    with contextlib.closing(forking.listen(forking.new_folder(), forking.FIRST)):
-        assert not left.exists()
-        used = next(tmp_path.iterdir())
+    os.utime(left, (0, 0))
+    used = forking.new_folder()
+    assert not left.exists()
+    with contextlib.closing(forking.listen(used, forking.FIRST)):
+        os.utime(used, (0, 0))
         forking.new_folder()
-        assert used.exists()
+        assert os.path.exists(used)
 
 
 @pytest.mark.nightly
@@ -249,17 +266,24 @@ def test_life_of_a_zygote(monkeypatch, tmp_path):
     monkeypatch.delenv(forking.VARIABLE)
     (tmp_path / "report.py").write_text(REPORT)
     with launch.forked_ranks() as started:
-        first = ranks_said([str(tmp_path / "report.py")], 2)  # while it imports: it is waited for
-        assert {each["parent"] for each in first} == {started.pid}
+        first = []
+
+        def are_forked():
+            first[:] = ranks_said([str(tmp_path / "report.py")], 2)
+            return {each["parent"] for each in first} == {started.pid}
+
+        wait_until(are_forked, 150)
         folder = Path(os.environ[forking.VARIABLE])
-        deadline = time.monotonic() + 100
-        while not (folder / forking.SECOND).exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until((folder / forking.SECOND).exists, 100)
         zero, one = ranks_said([str(tmp_path / "report.py")], 2)
         assert zero["parent"] == started.pid and one["parent"] in children_of(started)
         assert zero["hash"] == first[0]["hash"] == first[1]["hash"] != one["hash"]
+        file = os.stat(zygote.__file__)
         os.utime(zygote.__file__)
-        changed = ranks_said([str(tmp_path / "report.py")], 1)
+        try:
+            changed = ranks_said([str(tmp_path / "report.py")], 1)
+        finally:
+            os.utime(zygote.__file__, ns=(file.st_atime_ns, file.st_mtime_ns))  # for the zygote of this session
         assert changed[0]["parent"] == started.pid and changed[0]["hash"] != zero["hash"]
         os.kill(started.pid, signal.SIGSTOP)  # its launchers wait, and take the plain way
         assert ranks_said([str(tmp_path / "report.py")], 1)[0]["parent"] != started.pid
@@ -271,35 +295,28 @@ def test_life_of_a_zygote(monkeypatch, tmp_path):
             os.kill(parent, signal.SIGKILL)
             assert process.wait(60) != 0 and f"with it process {rank}" in process.stderr.read()
         assert ranks_said([str(tmp_path / "report.py")], 1)[0]["parent"] != started.pid
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(one["parent"]) and time.monotonic() < deadline:  # the second ends with the first
-        time.sleep(0.05)
-    assert not psutil.pid_exists(one["parent"])
-    forking.new_folder()
-    assert not (folder / forking.FIRST).exists()
+    wait_until(lambda: not psutil.pid_exists(one["parent"]))  # the second ends with the first
+    assert not folder.exists()
 
 
 @pytest.mark.nightly
-def test_five_hundred_starts_leave_nothing():
-    ours, python = the_zygote(), launch.python_of_a_rank()
+def test_five_hundred_starts_leave_nothing(monkeypatch):
+    the_zygote()
+    monkeypatch.delenv(forking.VARIABLE)
+    with launch.forked_ranks() as started:
+        ours, folder, python = psutil.Process(started.pid), os.environ[forking.VARIABLE], launch.python_of_a_rank()
 
-    def held():
-        return (
-            ours.num_fds(),
-            sorted(os.listdir(os.environ[forking.VARIABLE])),
-            len(ours.children()),
-            ours.num_threads(),
-        )
+        def held():
+            return ours.num_fds(), sorted(os.listdir(folder)), len(ours.children()), ours.num_threads()
 
-    deadline = time.monotonic() + 60
-    while len(held()[1]) < 2 and time.monotonic() < deadline:  # the second zygote
-        time.sleep(0.1)
-    before = held()
-    for _ in range(100):
-        env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1"}
-        five = [subprocess.Popen([*python, "-c", f"raise SystemExit({i})"], env=env) for i in range(5)]
-        assert [each.wait(60) for each in five] == list(range(5))
-    assert held() == before
+        wait_until(lambda: held()[1] == [forking.FIRST, forking.SECOND], 100)
+        before = held()
+        for _ in range(100):
+            env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1"}
+            five = [subprocess.Popen([*python, "-c", f"raise SystemExit({i})"], env=env) for i in range(5)]
+            assert [each.wait(60) for each in five] == list(range(5))
+        wait_until(lambda: held() == before)  # it closes a connection after the launcher has gone
+    assert not os.path.exists(folder)
 
 
 def test_a_session_of_another_user_is_passed_over(tmp_path):

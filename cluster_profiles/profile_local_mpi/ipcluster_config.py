@@ -1,8 +1,6 @@
 """Engines as MPI ranks on this machine, for dtlib.lab.engines() and for ipcluster start --profile-dir=..."""
 
-import sys
-
-from dtlib.world.launch import mpiexec_command, rank_environment
+from dtlib.world.launch import mpiexec_command, python_of_a_rank, rank_environment
 from dtlib.world.machine import usable_cores
 
 c = get_config()  # noqa: F821
@@ -16,5 +14,4 @@ c.Cluster.controller_args = ["--HeartMonitor.period=100", "--HeartMonitor.max_he
 c.MPILauncher.mpi_cmd = mpiexec_command()
 # dtlib.lab.engines() adds the threads of a rank, which depend on how many ranks it starts.
 c.EngineLauncher.environment = rank_environment(usable_cores())
-# Not forked: in forked engines a wait beside a progress thread takes several times as long, and nobody knows yet why.
-c.MPIEngineSetLauncher.engine_cmd = [sys.executable, "-m", "ipyparallel.engine"]
+c.MPIEngineSetLauncher.engine_cmd = [*python_of_a_rank(), "-m", "ipyparallel.engine"]

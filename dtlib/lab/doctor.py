@@ -201,7 +201,7 @@ def _forked_ranks() -> str:
                 f"a forked rank does not answer: set {forking.VARIABLE}=off, and they start without."
             ) from None
     if ran.stdout.strip() == "True":
-        return "of programs forked from a process that has imported torch; of notebooks started one by one"
+        return "forked from a process that has imported torch once"
     return "started one by one: a process that has imported torch cannot be forked here"
 
 

@@ -35,6 +35,8 @@ READ_AT_START = (
 )
 THREADS = "OMP_NUM_THREADS"  # which can still be changed
 WITHOUT_HARM = (b"THP_MEM_ALLOC_ENABLE", b"TORCH_CPP_LOG_LEVEL")  # for a controller, which is not told them
+# Set by scikit-learn and by torch's compiler as they are imported: a fork may have them or not.
+SET_BY_IMPORTS = (b"KMP_DUPLICATE_LIB_OK", b"KMP_INIT_AT_FORK", b"TORCHINDUCTOR_CACHE_DIR")
 LIBRARIES = b"LD_LIBRARY_PATH"
 LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 
@@ -46,12 +48,12 @@ def live(connection: socket.socket, launcher: int, zygote: int) -> None:
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
+        # No session of its own: Linux shares cores among sessions first, so a yield of one would reach no other rank.
+        os.setpgid(0, 0)
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(
-            PR_SET_PTRACER, zygote
-        )  # where Yama guards processes: its other ranks may copy from this one's memory
+        # Where Yama guards processes: its other ranks may copy from this one's memory.
+        libc.prctl(PR_SET_PTRACER, zygote)
         if os.getppid() == zygote:
             arguments = _become(connection, launcher)
             status = _run(arguments)
@@ -63,7 +65,6 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
     """Take over what the launcher has, once it is sure that this can be done; returns the arguments of Python."""
     connection.settimeout(PATIENCE)
     try:
-        streams = _receive_streams(connection)
         old, new = environment_of("self"), environment_of(launcher)
         _, python, *arguments = map(os.fsdecode, _words(f"/proc/{launcher}/cmdline"))
         folder = os.readlink(f"/proc/{launcher}/cwd")
@@ -71,8 +72,7 @@ def _become(connection: socket.socket, launcher: int) -> list[str]:
             os._exit(0)  # the connection ends, so the launcher takes the plain way
         _take_limits(launcher)
         connection.send(MESSAGE.pack(FORKED, os.getpid()))
-        if connection.recv(1) != b"g":
-            os._exit(0)
+        streams = _receive_streams(connection)
     except (OSError, ValueError):
         os._exit(0)
     connection.close()
@@ -99,7 +99,7 @@ def _receive_streams(connection) -> list[int]:
     data, control, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(3 * handles.itemsize))
     for _, _, body in control:
         handles.frombytes(body)
-    if data != b"s" or len(handles) != 3:
+    if data != b"g" or len(handles) != 3:
         raise ValueError("this is no launcher")
     # Away from 0, 1, 2, which they take the place of.
     return [_above_two(handle) for handle in handles]
@@ -126,7 +126,7 @@ def _too_late(old: dict[bytes, bytes], new: dict[bytes, bytes]) -> bool:
     if not new.get(THREADS.encode(), b"1").isdigit():
         return True
     names = {name for name in (*old, *new) if os.fsdecode(name).startswith(READ_AT_START)}
-    for name in names - {THREADS.encode(), LIBRARIES}:
+    for name in names - {THREADS.encode(), LIBRARIES, *SET_BY_IMPORTS}:
         if name in WITHOUT_HARM and name not in new:
             continue
         # What an import has set here is handed on to all that a rank starts.

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from dtlib.world.machine import gpu_names
 VARIABLE = "DTLIB_ZYGOTE"
 PREFIX = "dtlib-zygote-"
 FIRST, SECOND = "0", "1"  # sockets in the zygote's folder; ranks with odd numbers ask for the second
+BEGINS = 60  # seconds in which a new folder is let alone
 ROOM = 4000  # bytes in the arguments of a zygote for what `ps` shall show of its ranks
 
 
@@ -75,7 +77,9 @@ def new_folder() -> str:
     """A private one for a zygote; those that were left behind by zygotes which were killed are removed."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if left.lstat().st_uid == os.getuid() and not _is_heard(left / FIRST):
+            found = left.lstat()
+            begins = found.st_mtime > time.time() - BEGINS  # another one, which has no socket yet
+            if found.st_uid == os.getuid() and not begins and not _is_heard(left / FIRST):
                 shutil.rmtree(left, ignore_errors=True)
     return tempfile.mkdtemp(prefix=PREFIX)
 

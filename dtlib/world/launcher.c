@@ -1,6 +1,6 @@
 /* launcher PYTHON ARGUMENTS ...: what mpiexec starts in place of a rank that is forked from the zygote.
 
-   It hands its own standard streams to the zygote, its signals on to the rank, and ends as the rank ends. The rank reads
+   It hands its own standard streams and its signals on to the rank, and ends as the rank ends. The rank reads
    its arguments, environment and folder from this process. If the zygote is not there, does not answer or refuses, this
    process becomes PYTHON ARGUMENTS ... itself. forking.py compiles this file; forked.py has the other side. */
 
@@ -31,7 +31,7 @@ static volatile sig_atomic_t handed_on;
 static void hand_on(int number) {
   int saved = errno;
   handed_on = number;
-  kill(rank, number == SIGTSTP ? SIGSTOP : number); /* a session's leader would ignore the former */
+  kill(rank, number);
   errno = saved;
 }
 
@@ -56,8 +56,9 @@ static int connect_to(const char *folder, const char *name) {
   return -1;
 }
 
+/* Now it may run; sent before, they would stay open in the queue of a zygote that does not answer. */
 static int send_streams(int connection) {
-  char letter = 's';
+  char letter = 'g';
   struct iovec data = {&letter, 1};
   union { char room[CMSG_SPACE(3 * sizeof(int))]; struct cmsghdr align; } control = {{0}};
   struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
@@ -85,7 +86,7 @@ int main(int count, char **arguments) {
   int odd = mine && atoi(mine) % 2, connection = -1; /* the second zygote, if there is one, has another order of sets */
   if (folder && odd) connection = connect_to(folder, "1");
   if (folder && connection < 0) connection = connect_to(folder, "0");
-  if (connection < 0 || !send_streams(connection) || !hear(connection, &said) || said.what != FORKED) goto plain;
+  if (connection < 0 || !hear(connection, &said) || said.what != FORKED) goto plain;
 
   rank = said.value;
   int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT};
@@ -94,7 +95,7 @@ int main(int count, char **arguments) {
   char name[16];
   snprintf(name, sizeof name, "rank is %d", rank);
   prctl(PR_SET_NAME, name);
-  send(connection, "g", 1, MSG_NOSIGNAL); /* now it may run; if that fails it ends, and says so below */
+  send_streams(connection); /* if that fails the rank ends, and its zygote says so below */
 
   int process = syscall(SYS_pidfd_open, rank, 0), status = status_of_rank(connection, process);
   if (status == -1) {

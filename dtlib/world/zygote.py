@@ -1,9 +1,9 @@
 """The process that ranks are forked from: it has imported what they need, and waits for launchers (launcher.c).
 
     launcher                    zygote                  rank
-    connect, send streams ----> fork -----------------> read arguments, environment, folder of the launcher
+    connect ------------------> fork -----------------> read arguments, environment, folder of the launcher
     ("forked", process) <------------------------------ can it be as if started anew? else it ends (forked.py)
-    "g" ----------------------------------------------> run
+    send streams -------------------------------------> run
     ("ended", status) <-------- wait for it <---------- end
     (ends) -------------------> kill it --------------> (is killed)
 

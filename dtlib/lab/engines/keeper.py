@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines.workshop import Record
-from dtlib.world.launch import python_of_a_rank, rank_environment
+from dtlib.lab.engines.workshop import PROFILE, Record
+from dtlib.world.launch import python_of_a_rank, rank_environment, start_zygote
 from dtlib.world.processes import Process, end_processes, with_descendants
 from dtlib.world.until_parent_ends import ends_with_this_process
 
@@ -99,6 +99,8 @@ def _start(profile: Path, ranks: int, name: str):
     # A keeper that is itself killed takes controller and engines along, where the system can do that.
     launcher.Popen = lambda command, **popen: subprocess.Popen(ends_with_this_process(command), **popen)
     os.environ["DTLIB_RANKS"] = str(ranks)  # for a profile that asks a scheduler for room
+    if profile.name == PROFILE.name:  # `dtlib lab` has a zygote that has imported all; others have one from now on
+        start_zygote()
     overrides = Config(
         {
             "Cluster": {"delay": 0},
