@@ -29,19 +29,24 @@ says there what is wrong.
 """
 
 
+recorded = functools.cache(recordings.read)
+
+
 @functools.cache
-def _recorded(exercise: str) -> dict:
-    return recordings.read(exercise)
+def verdict_on(key: str):
+    """The verdict on what was recorded of one of the tests' wrong answers."""
+    case = CASES[key]
+    then = recorded(case.exercise)[case.name]
+    judged = then["verdict"]["judged"], then["verdict"]["code"]
+    return judge_rounds(case.exercise, recordings.decoded(then["rounds"]), judged)
 
 
 def mistakes(exercise: str) -> dict:
     """Name of a mistake -> the first verdict on a wrong answer that makes it, and how many of them do."""
     found = {}
-    for case in CASES.values():
-        if case.exercise == exercise and case.name in _recorded(exercise):
-            recorded = _recorded(exercise)[case.name]
-            judged = recorded["verdict"]["judged"], recorded["verdict"]["code"]
-            verdict = judge_rounds(exercise, recordings.decoded(recorded["rounds"]), judged)
+    for key, case in CASES.items():
+        if case.exercise == exercise and case.name in recorded(exercise):
+            verdict = verdict_on(key)
             found.setdefault(verdict.mistake, [verdict, 0])[1] += 1
     return found
 

@@ -25,8 +25,9 @@ import pytest
 
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
+from dtlib.world.zygote import LATER
 
-IMPORTS = ("pytest", "_pytest.assertion")  # beside those that every rank needs
+IMPORTS = ("pytest", "_pytest.assertion", *LATER)  # beside those that every rank needs
 TIME_LIMIT = 60
 GRACE_SECONDS = 2  # for the other ranks, once one has failed
 _worlds = {}
@@ -79,7 +80,9 @@ class RankWorld:
         key = secrets.token_hex(16)
         address = os.path.join(self._folder.name, "socket")
         with Listener(address, "AF_UNIX", authkey=key.encode()) as listener:
-            self._mpiexec = start_ranks(["-m", "tests.ranks", address], size, env={"DTLIB_TEST_KEY": key})
+            self._mpiexec = start_ranks(
+                ["-m", "tests.ranks", address], size, env={"DTLIB_TEST_KEY": key, "OMP_NUM_THREADS": "1"}
+            )
             connections = dict(_accept(listener) for _ in range(size))
         self._connections = [connections[rank] for rank in range(size)]
         self._processes = with_descendants(Process.of(self._mpiexec.pid))

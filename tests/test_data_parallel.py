@@ -13,7 +13,7 @@ from dtlib.parallel.data import DataParallel, DataParallelNaive
 from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
 
-STEPS = 5
+STEPS = 3
 
 
 def train_alone(model, optimizer, data, ranks, accumulate=1, clip=None):

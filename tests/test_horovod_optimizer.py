@@ -14,7 +14,7 @@ from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of,
 from tests.ranks import on_ranks
 from tests.test_data_parallel import train_alone
 
-STEPS = 5
+STEPS = 3
 
 
 def reference_of(name, make, data, ranks, accumulate=1, clip=None):

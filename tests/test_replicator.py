@@ -14,7 +14,7 @@ from tests.models import batches as batches_of
 from tests.models import build, difference, loss_of
 from tests.ranks import on_ranks
 
-STEPS = 10
+STEPS = 4
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4),

@@ -4,34 +4,34 @@ The fast tier judges what was recorded of it, and the slow tier observes it anew
 observed on ranks in the fast tier too.
 """
 
-import functools
 import inspect
+import re
 
 import pytest
 
+from docs import instructor
+from docs.instructor import recorded, verdict_on
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.answers import fingerprint
-from dtlib.lab.checks.checks import judge_here, judge_rounds
+from dtlib.lab.checks.checks import judge_here
 from dtlib.lab.checks.registry import EXERCISES, homes
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES, judged_soon
 
-read = functools.cache(recordings.read)
-RECORDED = [key for key, case in CASES.items() if case.name in read(case.exercise)]
+RECORDED = [key for key, case in CASES.items() if case.name in recorded(case.exercise)]
 
 
 @pytest.mark.parametrize("key", RECORDED)
 def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
     case = CASES[key]
-    recorded = read(case.exercise)[case.name]
-    then = recorded["verdict"]
+    then = recorded(case.exercise)[case.name]["verdict"]
     name = EXERCISES[case.exercise].name
     codes = {fingerprint(names[name]) for names in (case.names(None), case.names(None))} if not case.by_comm else ()
     if len(codes) == 1:  # what is known by its address alone is another one each time
         changed = "the answer has changed, record it anew: python -m tests.wrong_answers.record WORD"
         assert codes == {then["code"]}, changed
-    verdict = judge_rounds(case.exercise, recordings.decoded(recorded["rounds"]), (then["judged"], then["code"]))
+    verdict = verdict_on(key)
     assert verdict.mistake == case.mistake, verdict.text()
     judged = homes()[case.exercise].parent.name < "l08" and verdict.mistake != "waited"  # whose hint is recorded
     assert len(verdict.hints) >= 1 + judged and all(verdict.hints)
@@ -44,6 +44,15 @@ def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
         )
 
 
+def test_what_an_instructor_may_say_to_them_is_made_of_them():
+    page = instructor.page()
+    assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m docs.instructor"
+    known = [exercise for exercise in homes() if f"\n### {exercise}\n" in page]
+    assert len(known) >= 27 and page.count("\n| ") > 150
+    lessons = re.findall(r"^## Lesson (\S+)$", page, re.M)
+    assert lessons == list(dict.fromkeys(lessons)) and {"00", "03", "11b"} <= set(lessons)
+
+
 def shown_on(ranks):
     return [
         pytest.param(key, marks=pytest.mark.slow if key in RECORDED else ())
@@ -54,7 +63,7 @@ def shown_on(ranks):
 def test_nothing_is_recorded_that_is_no_case():
     kept = {path.name.removesuffix(".json.xz"): path for _, path in lesson_files.found("recorded/*")}
     assert kept == {exercise: recordings.file_of(exercise) for exercise in kept}, "beside another lesson"
-    assert {f"{exercise}: {name}" for exercise in kept for name in read(exercise)} <= set(CASES)
+    assert {f"{exercise}: {name}" for exercise in kept for name in recorded(exercise)} <= set(CASES)
 
 
 @pytest.mark.parametrize("key", shown_on(0))
@@ -87,4 +96,4 @@ def rejected(world, key):
     assert verdict.mistake == case.mistake, verdict.text()
     assert verdict.hints and all(verdict.hints)
     if key in RECORDED:
-        assert verdict.rank == read(case.exercise)[case.name]["verdict"]["rank"], verdict.text()
+        assert verdict.rank == recorded(case.exercise)[case.name]["verdict"]["rank"], verdict.text()
