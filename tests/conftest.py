@@ -42,7 +42,7 @@ def nothing_left_over(request):
     gc.unfreeze()
     gc.collect()  # a loader that nobody holds any more ends its workers
     children = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     names = [" ".join(child.cmdline()) for child in alive]
     for child in alive:
         child.kill()

@@ -147,7 +147,7 @@ def test_a_board_of_several_nodes_shows_all_ranks(world):
     store = shared_store(world.comm)
     mine = ClusterBoard(files[2 * node], world.rank, members, node, 2, store)
     mine.publish("waits", Call("barrier", None, world.rank, range(4), "world", 1 + world.rank))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50
     while len(mine.seen()) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert {rank: sighting.number for rank, sighting in mine.seen().items()} == {rank: 1 + rank for rank in range(4)}

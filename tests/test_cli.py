@@ -219,7 +219,7 @@ def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
             assert tour.wait(3) == 130
             break
     assert tour.returncode == 130
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -66,13 +66,18 @@ def processes_of(folder) -> list[str]:
     return found
 
 
-def wait_until(condition, seconds=10) -> bool:
+def wait_until(condition, seconds=60) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
+
+
+def meanwhile(condition, do) -> None:
+    """``do()`` as soon as the condition holds, while a cell runs."""
+    threading.Thread(target=lambda: wait_until(condition) and do()).start()
 
 
 def engine_pids(folder) -> list[int]:
@@ -106,10 +111,14 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert notebook.run("lab.values('x')") == "[0, 10, 20]\n"
 
     # What ranks print appears while they run, and is grouped once they are done.
-    notebook.run("%px import time")
-    shown = notebook.run("%%px\nfor step in range(3):\n    print('step', step)\n    time.sleep(0.5)")
+    notebook.run("%px import os, time")
+    notebook.live, seen = [], shared_folder / "seen"
+    meanwhile(lambda: notebook.live, seen.touch)
+    shown = notebook.run(
+        f"%%px\nfor step in range(3):\n    print('step', step)\n    while not os.path.exists('{seen}'): time.sleep(0.1)"
+    )
     assert shown == "".join(f"ranks 0 to 2 | step {step}\n" for step in range(3))
-    assert "rank 0 | step 0" in notebook.live[0] and "step 2" not in notebook.live[0], notebook.live
+    assert "rank 0 | step 0" in notebook.live[0] and "step 1" not in notebook.live[0], notebook.live
     shown = notebook.run("%%px\nfor _ in range(50): print('x'); time.sleep(0.02)\nprint('long\\n' * 100_000)")
     assert "99,051 lines are left out" in shown
     assert all(text.count("rank 1 |") <= 20 for text in notebook.live), notebook.live
@@ -190,16 +199,16 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert "There is no exercise 'sum': choose one of" in refused and "first-sum" in refused
 
 
-def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(shared):
+def test_the_stop_button_ends_a_wait_and_reset_brings_the_ranks_back(shared, shared_folder):
     notebook = shared
     notebook.run(ENGINES.format(3))
-    notebook.run("%px import dtlib; world = dtlib.init()")
-    for cell in ("%px import time; time.sleep(60)", "%%px\nif world.rank: world.comm.barrier()"):
-        threading.Timer(1, notebook.stop_button).start()
-        began = time.monotonic()
-        shown = notebook.run(cell)
+    notebook.run("%px import dtlib, pathlib, time; world = dtlib.init()")
+    for cell, waiting in (("time.sleep(600)", 3), ("if world.rank: world.comm.barrier()", 2)):
+        here = shared_folder / f"waiting{waiting}"
+        here.mkdir()
+        meanwhile(lambda: len([*here.iterdir()]) == 3, threading.Timer(0.5, notebook.stop_button).start)  # noqa: B023
+        shown = notebook.run(f"%%px\npathlib.Path('{here}', str(world.rank)).touch()\n{cell}")
         assert "Interrupted on rank" in shown and ("out of step" in shown) == ("barrier" in cell)
-        assert time.monotonic() - began < 10
     assert "ranks 0 to 2 | [0, 1, 2]" in notebook.run(
         "%px dtlib.reset(); print(world.comm.all_gather_object(world.rank))"
     )
@@ -211,13 +220,14 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
     notebook.run("%px import dtlib, time; dtlib.reset(); world = dtlib.init()")
     press = (
         "import threading, time; from dtlib.lab.engines import panel, engine_set; seen = [panel.drawn()]\n"
+        "def once(words, ranks, do):\n"
+        "    def work():\n        while panel.drawn().count(words) < ranks: time.sleep(0.1)\n        do()\n"
+        "    threading.Thread(target=work).start()\n"
         "def press():\n    seen.append(panel.drawn())\n    engine_set.current().reset()\n    seen.append('reset')\n"
-        "threading.Timer(2.5, press).start()"
+        "once('waits for rank 1', 2, press)"
     )
     notebook.run(press)
-    began = time.monotonic()
     shown = notebook.run("%%px\nif world.rank == 1: time.sleep(60)\nworld.comm.barrier()")
-    assert time.monotonic() - began < 20
     assert "Interrupted on ranks 0 to 2." in shown and "Reset was pressed: the ranks are back in step." in shown
     assert "run %px dtlib.reset()" not in shown
     assert "ranks 0 to 2 | [0, 1, 2]" in notebook.run("%px print(world.comm.all_gather_object(world.rank))")
@@ -230,7 +240,7 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
     assert notebook.run("engine_set.current().reset(); lab.values('world.comm.name')").count("world.") == 3
     # Widgets show it, where there is a page.
     assert "Error" not in notebook.run("lab.panel(); lab.panel(); panel._panel.button.click(); panel._panel.said.value")
-    notebook.run("threading.Timer(2.5, panel._panel.stop.click).start()")
+    notebook.run("once('busy in', 3, panel._panel.stop.click)")
     assert "Interrupted on ranks 0 to 2." in notebook.run("%px time.sleep(60)")
 
 
@@ -289,7 +299,8 @@ def test_a_wait_says_for_whom_everybody_waits(shared):
     notebook = shared
     notebook.run(ENGINES.format(3))
     notebook.run("%px import dtlib, torch; dtlib.reset(); world = dtlib.init()")
-    threading.Timer(4, notebook.stop_button).start()
+    notebook.live = []
+    meanwhile(lambda: "Waiting: " in "".join(notebook.live), notebook.stop_button)
     shown = notebook.run("%%px\nworld.comm.barrier()\nif world.rank != 2: world.comm.barrier()")
     # The line appears with the first rank that has waited for long enough, is brought up to date, and stays after Stop.
     whom = r"ranks? [01].* for \d s in barrier: rank 2 has finished its cell; its last operation was barrier"

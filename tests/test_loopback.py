@@ -261,7 +261,7 @@ def test_a_program_that_ends_with_its_parent(tmp_path):
             assert len(children) == 2
             parent.kill()
             if sys.platform == "linux":
-                psutil.wait_procs([found for child in children[:1] if (found := child.find())], timeout=10)
+                psutil.wait_procs([found for child in children[:1] if (found := child.find())], timeout=60)
                 assert not children[0].find()
         finally:
             end_processes(children)

@@ -20,11 +20,17 @@ from tests.ranks import on_ranks
 
 
 def verifying(world):
-    """The world's communicator as a notebook has it: fresh, with arguments compared and a short limit."""
+    """The world's communicator as a notebook has it: fresh, with arguments compared and a limit."""
     dtlib.reset()
     world.comm.barrier()
-    world.comm.verify, world.comm.time_limit = True, 1
+    world.comm.verify, world.comm.time_limit = True, 50
     return world.comm
+
+
+def in_vain(comm):
+    """The same communicator, whose next wait is to end soon: what ranks did before has had all the time it wants."""
+    comm.time_limit = 1
+    return comm
 
 
 def back_to_work(world):
@@ -109,7 +115,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
         with pytest.raises(
             WaitTimeout, match=r"Waited 1 s in all_reduce.*: rank 1 has not come; it last finished barr"
         ):
-            comm.all_reduce(torch.ones(3))
+            in_vain(comm).all_reduce(torch.ones(3))
     back_to_work(world)
 
 
@@ -123,7 +129,7 @@ def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
         time.sleep(1.5)
     else:
         with pytest.raises(WaitTimeout, match=r": rank 2 has not come; it last finished broadcast\(from rank 1\)"):
-            comm.all_reduce(torch.ones(3))
+            in_vain(comm).all_reduce(torch.ones(3))
     back_to_work(world)
 
 
@@ -133,9 +139,9 @@ def test_another_operation_without_comparison_ends_in_a_sentence_too(world):
     comm.verify = False
     with pytest.raises(WaitTimeout, match=r"they wait for one another: .*recv.*rank|rank . (has|raised|waited)"):
         if world.rank == 0:
-            comm.recv(torch.ones(1), 1)
+            in_vain(comm).recv(torch.ones(1), 1)
         else:
-            comm.barrier()
+            in_vain(comm).barrier()
     back_to_work(world)
 
 
@@ -144,22 +150,19 @@ def test_two_receives_that_face_each_other_are_called_a_circle(world):
     comm = verifying(world)
     if world.rank < 2:
         with pytest.raises(WaitTimeout, match=r"they wait for one another: rank 0 in recv.*, rank 1 in recv"):
-            comm.recv(torch.ones(1), 1 - world.rank)
+            in_vain(comm).recv(torch.ones(1), 1 - world.rank)
     back_to_work(world)
 
 
 @on_ranks(2)
 def test_an_interrupt_ends_a_wait(world):
     comm = verifying(world)
-    comm.time_limit = 30
     if world.rank == 0:
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        began = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # and not WaitTimeout, much later
             comm.all_reduce(torch.ones(10**6))
-        assert time.monotonic() - began < 10
         signal.signal(signal.SIGINT, previous)
     else:
         time.sleep(1)
@@ -260,7 +263,7 @@ def test_what_a_killed_mpiexec_leaves_behind_keeps_no_other_one_from_starting(tm
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ranks = start_ranks(["-c", "input()"], 1, stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)})
     left = tmp_path / f"ompi.{ranks.pid}"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not list(left.glob("pmix.*.tool.*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     everyone = with_descendants(Process.of(ranks.pid))

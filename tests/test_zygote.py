@@ -191,8 +191,8 @@ def test_signals_reach_a_rank_and_its_launcher_takes_it_along(tmp_path):
                 process.send_signal(other)
                 wait_until(lambda: rank.status() == state)  # noqa: B023
             os.kill(rank.pid if whom == "rank" else process.pid, number)
-            assert process.wait(30) == -number
-            gone, _ = psutil.wait_procs([rank], timeout=10)
+            assert process.wait(60) == -number
+            gone, _ = psutil.wait_procs([rank], timeout=60)
             assert gone
             assert (f"process {rank.pid}, which signal {number}" in process.stderr.read()) == (whom == "rank")
     left = set(ours.children()) - before  # the ranks of this session's worlds live on
