@@ -38,7 +38,7 @@ def test_a_plain_core_is_read_in_ten_minutes(file):
 
 
 def test_every_strategy_that_is_taught_has_a_plain_core():
-    taught = ["context", "data", "expert", "pipeline", "tensor", "zero"]
+    taught = ["compression", "context", "data", "expert", "local", "pipeline", "tensor", "zero"]
     assert [file.parent.name for file in PLAIN if file.stem == "plain"] == taught
 
 

@@ -18,11 +18,12 @@ from torch import nn
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import BackwardPass, progress_for
+from dtlib.gradients.backward import BackwardPass, RanksDisagree, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
+from dtlib.parallel.data.hooks import CommHook
 from dtlib.world import init
 
 
@@ -95,6 +96,7 @@ class DataParallel(nn.Module):
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._samples = Samples(self.comm)
         self._join = None  # in join(): which ranks still have batches
+        self._hook = None  # a CommHook that averages in place of all_reduce
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
         _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_has_come) for p in parameters]
@@ -136,6 +138,11 @@ class DataParallel(nn.Module):
         finally:
             self._synchronising = before
 
+    def register_comm_hook(self, state, hook) -> None:
+        """From now on ``hook(state, bucket)`` averages buckets, in place of ``all_reduce`` (hooks.py); all ranks call it. It
+        goes neither with ``batch_size`` nor with ``join()``. Counterpart: torch's ``register_comm_hook``."""
+        self._hook = CommHook(state, hook, self.comm, self.buckets, self._hook)
+
     # The backward pass
 
     def _gradient_has_come(self, parameter) -> None:
@@ -149,7 +156,7 @@ class DataParallel(nn.Module):
         """This rank's weight in the average."""
         if self.batch_size is None:
             ranks = self.comm.size if self._join is None or self._by_all else sum(map(bool, self._join))
-            return 1 / ranks
+            return 1 if self._hook else 1 / ranks
         refuse_weights(self._trained, self.batch_size)
         return self._samples.weight(self.batch_size)
 
@@ -164,13 +171,20 @@ class DataParallel(nn.Module):
             else:
                 torch.mul(parameter.grad.detach(), self._weight, out=view)
         bucket.buffer.tail.copy_(torch.tensor([*has_gradient, self.batch_size is not None]))
-        bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
+        if self._hook is None:
+            bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
+        else:
+            bucket.handle = self._hook.launch(bucket)
 
     def _finish(self) -> None:
         for bucket in self.buckets:
             bucket.handle.wait()
             bucket.handle = None
         with_size = self.buckets[0].buffer.tail[-1].item()
+        if with_size and self._hook is not None:
+            raise RanksDisagree(
+                "batch_size weights gradients, and a communication hook does not: leave one of them out."
+            )
         if with_size not in (0, self.comm.size):
             refuse_mixed(self.batch_size)
         if with_size:
@@ -210,6 +224,8 @@ class DataParallel(nn.Module):
 
         Counterpart: ``DistributedDataParallel.join``.
         """
+        if self._hook is not None:
+            raise DtlibError("join() weights gradients, and a communication hook does not: leave one of them out.")
         for name, module in self.module.named_modules():
             if getattr(module, "communicates_in_forward", False):
                 raise DtlibError(f"join() cannot stand in for {name}, which communicates in its forward pass.")

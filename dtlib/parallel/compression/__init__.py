@@ -1,0 +1,12 @@
+"""Gradients made small before they travel: hooks for ``register_comm_hook`` of ``DataParallel`` and of torch's DDP."""
+
+from dtlib.parallel.compression.plain import (
+    EightBitState,
+    PowerSGDState,
+    TopKState,
+    eight_bit_hook,
+    powerSGD_hook,
+    top_k_hook,
+)
+
+__all__ = ["EightBitState", "PowerSGDState", "TopKState", "eight_bit_hook", "powerSGD_hook", "top_k_hook"]

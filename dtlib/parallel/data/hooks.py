@@ -1,0 +1,97 @@
+"""Communication hooks: how the gradients of a bucket are averaged is a function's choice, with torch's signature.
+
+    gradients of a bucket have come   hook(state, bucket) -> future
+    end of the backward pass          future.wait() is the average, of the bucket's length
+
+A hook gets this rank's own gradients, and has to divide by the number of ranks itself. Which parameters ranks have used
+travels beside it, over a communicator of its own, so that it adds no wait to a hook's.
+"""
+
+import torch
+
+from dtlib.errors import DtlibError
+from dtlib.gradients.buckets import FlatBuffer
+
+
+class GradBucket:
+    """A bucket as torch's hooks know it (``torch.distributed.GradBucket``, which only C++ can make)."""
+
+    def __init__(self, index: int, is_last: bool, parameters: list, buffer):
+        self._index, self._is_last, self._parameters, self._views = index, is_last, parameters, buffer.views
+        self._flat = buffer.flat.view(-1)  # a hook may resize it, as batched_powerSGD_hook does
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        """Of this backward pass, the bucket that leaves last."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """This rank's gradients in one dimension."""
+        return self._flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._flat = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, in the shapes of ``parameters()``."""
+        return self._views
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self._parameters
+
+
+class CommHook:
+    """``hook(state, bucket)`` in place of ``all_reduce``, for the buckets of one model. All ranks make one.
+
+    Hooks of ``dtlib.parallel.compression`` and of ``torch.distributed.algorithms.ddp_comm_hooks`` work. They return a
+    ``torch.futures.Future`` of the average. ``before`` is the hook that the model has already, if any: then this is
+    refused.
+    """
+
+    def __init__(self, state, hook, comm, buckets: list, before: "CommHook | None" = None):
+        if before is not None:
+            raise DtlibError(f"This model has the hook {before.name} already: wrap it anew for another one.")
+        self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        if not callable(hook):
+            raise DtlibError(f"register_comm_hook(state, {hook!r:.40}): give a function hook(state, bucket).")
+        names = comm.all_gather_object(self.name)
+        if len(set(names)) > 1:
+            raise DtlibError(f"register_comm_hook: ranks gave {', '.join(names)}: give all ranks the same hook.")
+        self.state, self.hook, self.comm, self.buckets = state, hook, comm.split(0), buckets
+        for bucket in buckets:  # a hook may resize the memory of gradients, so flags get their own
+            flags, shapes = bucket.buffer.tail, [parameter.shape for parameter in bucket.parameters]
+            bucket.buffer = FlatBuffer(shapes, flags.dtype, flags.device)
+            bucket.buffer.tail = torch.zeros_like(flags)
+
+    def launch(self, bucket) -> "Averaged":
+        """Begin with the gradients and flags that are in this bucket's memory."""
+        flags = self.comm.all_reduce(bucket.buffer.tail, async_op=True)
+        index, is_last = self.buckets.index(bucket), bucket is self.buckets[-1]
+        future = self.hook(self.state, GradBucket(index, is_last, bucket.parameters, bucket.buffer))
+        if not hasattr(future, "wait"):
+            raise DtlibError(
+                f"The hook {self.name} returned {type(future).__name__}: return a torch.futures.Future of the averaged "
+                "bucket, such as all_reduce(..., async_op=True).get_future()."
+            )
+        return Averaged(self.name, flags, future, bucket.buffer.flat)
+
+
+class Averaged:
+    """In place of the handle of an ``all_reduce``: at the end of ``wait()`` the average is in the bucket's memory."""
+
+    def __init__(self, name: str, flags, future, flat: torch.Tensor):
+        self._name, self._flags, self._future, self._flat = name, flags, future, flat
+
+    def wait(self) -> None:
+        self._flags.wait()
+        average = self._future.wait()
+        average = average[0] if isinstance(average, list | tuple) else average
+        if average.numel() != self._flat.numel():
+            raise DtlibError(
+                f"The hook {self._name} gave {average.numel()} numbers for a bucket of {self._flat.numel()}: give one "
+                "for each."
+            )
+        if average.data_ptr() != self._flat.data_ptr() or average.dtype != self._flat.dtype:
+            self._flat.copy_(average.view(-1))

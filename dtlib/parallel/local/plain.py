@@ -1,0 +1,95 @@
+"""Steps that each rank takes alone, and seldom a message; to be read from top to bottom.
+
+Eight steps of two ranks. A dot is a step, a bar a message of all parameters or gradients, for which both wait:
+
+    data parallelism     rank 0  .|.|.|.|.|.|.|.|     the mean of gradients, every step
+                         rank 1  .|.|.|.|.|.|.|.|
+    sync_every = 4       rank 0  . . . .|. . . .|     every fourth step
+                         rank 1  . . . .|. . . .|
+
+    LocalSGD     the mean of the parameters takes their place
+    DiLoCo       the way from the last start to that mean counts as a gradient, for an optimizer of its own (outer):
+                 with Nesterov momentum the next round leaves with the pace of the last ones
+
+Local SGD: S. Stich, ICLR 2019. DiLoCo: A. Douillard et al., arXiv:2311.08105. Names as in torchft.
+"""
+
+import torch
+
+from dtlib.comm import as_communicator
+from dtlib.errors import DtlibError
+from dtlib.gradients.same_model import check_same_model
+
+
+class LocalSGD:
+    """``step()`` in place of ``optimizer.step()``: every ``sync_every`` steps the mean over ranks is everybody's model.
+
+    Contract: all ranks take as many steps; no buffers; all parameters of one dtype. Rank 0's values hold at
+    construction. The states of ``optimizer`` (momenta) stay each rank's own.
+    """
+
+    def __init__(self, comm, model, optimizer, sync_every: int):
+        self.comm, self.optimizer, self.sync_every, self.steps = as_communicator(comm), optimizer, sync_every, 0
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.trained = list(named.values())
+        check_same_model(named, self.comm, type(self).__name__)
+        if not isinstance(sync_every, int) or sync_every < 1:
+            raise DtlibError(f"{type(self).__name__}(sync_every={sync_every!r}): give the steps of a round, 1 or more.")
+        if len({parameter.dtype for parameter in self.trained}) != 1 or any(True for _ in model.buffers()):
+            raise DtlibError(f"{type(self).__name__}: take a model of one dtype without buffers, or the full class.")
+        self.check_optimizer(optimizer)
+        for parameter in model.parameters():
+            self.comm.broadcast(parameter)
+
+    def check_optimizer(self, optimizer) -> None:
+        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if known != set(self.trained):
+            raise DtlibError(
+                f"{type(self).__name__}: an optimizer has {len(known)} parameters, and the model trains "
+                f"{len(self.trained)}: give it all of them."
+            )
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.sync_every == 0:
+            with torch.no_grad():
+                self.synchronise()
+
+    def synchronise(self) -> None:
+        for parameter, mean in zip(self.trained, self.means(self.trained), strict=True):
+            parameter.copy_(mean)
+
+    def means(self, tensors) -> list[torch.Tensor]:
+        """Over ranks, in one message."""
+        flat = self.comm.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), op="mean")
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+class DiLoCo(LocalSGD):
+    """The same; at the end of a round ``outer_optimizer`` takes one step from where the round began.
+
+    ``outer_optimizer`` is one of torch's over the model's parameters: ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` in
+    the paper. With ``SGD(lr=1)`` it is local SGD.
+    """
+
+    def __init__(self, comm, model, inner_optimizer, outer_optimizer, sync_every: int):
+        super().__init__(comm, model, inner_optimizer, sync_every)
+        self.check_optimizer(outer_optimizer)
+        self.outer_optimizer = outer_optimizer
+        self.starts = [parameter.detach().clone() for parameter in self.trained]
+
+    def synchronise(self) -> None:
+        ways = [start - parameter for start, parameter in zip(self.starts, self.trained, strict=True)]
+        for parameter, start, way in zip(self.trained, self.starts, self.means(ways), strict=True):
+            parameter.copy_(start)  # back to where all ranks were
+            parameter.grad = way
+        self.outer_optimizer.step()
+        for parameter, start in zip(self.trained, self.starts, strict=True):
+            start.copy_(parameter)
+            parameter.grad = None
+
+
+# LocalSGD and DiLoCo, in full.py, add fragments of the model that travel one after the other while the next steps are
+# computed, ranks that die between two rounds, checkpoints, buffers, and several dtypes.

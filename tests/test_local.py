@@ -1,0 +1,206 @@
+"""Steps alone, then a message: against one process that plays all ranks, and data parallelism where they agree."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import dtlib
+from dtlib.errors import DtlibError
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.local import DiLoCo, LocalSGD, plain
+from dtlib.recovery import Run
+from dtlib.theory import collectives
+from tests.ranks import on_ranks
+
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+
+
+def sgd(model, **settings):
+    return torch.optim.SGD(model.parameters(), **settings)
+
+
+def gradient_of(model, rank: int, step: int) -> None:
+    """Gradients of this rank's batch of this step, with a random cotangent."""
+    chance = torch.Generator().manual_seed(1000 * rank + step)
+    x, cotangent = (torch.randn(5, size, generator=chance, dtype=torch.float64) for size in (6, 4))
+    model.zero_grad()
+    model(x).backward(cotangent / 5)
+
+
+def train(local, model, rank: int, steps) -> list[torch.Tensor]:
+    for step in steps:
+        gradient_of(model, rank, step)
+        local.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def alone(ranks: int, steps: int, sync_every: int, outer=None, parts=None, delay=0, alpha=0.0, die=()):
+    """One process that plays all ranks with AdamW; returns each rank's parameters. ``parts`` are indices of parameters
+    that travel together, ``die`` is (rank, step): it is not there any more from this step on.
+
+    The outer step is written out: v = m v + way, start -= rate (way + m v).
+    """
+    models = [made() for _ in range(ranks)]
+    inner, living = [adamw(model) for model in models], list(range(ranks))
+    parameters = [list(model.parameters()) for model in models]
+    starts = [parameter.detach().clone() for parameter in parameters[0]]
+    speeds = [torch.zeros_like(start) for start in starts]
+    parts = parts or [range(len(starts))]
+    under_way, turn = None, 0
+    for step in range(steps):
+        living = [rank for rank in living if (rank, step) not in die]
+        for rank in living:
+            gradient_of(models[rank], rank, step)
+            inner[rank].step()
+        with torch.no_grad():
+            if (step + 1) % (sync_every // len(parts)) == 0:
+                ways = {i: [starts[i] - parameters[rank][i] for rank in living] for i in parts[turn % len(parts)]}
+                under_way, turn = (step + delay, {i: sum(way) / len(living) for i, way in ways.items()}), turn + 1
+            if under_way and under_way[0] == step:
+                for i, way in under_way[1].items():
+                    if outer:
+                        speeds[i] = outer["momentum"] * speeds[i] + way
+                        way = outer["lr"] * (way + outer["momentum"] * speeds[i])
+                    starts[i] = starts[i] - way
+                    for rank in living:
+                        parameters[rank][i].copy_(alpha * parameters[rank][i] + (1 - alpha) * starts[i])
+                under_way = None
+    return [[parameter.detach() for parameter in each] for each in parameters]
+
+
+def equal(ones, others, within: float = 1e-12) -> None:
+    for one, other in zip(ones, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=within)
+
+
+@on_ranks(2, 3, 4, slow=(4,))
+def test_a_round_of_one_step_is_data_parallelism_with_nesterov_at_the_product_of_the_rates(world):
+    comm, steps = world.comm, range(50)
+    model = DataParallel(made(), comm)
+    optimizer = sgd(model, lr=0.3 * 0.7, momentum=0.9, nesterov=True)
+    for step in steps:
+        gradient_of(model, world.rank, step)
+        optimizer.step()
+    expected = [parameter.detach() for parameter in model.parameters()]
+    for kind in (plain.DiLoCo, DiLoCo):
+        model = made()
+        local = kind(comm, model, sgd(model, lr=0.3), sgd(model, **OUTER), 1)
+        equal(train(local, model, world.rank, steps), expected)
+
+
+@on_ranks(1, 2, 3, 4, slow=(1, 4))
+def test_plain_and_full_are_one_process_that_plays_all_ranks_and_send_what_the_formula_says(world):
+    comm, steps, every = world.comm, 11, 4  # it ends within a round
+    count = sum(parameter.numel() for parameter in made().parameters())
+    once = 8 * collectives.elements_sent("all_reduce", "recursive_doubling", comm.size, comm.rank, count)
+    for outer in (None, OUTER):
+        expected = alone(comm.size, steps, every, outer)[comm.rank]
+        for kind in (plain, dtlib.parallel.local):
+            model = made()
+            if world.rank:  # rank 0's values hold
+                nn.init.ones_(model[0].weight)
+            optimizers = [adamw(model), *([sgd(model, **outer)] if outer else [])]
+            local = (kind.DiLoCo if outer else kind.LocalSGD)(comm, model, *optimizers, every)
+            with dtlib.trace() as trace:
+                equal(train(local, model, world.rank, range(steps)), expected)
+            assert trace.sent()[1] == steps // every * once
+
+
+@on_ranks(2, 3, 4, slow=(4,))
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+def test_fragments_travel_while_the_next_steps_are_computed(world, progress):
+    comm, steps = world.comm, 23
+    settings = {"fragments": 2, "fragment_sync_delay": 2, "fragment_update_alpha": 0.4, "progress": progress}
+    parts = [[0], [1, 2, 3]]
+    expected = alone(comm.size, steps, 6, OUTER, parts, 2, 0.4)[comm.rank]
+
+    def begin():
+        model = made()
+        return model, adamw(model), sgd(model, **OUTER)
+
+    model, inner, outer = begin()
+    local = DiLoCo(comm, model, inner, outer, 6, **settings)
+    names = {parameter: i for i, parameter in enumerate(model.parameters())}
+    assert [[names[parameter] for parameter in part] for part in local.fragments] == parts
+    equal(train(local, model, world.rank, range(steps)), expected)
+
+    # The same with a checkpoint while a fragment is under way, from which others go on.
+    model, inner, outer = begin()
+    local = DiLoCo(comm, model, inner, outer, 6, **settings)
+    train(local, model, world.rank, range(10))
+    saved = [local.state_dict(), model.state_dict(), inner.state_dict()]
+    assert saved[0]["sent"] is not None
+    model, inner, outer = begin()
+    local_2 = DiLoCo(comm, model, inner, outer, 6, **settings)
+    model.load_state_dict(saved[1])
+    inner.load_state_dict(saved[2])
+    local_2.load_state_dict(saved[0])
+    equal(train(local_2, model, world.rank, range(10, steps)), expected)
+    with pytest.raises(DtlibError, match="under way"):
+        local.load_state_dict(saved[0])
+
+
+@on_ranks(2, 3)
+def test_buffers_are_averaged_gradients_stay_and_what_does_not_fit_is_refused(world):
+    comm = world.comm
+
+    def refused(why, kind, *arguments, model=None, **settings):
+        model = model or made()
+        optimizers = [sgd(model, lr=0.1), sgd(model, lr=0.1)]
+        with pytest.raises(DtlibError, match=why):
+            kind(comm, model, *optimizers, *arguments, **settings)
+        comm.barrier()
+
+    for kind in (plain.DiLoCo, DiLoCo):
+        for value in (0, 2.5):
+            refused("sync_every", kind, value)
+        refused("differ", kind, 2, model=nn.Linear(2, 3 + world.rank))
+        model = made()
+        few = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        for pair in ((few, sgd(model, lr=0.1)), (sgd(model, lr=0.1), few)):
+            with pytest.raises(DtlibError, match="give it all"):
+                kind(comm, model, *pair, 2)
+            comm.barrier()
+    normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    refused("without buffers", plain.DiLoCo, 2, model=normed)
+    refused("evenly spaced", DiLoCo, 4, fragments=3)
+    refused("evenly spaced", DiLoCo, 8, fragments=8)
+    refused("before the next", DiLoCo, 4, fragments=2, fragment_sync_delay=2)
+    refused("alpha", DiLoCo, 4, fragment_update_alpha=2)
+
+    optimizer = sgd(normed, lr=0.1)
+    local = LocalSGD(comm, normed, optimizer, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        normed(torch.full((2, 3), 1.0 + world.rank).double() * torch.tensor([[1.0], [2.0]]).double()).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in normed.parameters()]
+        variance = normed[1].running_var.clone()
+        local.step()
+    equal([parameter.grad for parameter in normed.parameters()], gradients)
+    equal([normed[1].running_var], [comm.all_reduce(variance, op="mean")])
+
+
+@pytest.mark.parametrize(("delay", "die"), [(0, {2: 5}), (1, {0: 4, 2: 9})])
+def test_a_rank_that_dies_between_two_rounds_costs_its_own_steps_and_nothing_else(tmp_path, delay, die):
+    """Those who are left have, to the last digits, what they would have if it had not been there in that round."""
+    settings = {"sync_every": 4, "fragment_sync_delay": delay}
+    options = {"die": die, "steps": 14, "settings": settings}
+    run = Run(["-m", "tests.programs.local_deaths", json.dumps(options)], 3, tmp_path, survive=True).start()
+    assert run.wait(150) == 0, run.output()[-3000:]
+    expected = alone(3, 14, 4, OUTER, delay=delay, die=list(die.items()))
+    left = sorted(set(range(3)) - set(die))
+    for rank in left:
+        came = torch.load(tmp_path / f"{rank}.pt")
+        assert came["lost"] == [[rank] for rank in die]
+        equal(came["parameters"], expected[rank])
