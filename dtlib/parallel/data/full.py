@@ -139,8 +139,8 @@ class DataParallel(nn.Module):
             self._synchronising = before
 
     def register_comm_hook(self, state, hook) -> None:
-        """From now on ``hook(state, bucket)`` averages buckets, in place of ``all_reduce`` (hooks.py); all ranks call it. It
-        goes neither with ``batch_size`` nor with ``join()``. Counterpart: torch's ``register_comm_hook``."""
+        """From now on ``hook(state, bucket)`` averages buckets, in place of ``all_reduce`` (hooks.py); on all ranks.
+        It goes neither with ``batch_size`` nor with ``join()``. Counterpart: torch's ``register_comm_hook``."""
         self._hook = CommHook(state, hook, self.comm, self.buckets, self._hook)
 
     # The backward pass
