@@ -1,4 +1,4 @@
-"""The command line: dtlib doctor | lab | fresh | tour | pi | train."""
+"""The command line: dtlib doctor | lab | fresh | tour | pi | train | plan."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments=None) -> int:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train")
+    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train | plan")
     doctor = commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
     doctor.add_argument("--decode", metavar="CODE", nargs="+", help="say what the codes that learners have sent mean")
 
@@ -63,6 +63,19 @@ def main(arguments=None) -> int:
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
     train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
     train.add_argument("--json", metavar="FILE", help="write the result")
+    plan = commands.add_parser("plan", help="say which meshes of GPUs a model fits on, and how long a step takes there")
+    plan.add_argument("model", help="a name such as llama3-8b, a config.json, or layers=...,hidden=...,heads=...")
+    plan.add_argument("--gpus", type=_count, default=8, help="of the whole job (default: 8)")
+    plan.add_argument("--device", default="h100", help="v100, a100, h100, h200 or b200 (default: h100)")
+    plan.add_argument("--batch", type=_count, default=0, help="samples of a step (default: four million tokens)")
+    plan.add_argument("--seq", type=_count, default=0, help="tokens of a sample, in place of the model's")
+    plan.add_argument("--fixed", default="", help="parts of the plan that are given: zero=3,recompute=full")
+    plan.add_argument("--best", type=_count, default=10, help="how many plans to show (default: 10)")
+    plan.add_argument("--tokens", type=float, help="of the whole training: say days and energy, too")
+    plan.add_argument(
+        "--write", metavar="FILE", action="append", help="as x.dtlib.json, .deepspeed.json, .torchtitan.toml"
+    )
+    plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
     options, unknown = parser.parse_known_args(arguments)
     if options.command == "lab":
         options.jupyter = [argument for argument in unknown if argument != "--"]
@@ -157,6 +170,12 @@ def _train(options) -> int:
     return train(options, options.ranks or usable_cores())
 
 
+def _plan(options) -> int:
+    from dtlib.planner.command import run
+
+    return run(options)
+
+
 def _points_per_second_alone(kernel, points: int) -> float:
     """Speed of one rank while the others wait: up to half a second's worth of the same points."""
     sample = min(points, 1000)
@@ -206,6 +225,12 @@ def _steps(text: str) -> int:
     return steps
 
 
+def _count(text: str) -> int:
+    if (count := _whole_number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few: give 1 or more.")
+    return count
+
+
 def _points(text: str) -> int:
     from dtlib.pi import MOST_POINTS
 
@@ -231,4 +256,4 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-_COMMANDS = {"doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train}
+_COMMANDS = {"doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train, "plan": _plan}

@@ -1,0 +1,132 @@
+"""``dtlib plan``: what was asked, as a model, GPUs and a batch; one sentence where that cannot be."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.planner import configs, report
+from dtlib.planner.estimate import Estimate, search
+from dtlib.planner.mesh import Plan
+from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, from_transformers
+
+WRITERS = {"dtlib": configs.for_dtlib, "deepspeed": configs.for_deepspeed, "torchtitan": configs.for_torchtitan}
+
+
+def model_of(asked, seq: int = 0) -> Model:
+    """A ``Model``; a name in ``MODELS``; the path of a transformers config.json, or its dictionary; sizes, written as
+    ``layers=24,hidden=2048,heads=16,vocab=51200,seq=1024``."""
+    if isinstance(asked, Model):
+        return replace(asked, seq=seq or asked.seq)
+    if isinstance(asked, dict):
+        return from_transformers(asked, seq)
+    if asked in MODELS:
+        return replace(MODELS[asked], seq=seq or MODELS[asked].seq)
+    if "=" in asked:
+        made = _fields(asked, Model, "a model's sizes")
+        if missing := [name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in made]:
+            raise PlanError(f"{', '.join(missing)} is missing in the model's sizes {asked!r}.")
+        return replace(Model(**made), seq=seq or made["seq"])
+    try:
+        return from_transformers(json.loads(Path(asked).read_text(encoding="utf-8")), seq)
+    except OSError:
+        raise PlanError(
+            f"There is no model {asked!r}: give one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
+        raise PlanError(f"{asked} is no config of a model: give the config.json that transformers saves.") from None
+
+
+def device_of(asked) -> Device:
+    if isinstance(asked, Device):
+        return asked
+    if asked not in DEVICES:
+        raise PlanError(f"There is no device {asked!r}: choose one of {', '.join(DEVICES)}.")
+    return DEVICES[asked]
+
+
+def fixed_of(text: str) -> dict:
+    """``zero=3,recompute=full`` as fields of a plan."""
+    return _fields(text, Plan, "a plan") if text else {}
+
+
+def asked(model, gpus: int, device="h100", batch: int = 0, seq: int = 0, fixed: dict | None = None, best: int = 10):
+    """The best plans, and all that were tried. Without a batch: four million tokens, in whole samples a GPU."""
+    if not isinstance(gpus, int) or gpus < 1:
+        raise PlanError(f"gpus is {gpus!r}: give a whole number from 1 on.")
+    model = model_of(model, seq)
+    batch = batch or max(1, round(4e6 / model.seq / gpus)) * gpus
+    return search(model, gpus, device_of(device), batch, best, **(fixed or {}))
+
+
+def written(plan: Estimate, path: str) -> str:
+    """The plan, written for what the file's name says (`x.dtlib.json`, `x.deepspeed.json`, `x.torchtitan.toml`)."""
+    whose = next((name for name in WRITERS if name in Path(path).name), None)
+    if whose is None:
+        raise PlanError(f"{path} does not say whose config it is: put {', '.join(WRITERS)} into the file's name.")
+    made = WRITERS[whose](plan.model, plan.plan)
+    text = made if isinstance(made, str) else json.dumps(made, indent=2) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise DtlibError(f"{path} cannot be written ({problem.strerror}): name another file.") from None
+    return f"{path}: {plan.plan}, for {whose}"
+
+
+def run(options) -> int:
+    from tabulate import tabulate
+
+    fixed = fixed_of(options.fixed)
+    best, tried = asked(options.model, options.gpus, options.device, options.batch, options.seq, fixed, options.best)
+    if options.json:
+        print(json.dumps([_as_json(each) for each in best], indent=1))
+        return 0
+    print(report.summary(best, tried), "\n")
+    if best:
+        print(tabulate(report.best_rows(best), report.HEADERS, disable_numparse=True), "\n")
+    rows, headers = report.map_rows(tried)
+    print(tabulate(rows, headers, disable_numparse=True), "\n")
+    if best:
+        print(tabulate(report.details(best[0], options.tokens), tablefmt="plain", maxcolwidths=[None, 90]))
+    for path in options.write or ():
+        if not best:
+            raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
+        _write_first(best, path)
+    return 0
+
+
+def _write_first(best: list[Estimate], path: str) -> None:
+    """The fastest plan that this program can be told."""
+    refused = None
+    for each in best:
+        try:
+            print(written(each, path))
+            return
+        except PlanError as problem:
+            refused = refused or problem
+    raise refused
+
+
+def _as_json(e: Estimate) -> dict:
+    return {
+        "plan": vars(e.plan), "seconds": e.seconds, "low": e.low, "high": e.high, "tokens_per_second": e.tokens,
+        "mfu": e.mfu,
+        "GiB": e.memory.total / GIB, "sent_bytes": e.sent, "outside": e.outside,
+    }  # fmt: skip
+
+
+def _fields(text: str, kind, what: str) -> dict:
+    """``a=1,b=full`` as values of the types that the class has."""
+    made, known = {}, kind.__dataclass_fields__
+    for pair in text.split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or name not in known:
+            raise PlanError(f"{pair!r} is nothing of {what}: write name=value, with {', '.join(known)}.")
+        wanted = type(known[name].default) if isinstance(known[name].default, (bool, str)) else int
+        try:
+            made[name] = {"true": True, "false": False}[value.lower()] if wanted is bool else wanted(value)
+        except (ValueError, KeyError):
+            raise PlanError(
+                f"{name} is {value!r}: give {'true or false' if wanted is bool else 'a whole number'}."
+            ) from None
+    return made

@@ -1,0 +1,113 @@
+"""A plan written down for what runs it: `dtlib train`, DeepSpeed and torchtitan, each in its own keys.
+
+What one of them cannot do is refused in a sentence, and not left out.
+"""
+
+from dtlib.planner.mesh import Plan
+from dtlib.planner.model import Model, PlanError
+
+FLAVOURS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
+OURS = {"gpipe": "gpipe", "one_f_one_b": "1f1b", "zero_bubble_h1": "zero_bubble_h1"}
+TITANS = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "Interleaved1F1B"}
+TITANS_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
+
+
+def for_dtlib(model: Model, plan: Plan) -> dict:
+    """For `dtlib train --config FILE --ranks {plan.gpus}`."""
+    _only(plan, "dtlib train", "data", "pipe")
+    config = _batch(plan) | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
+        "zero_optimization": {"stage": plan.zero},
+    }
+    if plan.recompute not in ("none", "full") or (plan.recompute == "full" and plan.pipe == 1):
+        raise PlanError(
+            f"dtlib train recomputes the stages of a pipeline whole, or nothing: not {plan.recompute!r} here."
+        )
+    if plan.pipe > 1:
+        schedule = _known(plan.schedule, OURS, "dtlib train")
+        again = int(plan.recompute == "full")
+        config["pipeline"] = {"stages": plan.pipe, "schedule": schedule, "activation_checkpoint_interval": again}
+    return config
+
+
+def for_deepspeed(model: Model, plan: Plan) -> dict:
+    """For `deepspeed.initialize`. The stages of a pipeline are made by the program,
+    `PipelineModule(num_stages=...)`."""
+    _only(plan, "DeepSpeed's config", "data", "tensor", "pipe")
+    if plan.pipe > 1 and plan.zero > 1:
+        raise PlanError(f"DeepSpeed's pipelines take ZeRO stage 0 or 1, not {plan.zero}.")
+    config = _batch(plan) | {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
+        "zero_optimization": {"stage": plan.zero},
+    }
+    if plan.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": plan.tensor}
+    if plan.recompute != "none":
+        config["activation_checkpointing"] = {"partition_activations": plan.tensor > 1}
+    if plan.pipe > 1:
+        config["pipeline"] = {"activation_checkpoint_interval": int(plan.recompute == "full")}
+    return config
+
+
+def for_torchtitan(model: Model, plan: Plan) -> str:
+    """TOML, for `--job.config_file`. ZeRO's stage 3 is FSDP; 2 is FSDP that keeps parameters after the forward pass; 0
+    is replication; there is no stage 1."""
+    if model.name not in FLAVOURS:
+        raise PlanError(
+            f"torchtitan knows models by flavour, here {', '.join(FLAVOURS)}: not {model.name or 'sizes'!r}."
+        )
+    if plan.zero == 1 and plan.data > 1:
+        raise PlanError("torchtitan has no ZeRO stage 1: take 0, 2 or 3.")
+    sections = {
+        "model": {"name": "llama3", "flavor": FLAVOURS[model.name]},
+        "training": {
+            "local_batch_size": plan.batch // plan.data, "global_batch_size": plan.batch, "seq_len": model.seq,
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": 1 if plan.zero else plan.data,
+            "data_parallel_shard_degree": plan.data if plan.zero else 1,
+            "fsdp_reshard_after_forward": "never" if plan.zero == 2 else "default",
+            "tensor_parallel_degree": plan.tensor,
+            "context_parallel_degree": plan.context,
+            "expert_parallel_degree": plan.expert,
+            "pipeline_parallel_degree": plan.pipe,
+        },
+        "activation_checkpoint": {"mode": _known(plan.recompute, TITANS_RECOMPUTE, "torchtitan")},
+    }  # fmt: skip
+    if plan.pipe > 1:
+        sections["parallelism"] |= {
+            "pipeline_parallel_schedule": _known(plan.schedule, TITANS, "torchtitan"),
+            "pipeline_parallel_microbatch_size": plan.micro_batch,
+        }
+    elif plan.micro_batches > 1:
+        sections["training"]["local_batch_size"] = plan.micro_batch  # it accumulates up to global_batch_size
+    if plan.recompute == "operators":
+        sections["activation_checkpoint"]["selective_ac_option"] = "op"
+    lines = []
+    for name, values in sections.items():
+        lines += [
+            f"[{name}]",
+            *(f'{key} = "{v}"' if isinstance(v, str) else f"{key} = {v}" for key, v in values.items()),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _batch(plan: Plan) -> dict:
+    return {
+        "train_batch_size": plan.batch, "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.micro_batches,
+    }  # fmt: skip
+
+
+def _only(plan: Plan, whose: str, *axes: str) -> None:
+    for axis in ("data", "tensor", "pipe", "context", "expert"):
+        if getattr(plan, axis) > 1 and axis not in axes:
+            raise PlanError(f"{whose} has no {axis} axis, and the plan has {getattr(plan, axis)} ranks on it.")
+
+
+def _known(value: str, names: dict, whose: str) -> str:
+    if value not in names:
+        raise PlanError(f"{whose} has no {value!r}: choose one of {', '.join(names)}.")
+    return names[value]

@@ -1,0 +1,52 @@
+"""An answer in rows: the best plans, what fits where, and one plan in full. Tables are drawn by whoever shows them."""
+
+from dtlib.planner.estimate import Estimate, rounded
+from dtlib.planner.model import GIB
+from dtlib.planner.runs import days_of, energy_kwh
+
+HEADERS = ("plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
+
+
+def best_rows(best: list[Estimate]) -> list[tuple]:
+    """A row a plan; seconds that were never measured in such a place have one digit and a ~."""
+    return [(str(e.plan), time_of(e), f"{e.low:.2g}", f"{e.high:.2g}", *_rates(e)) for e in best]
+
+
+def _rates(e: Estimate) -> tuple[str, str, str]:
+    mark = "~" if e.outside else ""
+    return f"{mark}{e.tokens:.2g}", f"{mark}{e.mfu:.0%}", f"{e.memory.total / GIB:.1f}"
+
+
+def time_of(e: Estimate) -> str:
+    return f"~{rounded(e.seconds)}" if e.outside else f"{e.seconds:.3g}"
+
+
+def map_rows(tried: list[Estimate]) -> tuple[list[tuple], tuple]:
+    """What fits: a row a tensor axis, a column a pipe axis; seconds of the fastest that fits, or the GiB of the
+    smallest."""
+    cells = {}
+    for e in reversed(tried):  # the best is written last
+        cells[e.plan.tensor, e.plan.pipe] = time_of(e) + " s" if e.fits else f"no: {e.memory.total / GIB:.0f} GiB"
+    tensors, pipes = (sorted({key[axis] for key in cells}) for axis in (0, 1))
+    rows = [(f"tensor {t}", *(cells.get((t, p), "-") for p in pipes)) for t in tensors]
+    return rows, ("", *(f"pipe {p}" for p in pipes))
+
+
+def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
+    """What a plan holds, takes and sends, as rows of name and value."""
+    rows = [("memory", str(e.memory))]
+    rows += [("step", ", ".join(f"{name} {took:.2g} s" for name, took in e.parts.items() if took > 0.005 * e.seconds))]
+    rows += [("sent a rank, a step", ", ".join(f"{name} {sent / 1e9:.3g} GB" for name, sent in e.sent.items() if sent))]
+    if tokens:
+        took, low, high = (days_of(s, tokens, e.plan.batch * e.model.seq) for s in (e.seconds, e.low, e.high))
+        energy = energy_kwh(took, e.plan.gpus, e.device.watts)
+        rows += [("run", f"{tokens:.3g} tokens: {took:.3g} days ({low:.3g} to {high:.3g}), {energy / 1000:.3g} MWh")]
+    return rows + [("outside", sentence) for sentence in e.outside]
+
+
+def summary(best: list[Estimate], tried: list[Estimate]) -> str:
+    """A sentence on what was found, or why nothing fits."""
+    if not best:
+        return f"None of {len(tried)} meshes fits. The smallest: {tried[0].plan}. {tried[0].why_not}"
+    fit = sum(e.fits for e in tried)
+    return f"{fit} of {len(tried)} meshes fit; nine of ten steps are expected between the bounds of their band."

@@ -1,0 +1,205 @@
+"""`dtlib plan` and `lab.plan()`: what is asked, what is shown, what is written down for others."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from dtlib.cli import main
+from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate
+from dtlib.planner.command import asked, fixed_of, model_of
+
+LLAMA = MODELS["llama3-8b"]
+
+
+def test_a_table_a_map_and_the_best_in_full(capsys):
+    assert main(["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096", "--tokens", "1e12"]) == 0
+    said = capsys.readouterr().out
+    for words in ("meshes fit", "tokens/s", "tensor 1", "pipe 2", "memory", "sent a rank, a step", "days", "GiB"):
+        assert words in said, words
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_as_json(capsys):
+    sizes = "layers=24,hidden=2048,heads=16,vocab=51200,seq=1024"
+    assert (
+        main(["plan", sizes, "--gpus", "8", "--device", "a100", "--batch", "64", "--json", "--fixed", "micro_batch=4"])
+        == 0
+    )
+    best = json.loads(capsys.readouterr().out)
+    assert 1 <= len(best) <= 10
+    assert all(each["plan"]["micro_batch"] == 4 and each["low"] < each["seconds"] < each["high"] for each in best)
+    assert best[0]["outside"] == []
+
+
+@pytest.mark.parametrize(
+    "line,says",
+    (
+        ("plan gpt5", "There is no model 'gpt5': give one of"),
+        ("plan llama3-8b --device tpu", "There is no device 'tpu': choose one of"),
+        ("plan llama3-8b --gpus 0", "0 is too few"),
+        ("plan llama3-8b --fixed zero=9", "No mesh of 8 GPUs divides"),
+        ("plan llama3-8b --fixed zeros=1", "'zeros=1' is nothing of a plan"),
+        ("plan llama3-8b --fixed zero=x", "zero is 'x': give a whole number"),
+        ("plan layers=2,hidden=64", "heads, vocab, seq is missing"),
+        ("plan layers=2,hidden=64,heads=3,vocab=9,seq=8", "hidden is 64, and 3 heads"),
+        ("plan llama3-8b --write x.json", "does not say whose config it is"),
+        ("plan llama3-8b --write no/where/x.deepspeed.json", "cannot be written"),
+        ("plan llama3-405b --gpus 8 --write x.dtlib.json", "Nothing fits"),
+    ),
+)
+def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(line.split())
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1, error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_from_a_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}))
+    assert model_of(str(path)).hidden == 64
+    assert model_of(str(path), seq=16).seq == 16
+    path.write_text("[1]")
+    with pytest.raises(PlanError, match="is no config of a model"):
+        model_of(str(path))
+    assert fixed_of("zero=3, sequence_parallel=false") == {"zero": 3, "sequence_parallel": False}
+
+
+def test_it_says_so_where_nothing_fits(capsys):
+    assert main(["plan", "llama3-405b", "--gpus", "8", "--batch", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "None of" in said and "Cut it over more GPUs" in said and "no: " in said
+
+
+def test_in_a_notebook(capsys):
+    from IPython.display import display  # noqa: F401, what the lab shows with
+
+    from dtlib import lab
+
+    found = lab.plan("llama3-8b", 16, batch=256, seq=4096, best=3, zero=1)
+    assert len(found) == 3 and all(each.plan.zero == 1 for each in found)
+    from dtlib.lab.plan import what_fits
+
+    picture = what_fits(asked("llama3-8b", 16, batch=256, seq=4096)[1])
+    said = capsys.readouterr().out
+    assert "meshes fit" in said
+    assert picture is None or "tensor" in str(picture)
+
+
+# Configs for others.
+
+
+def test_what_others_cannot_do_is_refused():
+    plan = Plan(data=2, tensor=2, pipe=2, batch=32)
+    with pytest.raises(PlanError, match="dtlib train has no tensor axis, and the plan has 2"):
+        configs.for_dtlib(LLAMA, plan)
+    with pytest.raises(PlanError, match="DeepSpeed's config has no context axis"):
+        configs.for_deepspeed(LLAMA, replace(plan, context=2))
+    with pytest.raises(PlanError, match="DeepSpeed's pipelines take ZeRO stage 0 or 1, not 3"):
+        configs.for_deepspeed(LLAMA, replace(plan, zero=3))
+    with pytest.raises(PlanError, match="torchtitan has no ZeRO stage 1"):
+        configs.for_torchtitan(LLAMA, replace(plan, zero=1))
+    with pytest.raises(PlanError, match="torchtitan knows models by flavour"):
+        configs.for_torchtitan(replace(LLAMA, name=""), plan)
+    with pytest.raises(PlanError, match="torchtitan has no 'zero_bubble_h1'"):
+        configs.for_torchtitan(LLAMA, replace(plan, schedule="zero_bubble_h1"))
+
+
+def test_our_own_config_is_one_that_initialize_reads():
+    from dtlib.training import config
+
+    plan = Plan(data=2, pipe=2, batch=32, micro_batch=4, recompute="full", zero=1)
+    made = config.read(configs.for_dtlib(LLAMA, plan), ranks=2)
+    assert (made.train_batch_size, made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps) == (32, 4, 4)
+    assert made.zero_optimization.stage == 1
+    assert (made.pipeline.stages, made.pipeline.schedule, made.pipeline.activation_checkpoint_interval) == (
+        2,
+        "1f1b",
+        1,
+    )
+
+
+def test_torchtitans_toml():
+    plan = Plan(data=8, tensor=4, context=2, zero=3, batch=64, micro_batch=2, recompute="operators")
+    made = tomllib.loads(configs.for_torchtitan(LLAMA, plan))
+    assert made["parallelism"]["data_parallel_shard_degree"] == 8
+    assert made["parallelism"]["context_parallel_degree"] == 2
+    assert made["training"] == {"local_batch_size": 2, "global_batch_size": 64, "seq_len": 8192}
+    assert made["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+
+
+DEEPSPEED = """
+import sys
+import deepspeed.runtime.config as parser
+ways = int(sys.argv[2])
+parser.dist.get_rank, parser.dist.get_world_size = (lambda *_: 0), (lambda *_: ways)
+parser.dist.is_initialized = lambda: True
+made = parser.DeepSpeedConfig(sys.argv[1])
+print("read", made.train_batch_size, made.zero_optimization_stage, made.gradient_accumulation_steps)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_deepspeeds_own_parser_accepts_it(tmp_path):
+    pytest.importorskip("deepspeed")
+    file, program = tmp_path / "x.json", tmp_path / "read.py"
+    program.write_text(DEEPSPEED)
+    plans = [Plan(data=8, zero=stage, batch=64, micro_batch=2) for stage in range(4)]
+    for plan in [*plans, Plan(data=4, pipe=2, zero=1, batch=64, micro_batch=2, recompute="full")]:
+        file.write_text(json.dumps(configs.for_deepspeed(LLAMA, plan)))
+        command = [sys.executable, "-W", "ignore", program, file, str(plan.data)]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert f"read 64 {plan.zero} {plan.micro_batches}" in said.stdout, said.stderr[-2000:]
+
+
+TORCHTITAN = """
+import sys
+from unittest.mock import MagicMock
+for name in ("kernels", "moe"):  # of mixtures of experts, in Triton: no part of the parser
+    sys.modules[f"torchtitan.models.moe.{name}"] = MagicMock()
+from torchtitan.config import ConfigManager
+made = ConfigManager().parse_args(["--job.config_file", sys.argv[1]])
+axes = made.parallelism
+print("read", axes.data_parallel_replicate_degree, axes.data_parallel_shard_degree, axes.tensor_parallel_degree,
+      axes.pipeline_parallel_degree, made.training.global_batch_size, made.activation_checkpoint.mode)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_torchtitans_own_parser_accepts_it(tmp_path):
+    pytest.importorskip("torchtitan")
+    file, program = tmp_path / "x.toml", tmp_path / "read.py"
+    program.write_text(TORCHTITAN)
+    for plan, read in (
+        (Plan(data=8, zero=3, batch=64, micro_batch=2, recompute="operators"), "1 8 1 1 64 selective"),
+        (Plan(data=8, tensor=2, batch=64), "8 1 2 1 64 none"),
+        (Plan(data=4, tensor=2, pipe=2, zero=3, batch=64, recompute="full"), "1 4 2 2 64 full"),
+        (Plan(data=4, pipe=4, zero=2, batch=64, schedule="interleaved", chunks=2), "1 4 1 4 64 none"),
+    ):
+        file.write_text(configs.for_torchtitan(LLAMA, plan))
+        command = [sys.executable, "-W", "ignore", program, file]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert f"read {read}" in said.stdout, said.stderr[-2000:]
+
+
+def test_what_is_written_is_what_was_planned(tmp_path, capsys):
+    files = [tmp_path / "x.torchtitan.toml", tmp_path / "x.deepspeed.json", tmp_path / "x.dtlib.json"]
+    line = ["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096"]
+    assert main([*line, *(f"--write={file}" for file in files)]) == 0
+    assert json.loads(files[1].read_text())["train_batch_size"] == 256
+    assert tomllib.loads(files[0].read_text())["training"]["seq_len"] == 4096
+    assert "for dtlib" in capsys.readouterr().out
+    assert estimate(LLAMA, Plan(data=8, batch=8, micro_batch=1), DEVICES["h100"]).plan.gpus == 8
