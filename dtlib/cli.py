@@ -64,7 +64,9 @@ def main(arguments=None) -> int:
     train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
     train.add_argument("--json", metavar="FILE", help="write the result")
     plan = commands.add_parser("plan", help="say which meshes of GPUs a model fits on, and how long a step takes there")
-    plan.add_argument("model", help="a name such as llama3-8b, a config.json, or layers=...,hidden=...,heads=...")
+    plan.add_argument(
+        "model", nargs="?", help="a name such as llama3-8b, a config.json, or layers=...,hidden=...,heads=..."
+    )
     plan.add_argument("--gpus", type=_count, default=8, help="of the whole job (default: 8)")
     plan.add_argument("--device", default="h100", help="v100, a100, h100, h200 or b200 (default: h100)")
     plan.add_argument("--batch", type=_count, default=0, help="samples of a step (default: four million tokens)")
@@ -76,6 +78,9 @@ def main(arguments=None) -> int:
         "--write", metavar="FILE", action="append", help="as x.dtlib.json, .deepspeed.json, .torchtitan.toml"
     )
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
+    plan.add_argument(
+        "--measure", action="store_true", help="calibrate on four ranks here, and say how far off that is"
+    )
     options, unknown = parser.parse_known_args(arguments)
     if options.command == "lab":
         options.jupyter = [argument for argument in unknown if argument != "--"]
@@ -171,8 +176,14 @@ def _train(options) -> int:
 
 
 def _plan(options) -> int:
+    if options.measure:
+        from dtlib.training.measured import show
+
+        return show()
     from dtlib.planner.command import run
 
+    if options.model is None:
+        raise DtlibError("No model is given: name one such as llama3-8b, a config.json, or layers=...,hidden=...")
     return run(options)
 
 

@@ -1,0 +1,153 @@
+"""How fast this machine's ranks are: ``dtlib plan --measure`` runs small models on four ranks, some seconds in all,
+fits a few coefficients on the seconds of their steps, and says how far off it was on the runs that were left out.
+
+    seconds = operations / rate + bytes / bandwidth + messages x latency + micro-batches x host + step
+
+Each run is a mesh of data and pipe axes and a width; amounts are those of the busiest rank, by planner/exact.py.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.planner import Plan
+from dtlib.planner.exact import of_rank
+from dtlib.world.launch import run_ranks
+
+RANKS = 4
+DEPTH, STEPS = 8, 5  # linear layers, all of one width, so that stages are alike
+WIDTHS = (64, 256)
+MESHES = (
+    Plan(data=4, batch=32, micro_batch=8), Plan(data=4, batch=128, micro_batch=32),
+    Plan(data=4, zero=1, batch=32, micro_batch=8), Plan(data=4, zero=2, batch=64, micro_batch=8),
+    Plan(data=4, zero=3, batch=32, micro_batch=8), Plan(data=4, zero=3, batch=64, micro_batch=8),
+    Plan(data=2, pipe=2, batch=32, micro_batch=4), Plan(data=2, pipe=2, zero=1, batch=64, micro_batch=8),
+    Plan(pipe=4, batch=32, micro_batch=4), Plan(pipe=4, batch=64, micro_batch=8, schedule="gpipe"),
+)  # fmt: skip
+COEFFICIENTS = ("s an operation", "s a byte", "s a message", "s a micro-batch", "s a step")
+
+
+def layer_sizes(width: int) -> list[list[int]]:
+    """Parameters of each linear layer: weight and bias."""
+    return [[width * width, width]] * DEPTH
+
+
+def stages_of(width: int, pipe: int) -> tuple[list, list[int]]:
+    """Layers cut evenly, and elements of a sample at each boundary."""
+    each = DEPTH // pipe
+    units = layer_sizes(width)
+    return [units[each * stage : each * (stage + 1)] for stage in range(pipe)], [width] * (pipe - 1)
+
+
+def amounts(width: int, plan: Plan) -> list[float]:
+    """Operations, bytes, messages, micro-batches and 1, of a step of the busiest rank."""
+    stages, boundaries = stages_of(width, plan.pipe)
+    sent = max(sum(of_rank(stages, boundaries, plan, rank)["sent"].values()) for rank in range(plan.gpus))
+    m = plan.micro_batches
+    turns = m + plan.pipe - 1
+    operations = max(6 * sum(map(sum, stage)) for stage in stages) * plan.micro_batch * turns
+    rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * len(stages[0])}[plan.zero] if plan.data > 1 else 0
+    return [operations, sent, rings * (plan.data - 1) + (plan.pipe > 1) * 2 * turns, turns, 1.0]
+
+
+def measure() -> tuple[list[dict], dict[str, float], dict]:
+    """Rows (``plan, width, seconds, left_out``), coefficients, and ``error``, ``low``, ``high`` of the rows left
+    out."""
+    with tempfile.TemporaryDirectory(prefix="dtlib-plan-") as folder:
+        path = Path(folder) / "rows.json"
+        if status := run_ranks(["-m", "dtlib.training.measured", str(path)], RANKS):
+            raise DtlibError(f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.")
+        seconds = json.loads(path.read_text())
+    runs = [(width, plan) for width in WIDTHS for plan in MESHES]
+    return fitted([amounts(*run) for run in runs], seconds, runs)
+
+
+def fitted(table: list, seconds: list[float], runs: list) -> tuple[list[dict], dict[str, float], dict]:
+    """Coefficients that are not negative, of least relative error; each mesh is left out once."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    per_second = np.array(table) / np.array(seconds)[:, None]
+
+    def fit(rows):
+        return nnls(per_second[rows], np.ones(len(rows)))[0]
+
+    everything = np.arange(len(runs))
+    ratio = np.empty(len(runs))  # predicted over measured
+    for plan in dict.fromkeys(plan for _, plan in runs):
+        out = np.array([other == plan for _, other in runs])
+        ratio[out] = per_second[out] @ fit(everything[~out])
+    low, high = np.quantile(1 / np.maximum(ratio, 1e-9), (0.05, 0.95))
+    rows = [
+        {"plan": str(plan), "width": width, "seconds": took, "left_out": took * float(off)}
+        for (width, plan), took, off in zip(runs, seconds, ratio, strict=True)
+    ]
+    says = {"error": float(np.abs(ratio - 1).mean()), "low": float(low), "high": float(high)}
+    return rows, dict(zip(COEFFICIENTS, map(float, fit(everything)), strict=True)), says
+
+
+def show() -> int:
+    from tabulate import tabulate
+
+    rows, coefficients, says = measure()
+    shown = [
+        (row["plan"], row["width"], f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['left_out']:.2f}",
+         f"{100 * (row['left_out'] / row['seconds'] - 1):+.0f} %") for row in rows
+    ]  # fmt: skip
+    print(tabulate(shown, ("mesh on four ranks", "width", "ms a step", "left out", "off"), disable_numparse=True), "\n")
+    print(tabulate([(name, f"{value:.3g}") for name, value in coefficients.items()], tablefmt="plain"), "\n")
+    print(
+        f"Held-out error: {100 * says['error']:.0f} % of {len(rows)} runs, each predicted from the other meshes; "
+        f"nine of ten took {says['low']:.2g} to {says['high']:.2g} times what was predicted."
+    )
+    return 0
+
+
+def engine_of(width: int, plan: Plan):
+    """An engine on this rank, as `dtlib train` makes it, and what it is to be given each step."""
+    import torch
+    from torch import nn
+
+    import dtlib
+    from dtlib.parallel.pipeline.layers import LayerSpec
+    from dtlib.planner.configs import for_dtlib
+    from dtlib.training.initialization import pipeline_of
+
+    config = for_dtlib(None, plan)
+    if plan.zero < 3:
+        config["zero_optimization"]["reduce_bucket_size"] = 10**8  # one bucket
+    layers = [LayerSpec(nn.Linear, width, width) for _ in range(DEPTH)]
+    if plan.pipe > 1:
+        model = pipeline_of("dtlib", layers, plan.pipe, nn.functional.cross_entropy, 0)
+    else:
+        model = nn.Sequential(*(layer.build() for layer in layers))
+    engine, *_ = dtlib.initialize(model=model, config=config)
+    batch = torch.zeros(plan.micro_batch, width), torch.zeros(plan.micro_batch, dtype=torch.long)
+    loss = {} if plan.pipe > 1 else {"loss_fn": nn.functional.cross_entropy}
+    return engine, lambda: engine.train_batch(iter([batch] * plan.micro_batches), **loss)
+
+
+def _on_this_rank(path: str) -> None:
+    from dtlib.world import init
+
+    comm, found = init().comm, []
+    for width in WIDTHS:
+        for plan in MESHES:
+            _, step = engine_of(width, plan)
+            took = []
+            for _ in range(STEPS):
+                comm.barrier()
+                began = time.perf_counter()
+                step()
+                comm.barrier()
+                took.append(time.perf_counter() - began)
+            found.append(sorted(took[2:])[(STEPS - 2) // 2])  # the first two make memory and states
+    if comm.rank == 0:
+        Path(path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _on_this_rank(sys.argv[1])
