@@ -39,7 +39,7 @@ SETTINGS = {
 }
 BESIDE = (
     "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md",
-    "instructor/discussions.md",
+    "instructor/discussions.md", "decision_chart.md", "planner.md",
 )  # fmt: skip
 # What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""
@@ -71,6 +71,8 @@ def lay_out(source: Path) -> None:
         text = (ROOT / "docs" / name).read_text(encoding="utf-8").replace("../notebooks/", "../")
         text = re.sub(r"\[([^\]]+)\]\([./]*/cluster_profiles/[^)]*\)", r"\1", text)  # which the book has not
         (source / "docs" / name).write_text(text, encoding="utf-8")
+    for name in ("decision_chart.svg", "planner_rows.csv"):  # which those pages show, or lead to
+        shutil.copy(ROOT / "docs" / name, source / "docs" / name)
     pages = "\n".join(f"docs/{name.removesuffix('.md')}" for name in BESIDE)
     contents += f"\n```{{toctree}}\n:hidden:\n:caption: Beside the course\n\n{pages}\n```\n"
     for kind in ("lectures", "exercises", "solutions"):

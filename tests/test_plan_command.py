@@ -217,3 +217,44 @@ def test_what_is_written_is_what_was_planned(tmp_path, capsys):
     assert tomllib.loads(files[0].read_text())["training"]["seq_len"] == 4096
     assert "for dtlib" in capsys.readouterr().out
     assert estimate(LLAMA, Plan(data=8, batch=8, micro_batch=1), DEVICES["h100"]).plan.gpus == 8
+
+
+# The chart: each of its inequalities by the planner's own formulas.
+
+
+def test_the_charts_inequalities_are_the_planners():
+    from dtlib.planner.wire import data_bytes, layer_bytes
+    from dtlib.schedule import formulas
+
+    model, operations, link = replace(LLAMA, layers=64, vocab=8, kv_heads=8), 400e12, 50e9
+    plan = Plan(data=1024, zero=3, batch=1024)
+    tokens = operations / link
+    matrices = 6 * model.layers * (model.attention_parameters + model.expert_parameters)
+    taken = data_bytes(model, replace(plan, scheme="mixed_adam")) / link
+    assert matrices * tokens / operations == pytest.approx(taken, rel=0.02)  # n = F/B
+
+    square = replace(model, ffn=0, kv_heads=0, gated=False, hidden=8192, heads=64)
+    most = 1 + 4.5 * square.hidden * 300e9 / operations
+    plan = Plan(tensor=32, batch=1)
+    took = layer_bytes(square, plan)["tensor"] * 32 / 31 / 300e9 * (most - 1) / most  # as if on `most` ranks
+    layer = 6 * square.seq * (square.attention_parameters + square.expert_parameters) / most / operations
+    assert took == pytest.approx(layer, rel=0.01)
+
+    assert formulas.bubble("one_f_one_b", 8, 4 * 7) == pytest.approx(0.2)
+
+    context = 8
+    local = model.kv_width / model.hidden * operations / link  # tokens of a rank
+    ring = replace(model, seq=int(local * context))
+    sent = layer_bytes(ring, Plan(context=context, batch=1))["context"] / 3 / (context - 1) / link
+    assert sent == pytest.approx(4 * local * local * model.hidden / operations, rel=0.01)
+
+
+def test_the_chart_is_drawn_and_its_page_is_that_of_today():
+    from docs import decision_chart
+    from dtlib.lab.chart import BRANCHES, chart
+
+    drawn = chart.drawn()
+    assert decision_chart.PICTURE.read_text() == drawn.svg + "\n"
+    page = decision_chart.PAGE.read_text()
+    assert drawn.alt in page and all(branch[3] in page for branch in BRANCHES)
+    assert len(BRANCHES) == 8 and "8 questions" in drawn.alt and "lesson 06" in str(drawn)

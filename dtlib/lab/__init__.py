@@ -8,6 +8,7 @@ _LAZY = {
     "check": "dtlib.lab.checks.checks",
     "last": "dtlib.lab.last_outputs",
     "mpiexec": "dtlib.lab.programs",
+    "chart": "dtlib.lab.chart",
     "plan": "dtlib.lab.plan",
     "predict": "dtlib.lab.checks.predictions",
     "projector": "dtlib.lab.drawing",

@@ -1,0 +1,82 @@
+"""lab.chart(): which cut when, on one page: the question, the inequality that decides it, and where it was measured.
+
+P parameters, N data ranks, t tensor ranks, c context ranks, p stages, m micro-batches, n tokens of a micro-batch on a
+rank, h hidden, k the width of keys and values, s tokens of a sample; F operations a second that a GPU reaches, B bytes
+a second of the link. 16 bytes a parameter are those of mixed precision with Adam.
+"""
+
+from matplotlib.patches import FancyBboxPatch
+
+from dtlib.lab.drawing import POINTS, shown, subplots
+from dtlib.lab.tables import Table
+
+# question, the inequality that says yes, what to do then, where it was measured
+BRANCHES = (
+    ("Does it fit on one GPU?", "16 P + activations\n≤ memory", "data parallelism:\na copy a GPU", "lesson 04"),
+    (
+        "Are activations the\nlargest part?", "activations\n> model states",
+        "smaller micro-batch, then\nrecompute: 1/3 more work",
+        "07; planner.md",
+    ),
+    (
+        "Do states fit, shared\nout in part?", "4 P + 12 P/N or\n2 P + 14 P/N ≤ room",
+        "ZeRO-1 or 2: send no more\nthan data parallelism", "lesson 06",
+    ),
+    (
+        "Is there enough to do\nto hide three P a step?", "16 P/N ≤ room\nand n ≥ F/B",
+        "ZeRO-3 (FSDP):\nsends half as much again",
+        "lesson 06",
+    ),
+    (
+        "Is the link within the\nnode fast enough?", "t - 1 < 4.5 h B/F,\nt divides the heads",
+        "tensor parallelism,\nwithin a node", "08; planner.md",
+    ),
+    (
+        "Are there micro-batches\nto fill a pipeline?", "m ≥ 4 (p - 1): the\nbubble is ≤ 20 %",
+        "pipeline,\nfrom node to node",
+        "lesson 07",
+    ),
+    (
+        "Is one sample too long\nfor a GPU?", "s/c ≥ (k/h) F/B:\nthe ring is hidden",
+        "context parallelism\nover c ranks",
+        "formulas only",
+    ),
+    (
+        "Are most parameters\nexperts?", "experts P > memory,\nranks divide experts",
+        "expert parallelism,\nwithin a node",
+        "formulas only",
+    ),
+)  # fmt: skip
+ELSE = "More GPUs, a smaller model, or fewer bytes a parameter"
+QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
+
+
+@shown
+def chart():
+    """Draw the chart; each question is asked if the one above it was answered with no, or was not enough."""
+    rows = len(BRANCHES)
+    figure, axes = subplots(height=1.02 * rows + 0.5)
+    axes.set_xlim(0, 10)
+    axes.set_ylim(rows + 0.45, 0)
+    axes.axis("off")
+    for y, (question, rule, cut, where) in enumerate(BRANCHES):
+        _box(axes, 0.05, y, 3.1, question, QUESTION)
+        axes.text(4.75, y + 0.36, rule, ha="center", va="center", fontsize=POINTS, family="monospace")
+        axes.annotate("", (6.42, y + 0.72), (3.2, y + 0.72), arrowprops={"arrowstyle": "->", "color": LINE})
+        _box(axes, 6.45, y, 3.5, f"{cut}", CUT)
+        axes.text(3.3, y + 0.86, f"yes ({where})", va="center", fontsize=POINTS, color=LINE)
+        axes.annotate("", (0.7, y + 1.06), (0.7, y + 0.8), arrowprops={"arrowstyle": "->", "color": LINE})
+        axes.text(0.85, y + 0.93, "no, or not enough", va="center", fontsize=POINTS, color=LINE)
+    axes.text(0.1, rows + 0.25, ELSE, va="center", fontsize=POINTS)
+    said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in BRANCHES)
+    table = Table([tuple(map(_line, row)) for row in BRANCHES], ("question", "yes, if", "then", "measured in"))
+    return figure, f"A chart of {rows} questions, from top to bottom. {said}. Else: {ELSE}.", table
+
+
+def _box(axes, x, y, width, text, colour):
+    axes.add_patch(FancyBboxPatch((x, y + 0.06), width, 0.7, boxstyle="round,pad=0,rounding_size=0.08", color=colour))
+    axes.text(x + width / 2, y + 0.41, text, ha="center", va="center", fontsize=POINTS)
+
+
+def _line(text: str) -> str:
+    return text.replace("\n", " ")
