@@ -7,8 +7,10 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from dtlib.comm import solo
 from dtlib.errors import DtlibError
 from dtlib.gradients.tokens import mean_over_tokens
+from dtlib.measure.activations import Activations
 from dtlib.parallel.context import ContextParallel
 from dtlib.parallel.context.attention import Sequence, ring_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
@@ -108,6 +110,19 @@ def test_any_order_length_and_group_of_heads(world):
             summed = [expected[0], expected[1], *(g.unflatten(1, (-1, groups)).sum(2) for g in expected[2:])]
             for mine, theirs in zip((out, *(x.grad for x in ours)), summed, strict=True):
                 assert mine.numel() == 0 or apart(mine, theirs[:, :, here]) <= EXACT, (order, causal, tokens)
+
+
+def test_what_ring_attention_keeps_for_its_backward_pass_is_counted():
+    """q, k, v, output and a number a query: 1/N of whole sequences, and nothing that grows with their square."""
+    for tokens in (1024, 4096, 16384):
+        for ranks in (1, 2, 4):
+            sequence = Sequence(solo(0, ranks), tokens, "zigzag", True)
+            sequence.blocks = lambda owner: ()  # values do not count
+            q, k, v = (torch.zeros(1, 2, tokens // ranks, 8, requires_grad=True) for _ in "qkv")
+            with Activations() as kept:
+                out = ring_attention(q, k, v, sequence)
+            assert kept.now == 4 * (4 * 2 * 8 + 2) * tokens // ranks
+            assert out.shape == q.shape
 
 
 @on_ranks(2, 3)
@@ -255,6 +270,12 @@ def test_wrong_axes_and_means_are_refused(world):
             kind(made(), mesh["data"])
     with pytest.raises(DtlibError, match="no axis 'tensor'"):
         mesh["data", "tensor"]
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses_of(model, model.split(x), model.split(target), model.positions(13)).mean().backward()
+    optimizer.step()  # of gradients that nobody has averaged
+    with pytest.raises(DtlibError, match="parameters differ between ranks"):
+        model(model.split(x), model.positions(13))
     model = DataParallel(made(), both)
     model.batch_size = 3
     with pytest.raises(DtlibError, match="no weight afterwards is right"):

@@ -162,11 +162,17 @@ def test_what_lies_outside_of_the_contract_is_refused_on_every_rank(world):
         "capacity=0": lambda: made(capacity=0),
         "Ranks ask for": lambda: made(experts=1 + comm.rank),
         "give the same": lambda: made(top=1 + (comm.rank > 0)),
-        "Ranks have .* tokens": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
-        r"Ranks have \{0\} tokens": lambda: made().double()(torch.ones(0, WIDTH).double()),
+        "take as many": lambda: made().double()(torch.ones(3 + comm.rank, WIDTH).double()),
+        r"Ranks have .*\{\(0, ": lambda: made().double()(torch.ones(0, WIDTH).double()),
     }.items():
         with pytest.raises(DtlibError, match=why):
             call()
+    moe, x = made().double(), torch.ones(3, WIDTH).double() * (1 + comm.rank)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+    moe(x).sum().backward()
+    optimizer.step()  # of gradients of the gate that nobody has averaged
+    with pytest.raises(DtlibError, match="average the gate's gradients"):
+        moe(x)
     comm.barrier()
 
 

@@ -152,6 +152,11 @@ def test_wrong_axes_and_norms_are_refused(world):
         nn.utils.clip_grad_norm_(block.parameters(), 1.0)
     with pytest.raises(DtlibError, match="pass mesh"):
         clip_grad_norm_(block, 1.0, comm.split(comm.rank))
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    block(x + comm.rank, mask).sum().backward()
+    optimizer.step()
+    with pytest.raises(DtlibError, match="the gate differ between ranks"):
+        block(x, mask)
     for why, call in {
         "top is 1 or 2": lambda: MixtureOfExperts(WIDTH, [expert_of(0)], comm, top=3),
         "capacity=0": lambda: MixtureOfExperts(WIDTH, [expert_of(0)], comm, capacity=0),

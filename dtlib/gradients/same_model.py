@@ -51,5 +51,23 @@ def check_axis(parameters: dict, comm, who: str) -> None:
             )
 
 
+def check_same_values(module, parameters: list, comm, what: str) -> None:
+    """In the first passes of training: have the gradients of these parameters been averaged over ``comm``? All ranks
+    call it; where nobody has, values differ from the second step on, and nothing else would say so."""
+    passes = module.__dict__.setdefault("_passes_compared", 0)
+    if passes == PASSES or any(hasattr(parameter, "slice") for parameter in parameters):  # shards differ
+        return
+    module.__dict__["_passes_compared"] = passes + 1
+    mine = str([float(parameter.detach().double().sum()) for parameter in parameters])  # a text: a NaN is like another
+    if len(set(comm.all_gather_object(mine))) > 1:
+        raise DtlibError(
+            f"{type(module).__name__}: {what} differ between ranks that have the same ones: average gradients over all "
+            "ranks before each step, as by DataParallel(model, mesh['data', ...]) or, without it, (model, comm)."
+        )
+
+
+PASSES = 3
+
+
 def _said(parameter) -> str:
     return f"{parameter[0]} {parameter[1]}" if parameter else "missing"

@@ -12,6 +12,7 @@ from torch.utils import checkpoint as recomputation
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.same_model import check_same_values
 from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
 
@@ -92,6 +93,8 @@ class ContextParallel(nn.Module):
         return room[torch.cat(places).argsort().to(x.device)].movedim(0, dim)
 
     def forward(self, *args, **kwargs):
+        if self.training and torch.is_grad_enabled():
+            check_same_values(self, list(self.module.parameters()), self.comm, "parameters")
         self._length, self._calls = None, 0
         with self._attention_over_all_ranks():
             out = self.module(*args, **kwargs)

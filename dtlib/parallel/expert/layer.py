@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.same_model import check_same_values
 
 
 class _Rows(torch.autograd.Function):
@@ -104,6 +105,8 @@ class MixtureOfExperts(nn.Module):
         self.data.all_reduce(parameter.grad, op="mean")
 
     def forward(self, x, mask=None):
+        if self.training and torch.is_grad_enabled():
+            check_same_values(self, [self.gate.weight], self.comm, "the gate")
         tokens = x.flatten(0, -2)
         counting = torch.ones(len(tokens), dtype=torch.bool, device=x.device) if mask is None else mask.flatten()
         if len(counting) != len(tokens):

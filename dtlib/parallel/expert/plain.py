@@ -62,8 +62,11 @@ class MixtureOfExperts(nn.Module):
             parameter.register_hook(lambda gradient: gradient / self.comm.size)
 
     def forward(self, x):
-        if len(lengths := set(self.comm.all_gather_object(len(x)))) > 1 or lengths == {0}:
-            raise DtlibError(f"Ranks have {lengths} tokens: a mean of ranks' means is none of tokens. Take as many.")
+        asked = set(self.comm.all_gather_object((len(x), self.gate.weight.sum().item())))
+        if len(asked) > 1 or not len(x):
+            raise DtlibError(
+                f"Ranks have (tokens, sum of gate) {asked}: take as many, and average the gate's gradients."
+            )
         probabilities = self.gate(x).softmax(-1)
         weights, chosen = probabilities.topk(self.top)
         if self.top > 1:
