@@ -1,4 +1,4 @@
-# make lab | test | test-all | test-nightly | test-gpu | tour | notebooks | workshop | slides | book | wheelhouse | lint | clean
+# make lab | test | test-all | test-nightly | test-gpu | gpu-report | tour | notebooks | workshop | slides | book | wheelhouse | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
@@ -16,7 +16,7 @@ UV_PIN := uv==0.13.9
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
-.PHONY: lab test test-slow test-nightly test-gpu test-all tour notebooks workshop slides book wheelhouse lint clean
+.PHONY: lab test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book wheelhouse lint clean
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
@@ -34,6 +34,11 @@ test-gpu: .venv/tests
 	$(BIN)/python -m pytest -m gpu
 
 test-all: test test-slow
+
+# By the Python that PYTHON= names, else by that of .venv, else by the system's; nothing is installed.
+gpu-report:
+	@$(if $(filter environment command,$(firstword $(origin PYTHON))),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
+	  -m benchmarks.gpu_report
 
 tour: .venv/ready
 	$(BIN)/dtlib tour

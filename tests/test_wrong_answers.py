@@ -1,7 +1,7 @@
 """Each plausible wrong answer is rejected for its own reason.
 
-The fast tier judges what was recorded of it, and the slow tier observes it anew on ranks; one that is not recorded is
-observed on ranks in the fast tier too.
+The fast tier judges what was recorded of it; the slow tier observes one of each exercise anew on ranks, and the nightly
+one all of them. One that is not recorded is observed on ranks in the fast tier too.
 """
 
 import inspect
@@ -53,9 +53,18 @@ def test_what_an_instructor_may_say_to_them_is_made_of_them():
     assert lessons == list(dict.fromkeys(lessons)) and {"00", "03", "11b"} <= set(lessons)
 
 
+FIRST = {CASES[key].exercise: key for key in reversed(RECORDED)}
+
+
 def shown_on(ranks):
+    """What is recorded is observed anew: of each exercise one answer on every commit, and the others at night."""
     return [
-        pytest.param(key, marks=pytest.mark.slow if key in RECORDED else ())
+        pytest.param(
+            key,
+            marks=() if key not in RECORDED
+            else pytest.mark.slow if key in FIRST.values()
+            else pytest.mark.nightly,
+        )
         for key, case in CASES.items() if case.ranks == ranks
     ]  # fmt: skip
 
