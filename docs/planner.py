@@ -206,6 +206,34 @@ def others(speeds: dict) -> str:
     return table(["from", "hidden", "plan", "measured s", "planner", "others"], shown)
 
 
+MPT = {"1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56),
+       "70b": (80, 8192, 64)}  # layers, hidden, heads  # fmt: skip
+
+
+def another_framework(speeds: dict) -> str:
+    """LLM Foundry's MPT models under FSDP, on which nothing was fitted: by device and length."""
+    found = {}
+    for each in fits.published("llm_foundry_mpt_mfu"):
+        if each["model"] not in MPT:
+            continue  # of less than a billion parameters
+        model = Model(*MPT[each["model"]], 50432, int(each["seq_len"]))
+        plan = Plan(
+            data=int(each["gpus"]), zero=3 if each["sharding"] == "FULL_SHARD" else 2, batch=int(each["global_batch"]),
+            micro_batch=int(each["microbatch"]), scheme="adam",
+            recompute="full" if each["act_ckpt"] == "True" else "none",
+        )  # fmt: skip
+        device = each["gpu"][:4]
+        known = replace(
+            speeds[f"{device}-cluster"], hidden=speeds["h100-cluster"].hidden
+        )  # FSDP hides, Megatron did not
+        took = plan.batch * model.seq / float(each["tokens_per_s_per_gpu"]) / plan.gpus
+        off = seconds(work(model, plan, DEVICES[device]), known) / took - 1
+        length = "at most 2,048" if model.seq <= 2048 else "4,096 and 8,192" if model.seq <= 8192 else "16,384 and more"
+        found.setdefault((device, length), []).append(off)
+    rows = [[*key, len(off), percent(off), signed(np.mean(off))] for key, off in sorted(found.items())]
+    return table(["device", "tokens a sample", "rows", "mean error", "mean"], rows)
+
+
 def activations() -> str:
     rows = []
     sizes = {"22B": (6144, 64, 48), "175B": (12288, 96, 96), "530B": (20480, 128, 105), "1T": (25600, 160, 128)}
@@ -257,7 +285,8 @@ def main() -> None:
     pieces = {
         "halves": random_halves(), "models": whole_models(), "torchtitan": memory_of_torchtitan(),
         "scan": fits_of_the_scan(),
-        "peers": peers(), "others": others(speeds), "activations": activations(), "coefficients": coefficients(speeds),
+        "peers": peers(), "others": others(speeds),
+        "foundry": another_framework(speeds), "activations": activations(), "coefficients": coefficients(speeds),
         "deep": f"{len(deep)} rows: mean {percent(off)}, half of them within {100 * np.median(np.abs(off)):.0f} %",
     }  # fmt: skip
     for name, piece in pieces.items():

@@ -147,6 +147,15 @@ def test_what_fits_on_the_scan(known, asked):
     assert says["F1"] > says["always"] + 0.05
 
 
+def test_another_framework_at_lengths_that_were_seen():
+    """LLM Foundry's rows up to 8,192 tokens, on which nothing was fitted."""
+    rows = page.another_framework({name: known.speeds for name, known in CALIBRATIONS.items()}).splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows]
+    assert {cell[0] for cell in cells} == {"a100", "h100"} and sum(int(cell[2]) for cell in cells) == 76
+    for _, length, _, mean, _ in cells:
+        assert float(mean.removesuffix(" %")) < (20 if "more" not in length else 75)
+
+
 def test_coefficients_stay_in_their_ranges():
     for known in CALIBRATIONS.values():
         for name, (_, _, low, high, _) in fits.EXPECTED.items():

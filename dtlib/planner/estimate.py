@@ -40,8 +40,9 @@ class Estimate:
         return not self.why_not
 
     def __str__(self):
-        known = f"{self.seconds:.3g} s" if not self.outside else f"about {rounded(self.seconds)} s"
-        says = f"{self.plan}: {known} a step ({self.low:.2g} to {self.high:.2g} s), {self.memory.total / GIB:.1f} GiB"
+        took, low, high = map(rounded if self.outside else "{:.3g}".format, (self.seconds, self.low, self.high))
+        about = "about " if self.outside else ""
+        says = f"{self.plan}: {about}{took} s a step ({low} to {high} s), {self.memory.total / GIB:.1f} GiB"
         return " ".join([says + ".", *([self.why_not] if self.why_not else []), *self.outside])
 
 

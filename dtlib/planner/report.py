@@ -9,16 +9,25 @@ HEADERS = ("plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
 
 def best_rows(best: list[Estimate]) -> list[tuple]:
     """A row a plan; seconds that were never measured in such a place have one digit and a ~."""
-    return [(str(e.plan), time_of(e), f"{e.low:.2g}", f"{e.high:.2g}", *_rates(e)) for e in best]
+    return [(str(e.plan), time_of(e), *bounds_of(e), *_rates(e)) for e in best]
 
 
 def _rates(e: Estimate) -> tuple[str, str, str]:
     mark = "~" if e.outside else ""
-    return f"{mark}{e.tokens:.2g}", f"{mark}{e.mfu:.0%}", f"{e.memory.total / GIB:.1f}"
+    return f"{mark}{e.tokens / 1e3:,.0f} k", f"{mark}{e.mfu:.0%}", f"{e.memory.total / GIB:.1f}"
 
 
 def time_of(e: Estimate) -> str:
-    return f"~{rounded(e.seconds)}" if e.outside else f"{e.seconds:.3g}"
+    return f"~{rounded(e.seconds)}" if e.outside else plain(e.seconds)
+
+
+def bounds_of(e: Estimate) -> tuple[str, str]:
+    return tuple(map(rounded if e.outside else plain, (e.low, e.high)))
+
+
+def plain(value: float) -> str:
+    """Three digits without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def map_rows(tried: list[Estimate]) -> tuple[list[tuple], tuple]:
@@ -40,7 +49,8 @@ def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
     if tokens:
         took, low, high = (days_of(s, tokens, e.plan.batch * e.model.seq) for s in (e.seconds, e.low, e.high))
         energy = energy_kwh(took, e.plan.gpus, e.device.watts)
-        rows += [("run", f"{tokens:.3g} tokens: {took:.3g} days ({low:.3g} to {high:.3g}), {energy / 1000:.3g} MWh")]
+        says = f"{tokens:.3g} tokens: {plain(took)} days ({plain(low)} to {plain(high)}), {plain(energy / 1000)} MWh"
+        rows += [("run", says)]
     return rows + [("outside", sentence) for sentence in e.outside]
 
 
