@@ -4,6 +4,7 @@ import math
 from contextlib import contextmanager
 
 from dtlib import pi
+from dtlib.lab.checks.equality import rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong
 
 MANY = 30_000  # points a rank: its own count is within the range of int16, and no sum of two is
@@ -82,20 +83,38 @@ def judge_estimate(observations) -> None:
             )  # fmt: skip
         inside = pi.count_numpy(0, points)
         mine = pi.count_numpy(*pi.slice_of(points, wrong[0], size))
-        hint = {
+        if abs(came - _mean_of_estimates(points, size)) < 1e-9:
+            raise Wrong(
+                "averaged-estimates", wrong[0], expected_text, f"{came}, the mean of the ranks' own estimates",
+                "Reduce the counts, not the estimates: unequal slices must not have equal weight.",
+                "Sum the counts, then compute pi once.",
+            )  # fmt: skip
+        hints = {
             inside / points: "This is the fraction of points inside: pi is four times as much.",
             inside: "This is the count: pi is four times its fraction of the points.",
             4 * mine / points: "This is the slice of this rank alone: who adds the counts?",
+            _own_estimate(points, wrong[0], size): "This is this rank's own estimate: who adds the counts of all?",
+            expected / size: "This is divided by the number of ranks: points are those of all ranks already.",
             math.pi: "This is pi itself: the estimate from these points is wanted.",
-        }.get(came)
-        if hint is None and came == round(came, 4):
+        }
+        hint = next((said for value, said in hints.items() if abs(came - value) < 1e-6), None)
+        if hint is None and rounded(came, expected):
             hint = "Is it rounded, or counted in a type with few digits? Return all digits of 4 * inside / points."
-        elif hint is None:
-            hint = "Reduce the counts, not the estimates: unequal slices must not have equal weight."
+        if hint is None:
+            hint = "Which points were counted, what was added, and what was it divided by? Print each, on every rank."
         raise Wrong(
             "other-estimate", wrong[0], expected_text, f"{came}", hint,
             "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, return 4 * inside.item() / points.",
         )  # fmt: skip
+
+
+def _own_estimate(points: int, rank: int, size: int) -> float:
+    start, stop = pi.slice_of(points, rank, size)
+    return 4 * pi.count_numpy(start, stop) / max(1, stop - start)
+
+
+def _mean_of_estimates(points: int, size: int) -> float:
+    return sum(_own_estimate(points, rank, size) for rank in range(size)) / size
 
 
 def _observed(function, points, comm):

@@ -81,6 +81,16 @@ def rounds_the_estimate(points, comm):
     return round(float(4 * comm.all_reduce(inside)[0] / points), 3)
 
 
+def keeps_its_own_estimate(points, comm):
+    start, stop = pi.slice_of(points, comm.rank, comm.size)
+    return 4 * pi.count_compiled(start, stop) / max(1, stop - start)
+
+
+def divides_by_one_more(points, comm):
+    inside = np.array([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
+    return float(4 * comm.all_reduce(inside)[0] / (points + 1))
+
+
 def root_only_reduces(points, comm):
     inside = np.array([pi.count_compiled(*pi.slice_of(points, comm.rank, comm.size))])
     if comm.rank == 0:
@@ -109,7 +119,9 @@ WRONG = {
         everybody_does_everything: "all-on-every-rank",
         only_the_root_knows: "only-root",
         sums_the_estimates: "summed-estimates",
-        averages_the_estimates: "other-estimate",
+        averages_the_estimates: "averaged-estimates",
+        keeps_its_own_estimate: "other-estimate",
+        divides_by_one_more: "other-estimate",
         rounds_the_slices: "remainder",
         draws_the_same_points: "same-points",
         at_least_one_point_each: "fewer-points-than-ranks",

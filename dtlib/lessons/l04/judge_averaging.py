@@ -132,6 +132,21 @@ def _judge_values(cases, moved: bool) -> None:
             'It is divided more than once: op="mean" divides already.',
             'Use op="sum" and divide by comm.size, or op="mean" alone.',
         )  # fmt: skip
+    for choose in (max, min):
+        chosen = {n: [choose(column) for column in zip(*(case["local"][n] for case in cases), strict=True)]
+                  for _, n in everywhere}  # fmt: skip
+        if all(_close(cases[r]["gradients"][n], chosen[n]) for r, n in everywhere):
+            raise Wrong(
+                "other-op", rank, f"{where}: the mean over all ranks", f"the {choose.__name__} over ranks",
+                "min and max choose a number of one rank. Which op uses those of all?",
+                'comm.all_reduce(parameter.grad, op="mean").',
+            )  # fmt: skip
+    if ratio is not None and ratio != 1:
+        raise Wrong(
+            "scaled", rank, f"{where}: the mean over all samples", _times(ratio),
+            "The direction is right and the length is not: what multiplies or divides?",
+            'op="mean" divides by the number of ranks, and nothing else does.',
+        )  # fmt: skip
     if cases[0]["hooks"]:
         raise Wrong(
             "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
@@ -207,7 +222,7 @@ def _ratio(came, expected):
         for known in (whole, 1 / whole):
             if abs(ratio / known - 1) < 1e-6:
                 return known
-    return ratio
+    return round(ratio, 9)
 
 
 def _times(ratio) -> str:

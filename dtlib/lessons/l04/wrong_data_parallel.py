@@ -74,6 +74,20 @@ def hooks_take_the_largest(comm, module):
     return with_hooks(comm, module, lambda parameter: comm.all_reduce(parameter.grad, op="max"))
 
 
+def hooks_by_half(comm, module):
+    def act(parameter):
+        comm.all_reduce(parameter.grad, op="mean").mul_(0.7)
+
+    return with_hooks(comm, module, act)
+
+
+def hooks_mix_up_elements(comm, module):
+    def act(parameter):
+        parameter.grad.copy_(comm.all_reduce(parameter.grad.flatten().flip(0), op="mean").view_as(parameter))
+
+    return with_hooks(comm, module, act)
+
+
 def hooks_reduce_to_rank_0(comm, module):
     return with_hooks(comm, module, lambda parameter: comm.reduce(parameter.grad, root=0, op="mean"))
 
@@ -117,7 +131,9 @@ WRONG = {
         hooks_without_buffers: "buffers-not-broadcast",
         hooks_without_frozen: "frozen-not-broadcast",
         hooks_on_both_names: "tied-twice",
-        hooks_take_the_largest: "other-values",
+        hooks_take_the_largest: "other-op",
+        hooks_by_half: "scaled",
+        hooks_mix_up_elements: "other-values",
         hooks_in_half_precision: "rounded",
         hooks_reduce_to_rank_0: "only-root",
         hooks_broadcast_rank_0: "one-rank's",

@@ -342,6 +342,12 @@ class GradientsAsList(Right):
         return gradients
 
 
+class ParametersAsLists(Right):
+    def use(self, flat):
+        super().use(flat)
+        self.before = [parameter.flatten().tolist() for parameter in self.parameters]
+
+
 class StatesAsArrays(ByHand):
     """All moments, gathered as arrays as long as if they were gathered."""
 
@@ -388,6 +394,7 @@ WRONG = {
         GradientsAsArray: "gradients-kept",
         GradientsAsBytes: "gradients-kept",
         GradientsAsList: "gradients-kept",
+        ParametersAsLists: "old-parameters-kept",
         StatesAsArrays: "whole-states",
         Thirds: "other-size",
     },

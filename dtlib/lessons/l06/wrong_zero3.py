@@ -200,6 +200,12 @@ class RestAsBytes(RightLayer):
         self.spare = [row.numpy().tobytes() for row in layer.weight.detach()]
 
 
+class RestAsList(RightLayer):
+    def __init__(self, comm, layer):
+        super().__init__(comm, layer)
+        self.spare = layer.weight.tolist()
+
+
 class GatheredAsArray(RightLayer):
     """What was gathered is remembered as an array."""
 
@@ -257,6 +263,7 @@ WRONG = {
         NothingGathered: "nothing-gathered",
         RestAsArray: "whole-at-rest",
         RestAsBytes: "whole-at-rest",
+        RestAsList: "whole-at-rest",
         BiasKept: "whole-at-rest",
         GatheredAsArray: "not-freed",
         GatheredByAllReduce: "too-many-bytes",

@@ -1,5 +1,6 @@
 """One step of a pipeline, watched: which micro-batch passes a stage when, what is sent, and what autograd keeps."""
 
+import gc
 import time
 import weakref
 from typing import NamedTuple
@@ -92,10 +93,21 @@ class _Kept:
         self.tensor = tensor
 
 
-def watched(inner, expected: list, events: list):
+def _copies(outputs: list, values: set) -> int:
+    """How many tensors have values of outputs, and are none of these ``outputs``."""
+    import torch
+
+    own, like = {output.untyped_storage().data_ptr() for output in outputs}, outputs[-1]
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    tensors = [tensor for tensor in tensors if (tensor.shape, tensor.dtype) == (like.shape, like.dtype)]
+    others = {t.untyped_storage().data_ptr() for t in tensors if t.detach().numpy().tobytes() in values}
+    return len(others - own)
+
+
+def watched(inner, expected: list, events: list, last: bool = False):
     """A module like ``inner``, that writes into ``events`` when a micro-batch passes; ``expected`` are the inputs that
     belong to each. Its ``peak`` is the largest number of micro-batches for which autograd kept tensors at a time, and
-    ``outputs`` that of outputs which somebody had."""
+    ``outputs`` that of outputs which somebody had; in the last stage, which sends none, copies count as well."""
     import torch
     from torch import nn
     from torch.autograd.graph import saved_tensors_hooks
@@ -111,6 +123,7 @@ def watched(inner, expected: list, events: list):
             super().__init__()
             self.inner, self.peak, self._kept = inner, 0, []
             self.outputs, self._made = 0, []  # outputs that somebody has, most at a time
+            self._values = set()  # of all outputs
             self._without_graph = set()  # micro-batches that have passed, and of which nothing was kept
 
         def forward(self, x):
@@ -134,7 +147,10 @@ def watched(inner, expected: list, events: list):
             self._kept.append(kept)
             self.peak = max(self.peak, sum(len(one) > 0 for one in self._kept))
             self._made.append(weakref.ref(output))
-            self.outputs = max(self.outputs, sum(one() is not None for one in self._made))
+            alive = [one() for one in self._made if one() is not None]
+            self._values.add(output.detach().numpy().tobytes())
+            copies = _copies(alive, self._values) if last and len(self._made) == len(expected) else 0
+            self.outputs = max(self.outputs, len(alive) + copies)
             return output
 
     return Watched()
@@ -189,7 +205,8 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
         inner.zero_grad()
         case = {"kind": kind, "M": len(sizes_of(kind, comm.size))}
         with recording() as events, watched_sends(comm) as handles:
-            stage = watched(inner, reference(kind, comm.size).inputs[comm.rank], events)
+            expected = reference(kind, comm.size).inputs[comm.rank]
+            stage = watched(inner, expected, events, last=comm.rank == comm.size - 1)
             try:
                 came = step(comm, stage, *arguments_for(kind, comm, events))
                 case["sends"] = not_waited_for(handles)

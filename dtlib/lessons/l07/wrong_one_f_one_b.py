@@ -144,6 +144,14 @@ class KeepsOutputs(Right1F1B):
         super().backward(m)
 
 
+class KeepsClones(Right1F1B):
+    """The graphs go, and the numbers stay."""
+
+    def backward(self, m):
+        self.all_outputs = [*getattr(self, "all_outputs", []), self.outputs[m].detach().clone()]
+        super().backward(m)
+
+
 class AveragedTwice1F1B(Right1F1B):
     weight = AveragedTwice.weight
 
@@ -188,6 +196,7 @@ WRONG = {
         KeepsGraphs: ("activations-kept", 2),
         ComputesAgain: ("recomputed", 2),
         KeepsOutputs: ("outputs-kept", 2),
+        KeepsClones: ("outputs-kept", 2),
         NoWarmUp: ("bubble", 2),
         SendsThatWait: ("long-messages", 2),
         SendsAfterTheBackwardPass: ("sent-late", 2),

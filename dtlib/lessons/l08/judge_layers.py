@@ -23,7 +23,7 @@ def _judge(observations, kind: str) -> None:
         if "type" in seen:
             raise Wrong(
                 "type", rank, "the output: a tensor", seen["type"], "forward returns the output.",
-                "linear(x_slice, self.weight) is this rank's summand of the output.",
+                "One tensor, of the shape of the whole layer's output, and nothing beside it.",
             )  # fmt: skip
     for step in range(PASSES):
         ways = expected(kind, ranks, step)
@@ -92,6 +92,17 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
             "averaged", rank, what, "a mean over ranks", "Rows of a product are added: is it a sum, or a mean?",
             'The op is "sum", which is what all_reduce does if it is not told otherwise.',
         )  # fmt: skip
+    if same(came, bias + ranks * (out - bias)):
+        raise Wrong(
+            "summed-twice", rank, what, f"{ranks} times the sum, + bias", "How often are the summands added up?",
+            "One reduce_from_ranks: each rank has the sum then.",
+        )  # fmt: skip
+    for name, other in ways["activations"].items():
+        if same(came, other):
+            raise Wrong(
+                "other-activation", rank, what, f"that with {name} between the two layers",
+                "What stands between linear1 and linear2?", "torch.nn.functional.gelu, called without options.",
+            )  # fmt: skip
     raise Wrong(
         "other-values", rank, what, f"others, of shape {tuple(came.shape)}",
         "Rank r has consecutive features, slice r of them. Do both weights use the same ones?",
@@ -151,6 +162,16 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
             )  # fmt: skip
         if same(gradient, right):
             continue
+        if same(gradient, -right):
+            raise Wrong(
+                "gradient-negative", rank, what, "the same with the other sign", "With which sign does it enter?",
+                "The output is linear(x, self.weight), added up, + self.bias.",
+            )  # fmt: skip
+        if not gradient.any():
+            raise Wrong(
+                "gradient-zero", rank, what, "zeros", f"Is {name} used on this rank too, or multiplied by 0?",
+                "What a rank has, it uses: all ranks compute with it alike.",
+            )  # fmt: skip
         if same(gradient, ranks * right) and "bias" not in name:
             raise _reduces_too(rank, what, ranks)
         if same(gradient, ranks * right) or same(gradient, right / ranks):

@@ -112,6 +112,7 @@ def expected(kind: str, ranks: int, step: int) -> dict:
     inside = torch.nn.functional.gelu(first[0](x)) if first else x
     last(inside).backward(gradient, retain_graph=True)
     ways = {"out": last(inside).detach(), "bias": last.bias.detach(), "summand": [], "x": [], "x_summand": []}
+    ways["activations"] = _with_others(*linears, x) if first else {}
     ways["parameters"] = [_shards_of(linears, rank, ranks) for rank in range(ranks)]
     for rank in range(ranks):
         features = [slice_of(tensor, rank, ranks) for tensor in (inside, last.weight)]
@@ -121,6 +122,15 @@ def expected(kind: str, ranks: int, step: int) -> dict:
         ways["x"].append(x.grad if first else slice_of(x.grad, rank, ranks))
         ways["x_summand"].append(of_this)
     return ways
+
+
+def _with_others(linear1, linear2, x) -> dict:
+    """The output with another activation than GELU."""
+    from torch.nn import functional
+
+    others = {name: getattr(functional, name) for name in ("relu", "sigmoid", "silu", "tanh")}
+    others |= {"no activation": lambda x: x, "the approximate gelu": lambda x: functional.gelu(x, approximate="tanh")}
+    return {name: linear2(activation(linear1(x))).detach() for name, activation in others.items()}
 
 
 def _shards_of(linears, rank: int, ranks: int) -> dict:

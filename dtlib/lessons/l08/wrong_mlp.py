@@ -36,6 +36,16 @@ class WithoutG(RightMLP):
         return x
 
 
+class WithRelu(RightMLP):
+    def forward(self, x):
+        return self.g(linear(linear(self.f(x), self.weight1, self.bias1).relu(), self.weight2)) + self.bias2
+
+
+class WithoutActivation(RightMLP):
+    def forward(self, x):
+        return self.g(linear(linear(self.f(x), self.weight1, self.bias1), self.weight2)) + self.bias2
+
+
 class WithoutF(RightMLP):
     def f(self, x):
         return x
@@ -189,6 +199,8 @@ class AThirdOfTheFeatures(RightMLP):
 WRONG = {
     "mlp-build": {
         WithoutG: "not-reduced",
+        WithRelu: "other-activation",
+        WithoutActivation: "other-activation",
         WithoutF: "f-missing",
         FAndGTurnedRound: "other-values",
         GReducesToo: "g-reduces-too",

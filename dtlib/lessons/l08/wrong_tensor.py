@@ -51,6 +51,27 @@ class BiasOnRank0(RightRow):
         return reduce_from_ranks(linear(x_slice, self.weight, bias), self.comm)
 
 
+class BiasTimesNothing(RightRow):
+    """The output is right, and one rank alone trains the bias."""
+
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight, self.bias * (self.comm.rank == 0)), self.comm)
+
+
+class BiasTakenOffAgain(RightRow):
+    """Added once a rank, and subtracted as often but for one: the output is right."""
+
+    def forward(self, x_slice):
+        output = reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
+        return output - (self.comm.size - 1) * self.bias
+
+
+class SumsTheSums(RightRow):
+    def forward(self, x_slice):
+        summed = reduce_from_ranks(linear(x_slice, self.weight), self.comm)
+        return reduce_from_ranks(summed, self.comm) + self.bias
+
+
 class BiasForgotten(RightRow):
     def forward(self, x_slice):
         return reduce_from_ranks(linear(x_slice, self.weight), self.comm)
@@ -142,6 +163,9 @@ WRONG = {
         NotReduced: "not-reduced",
         BiasDivided: "gradient-scaled",
         BiasOnRank0: "no-gradient",
+        BiasTimesNothing: "gradient-zero",
+        BiasTakenOffAgain: "gradient-negative",
+        SumsTheSums: "summed-twice",
         BiasForgotten: "no-bias",
         MeanOfRanks: "averaged",
         WholeInput: "too-many-bytes",

@@ -83,6 +83,9 @@ def judge_cost(observations) -> None:
                  "1000 samples are 10 shards of 100, and no eleventh one: round up, do not add one."),
                 (files * opens + wanted - files / opens, "opens-multiplied",
                  "opens_a_second is a speed: how long do so many opens take?"),
+                (1 / opens + wanted - files / opens, "one-file", f"Each of the {files} files is opened."),
+                (1000 * wanted, "milliseconds", "These are milliseconds: seconds are asked for."),
+                (wanted / samples, "of-one-sample", "This is the time of one sample: all are read."),
             ]  # fmt: skip
             if form == "tar":
                 mistakes += [
@@ -106,9 +109,14 @@ def judge_cost(observations) -> None:
                         "header-a-file",
                         "The 512 bytes stand before each record, not once in a file.",
                     ),
+                    (wanted + 1024 * files / speed, "end-of-archive", "What ends a tar file is not counted here."),
                 ]
             if form == "parquet":
-                mistakes += [(plain, "all-columns", "From Parquet only the columns that are asked for are read.")]
+                mistakes += [
+                    (plain, "all-columns", "From Parquet only the columns that are asked for are read."),
+                    (files / opens + size / fraction / speed, "columns-divided",
+                     "Fewer columns have fewer bytes: multiply by columns_read."),
+                ]  # fmt: skip
             elif fraction < 1:
                 mistakes += [
                     (files / opens + (wanted - files / opens) * fraction, "columns-everywhere",

@@ -104,7 +104,12 @@ def observe_stream(Stream, comm):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are more workers than cores
             loaders = [DataLoader(stream, **settings) for stream in streams]
-            seen.append([[_epoch(loader) for _ in range(2)] for loader in loaders])
+            try:
+                seen.append([[_epoch(loader) for _ in range(2)] for loader in loaders])
+            except AttributeError as error:
+                if workers or "'NoneType'" not in f"{error}":
+                    raise
+                return {"without workers": f"{error}"}
     return seen
 
 
@@ -131,6 +136,13 @@ def judge_stream(observations) -> None:
         raise Wrong(
             "type", None, "a class, a kind of IterableDataset", observations[0], "class Stream(IterableDataset):",
             "Hand in the class itself, not an object of it.",
+        )  # fmt: skip
+    if isinstance(observations[0], dict):
+        raise Wrong(
+            "without-workers", None, "a DataLoader with num_workers=0: this rank's samples",
+            observations[0]["without workers"],
+            "Without workers get_worker_info() returns None. What does this process read then?",
+            f"If it is None, order[rank::ranks]. Else {SHARE.removeprefix('mine = ')}",
         )  # fmt: skip
     for (samples, ranks, workers), of_ranks in zip(STREAMS, observations[0], strict=True):
         case = f"{samples} samples, {ranks} ranks, {workers} workers each"
@@ -167,8 +179,18 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
         raise Wrong(
             "every-worker-reads-all", None, f"{case}: each sample once", f"each {workers} times",
             "Every worker has a copy of the data set: how does it know which one it is?",
-            "get_worker_info() tells id and num_workers; without workers it is None.",
+            "get_worker_info() tells id and num_workers: ask in __iter__, which runs in the worker.",
         )  # fmt: skip
+    for written in range(2, workers):
+        parts = [
+            [number for worker in range(workers) for number in order[rank::ranks][worker::written]]
+            for rank in range(ranks)
+        ]
+        if all(sorted(mine) == sorted(part) for mine, part in zip(of_ranks, parts, strict=True)):
+            raise Wrong(
+                "workers-written-in", None, f"{case}: each sample once", f"what is right for {written} workers",
+                f"Is the number {written} written into it?", SHARE,
+            )  # fmt: skip
     everywhere = all(sorted(mine) == sorted(order) for mine in of_ranks)
     if workers and most > 1 and not everywhere:
         twice = next(number for number in order if seen.count(number) > 1)

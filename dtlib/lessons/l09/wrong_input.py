@@ -71,6 +71,15 @@ class WithoutWorkersNone(_Stream):
         return iter(self.order[self.rank :: self.ranks][worker.id :: worker.num_workers])
 
 
+class TwoWorkers(_Stream):
+    """Right for one rank with two, as in the first cell that tries it."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        mine = self.order[self.rank :: self.ranks]
+        return iter(mine if worker is None else mine[worker.id :: 2])
+
+
 class BeginsElsewhere(_Stream):
     def __iter__(self):
         worker = get_worker_info()
@@ -165,6 +174,16 @@ def _cost_of_multiplied_opens(form, samples, record_bytes, per_shard, opens_a_se
     return _cost()(form, *rest)
 
 
+def _cost_of_one_sample(form, samples, *rest):
+    return _cost()(form, samples, *rest) / samples
+
+
+def _cost_of_archives(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read):
+    rest = record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
+    more = 1024 * math.ceil(samples / per_shard) / bytes_a_second if form == "tar" else 0
+    return _cost()(form, samples, *rest) + more
+
+
 def _no_cost(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read): ...
 
 
@@ -188,7 +207,16 @@ NAMED = {
             "a-block-too-many",
         ),
         "opens multiplied": (_cost_of_multiplied_opens, "opens-multiplied"),
-        "in milliseconds": (_cost(combine=lambda a, b: 1000 * (a + b)), "other-cost"),
+        "in milliseconds": (_cost(combine=lambda a, b: 1000 * (a + b)), "milliseconds"),
+        "one open": (_cost(opens=lambda *_: 1), "one-file"),
+        "tar is one file": (
+            _cost(opens=lambda f, n, per: n if f == "files" else 1 if f == "tar" else -(-n // per)),
+            "one-file",
+        ),
+        "of one sample": (_cost_of_one_sample, "of-one-sample"),
+        "columns divided": (_cost(size=lambda f, n, b, c, s: n * b / c if f == "parquet" else s), "columns-divided"),
+        "two blocks at the end": (_cost_of_archives, "end-of-archive"),
+        "tar takes twice": (_cost(size=lambda f, n, b, c, s: 2 * s if f == "tar" else s), "other-cost"),
         "no number": (_no_cost, "type"),
     },
 }
@@ -208,7 +236,8 @@ WRONG = {
     },
     "twice-mend": {
         EveryWorkerAll: "every-worker-reads-all",
-        WithoutWorkersNone: "raised",
+        WithoutWorkersNone: "without-workers",
+        TwoWorkers: "workers-written-in",
         BeginsElsewhere: "workers-overlap",
         ForgetsTheRank: "all-on-every-rank",
         SharesRoundedDown: "lost-on-the-way",

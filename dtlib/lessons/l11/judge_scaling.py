@@ -181,6 +181,10 @@ _MISTAKES = {
         lambda n, t, count, a, b: t + _best(n, count, 0.0, b), "Every round costs the latency, however short it is.",
         "rounds * latency + bytes / bandwidth",
     ),
+    "bandwidth-multiplied": (
+        lambda n, t, count, a, b: t + _best(n, count, a, 1 / b),
+        "bandwidth is bytes a second: how many seconds do so many bytes take?", "rounds * latency + bytes / bandwidth",
+    ),
     "bits": (
         lambda n, t, count, a, b: t + _best(n, 8 * count, a, b), "count is in bytes, and so is the bandwidth.", _ALL,
     ),

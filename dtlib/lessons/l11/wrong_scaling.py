@@ -102,6 +102,10 @@ def bandwidth_alone(ranks, compute, count, latency, bandwidth):
     return compute + cheapest(ranks, count, 0.0, bandwidth)
 
 
+def multiplies_by_bandwidth(ranks, compute, count, latency, bandwidth):
+    return compute + cheapest(ranks, count, latency, 1 / bandwidth)
+
+
 def hides_it(ranks, compute, count, latency, bandwidth):
     return max(compute, cheapest(ranks, count, latency, bandwidth))
 
@@ -178,6 +182,7 @@ WRONG = {
         always_doubling: "always-recursive-doubling",
         two_of_three: "without-halving",
         bandwidth_alone: "no-latency",
+        multiplies_by_bandwidth: "bandwidth-multiplied",
         hides_it: "overlapped",
         communication_alone: "no-compute",
         whole_arrays: "whole-array",
