@@ -106,6 +106,7 @@ def of_step(events, comm, order, step) -> float:
     """Quarter blocks that this rank computed in a step, from the recorded phases; half a one on the diagonal."""
     here = {f"chunk {chunk}" for chunk in CHUNKS[order]((comm.rank - step) % comm.size, comm.size)}
     looks = [event.name.split(" looks at ") for event in events if event.kind == "phase"]
+    assert all(event.rank == comm.world_rank for event in events)
     return sum(0.5 if query == key else 1.0 for query, key in looks if key in here)
 
 

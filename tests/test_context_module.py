@@ -277,6 +277,8 @@ def test_wrong_axes_and_means_are_refused(world):
     with pytest.raises(DtlibError, match="parameters differ between ranks"):
         model(model.split(x), model.positions(13))
     model = DataParallel(made(), both)
+    with pytest.raises(DtlibError, match="communicates in its forward"), model.join():
+        pass
     model.batch_size = 3
     with pytest.raises(DtlibError, match="no weight afterwards is right"):
         losses_of(

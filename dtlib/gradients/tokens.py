@@ -28,7 +28,7 @@ def mean_over_tokens(losses: torch.Tensor, comm, mask: torch.Tensor | None = Non
 
 def refuse_weights(parameters, batch_size) -> None:
     """Weights after the backward pass are wrong where ranks share sequences; all ranks set ``batch_size``, or none."""
-    if batch_size is not None and any(hasattr(parameter, "context_parallel") for parameter in parameters):
+    if batch_size is not None and any(len(getattr(one, "context_parallel", ())) > 1 for one in parameters):
         raise DtlibError(
             f"batch_size is {batch_size}, and ranks share sequences: gradients of keys and values carry other ranks' "
             "losses, and no weight afterwards is right. Leave it out, and take the loss of mean_over_tokens."

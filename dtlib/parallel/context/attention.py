@@ -33,7 +33,7 @@ class Sequence:
                 if self.causal and key[-1] > query[0]:
                     later = key > query[:, None]
                 seen = len(query) * len(key) - (0 if later is None else int(later.sum()))
-                with phase(f"{seen} pairs with rank {owner}'s keys"):
+                with phase(f"{seen} pairs with rank {owner}'s keys", self.comm.world_rank):
                     yield rows, columns, later
                 advance_all()
 

@@ -52,6 +52,8 @@ class ContextParallel(nn.Module):
             the forward pass for masks, dropout, queries of other lengths than keys, and where no attention was called.
     """
 
+    communicates_in_forward = True  # whoever lets ranks stop early asks for it
+
     def __init__(self, module: nn.Module, comm, order: str = "zigzag", method: str = "ring", overlap: bool = True):
         super().__init__()
         self.module, self.comm = module, as_communicator(comm)

@@ -18,6 +18,7 @@ back at the rank that has K and V, with a summand from every rank.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from dtlib.comm.waiting import advance_all
 from dtlib.comm.watch.recorder import phase
@@ -56,7 +57,7 @@ def blocks(comm, owner: int, length: int, causal: bool, order: str):
         for j, key in enumerate(CHUNKS[order](owner, comm.size)):
             if not causal or key <= query:
                 later = torch.full((half, half), causal and key == query).triu(1)
-                with phase(f"chunk {query} looks at chunk {key}"):
+                with phase(f"chunk {query} looks at chunk {key}", comm.world_rank):
                     yield slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half), later
                 advance_all()  # messages move on when somebody looks after them
 
@@ -85,6 +86,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         (q, k, v, out, lse), (comm, causal, order) = ctx.saved_tensors, ctx.rest
         d_q, delta, arriving = torch.zeros_like(q), (d_out * out).sum(-1, keepdim=True), None
@@ -111,7 +113,9 @@ def ring_attention(q, k, v, comm, causal: bool = True, order: str = "zigzag") ->
     if set(asked) != {((shape, dtype),) * 3 + asked[0][3:]} or len(shape) != 4 or order not in CHUNKS:
         raise DtlibError(f"Ranks give q, k, v, causal, order {set(asked)}: all the same, in one of {[*CHUNKS]}.")
     if shape[2] % 2 or dtype not in (torch.float32, torch.float64):
-        raise DtlibError(f"{shape[2]} tokens a rank of {dtype}: an even number, of float32 or float64, or see ring.py.")
+        raise DtlibError(
+            f"{shape[2]} tokens a rank of {dtype}: an even number, of float32 or float64, or see attention.py."
+        )
     return RingAttention.apply(q, k, v, comm, causal, order)
 
 

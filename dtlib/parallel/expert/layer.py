@@ -61,6 +61,8 @@ class MixtureOfExperts(nn.Module):
         DtlibError: on every rank, where ranks ask for different things, or for what there is not.
     """
 
+    communicates_in_forward = True  # whoever lets ranks stop early asks for it
+
     def __init__(
         self, width: int, experts, comm, top: int = 1, capacity: float | None = None, data=None,
         shared: nn.Module | None = None, jitter: float = 0.0,
