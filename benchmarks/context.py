@@ -16,7 +16,7 @@ from dtlib.parallel.expert.plain import MixtureOfExperts
 
 RANKS = 4
 REPEATS = 9
-TOKENS, HEADS, WIDTH = 2048, 4, 64
+TOKENS, HEADS, WIDTH = 4096, 4, 64
 QUARTER = 0.02  # seconds of emulated work
 LATENCY, BANDWIDTH = 0.001, 1e6  # of the emulated network: a slice travels about as long as a quarter block takes
 FEATURES, HIDDEN, BATCH = 256, 1024, 1024

@@ -147,6 +147,10 @@ def test_wrong_axes_and_norms_are_refused(world):
         holdings_of(block, None, None, comm)
     with pytest.raises(DtlibError, match="has a hook of its gradient"):  # that divides it
         fully_shard(block, comm)
+    for kind in (DataParallel, DataParallelNaive):
+        with pytest.raises(DtlibError, match="which share out experts, have others: average over both axes"):
+            kind(Block(comm), comm.split(comm.rank))
+    DataParallel(Block(comm).moe.experts, comm.split(comm.rank))
     block(x, mask).sum().backward()
     with pytest.raises(DtlibError, match="the norm of this rank's experts"):
         nn.utils.clip_grad_norm_(block.parameters(), 1.0)

@@ -38,6 +38,7 @@ def check_axis(parameters: dict, comm, who: str) -> None:
     sequences; as the world counts them.
     """
     here = set(comm._members)
+    experts = {rank for parameter in parameters.values() for rank in getattr(parameter, "expert_parallel", ())}
     for name, parameter in parameters.items():
         if len(here.intersection(getattr(parameter, "expert_parallel", ()))) > 1:
             raise DtlibError(
@@ -48,6 +49,11 @@ def check_axis(parameters: dict, comm, who: str) -> None:
             raise DtlibError(
                 f"{who}: gradients of {name} are of this rank's tokens, and ranks {list(sharing)} share each sequence: "
                 "average over both axes, as by mesh['data', 'context']."
+            )
+        if not hasattr(parameter, "expert_parallel") and not here.issuperset(experts):
+            raise DtlibError(
+                f"{who}: gradients of {name} are of this rank's tokens, and ranks {sorted(experts)}, which share out "
+                "experts, have others: average over both axes, as by mesh['data', 'expert']."
             )
 
 
