@@ -144,7 +144,7 @@ def test_16_bits_are_as_near_as_torchs_own(world):
         assert 0 < apart(ours.double(), right[:, :, here]) <= allowed
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, slow=(3,))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_language_model_is_that_of_one_process(world, recompute):
     comm, reference = world.comm, gradients_alone(3)

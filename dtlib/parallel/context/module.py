@@ -149,7 +149,8 @@ class ContextParallel(nn.Module):
             )
         self._calls += 1
         sequence = Sequence(self.comm, self._whole_length(query), self.order, is_causal, self.overlap)
-        return METHODS[self.method](query, key, value, sequence, scale)
+        with torch._C.DisableTorchFunction():  # Ulysses calls torch's attention itself
+            return METHODS[self.method](query, key, value, sequence, scale)
 
     def _whole_length(self, query) -> int:
         """All ranks' tokens; asked once a forward pass, in which all layers have the same."""
@@ -178,8 +179,7 @@ class _Everywhere(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is _attention_of_torch:
-            with self:
-                return self._attention(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         if func is functional.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise DtlibError(
                 "ContextParallel: nn.MultiheadAttention with need_weights=True has an attention of its own, which "
