@@ -369,3 +369,25 @@ def test_it_needs_neither_numpy_nor_torch_nor_mpi():
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert not loaded.strip(), loaded
+
+
+def test_the_parts_of_memory_by_hand():
+    """Each of the smaller parts by its formula in the docstring, in bytes."""
+    n, h, v = LLAMA.seq, LLAMA.hidden, LLAMA.vocab
+    cut = memory(LLAMA, Plan(tensor=8, batch=1))
+    assert cut.logits == n * (18 * v / 8 + 2 * h)
+    assert memory(LLAMA, Plan(tensor=8, batch=1, sequence_parallel=False)).logits == n * 18 * v / 8
+    assert memory(LLAMA, Plan(batch=1)).logits == 14 * n * v
+    layer = layer_activations(LLAMA, Plan(tensor=8), "none")
+    assert cut.working == layer + 4 * n * h
+    assert memory(LLAMA, Plan(data=4, zero=3, batch=4)).gathered == 2 * (LLAMA.layer_parameters + LLAMA.embedding)
+    pipe = memory(LLAMA, Plan(pipe=4, data=2, zero=3, batch=32, recompute="full"))
+    own = 8 * LLAMA.layer_parameters + LLAMA.embedding
+    assert pipe.stage in (0, 3) and pipe.gathered == 6 * (own + LLAMA.layer_parameters)
+    under_way = 4 if pipe.stage == 0 else 1
+    assert pipe.messages == (2 * 16 + under_way) * 2 * n * h
+    assert pipe.activations == under_way * 8 * 2 * n * h
+    odd = Model(1, 8, 2, 7, 4)
+    held = memory(odd, Plan(data=7, zero=1, batch=7, scheme="adam"))
+    padding = -odd.parameters % 7 * 8
+    assert padding and held.parameters == 4 * odd.parameters + padding
