@@ -1,0 +1,168 @@
+# %% [markdown]
+# # 13 When the network is slow: exercises
+#
+# *Predict* (three minutes), *fix* an outer step and feedback (five minutes each: ten minutes), *build* top-k with feedback
+# (twenty minutes), and a race (as long as you like: fifteen minutes). A check looks at your answer on all ranks and
+# says what is wrong; check again for the next hint.
+#
+# **You need** the lecture [13 When the network is slow](../lectures/13_slow_network.ipynb). Answers:
+# [solutions](../solutions/13_slow_network_exercises.ipynb).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px
+import math
+
+import dtlib
+import torch
+from torch import nn
+
+world = dtlib.init()
+
+# %% [markdown]
+# ## Predict
+#
+# - Four ranks average a million gradients by top-k, with 1 % of them. A value has 4 bytes, a place too. How many bytes
+#   does a rank send, by the all-gather?
+# - A step computes for 0.1 s, and its message takes 0.9 s. How many steps are there in an hour, with DDP and with rounds
+#   of H = 100 local steps?
+
+# %% tags=["stub"]
+lab.predict("top-1-percent-sends", None)
+lab.predict("steps-of-an-hour", {"DDP": None, "H = 100": None})
+
+# %% tags=["solution"]
+lab.predict("top-1-percent-sends", 240_000)
+lab.predict("steps-of-an-hour", {"DDP": 3600, "H = 100": 33_000})
+
+# %% [markdown]
+# ## Fix: momentum in the wrong place
+#
+# At the end of a round, `outer_step` gets where the round began (`start`, the same on all ranks), this rank's `parameters`,
+# and the `pace` of the rounds before. It returns the next start, and the pace: Nesterov's step along the mean way. The loss
+# falls, and yet ranks drift apart. Fix it.
+
+# %% tags=["stub"]
+# %%px
+def outer_step(comm, start, parameters, pace, rate, momentum):
+    way = start - parameters
+    pace = momentum * pace + way
+    way = comm.all_reduce(way, op="mean")
+    return start - rate * (way + momentum * pace), pace
+
+# %% tags=["solution"]
+# %%px
+def outer_step(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return start - rate * (way + momentum * pace), pace
+
+# %%
+lab.check("outer-fix")
+
+# %% [markdown]
+# ## Fix: feedback that is forgotten
+#
+# `compress` sends a bit for each number: its sign, times the mean size of all. It returns the mean over ranks, and what is
+# kept for the next step. It gets what was kept in the step before. Fix it.
+
+# %% tags=["stub"]
+# %%px
+def compress(comm, gradient, kept):
+    sent = gradient.sign() * gradient.abs().mean()
+    kept = gradient - sent
+    return comm.all_reduce(sent, op="mean"), kept
+
+# %% tags=["solution"]
+# %%px
+def compress(comm, gradient, kept):
+    wanted = gradient + kept
+    sent = wanted.sign() * wanted.abs().mean()
+    kept = wanted - sent
+    return comm.all_reduce(sent, op="mean"), kept
+
+# %%
+lab.check("feedback-fix")
+
+# %% [markdown]
+# ## Build: top-k with feedback
+#
+# Write `top_k(comm, gradient, kept, fraction)`, for tensors of one dimension.
+#
+# - Each rank sends the k = ceil(fraction · n) elements that are largest in size, of its gradient and what was kept before.
+# - It returns the mean over ranks of what was sent, as a tensor of n elements, and what is kept now.
+# - k places and k values travel, not n numbers: `comm.all_gather(out, tensor)` puts everybody's `tensor` into `out`.
+
+# %% tags=["stub"]
+# %%px
+def top_k(comm, gradient, kept, fraction):
+    return gradient, kept  # your lines here
+
+# %% tags=["solution"]
+# %%px
+def top_k(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    k = math.ceil(fraction * len(wanted))
+    places = wanted.abs().topk(k).indices
+    everyones_places = comm.all_gather(places.new_empty(comm.size * k), places)
+    everyones_values = comm.all_gather(wanted.new_empty(comm.size * k), wanted[places])
+    mean = torch.zeros_like(wanted)
+    mean.index_add_(0, everyones_places, everyones_values / comm.size)
+    return mean, wanted.index_fill(0, places, 0)
+
+# %%
+lab.check("top-k-build")
+
+# %% [markdown]
+# ## The race: byte golf, once more
+#
+# It is lesson 04's: ranks have a few digits each, and reach 95 % of the test images with as few bytes as can be. Par is
+# forty steps in 16 bits. Now you know more ways. `lab.scores()` keeps your best; compare it with the class.
+
+# %% tags=["stub"]
+# %%px
+from dtlib.lab import digits
+
+
+def golf(comm, x, y):
+    net = digits.net(hidden=32)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        for parameter in net.parameters():
+            comm.all_reduce(parameter.grad, op="mean")
+        optimizer.step()
+    return net
+
+# %% tags=["solution"]
+# %%px
+from dtlib.lab import digits
+
+
+def golf(comm, x, y):
+    net = digits.net(hidden=32)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    kept = torch.zeros(sum(p.numel() for p in net.parameters()))
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        flat = torch.cat([p.grad.flatten() for p in net.parameters()])
+        mean, kept = top_k(comm, flat, kept, 0.05)
+        pieces = mean.split([p.numel() for p in net.parameters()])
+        for p, piece in zip(net.parameters(), pieces, strict=True):
+            p.grad = piece.view_as(p)
+        optimizer.step()
+    return net
+
+# %% tags=["nbval-ignore-output"]
+lab.check("byte-golf")
+
+# %% [markdown]
+# ## If you have time
+#
+# - Send places as `int32` in place of `int64`: how many bytes fewer?
+# - Register your `top_k` as a hook: `model.register_comm_hook(state, hook)`, of `DataParallel` and of torch's DDP.
+# - Play golf with local steps: how many rounds are enough?

@@ -1,0 +1,201 @@
+"""Plausible wrong answers to lesson 13, and the mistake that the check must recognise in each."""
+
+import math
+
+import torch
+
+# fix: outer_step(comm, start, parameters, pace, rate, momentum)
+
+
+def momentum_on_own_way(comm, start, parameters, pace, rate, momentum):
+    """The planted bug: the pace is made of this rank's way."""
+    way = start - parameters
+    pace = momentum * pace + way
+    way = comm.all_reduce(way, op="mean")
+    return start - rate * (way + momentum * pace), pace
+
+
+def never_averages(comm, start, parameters, pace, rate, momentum):
+    way = start - parameters
+    pace = momentum * pace + way
+    return start - rate * (way + momentum * pace), pace
+
+
+def adds_ways(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters)
+    pace = momentum * pace + way
+    return start - rate * (way + momentum * pace), pace
+
+
+def without_looking_ahead(comm, start, parameters, pace, rate, momentum):
+    pace = momentum * pace + comm.all_reduce(start - parameters, op="mean")
+    return start - rate * pace, pace
+
+
+def forgets_the_pace(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    return start - rate * way, momentum * pace + way
+
+
+def uphill(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return start + rate * (way + momentum * pace), pace
+
+
+def from_the_parameters(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return comm.all_reduce(parameters.clone(), op="mean") - rate * (way + momentum * pace), pace
+
+
+def returns_the_start(comm, start, parameters, pace, rate, momentum):
+    return start
+
+
+# fix: compress(comm, gradient, kept)
+
+
+def signs(wanted):
+    return wanted.sign() * wanted.abs().mean()
+
+
+def signs_without_feedback(comm, gradient, kept):
+    """The planted bug."""
+    sent = signs(gradient)
+    kept = gradient - sent
+    return comm.all_reduce(sent, op="mean"), kept
+
+
+def signs_that_forget(comm, gradient, kept):
+    sent = signs(gradient + kept)
+    return comm.all_reduce(sent.clone(), op="mean"), gradient - sent
+
+
+def signs_less_the_mean(comm, gradient, kept):
+    wanted = gradient + kept
+    mean = comm.all_reduce(signs(wanted), op="mean")
+    return mean, wanted - mean
+
+
+def signs_that_keep_all(comm, gradient, kept):
+    wanted = gradient + kept
+    return comm.all_reduce(signs(wanted), op="mean"), wanted
+
+
+def signs_added(comm, gradient, kept):
+    wanted = gradient + kept
+    sent = signs(wanted)
+    return comm.all_reduce(sent.clone()), wanted - sent
+
+
+def signs_alone(comm, gradient, kept):
+    wanted = gradient + kept
+    return signs(wanted), wanted - signs(wanted)
+
+
+# build: top_k(comm, gradient, kept, fraction)
+
+
+def _exchanged(comm, wanted, fraction, divide=True):
+    k = math.ceil(fraction * len(wanted))
+    places = wanted.abs().topk(k).indices
+    everyones = comm.all_gather(places.new_empty(comm.size * k), places)
+    values = comm.all_gather(wanted.new_empty(comm.size * k), wanted[places])
+    mean = torch.zeros_like(wanted).index_add_(0, everyones, values / comm.size if divide else values)
+    return mean, wanted.index_fill(0, places, 0)
+
+
+def top_k_without_feedback(comm, gradient, kept, fraction):
+    return _exchanged(comm, gradient, fraction)
+
+
+def top_k_that_forgets(comm, gradient, kept, fraction):
+    mean, rest = _exchanged(comm, gradient + kept, fraction)
+    return mean, rest - kept
+
+
+def top_k_added(comm, gradient, kept, fraction):
+    return _exchanged(comm, gradient + kept, fraction, divide=False)
+
+
+def top_k_sends_zeros_too(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    places = wanted.abs().topk(math.ceil(fraction * len(wanted))).indices
+    sent = torch.zeros_like(wanted)
+    sent[places] = wanted[places]
+    return comm.all_reduce(sent.clone(), op="mean"), wanted - sent
+
+
+def top_k_of_signed(comm, gradient, kept, fraction):
+    """The largest, not the largest in size."""
+    wanted = gradient + kept
+    k = math.ceil(fraction * len(wanted))
+    places = wanted.topk(k).indices
+    everyones = comm.all_gather(places.new_empty(comm.size * k), places)
+    values = comm.all_gather(wanted.new_empty(comm.size * k), wanted[places])
+    mean = torch.zeros_like(wanted).index_add_(0, everyones, values / comm.size)
+    return mean, wanted.index_fill(0, places, 0)
+
+
+def top_k_overwrites(comm, gradient, kept, fraction):
+    """Where two ranks send the same place, one of them is lost."""
+    wanted = gradient + kept
+    k = math.ceil(fraction * len(wanted))
+    places = wanted.abs().topk(k).indices
+    everyones = comm.all_gather(places.new_empty(comm.size * k), places)
+    values = comm.all_gather(wanted.new_empty(comm.size * k), wanted[places])
+    mean = torch.zeros_like(wanted)
+    mean[everyones] = values / comm.size
+    return mean, wanted.index_fill(0, places, 0)
+
+
+def top_k_at_own_places(comm, gradient, kept, fraction):
+    """The values are averaged, and the places are this rank's."""
+    wanted = gradient + kept
+    places = wanted.abs().topk(math.ceil(fraction * len(wanted))).indices
+    mean = torch.zeros_like(wanted)
+    mean[places] = comm.all_reduce(wanted[places].clone(), op="mean")
+    return mean, wanted.index_fill(0, places, 0)
+
+
+def top_k_keeps_all(comm, gradient, kept, fraction):
+    mean, _ = _exchanged(comm, gradient + kept, fraction)
+    return mean, gradient + kept
+
+
+def top_k_returns_the_mean(comm, gradient, kept, fraction):
+    return _exchanged(comm, gradient + kept, fraction)[0]
+
+
+WRONG = {
+    "outer-fix": {
+        momentum_on_own_way: "ranks-differ",
+        never_averages: "ranks-differ",
+        adds_ways: "sum",
+        without_looking_ahead: "heavy-ball",
+        forgets_the_pace: "no-momentum",
+        uphill: "wrong-way",
+        from_the_parameters: "other-step",
+        returns_the_start: "type",
+    },
+    "feedback-fix": {
+        signs_without_feedback: "no-feedback",
+        signs_that_forget: "forgets",
+        signs_less_the_mean: "of-the-mean",
+        signs_that_keep_all: "keeps-all",
+        signs_added: "sum",
+        signs_alone: "alone",
+    },
+    "top-k-build": {
+        top_k_without_feedback: "no-feedback",
+        top_k_that_forgets: "forgets",
+        top_k_added: "sum",
+        top_k_sends_zeros_too: "too-many-bytes",
+        top_k_of_signed: "signed",
+        top_k_overwrites: "overwritten",
+        top_k_at_own_places: "own-places",
+        top_k_keeps_all: "keeps-all",
+        top_k_returns_the_mean: "type",
+    },
+}
