@@ -1,13 +1,15 @@
-"""The command line: dtlib doctor | lab | fresh | tour | pi | train | plan."""
+"""The command line: dtlib doctor | lab | fresh | tour | pi | train | plan | export."""
 
 import argparse
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import dtlib
 from dtlib.errors import DtlibError
+from dtlib.export import EXPORTS, exported
 from dtlib.lab.engines.workshop import current_folder
 from dtlib.world.launch import is_rank, run_ranks
 from dtlib.world.machine import gpu_names, usable_cores
@@ -24,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments=None) -> int:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train | plan")
+    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train | plan | export")
     doctor = commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
     doctor.add_argument("--decode", metavar="CODE", nargs="+", help="say what the codes that learners have sent mean")
 
@@ -82,6 +84,10 @@ def main(arguments=None) -> int:
     plan.add_argument(
         "--measure", action="store_true", help="calibrate on four ranks here, and say how far off that is"
     )
+
+    export = commands.add_parser("export", help="write a strategy's plain core as one file that needs torch alone")
+    export.add_argument("strategy", choices=EXPORTS)
+    export.add_argument("--to", metavar="FILE", help="where to (default: its name, such as ddp.py, in this folder)")
     options, unknown = parser.parse_known_args(arguments)
     if options.command == "lab":
         options.jupyter = [argument for argument in unknown if argument != "--"]
@@ -113,6 +119,18 @@ def _lab(options) -> int:
     from dtlib.lab.server import serve
 
     return serve(not options.no_browser, options.jupyter)
+
+
+def _export(options) -> int:
+    path = Path(options.to or f"{options.strategy}.py")
+    text = exported(options.strategy)
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as problem:
+        raise DtlibError(f"Nothing is written to {path} ({problem.strerror}): name another file with --to.") from None
+    print(f"{path} has {text.count(chr(10))} lines, and needs torch alone: torchrun --nproc-per-node 2 {path}")
+    return 0
 
 
 def _fresh(options) -> int:
@@ -271,4 +289,7 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-_COMMANDS = {"doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train, "plan": _plan}
+_COMMANDS = {
+    "doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train, "plan": _plan,
+    "export": _export,
+}  # fmt: skip

@@ -74,7 +74,9 @@ def test_a_mistake_gets_one_sentence_and_status_2(run_here):
 def test_without_a_command_and_the_version(run_here):
     ran = run()
     assert ran.returncode == 0 and not ran.stderr
-    assert all(f"\n    {command} " in ran.stdout for command in ("doctor", "lab", "fresh", "tour", "pi"))
+    assert all(
+        f"\n    {command} " in ran.stdout for command in ("doctor", "lab", "fresh", "tour", "pi", "train", "export")
+    )
     assert run_here("--version").stdout == f"dtlib {dtlib.__version__}\n"
     assert_one_sentence(run_here("fresh", "44"), "no lesson '44'", "00, 01, 02")
 

@@ -43,7 +43,7 @@ FLOORS = (
     ("training", "workloads", "storage"),
     ("lab",),
     ("lessons",),
-    ("tour",),
+    ("tour", "export"),
     ("cli", "__main__"),
 )
 

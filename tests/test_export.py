@@ -1,0 +1,105 @@
+"""``dtlib export``: short files that need torch alone, and train to the bit as the plain cores do on gloo."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from dtlib.cli import main
+from dtlib.export import EXPORTS, MOST_LINES, exported
+
+# A world of forked ranks after the other, as torch takes seconds to be imported; each rank writes to a file of its own.
+RANKS = """
+import contextlib, os, runpy, sys
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("dtlib", "mpi4py"):
+            raise ModuleNotFoundError(f"{name} is not there")
+
+kind, folder, *names = sys.argv[1:]
+if kind == "bare":
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would look for dtlib, which is installed here
+    sys.meta_path.insert(0, Bare())
+import torch, torch._dynamo  # which an optimizer imports
+from torch.distributed import TCPStore, group
+if kind == "plain":
+    from importlib import import_module
+    from dtlib.comm import as_communicator
+    from dtlib.export import EXPORTS, demos
+    demos.Communicator = lambda: as_communicator(group.WORLD)
+
+def run(name):
+    if kind == "bare":
+        return runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+    strategy, build = EXPORTS[name]
+    plain = import_module(f"dtlib.parallel.{strategy}.plain")
+    demos.main(eval(f"lambda comm, x, y: {build}", vars(plain) | vars(demos)))
+
+torch.set_num_threads(1)
+os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+for ranks in (2, 3):
+    stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in names}
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if not pids[-1]:
+            sys.stdout = open(f"{folder}/{kind} {ranks} {rank}", "w")
+            for name, store in stores.items():
+                facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                os.environ.update({key: str(value) for key, value in {**facts, "MASTER_PORT": store.port}.items()})
+                run(name)
+            sys.stdout.flush()
+            os._exit(0)  # the stores are the parent's
+    for _ in range(ranks):
+        if os.wait()[1]:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            sys.exit("a rank failed")
+"""
+
+
+def test_each_strategy_trains_without_dtlib_to_the_bit_as_its_plain_core(tmp_path):
+    for name in EXPORTS:
+        (tmp_path / f"{name}.py").write_text(exported(name))
+    for kind in ("bare", "plain"):
+        alone = ["-I"] * (kind == "bare")
+        command = [sys.executable, *alone, "-c", RANKS, kind, str(tmp_path), *EXPORTS]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+    for ranks in (2, 3):
+        for rank in range(ranks):
+            bare, plain = ((tmp_path / f"{kind} {ranks} {rank}").read_text() for kind in ("bare", "plain"))
+            assert bare == plain
+            assert bare.count(f"rank {rank}: loss ") == 5 * len(EXPORTS) and "nan" not in bare
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_is_short_and_imports_torch_alone(name):
+    lines = exported(name).splitlines()
+    assert len(lines) <= MOST_LINES == 150 and max(map(len, lines)) <= 120
+    tree = ast.parse("\n".join(lines))
+    imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imported += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    assert {module.partition(".")[0] for module in imported} <= {"torch", *sys.stdlib_module_names}
+    assert not any(word in "\n".join(lines[6:]) for word in ("as_communicator", "contract.", "recorder", "check_"))
+
+
+def test_an_export_is_written_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "ddp"]) == 0
+    assert (tmp_path / "ddp.py").read_text() == exported("ddp") and "torchrun" in capsys.readouterr().out
+    (tmp_path / "ddp.py").write_text("mine")
+    assert main(["export", "ddp"]) == 2 and "--to" in capsys.readouterr().err
+    assert (tmp_path / "ddp.py").read_text() == "mine"
+    assert main(["export", "zero1", "--to", "mine/zero.py"]) == 2 and "mine/zero.py" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_torchrun_runs_an_export(tmp_path):
+    (tmp_path / "tensor.py").write_text(exported("tensor"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "tensor.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0 and ran.stdout.count(" in one process") == 10, ran.stdout + ran.stderr
