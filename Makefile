@@ -2,6 +2,7 @@
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
+#   JOBS=2               processes that run tests, each a file at a time; one unless told
 #   ARGS="..."           arguments for dtlib lab and JupyterLab, such as ARGS="--no-browser --port=8890"
 #   TRACK=half-day       which short track `workshop` writes, two-hours unless told
 
@@ -18,14 +19,16 @@ SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
 .PHONY: lab test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book wheelhouse lint clean
 
+PYTEST := $(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
+
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
 
 test: .venv/tests
-	$(BIN)/python -m pytest -m "not slow and not nightly"
+	$(PYTEST) -m "not slow and not nightly"
 
 test-slow: .venv/tests
-	$(BIN)/python -m pytest -m "slow and not nightly"
+	$(PYTEST) -m "slow and not nightly"
 
 test-nightly: .venv/tests
 	$(BIN)/python -m pytest -m nightly
