@@ -43,6 +43,9 @@ def losses(results: dict):
         rows.append((name, f"{kilobytes[-1]:,.0f}", f"{means[-1]:.3f}", f"{lows[-1]:.3f} to {highs[-1]:.3f}"))
     axes.axhline(race.TARGET, color="grey", linestyle="--", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="kB that a rank has sent", ylabel="training loss")
+    axes.set_xticks([30, 100, 300, 1000, 3000, 10000], ["30", "100", "300", "1,000", "3,000", "10,000"])
+    axes.set_yticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    axes.minorticks_off()
     axes.legend(loc="lower left", ncols=2)
     alt = (
         f"Training loss against kB on the wire, a line with a band a method; the race ends at a loss of {race.TARGET}."
@@ -60,7 +63,7 @@ def bytes_needed(results: dict):
         found, colour = against_ddp(results, name), RANK_COLOURS[STYLES[name][0]]
         if found is None:
             there = sum(kb < math.inf for kb in results[name].until())
-            axes.text(1.05, place, f"{there} of {len(race.SEEDS)} seeds arrived", va="center")
+            axes.text(0.95, place, f"{there} of {len(race.SEEDS)} seeds arrived", va="center", ha="right")
             continue
         middle, low, high = found
         off = [[middle - low], [high - middle]]

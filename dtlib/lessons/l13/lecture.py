@@ -261,7 +261,7 @@ assert many[1] > 2 * many_8[1]
 
 # %% [markdown]
 # Six messages against two: with few numbers latency decides, and 8 bits lose. With a million they win by the model. The
-# clock counts the rounding too: on busy cores it costs more than it saves.
+# clock counts the rounding too, which can cost more than it saves where cores are busy.
 #
 # ## The race
 #
