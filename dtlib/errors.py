@@ -4,7 +4,7 @@ RESET = "Call dtlib.reset() on all ranks to go on."
 
 
 class DtlibError(Exception):
-    """A mistake that its maker can mend.
+    """A mistake that its maker can fix.
 
     In a notebook only the sentence is shown, without a traceback; the command line prints it and
     exits with status 2.

@@ -85,7 +85,7 @@ def planted(tree: Path, number: int) -> str | None:
     path = tree / "dtlib" / name
     text = path.read_text()
     if text.count(right) != 1:
-        raise SystemExit(f"{number}: {name} has {text.count(right)} times {right!r}: mend tests/mutations.py.")
+        raise SystemExit(f"{number}: {name} has {text.count(right)} times {right!r}: fix tests/mutations.py.")
     path.write_text(text.replace(right, wrong))
     try:
         for selection in runs(tests):

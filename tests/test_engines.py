@@ -480,7 +480,7 @@ def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
         monkeypatch.setenv("PYTHONPATH", str(workshop_folder))
         (workshop_folder / "dtlib").mkdir()
         (workshop_folder / "dtlib" / "__init__.py").write_text("raise ImportError('half a package')")
-        expected = r"ended at once \(.*half a package\): mend that.*keeper.log"
+        expected = r"ended at once \(.*half a package\): fix that.*keeper.log"
     with pytest.raises(DtlibError, match=expected):
         lab.engines(2)
     assert not processes_of(workshop_folder)

@@ -34,7 +34,7 @@ _failed = Counter()  # exercise -> how many answers were not right
 def check(name: str) -> None:
     """Judge exercise ``name``, on all ranks if it needs them, and show the verdict.
 
-    Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: mend it and check again; who
+    Works in a plain cell and in a ``%%px`` cell. A wrong answer is no error: fix it and check again; who
     checks the same answer again gets the next hint.
 
     Raises:

@@ -44,7 +44,7 @@ class Registry(Mapping):
 
 
 def _of_file(path: Path) -> Exercise:
-    """Read anew each time, so that it can be mended while a class works."""
+    """Read anew each time, so that it can be fixed while a class works."""
     if not path.is_file():
         raise DtlibError(
             f"There is no file {path.name} in {path.absolute().parent}: put the exercise beside the notebook."

@@ -39,7 +39,7 @@ def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
     if status:
         last = next(filter(None, map(str.strip, reversed(said))), f"exit status {status}")
         raise DtlibError(
-            f"The process that starts the engines ended at once ({last}): mend that, or run `dtlib doctor`; "
+            f"The process that starts the engines ended at once ({last}): fix that, or run `dtlib doctor`; "
             f"{log / 'keeper.log'} has all that it said."
         )
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)

@@ -110,7 +110,7 @@ print(total)
 lab.check("first-sum")
 
 # %% [markdown]
-# If the check said *not yet*, it also said on which rank, what it expected and what it found. Mend the cell and check
+# If the check said *not yet*, it also said on which rank, what it expected and what it found. Fix the cell and check
 # again.
 
 # %% [markdown] tags=["two-hours", "half-day"]

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 02 MPI and pi: exercises
 #
-# Three exercises: *predict* (one minute), *mend* (five minutes), *build* (twenty minutes). A check looks at your answer
+# Three exercises: *predict* (one minute), *fix* (five minutes), *build* (twenty minutes). A check looks at your answer
 # on all ranks and says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [02 MPI and pi](../lectures/02_pi.ipynb). Answers: [solutions](../solutions/02_pi_exercises.ipynb).
@@ -36,12 +36,12 @@ lab.predict("error-of-a-million", 0.0016)
 lab.predict("points-for-0.004", 160_000)
 
 # %% [markdown]
-# ## Mend: all ranks draw the same points
+# ## Fix: all ranks draw the same points
 #
 # Somebody wrote this function. Each rank counts its slice, the counts are added, and the estimate looks fine. But it is
 # worse than it should be: on three ranks the first third of the points is counted three times, and the rest never.
 #
-# Mend it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
+# Fix it: together the ranks must count the points 0 to `points - 1`, each of them once. The function returns the
 # count of its own rank. Mind the remainder: 1,000 points do not divide evenly by three.
 #
 # You may use `comm.rank` and `comm.size`, and `pi.count_compiled(start, stop)`, which counts the points from `start` to

@@ -418,7 +418,7 @@ lab.quiz("02")
 # - Speed-up ends where cores end; efficiency says how well they are used.
 # - First one fast process, then many. And ask what a speed-up is compared with.
 #
-# Now the [exercises](../exercises/02_pi_exercises.ipynb): mend a program whose ranks all throw the same darts, and
+# Now the [exercises](../exercises/02_pi_exercises.ipynb): fix a program whose ranks all throw the same darts, and
 # build pi on ranks yourself.
 #
 # ## References

@@ -5,7 +5,7 @@ import torch
 
 from dtlib import pi
 
-# mend: count_my_points(points, comm)
+# fix: count_my_points(points, comm)
 
 
 def same_points(points, comm):

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 03 Collectives: exercises
 #
-# Four exercises: *predict* (two minutes), *mend* a ring (five minutes), *build* a ring (thirty minutes), and five
+# Four exercises: *predict* (two minutes), *fix* a ring (five minutes), *build* a ring (thirty minutes), and five
 # *hangs* to explain (twenty minutes). A check looks at your answer on all ranks and says what is wrong; check again for
 # the next hint.
 #
@@ -45,9 +45,9 @@ with dtlib.trace() as trace:
 sent_bytes = trace.sent()[1]
 
 # %% [markdown]
-# ## Mend: a ring with one wrong index
+# ## Fix: a ring with one wrong index
 #
-# This ring all-reduce runs to its end, sends as many messages as it should, and gives wrong sums. One index is wrong. Mend it.
+# This ring all-reduce runs to its end, sends as many messages as it should, and gives wrong sums. One index is wrong. Fix it.
 #
 # `torch.tensor_split` cuts an array into `size` chunks; they are views, so what changes in a chunk changes in the
 # array. The second half begins where the first has ended: which chunk is complete on a rank by then?

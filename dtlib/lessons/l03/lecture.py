@@ -452,7 +452,7 @@ assert count("they wait for one another") == 2
 # step of the ring does. With `async_op=True` an operation returns a handle at once; until `handle.wait()` you must not
 # touch the tensor.
 #
-# **Your turn.** Mend it, so that ranks 0 and 1 get each other's number.
+# **Your turn.** Fix it, so that ranks 0 and 1 get each other's number.
 
 # %% tags=["stub"]
 # %%px
@@ -498,7 +498,7 @@ lab.quiz("03")
 # - A hang is a rank that does not come, ranks that disagree, or ranks that wait in a circle. Read the sentence; Stop;
 #   `%px dtlib.reset()`.
 #
-# Now the [exercises](../exercises/03_collectives_exercises.ipynb): mend a ring, build one, and explain five hangs.
+# Now the [exercises](../exercises/03_collectives_exercises.ipynb): fix a ring, build one, and explain five hangs.
 #
 # ## References
 #

@@ -26,7 +26,7 @@ def ring(comm, tensor, chunks, first=1, second=0, add=True, steps=None):
     return tensor
 
 
-# mend: ring_all_reduce(comm, array)
+# fix: ring_all_reduce(comm, array)
 
 
 def as_it_was(comm, array):

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 04 Data parallelism: exercises
 #
-# Four exercises: *predict* (two minutes), *mend* a hook (five minutes), *build* buckets (thirty minutes), and *byte golf*
+# Four exercises: *predict* (two minutes), *fix* a hook (five minutes), *build* buckets (thirty minutes), and *byte golf*
 # (as long as you like). A check looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [04 Data parallelism](../lectures/04_data_parallel.ipynb). Answers:
@@ -60,11 +60,11 @@ with dtlib.trace() as server:
 counted = len(flat), ring.sent()[1], server.sent()[1]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# ## Mend: a hook that reduces the wrong thing
+# ## Fix: a hook that reduces the wrong thing
 #
 # `average_with_hooks(comm, module)` sets a hook on each parameter, so that gradients are averaged when `backward()`
 # returns. It runs, sends as many bytes as it should, and the loss goes down. But the ranks do not train one model: one
-# word is wrong. Mend it.
+# word is wrong. Fix it.
 
 # %% tags=["two-hours", "half-day", "stub"]
 # %%px

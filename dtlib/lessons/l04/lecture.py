@@ -610,7 +610,7 @@ lab.quiz("04")
 # - Horovod: seven changes. DDP: the model's line, process group, sampler and launcher. A config: one call, and a
 #   shorter loop.
 #
-# Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): mend a hook, build buckets, and play byte golf.
+# Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): fix a hook, build buckets, and play byte golf.
 #
 # ## References
 #

@@ -1,6 +1,6 @@
 """Plausible wrong hooks that average gradients, and the mistake that the check must recognise in each."""
 
-# mend: average_with_hooks(comm, module)
+# fix: average_with_hooks(comm, module)
 
 
 def with_hooks(comm, module, act, broadcast=lambda module: [*module.parameters(), *module.buffers()], hooked=None):

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 05 Large batches: exercises
 #
-# Three exercises: *predict* (three minutes), *mend* a warm-up (five minutes), *build* the rate of a step (twenty minutes). A
+# Three exercises: *predict* (three minutes), *fix* a warm-up (five minutes), *build* the rate of a step (twenty minutes). A
 # check looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [05 Large batches](../lectures/05_large_batches.ipynb). Answers:
@@ -37,11 +37,11 @@ lab.predict("rates-on-128-ranks", {"linear": 1.6, "square root": 0.4})
 lab.predict("warm-up-steps", 1500)
 
 # %% [markdown]
-# ## Mend: a warm-up with one wrong number
+# ## Fix: a warm-up with one wrong number
 #
 # `warmup_settings` gives the settings of SGD in a step: the rate grows in a straight line from 0.02 in step 0 to k
 # times as much in step `warmup_steps`, and stays there. It runs, the loss falls, nobody complains; and yet the rate is
-# wrong in most of the steps. Mend it.
+# wrong in most of the steps. Fix it.
 
 # %% tags=["stub"]
 # %%px

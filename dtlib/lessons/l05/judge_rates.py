@@ -4,7 +4,7 @@ import math
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
 
-RATE, MOMENTUM = 0.02, 0.9  # of the mend
+RATE, MOMENTUM = 0.02, 0.9  # of the fix
 OURS = ("lr", "momentum")
 NO_NUMBER = ("Return the rate itself.", "Every way through the function must end in a return with a number.")
 WARMUPS = ((4, 8), (10, 16), (1, 2), (7, 3))  # warmup_steps, k: sevenths show what is rounded

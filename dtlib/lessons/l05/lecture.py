@@ -491,7 +491,7 @@ lab.quiz("05")
 #   it. For ResNet-50 at batch 8192 warm-up is worth a point.
 # - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
 #
-# Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, mend a warm-up, and scale a rate.
+# Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and scale a rate.
 #
 # ## References
 #

@@ -2,7 +2,7 @@
 
 import math
 
-# mend: warmup_settings(step, warmup_steps, k)
+# fix: warmup_settings(step, warmup_steps, k)
 
 
 def as_it_was(step, warmup_steps, k):

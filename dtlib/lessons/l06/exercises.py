@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 06 ZeRO: exercises
 #
-# Five exercises: *predict* bytes (five minutes), *mend* a stage 2 that saves nothing (five minutes), *build* sharded
+# Five exercises: *predict* bytes (five minutes), *fix* a stage 2 that saves nothing (five minutes), *build* sharded
 # Adam (thirty minutes), *build* a layer that is gathered on demand (fifteen minutes), and *fit* a large model (ten
 # minutes). A check looks at your answer on all ranks: at values, at the bytes sent, and at the memory that is really
 # held. Check again for the next hint.
@@ -67,11 +67,11 @@ def held(stage):
 held_at = [held(stage) for stage in range(4)]
 
 # %% [markdown]
-# ## Mend: a stage 2 that saves nothing
+# ## Fix: a stage 2 that saves nothing
 #
 # `shard_gradients(comm, module)` sets a hook on each parameter. After `backward()`, the dictionary that it returned has
 # this rank's shard of each averaged gradient: flat, `length` elements, padded with zeros at the end. The values are right.
-# But each rank sends as much as in data parallelism, and holds as much. Mend both: what is sent, and what is held.
+# But each rank sends as much as in data parallelism, and holds as much. Fix both: what is sent, and what is held.
 
 # %% tags=["stub"]
 # %%px

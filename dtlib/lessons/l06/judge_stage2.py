@@ -10,7 +10,7 @@ from dtlib.lessons.l06.judge_adam import length_of, loss_of, make_batch, own_sha
 TWICE = ('It is divided twice: op="mean" divides already.', 'op="mean" alone, or op="sum" and a division by comm.size.')
 SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long
 
-# mend: shard_gradients(comm, module)
+# fix: shard_gradients(comm, module)
 
 
 def make_net():

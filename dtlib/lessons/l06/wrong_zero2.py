@@ -2,7 +2,7 @@
 
 import torch
 
-# mend: shard_gradients(comm, module)
+# fix: shard_gradients(comm, module)
 
 
 def with_hooks(comm, module, act):

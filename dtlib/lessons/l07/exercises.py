@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 07 Pipelines: exercises
 #
-# Four exercises: *predict* bubble and activations (ten minutes), *mend* a pipeline whose gradients are too small (five minutes), *build* the
+# Four exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five minutes), *build* the
 # GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function on all ranks, with micro-batches that
 # are equal, unequal, few, and large. It looks at values, at who does what when, at messages, and at what autograd keeps. Check again for the
 # next hint. The schedule puzzle has [a notebook of its own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
@@ -107,11 +107,11 @@ for name, held in (("GPipe", [6, 6, 6]), ("1F1B", [3, 2, 1])):
     assert simulated == 25 < measured and in_flight == held
 
 # %% [markdown]
-# ## Mend: gradients that are too small
+# ## Fix: gradients that are too small
 #
 # `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The gradients should be
 # those of the mean over the batch. They point in the right direction, and a larger learning rate would hide the mistake, but something is
-# divided once too often. Mend it, and keep the four micro-batches.
+# divided once too often. Fix it, and keep the four micro-batches.
 
 # %% tags=["stub"]
 # %%px

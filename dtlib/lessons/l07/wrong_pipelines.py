@@ -4,7 +4,7 @@ import torch
 
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 
-# mend: train_step(comm, stage, x, target)
+# fix: train_step(comm, stage, x, target)
 
 
 def train(comm, stage, x, target, loss_fn, microbatches=4):

@@ -2,7 +2,7 @@
 # # 08 Tensor and hybrid parallelism: exercises
 #
 # Five exercises, an hour in all: *predict* what a pair of layers sends (five minutes), *predict* the groups of a mesh (five minutes),
-# *mend* a layer that is cut by rows (five minutes), *build* a perceptron in shards (twenty-five minutes), and *build* a step for the
+# *fix* a layer that is cut by rows (five minutes), *build* a perceptron in shards (twenty-five minutes), and *build* a step for the
 # Replicator (twenty minutes). A check looks at your answer on all ranks: at values, at all gradients, at bytes on the wire, and at
 # the memory that is held. Check again for the next hint.
 #
@@ -86,11 +86,11 @@ from dtlib.lab.lessons.l08 import figures
 figures.mesh(data=2, pipe=2, tensor=3)
 
 # %% [markdown]
-# ## Mend: a layer cut by rows
+# ## Fix: a layer cut by rows
 #
 # `RowParallel(whole, comm)` keeps this rank's shard of an `nn.Linear` that is the same on all ranks. It is called with this
 # rank's features of the input, and should give all ranks the output of the whole layer. It does not: find out what it gives
-# instead, and mend it.
+# instead, and fix it.
 #
 # The check looks at the output, at the gradients of input, weight and bias, and at what is sent: one `all_reduce` forward, and
 # nothing backward.

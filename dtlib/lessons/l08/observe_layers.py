@@ -36,7 +36,7 @@ def slice_of(tensor, rank: int, ranks: int, dim: int = -1):
 
 
 def observe_row(cls, comm) -> dict:
-    """mend: ``RowParallel(linear, comm)``, called with this rank's features."""
+    """fix: ``RowParallel(linear, comm)``, called with this rank's features."""
     return _observe(cls, comm, "row", lambda whole: slice_of(whole, comm.rank, comm.size))
 
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 09 Feeding the accelerators: exercises
 #
-# *Predict* (two minutes), *mend* twice (five minutes each), *build* the cost of a format (ten minutes) and an epoch that
+# *Predict* (two minutes), *fix* twice (five minutes each), *build* the cost of a format (ten minutes) and an epoch that
 # can be resumed (twenty-five minutes). They need no ranks: where a rank matters, your function is given its number.
 #
 # **You need** the lecture [09 Feeding the accelerators](../lectures/09_data_input.ipynb). Answers:
@@ -32,7 +32,7 @@ lab.predict("batches-on-three-ranks", {"steps": 11, "in the last step": 40})
 lab.predict("read-ahead-and-killed", 80)
 
 # %% [markdown]
-# ## Mend: samples that nobody reads
+# ## Fix: samples that nobody reads
 #
 # `my_samples(order, rank, ranks)` gives the samples of one rank. It runs, every rank is busy, and yet some samples are
 # never read. Together the ranks must have each sample exactly once, and no rank may have two more than another.
@@ -50,10 +50,10 @@ def my_samples(order, rank, ranks):
 lab.check("shard-mend")
 
 # %% [markdown]
-# ## Mend: a loader that reads a sample twice
+# ## Fix: a loader that reads a sample twice
 #
 # This stream has two workers now. An epoch takes twice as long, and the loss falls suspiciously fast. Find out why, and
-# mend it, so that workers share the reading in every epoch:
+# fix it, so that workers share the reading in every epoch:
 
 # %% tags=["stub"]
 class Stream(IterableDataset):

@@ -4,7 +4,7 @@ import math
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-# mend: my_samples(order, rank, ranks)
+# fix: my_samples(order, rank, ranks)
 
 
 def cuts_off_the_rest(order, rank, ranks):
@@ -50,7 +50,7 @@ def how_many(order, rank, ranks):
     return len(order) // ranks
 
 
-# mend: Stream(order, rank, ranks)
+# fix: Stream(order, rank, ranks)
 
 
 class _Stream(IterableDataset):

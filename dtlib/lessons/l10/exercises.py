@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 10 Two real models: exercises
 #
-# Four exercises: *predict* GPUs (one minute), *choose* a config that fits (ten minutes), *mend* a run that gets no faster on two
+# Four exercises: *predict* GPUs (one minute), *choose* a config that fits (ten minutes), *fix* a run that gets no faster on two
 # ranks (five minutes), *build* a workload of your own (thirty minutes). A check looks at your answer on all ranks.
 #
 # **You need** the lecture [10 Two real models](../lectures/10_two_models.ipynb). Answers:
@@ -63,10 +63,10 @@ lab.check("fits-200-mb")
 # %% [markdown] tags=["half-day"]
 # Stage 2 fits in float32 as well, but with four micro-batches it sends gradients four times. Stage 3 fits easily, and sends most.
 #
-# ## Mend: two ranks, no faster
+# ## Fix: two ranks, no faster
 #
 # Each rank trains on `images[places_of(...)]`, and gradients are averaged. The losses are right, but two ranks take as long as
-# one. Why? Mend `places_of`: the places in the data that *this* rank takes in a step. All ranks together take `batch` of them,
+# one. Why? Fix `places_of`: the places in the data that *this* rank takes in a step. All ranks together take `batch` of them,
 # from `step * batch` on; `batch` need not be a multiple of `ranks`.
 
 # %% tags=["half-day", "stub"]

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 11 Beyond one machine: exercises
 #
-# Three exercises: *predict* (two minutes), *mend* a table of efficiencies (five minutes), and *build* a model that says how
+# Three exercises: *predict* (two minutes), *fix* a table of efficiencies (five minutes), and *build* a model that says how
 # long a step takes on any number of ranks (twenty-five minutes).
 #
 # **You need** the lecture [11 Beyond one machine](../lectures/11_beyond_one_machine.ipynb). Answers:
@@ -34,13 +34,13 @@ lab.predict("limit-of-amdahl", 20)
 lab.predict("minutes-of-an-hour", 54)
 
 # %% [markdown]
-# ## Mend: a table of efficiencies
+# ## Fix: a table of efficiencies
 #
 # Somebody measured seconds on several numbers of ranks, and computes efficiencies from them. The function is right
 # for the one table that it was tried on: strong scaling that begins at one rank. Published tables often begin at 8
 # GPUs, a node, and many show weak scaling: each rank keeps the same work, on few ranks and on many.
 #
-# Mend it. `seconds` maps ranks to seconds, in any order; `kind` is `"strong"` or `"weak"`. The smallest number of ranks
+# Fix it. `seconds` maps ranks to seconds, in any order; `kind` is `"strong"` or `"weak"`. The smallest number of ranks
 # in the table counts as 100 %. Return a dictionary of ranks and efficiencies, as fractions with all their
 # digits.
 

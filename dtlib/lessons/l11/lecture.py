@@ -384,7 +384,7 @@ assert some < few < many
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
 #    that, most programs do not.
 # 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
-# 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not mend it.
+# 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
 # 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).
 # 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`): nodes cost money.
 # 10. Let nothing listen beyond its machine without need, and keep your keys private: `dtlib doctor` says who can be
@@ -404,7 +404,7 @@ lab.quiz("11")
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
 # - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
 #
-# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, mend a table, and build a model of a
+# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, fix a table, and build a model of a
 # step.
 #
 # ## References

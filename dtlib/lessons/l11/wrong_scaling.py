@@ -2,7 +2,7 @@
 
 import math
 
-# mend: efficiency(seconds, kind)
+# fix: efficiency(seconds, kind)
 
 
 def as_it_was(seconds, kind):

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 11b Faults: exercises
 #
-# Three exercises: *predict* (three minutes), *mend* a recovery (five minutes), *build* one (thirty minutes). A check
+# Three exercises: *predict* (three minutes), *fix* a recovery (five minutes), *build* one (thirty minutes). A check
 # looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [11b Faults](../lectures/11b_faults.ipynb). Answers:
@@ -71,10 +71,10 @@ def step_on(comm, model, optimizer, batch):
     optimizer.step()
 
 # %% [markdown]
-# ## Mend: one step too late on one rank
+# ## Fix: one step too late on one rank
 #
 # This recovery is right in most runs: they go on, and the loss falls. Now and then one rank goes on with a different step
-# from the others, and its gradients are those of another batch. Mend it.
+# from the others, and its gradients are those of another batch. Fix it.
 
 # %% tags=["stub"]
 # %%px

@@ -58,7 +58,7 @@ def take_rank_0s(comm, model, optimizer, step):
     return state[2]
 
 
-# mend: train_after_deaths
+# fix: train_after_deaths
 
 
 def keeps_its_own_step(comm, model, optimizer, batch_of, steps):

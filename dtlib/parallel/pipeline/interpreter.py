@@ -104,7 +104,7 @@ class _Schedule:
                 f"A step of this {type(self).__name__} ended with {self._ended_by}, and messages of it may still be "
                 "under way: make a new one on all ranks, after dtlib.reset() if some of them still waited."
             )
-        # Before anything is sent: a mistake here can be mended, and the others still wait.
+        # Before anything is sent: a mistake here can be fixed, and the others still wait.
         inputs = self._microbatches(args, kwargs) if any(stage.is_first for stage in self.stages) else None
         try:
             return self._interpret(plan, inputs, target, losses, return_outputs)
