@@ -212,7 +212,7 @@ def test_every_planted_mistake_is_noticed_half_of_them_with_a_perfect_output(wor
         broken = {"__name__": "broken"}
         exec(compile(source.replace(right, wrong), mistake, "exec"), broken)
         worst = {}
-        for name in CASES:
+        for name in ("top 1", "top 2", "top 2, capacity 0.5"):  # each hides mistakes of the others
             try:
                 found = errors_of(broken["MixtureOfExperts"], world.comm.split(0), name)
             except RuntimeError:
