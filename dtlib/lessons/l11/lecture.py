@@ -380,15 +380,23 @@ assert some < few < many
 # 1. It runs on the laptop on 2 ranks, from the command line, without a notebook.
 # 2. It takes its GPU by `local_rank`, and its data from a shared folder, not from your home over a slow link.
 # 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit, whatever they do.
-# 4. Ask for one node and five minutes first; look at the output; then two nodes.
+# 4. Ask for one node and five minutes first, then two nodes.
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
 #    that, most programs do not.
 # 6. Name the network (`interface` in site.toml). The wrong one works, at a tenth of the speed.
 # 7. Compare one step on 1 node and on 2. Below 80 % efficiency? More nodes will not fix it.
 # 8. Ask for as many cores as ranks and their data loaders need; ranks' threads must not compete (`OMP_NUM_THREADS`).
-# 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`): nodes cost money.
+# 9. Look at the queue (`squeue --me`, `qstat -u $USER`); end what went wrong (`scancel`, `qdel`).
 # 10. Let nothing listen beyond its machine without need, and keep your keys private: `dtlib doctor` says who can be
 #     reached.
+
+# %% [markdown]
+# ## Which cut, when?
+#
+# Read from top to bottom; `dtlib plan` computes it for a model and a cluster.
+
+# %%
+lab.chart()
 
 # %% [markdown]
 # ## Quiz
@@ -404,8 +412,7 @@ lab.quiz("11")
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
 # - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
 #
-# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb): predict, fix a table, and build a model of a
-# step.
+# Now the [exercises](../exercises/11_beyond_one_machine_exercises.ipynb).
 #
 # ## References
 #
