@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from dtlib.lab import chart as letters_of
-from dtlib.lab.chart import BRANCHES, ELSE, chart
+from dtlib.lab import decision_chart as letters_of
+from dtlib.lab.decision_chart import BRANCHES, ELSE, chart
 
 HERE = Path(__file__).parent
 PICTURE, PAGE = HERE / "decision_chart.svg", HERE / "decision_chart.md"

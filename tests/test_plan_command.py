@@ -102,7 +102,7 @@ def test_in_a_notebook(capsys):
 
     found = lab.plan("llama3-8b", 16, batch=256, seq=4096, best=3, zero=1)
     assert len(found) == 3 and all(each.plan.zero == 1 for each in found)
-    from dtlib.lab.plan import what_fits
+    from dtlib.lab.planning import what_fits
 
     picture = what_fits(asked("llama3-8b", 16, batch=256, seq=4096)[1])
     said = capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_the_charts_inequalities_are_the_planners():
 
 def test_the_chart_is_drawn_and_its_page_is_that_of_today():
     from docs import decision_chart
-    from dtlib.lab.chart import BRANCHES, chart
+    from dtlib.lab.decision_chart import BRANCHES, chart
 
     drawn = chart.drawn()
     assert decision_chart.PICTURE.read_text() == drawn.svg + "\n"

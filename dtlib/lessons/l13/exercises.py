@@ -146,7 +146,7 @@ def golf(comm, x, y):
     net = digits.net(hidden=32)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     kept = torch.zeros(sum(p.numel() for p in net.parameters()))
-    for _ in range(40):
+    for _ in range(60):
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         flat = torch.cat([p.grad.flatten() for p in net.parameters()])

@@ -13,9 +13,7 @@
 # **You need** lesson 04, and the intervals of lesson 05.
 
 # %% tags=["nbval-ignore-output"]
-from dtlib import lab
-
-lab.engines(4)  # no dtlib? Kernel > Change Kernel
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %%
 # %%px
