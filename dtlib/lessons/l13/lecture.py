@@ -73,7 +73,8 @@ from dtlib.theory import collectives
 
 ring = 4 * collectives.elements_sent_by_the_busiest("all_reduce", "ring", 4, 8970)
 sent = sum(lab.values("epoch")[0])
-lab.table([("formula", f"{20 * ring:,}"), ("trace, with flags", f"{sent:,}")], ("bytes of an epoch", "rank 0"))
+rows = [("formula", f"{20 * ring:,}"), ("trace, with flags", f"{sent:,}")]
+lab.table(rows, ("bytes of an epoch", "rank 0"))
 
 # %% tags=["statement"]
 # "At 20 MB/s that takes 0.05 s for an epoch, and for a billion parameters 300 s for a *step*."
@@ -121,7 +122,8 @@ outer = sgd(model, 0.7, 0.9)
 one = trained(model, plain.DiLoCo(comm, model, sgd(model, 0.2), outer, sync_every=1))
 model = DataParallel(net(), comm)
 other = trained(model, sgd(model, 0.2 * 0.7, 0.9))
-print("furthest apart: " + ("less than 1e-12" if (one - other).abs().max() < 1e-12 else "not equal"))
+apart = (one - other).abs().max()
+print("furthest apart: " + ("less than 1e-12" if apart < 1e-12 else "not equal"))
 
 # %% tags=["statement"]
 # "It is data parallelism, with the product of the two rates: an identity, to the last digits."
@@ -160,7 +162,7 @@ lab.predict("errors-of-8-bits", {"top-k with feedback": "they cancel", "8 bits":
 # %%
 # %%px
 def sums(hook, state):
-    """Largest error of 20 steps' sum, over all parameters: of what was sent, and with what is kept."""
+    """Largest error of 20 steps' sum: of what was sent, and with what is kept."""
     model = DataParallel(net(), comm)
     model.register_comm_hook(state, hook)
     error = [torch.zeros_like(parameter) for parameter in model.parameters()]
@@ -172,7 +174,7 @@ def sums(hook, state):
         for total, parameter, averaged in zip(error, model.parameters(), sent, strict=True):
             total += averaged - comm.all_reduce(parameter.grad.clone(), op="mean")
     kept = [getattr(state, "kept", {}).get(p, torch.zeros_like(p)) for p in model.parameters()]
-    whole = [total + comm.all_reduce(rest.clone(), op="mean") for total, rest in zip(error, kept, strict=True)]
+    whole = [e + comm.all_reduce(k.clone(), op="mean") for e, k in zip(error, kept, strict=True)]
     return [max(tensor.abs().max().item() for tensor in each) for each in (error, whole)]
 
 
@@ -182,7 +184,9 @@ eight_bits = sums(compression.eight_bit_hook, compression.EightBitState(comm))
 # %%
 rows = [
     (name, f"{alone:.1e}", "0 (to 1e-12)" if whole < 1e-12 else f"{whole:.1e}")
-    for name, (alone, whole) in (("top 1 %", lab.values("top_k")[0]), ("8 bits", lab.values("eight_bits")[0]))
+    for name, (alone, whole) in zip(
+        ("top 1 %", "8 bits"), (lab.values("top_k")[0], lab.values("eight_bits")[0]), strict=True
+    )
 ]
 lab.table(rows, ("error of 20 steps", "of what was sent", "with what is kept"))
 
@@ -322,7 +326,8 @@ from dtlib.lessons.l05 import intervals
 
 rows = []
 for (one, two, rate), (a, b) in zip(lab.values("pairs")[0], lab.values("last"), strict=True):
-    middle, low, high = map(math.exp, intervals.difference(*([math.log(x) for x in each] for each in (a, b))))
+    logs = ([math.log(x) for x in each] for each in (a, b))
+    middle, low, high = map(math.exp, intervals.difference(*logs))
     rows.append((f"{one} / {two}", rate, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"))
 lab.table(rows, ("loss of", "rate", "ratio", "interval"))
 
