@@ -114,7 +114,10 @@ class Pair(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         of_one = [tree_map_only(Pair, lambda pair, i=i: pair.both[i], args) for i in range(2)]
-        return [operator(*each, **(kwargs or {})) for each in of_one][-1]
+        returned = [operator(*each, **(kwargs or {})) for each in of_one]
+        for *_, work in (each for each in returned[:-1] if isinstance(each, tuple)):
+            work.wait()  # who called waits for the last one only
+        return returned[-1]
 
 
 class Doubling(TorchDispatchMode):
