@@ -23,6 +23,7 @@ PLANTED = {
     "group": Prediction(came=lambda: [1, 3], kind=list),
     "rounds": Prediction(came=lambda: {4: 2, 6: 4}, hint={6: "And 2 more."}),
     "count": Prediction(came=lambda found: sum(found), within=1, hint="One a rank."),
+    "demand": Prediction(came=lambda: 13_016.5, tolerance=0.1),
     "speed": Prediction(came=lambda: 1.4, of_this_computer=True),
     "times": Prediction(came=lambda after, before: after / before),
 }
@@ -62,7 +63,7 @@ def shell(monkeypatch):
 
 @pytest.mark.parametrize("name,guess,words", [
     ("ten", None, "Predict first"), ("ten", 10, "You predicted 10, and it came out as 10: right."),
-    ("ten", 9.5, "right"),
+    ("ten", 9.5, "right"), ("demand", 13_000, "came out as 13,020: right."), ("speed", 1.4, "came out as 1.4:"),
     ("ten", 12, "came out as 10: not right. Two hands."),
     ("ten", "10", "Predict a number, without quotes: you wrote '10'."),
     ("ten", True, "a number, without quotes"), ("which", "rows", "right"), ("which", "columns", "A summand."),

@@ -1,5 +1,6 @@
 """The short tracks fit their hours: counts, computed minutes, and nothing in them that points outside."""
 
+import ast
 import re
 
 import nbformat
@@ -7,7 +8,7 @@ import pytest
 
 from dtlib.lab import build, navigation, tracks
 from tests.conftest import ROOT
-from tests.tracks import missing
+from tests.tracks import missing, pieces
 
 #           code cells, words, lines of code
 AT_MOST = {"two-hours": (55, 2400, 400), "half-day": (105, 4800, 900)}
@@ -33,6 +34,20 @@ def test_a_track_is_what_its_sources_say(source, version):
 def test_its_names_are_defined_within_it(source):
     cells = [cell.source for cell in tracks.code(build.notebook(source, "solved").cells)]
     assert not missing(cells, cells)
+
+
+@OF_EACH
+def test_a_cell_can_be_run_again_after_the_last(source):
+    """No import takes a name from another one, of which cells above make use."""
+    taken = {}
+    for cell in tracks.code(build.notebook(source, "solved").cells):
+        for sides, code in pieces(cell.source):
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    for alias in node.names:
+                        of = ".".join(filter(None, (getattr(node, "module", None), alias.name)))
+                        for side in sides:
+                            assert taken.setdefault((side, alias.asname or alias.name), of) == of, cell.source
 
 
 @OF_EACH

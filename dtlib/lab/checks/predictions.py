@@ -190,7 +190,10 @@ def _compare(name: str, guess, came) -> None:
 
 
 def _shown(came) -> str:
-    return f"{came:.4g}" if isinstance(came, float) else f"{came}"
+    """Four digits, and no power of ten: 13,020, as a page would have it."""
+    if not isinstance(came, float):
+        return f"{came}"
+    return f"{came:.4g}" if abs(came) < 1e4 else f"{float(f'{came:.4g}'):,.0f}"
 
 
 def _is_right(guess, came, prediction: Prediction) -> bool:

@@ -23,7 +23,7 @@ PREDICTIONS = {
     "speed-up-of-four": Prediction(
         came=lambda seconds: seconds[1] / seconds[4],
         tolerance=0.25,
-        hint="How many cores are there to run on?",
+        hint="At most as many as there are cores; fewer where something else uses one.",
         of_this_computer=True,
     ),
     # The exercises

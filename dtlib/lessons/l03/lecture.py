@@ -74,7 +74,7 @@ from dtlib.lab.lessons.l03 import figures
 
 figures.collectives()
 
-# %% tags=["statement"]
+# %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
 before, after = row("reduce to 0"), rows("after")[1]
 assert after == [60, *before[1:]] and rows("after")[2] == [60] * 4

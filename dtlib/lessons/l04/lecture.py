@@ -468,9 +468,11 @@ assert distance(on_ranks, by_itself) < 1e-5  # float32
 # "In the first run only rank 0 printed; in the second, every rank ran the serial script."
 assert count("89% of the test images are right") == 3
 
+# %% [markdown] tags=["two-hours", "half-day"]
+# In the first run only rank 0 printed; in the second, every rank ran the serial script.
+
 # %% [markdown]
-# In the first run only rank 0 printed; in the second, every rank ran the serial script. The weights are the same. In a
-# terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
+# The weights are the same. In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
 
 # %% [markdown] tags=["half-day"]
 # ## DDP

@@ -133,10 +133,11 @@ assert steps[0][0] == 0.02 and steps[-1][0] == 0.32 and steps[-1][1] > 1.2 * ste
 assert steps[0][0] == steps[1][0] < steps[2][0]
 
 # %% [markdown]
-# So ranks do not matter: N ranks *are* one process with N times the batch. (Why does the loss go up again? At the full
-# rate steps overshoot for a while: later they settle.) (Layers that look at the whole batch, such as BatchNorm, are the
-# exception.) From here on each rank may train networks of its own, with a batch as large as N ranks would have made it.
-# (As with DeepSpeed, the first *two* steps have the lowest rate.)
+# So ranks do not matter: N ranks *are* one process with N times the batch. Layers that look at the whole batch, such as
+# BatchNorm, are the exception. Why does the loss go up again? At the full rate steps overshoot for a while. (As with
+# DeepSpeed, the first *two* steps have the lowest rate.)
+#
+# From here on each rank may train networks of its own, with a batch as large as N ranks would have made it.
 
 # %% [markdown] tags=["half-day"]
 # ## The rules

@@ -55,6 +55,12 @@ lab.table(rows, ("", "", "bytes per parameter"))
 bytes_of = [row(what)[-1] for what in ("parameters", "gradients", "master weights", "Adam: two running means", "together")]
 assert bytes_of == [2, 2, 4, 8, 16]
 
+# %% tags=["two-hours", "half-day", "statement"]
+# "Together these are the *model states*:"
+# "(A GB is 10⁹ bytes. A GiB, as `nvidia-smi` counts, is 2³⁰: 7 % more.)"
+assert sum(row(what)[-1] for what in ("parameters", "gradients", "master weights", "Adam: two running means")) == 16
+assert row("together") == [16] and round(100 * (2**30 / 1e9 - 1)) == 7
+
 # %% [markdown] tags=["two-hours", "half-day"]
 # **Predict.** A model has 7.5 billion parameters. How many GB of model states does each of 64 ranks hold, with data
 # parallelism? (A GB is 10⁹ bytes. A GiB, as `nvidia-smi` counts, is 2³⁰: 7 % more.)
@@ -71,6 +77,11 @@ lab.predict("gigabytes-a-rank", 120)
 
 # %% tags=["two-hours", "half-day"]
 figures.shards(ranks=4)
+
+# %% tags=["two-hours", "half-day", "statement"]
+# "stage 1 shares out the optimizer, stage 2 the gradients as well, stage 3 the parameters too"
+whole, *stages = (row(name, "on each of 4 ranks")[-1] for name in ("data parallelism", "stage 1", "stage 2", "stage 3"))
+assert (whole, stages) == (16, [2 + 2 + 12 / 4, 2 + 2 / 4 + 12 / 4, 16 / 4])
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
@@ -180,6 +191,10 @@ if comm.rank == 0:
     rows = [(name, f"{some[9]:.12f}", *rest) for name, (some, *rest) in of_stage.items()]
     lab.table(rows, ("", "last loss", "all_gathers per step", "bytes of weights between steps"))
 
+# %% tags=["half-day", "statement"]
+# "A unit needs its weights twice: in its forward pass and in its backward pass."
+assert [row(f"Stage{stage}", "all_gathers per step")[1:] for stage in (2, 3)] == [[3, 208_992], [2 * 3, 0]]
+
 # %% tags=["statement"]
 # "`Stage3` gathers three units twice per step."
 assert row("Stage3")[1:] == [2 * 3, 0] and row("Stage2")[1] == 3
@@ -262,8 +277,8 @@ assert row("communication", "mixed_adam")[1] > 2 * 2
 
 # %% [markdown] tags=["half-day"]
 # Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
-# per tensor; *communication* is memory for messages: two buffers as large as all gradients , and what collectives keep
-# from the runs in float64 above.  *Peak* is the most memory at any time.
+# per tensor; *communication* is memory for messages: two buffers as large as all gradients, and what collectives keep
+# from the runs in float64 above. *Peak* is the most memory at any time.
 
 # %%
 held = lab.values("lines_of")[0]

@@ -144,14 +144,14 @@ for stages in (1, 2, 4):
     data = TensorDataset(*digits.load(torch.float64)[0])
     engine, *_ = dtlib.initialize(net, config, training_data=data)
     losses[stages] = [engine.train_batch().item() for _ in range(15)]
-    print(f"{stages} stages: layers {' '.join(net.layers)}; last loss {losses[stages][-1]:.10f}")
+    print(f"stages: {stages}, layers {' '.join(net.layers)}; last loss {losses[stages][-1]:.10f}")
     assert max(abs(a - b) for a, b in zip(losses[stages], losses[1], strict=True)) < 1e-12
 
 # %% tags=["statement"]
 # "One stage on four ranks is data parallelism."
 # "All losses agree to 1e-12"
-assert count(r"1 stages: layers 0 1 2 3 4 5 6 7 8; last loss") == 4
-assert len({*rows("1 stages: layers 0 1 2 3 4 5 6 7 8; last loss")[0], *rows("4 stages: layers 0; last loss")[0]}) == 1
+one, four = "stages: 1, layers 0 1 2 3 4 5 6 7 8; last loss", "stages: 4, layers 0; last loss"
+assert count(one) == 4 and len({*rows(one)[0], *rows(four)[0]}) == 1
 
 # %% [markdown] tags=["half-day"]
 # One stage on four ranks is data parallelism. All losses agree to 1e-12: **a pipeline does not change the

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from dtlib import lab
 from dtlib.lab import digits
-from dtlib.lab.lessons.l08 import figures
+from dtlib.lab.lessons.l08 import figures as tensor_figures
 from dtlib.parallel import tensor
 from dtlib.parallel.data.plain import DataParallelBuckets
 from dtlib.parallel.tensor import plain
@@ -105,7 +105,7 @@ assert equal(X.T @ mine(G, 1), mine(dA, 1)) and equal(mine(X, 1).T @ G, mine(dA,
 print("complete without an all_reduce:", complete_backward)
 
 # %% tags=["half-day"]
-figures.cuts(ranks=4)
+tensor_figures.cuts(ranks=4)
 
 # %% tags=["statement"]
 # "The two cuts mirror each other."
@@ -402,7 +402,7 @@ for event in trace.events:
 # that grid. The last axis varies fastest: neighbours along it have consecutive numbers.
 
 # %%
-figures.mesh(data=2, tensor=2)
+tensor_figures.mesh(data=2, tensor=2)
 
 # %% [markdown]
 # **Predict.** With whom does rank 3 average its gradients? Write a list that includes rank 3.
@@ -499,10 +499,10 @@ in_a_step = {
     "data": 2 * (d - 1) / d * 2 * parameters / (p * t),
     # activations to the next stage, gradients to the one before, for each micro-batch
     "pipe": 2 * activations * micro_batches,
-    # two f and two g a layer: attention and perceptron
+    # four all_reduces a layer: attention and perceptron, forward and backward
     "tensor": 4 * 2 * (t - 1) / t * activations * layers / p * micro_batches,
 }
-figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
+tensor_figures.bytes_of_axes(in_a_step, "GPT-3's shape on 8 x 8 x 8 ranks (formulas)")
 
 # %% tags=["statement"]
 # "`tensor` sends most and is waited for most"
@@ -531,7 +531,7 @@ lab.predict("partners-of-5", {"data": None, "pipe": None, "tensor": None})
 lab.predict("partners-of-5", {"data": 1, "pipe": 7, "tensor": 4})
 
 # %%
-figures.mesh(data=2, pipe=2, tensor=2)
+tensor_figures.mesh(data=2, pipe=2, tensor=2)
 
 # %% [markdown]
 # ## Pipelines with data parallelism and ZeRO

@@ -95,9 +95,15 @@ for one in of_stage.values():
 stages = lab.values("of_stage")[0]
 figures.runs({f"stage {stage}": one for stage, one in stages.items()})
 
+# %% tags=["statement"]
+# "The loss does not move, the bytes do."
+of = [row(f"stage {stage}", "ms a step") for stage in range(4)]
+assert len({loss for loss, *_ in of}) == 1 and [held for *_, held, _ in of] == sorted((held for *_, held, _ in of), reverse=True)
+assert of[3][2] == of[0][2] / 2
+
 # %% [markdown]
-# The loss does not move, the bytes do. And the time? In so small a model most of a step is messages and bookkeeping,
-# and a higher stage has more of both.
+# The loss does not move, the bytes do. And the time? In so small a model most of a step is messages and bookkeeping:
+# stage 3 has most of both.
 #
 # With `save=` a run leaves checkpoints, and `resume=True` goes on from the last one, here at another stage:
 
@@ -109,6 +115,10 @@ rest = train("vision", stage=2, steps=40, save=folder, resume=True)
 assert abs(rest["losses"][-1] - of_stage[0]["losses"][-1]) < 1e-4
 if comm.rank == 0:
     print(f"{len(rest['losses'])} steps more, and the loss of the run that was never interrupted.")
+
+# %% tags=["statement"]
+# "`resume=True` goes on from the last one"
+assert found(r"(\d+) steps more, and the loss of the run that was never interrupted") == [40 - 20]
 
 # %% [markdown]
 # ## Change the runtime
@@ -134,6 +144,10 @@ of_runtime = {name: train("vision", runtime=name, steps=40) for name in runtimes
 
 # %% tags=["nbval-ignore-output"]
 figures.curves(lab.values("of_runtime")[0], title="one config, several runtimes")
+
+# %% tags=["statement"]
+# "They compute the same sums."
+assert row("dtlib", "one config, several runtimes") == row("torch", "one config, several runtimes")
 
 # %% [markdown]
 # They compute the same sums. So only time and memory are left to compare. "Horovod, DDP and DeepSpeed perform alike",
@@ -252,11 +266,12 @@ three = best_and_worst(folder, comm)
 if comm.rank == 0:
     print(three)
 
-# %% tags=["claim"]
-# %%px
-# "At its best the model writes what a person has written."
-scores = [float(part[:4]) for part in three.split("ROUGE-L ")[1:]]
-assert scores[0] > 0.7 > 0.5 > scores[1] > 0.2 > scores[2]
+# %% tags=["statement"]
+# "At its best the model writes what a person has written. In the middle it begins well and loses its way"
+# "at the worst hardly a word is the reference's"
+best, middle, worst = (found(f"{which} of 24, ROUGE-L ([\\d.]+)")[0] for which in ("Best", "Middle", "Worst"))
+assert best > 0.7 > 0.5 > middle > 0.2 > worst
+assert count(r"Middle of 24(?:.*\n)+?Reference +(\w+)(?:.*\n)+?Model +\1") == 1
 
 # %% [markdown]
 # At its best the model writes what a person has written. In the middle it begins well and loses its way; at the worst
@@ -307,6 +322,10 @@ if world.rank == 0:
     stage = engine.zero_optimization_stage()
     print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage}")
 
+# %% tags=["statement"]
+# "`train_batch_size` counts all ranks"
+assert found(r"(\d+) steps, (\d+) rows a rank, ZeRO stage (\d)") == [1280 / 64, 64 / 2, 2]
+
 # %% [markdown]
 # Another listing cuts the model into stages, and then *calls* it: `outputs = engine(images)`. A rank of a pipeline
 # has only some of the layers, so there is nothing to call: `train_batch` runs the schedule, a whole step.
@@ -330,6 +349,10 @@ try:
 except dtlib.DtlibError as sentence:
     if world.rank == 0:
         print(f"Losses fall over {len(losses)} steps. And called: {sentence}")
+
+# %% tags=["statement"]
+# "A rank of a pipeline has only some of the layers, so there is nothing to call: `train_batch` runs the schedule"
+assert count("A pipeline is not called on one micro-batch") == 1
 
 # %% [markdown]
 # The same tutorials launch with `--num_nodes 2 --num_gpus 8` and speak of eight GPUs. `num_gpus` is per node: two times

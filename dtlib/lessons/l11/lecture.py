@@ -46,7 +46,7 @@ place = f"node {world.node} of {world.nodes}, number {world.local_rank} there"
 print(f"rank {world.rank} of {world.size} on {place}")
 
 # %% [markdown]
-#  In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the
+# In a job of two nodes under Slurm, a cluster's scheduler, the same notebook says `node 1 of 2` on half of the
 # ranks: `lab.engines()` looks for a job around it and takes all of its nodes.
 
 # %%

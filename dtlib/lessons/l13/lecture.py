@@ -346,7 +346,14 @@ assert ends[0][1] < 1 < ends[2][0] and 1 < ends[3][0] < ends[3][1] < 1.2
 #   communication, on C4.
 # - PowerSGD (T. Vogels et al., 2019): test performance on par with SGD for convolutional networks and LSTMs, in less
 #   time.
-#
+
+# %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("13")
+
+# %% [markdown]
 # ## Summary
 #
 # - Send seldom (local SGD, DiLoCo), or little (top-k, 8 bits, PowerSGD).
@@ -357,12 +364,6 @@ assert ends[0][1] < 1 < ends[2][0] and 1 < ends[3][0] < ends[3][1] < 1.2
 #
 # Now the [exercises](../exercises/13_slow_network_exercises.ipynb).
 #
-# ## Quiz
-
-# %% tags=["nbval-ignore-output"]
-lab.quiz("13")
-
-# %% [markdown]
 # ## References
 #
 # - S. Stich: Local SGD converges fast and communicates little. ICLR 2019.

@@ -24,6 +24,10 @@ comm = world.comm
 # %% [raw]
 # 04_data_parallel_exercises
 
+# %% tags=["statement"]
+# "Buckets hide most of this communication behind the backward pass."
+assert found(r"You predicted 5, and it came out as (\d)") == [5]
+
 # %% [markdown]
 # ## So far
 #

@@ -28,7 +28,7 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# Your order of level 2 has a name: *1F1B* (D. Narayanan et al.). It begins the backward passes as soon as it can, then
+# The usual order of level 2 is *1F1B* (D. Narayanan et al.). It begins the backward passes as soon as it can, then
 # does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
 # are. Beside GPipe:
 
@@ -36,14 +36,26 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
 
+# %% tags=["statement"]
+# "Rank r of p keeps p - r activations at most"
+# "The bubble is the same, the memory is not."
+of_gpipe, eager = row("GPipe", "idle / makespan"), row("1F1B", "idle / makespan")
+assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4 - rank for rank in range(4)]
+
 # %% [markdown]
 # The bubble is the same, the memory is not. That is why large trainings run 1F1B or one of its descendants.
 
 # %%
-from dtlib.lab.lessons.l08 import figures
+from dtlib.lab.lessons.l08 import figures as tensor_figures
 
 # %% [raw]
 # 08_tensor_and_hybrid
+
+# %% tags=["statement"]
+# "A pipeline sends little, and waits"
+# "Tensor parallelism has no bubble, but sends much"
+tensor, data, pipe = (row(axis, "times the least")[-1] for axis in ("tensor", "data", "pipe"))
+assert tensor > data > pipe == 1
 
 # %% [markdown]
 # ## So far

@@ -28,6 +28,10 @@ comm = world.comm
 # %% [raw]
 # 09_data_input
 
+# %% [markdown]
+# [Lesson 09](../../lectures/09_data_input.ipynb) measures what helps: other formats, workers and threads that read
+# ahead, a copy nearby.
+
 # %% [raw]
 # 10_two_models
 

@@ -19,13 +19,17 @@ comm = world.comm
 # 03_collectives
 
 # %% [markdown]
-# The two halves of the ring are collectives, too: `reduce_scatter` and `all_gather`. You will meet both again.
+# The halves of the ring are collectives, too: `reduce_scatter` and `all_gather`.
 
 # %% [raw]
 # 04_data_parallel
 
 # %% [raw]
 # 04_data_parallel_exercises
+
+# %% tags=["statement"]
+# "Sending buckets during the backward pass hides most of the sending."
+assert found(r"You predicted 5, and it came out as (\d)") == [5]
 
 # %% [markdown]
 # ## So far
