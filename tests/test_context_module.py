@@ -1,5 +1,7 @@
 """ContextParallel: a transformer whose sequences ranks share, against the same one in one process."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from dtlib.comm import solo
 from dtlib.errors import DtlibError
 from dtlib.gradients.tokens import mean_over_tokens
 from dtlib.measure.activations import Activations
-from dtlib.parallel.context import ContextParallel
+from dtlib.parallel.context import ContextParallel, attention
 from dtlib.parallel.context.attention import Sequence, ring_attention
 from dtlib.parallel.context.order import ORDERS, positions_of
 from dtlib.parallel.data import DataParallel
@@ -95,8 +97,13 @@ def gradients_apart(model, reference) -> float:
 
 
 @on_ranks(1, 2, 3, 4, slow=(1,))
-def test_any_order_length_and_group_of_heads(world):
-    comm = world.comm
+@pytest.mark.parametrize("short", [2, attention.SHORT])
+def test_any_order_length_and_group_of_heads(world, short):
+    with patch.object(attention, "SHORT", short):  # queries at a time where a block is masked
+        _any_order_length_and_group_of_heads(world.comm)
+
+
+def _any_order_length_and_group_of_heads(comm):
     for order in ORDERS:
         for causal, tokens, groups in ((True, 13, 1), (False, 13, 2), (True, 4 * comm.size, 4), (True, 2, 1)):
             torch.manual_seed(3)

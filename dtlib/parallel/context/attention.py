@@ -14,6 +14,8 @@ from dtlib.comm.watch.recorder import phase
 from dtlib.errors import DtlibError
 from dtlib.parallel.context.order import positions_of, runs_of
 
+SHORT = 256  # queries of a masked block: shorter ones compute less, and take more calls
+
 
 class Sequence:
     """How ranks share sequences of ``length``: ``comm``, ``order``, and the positions of each rank's tokens."""
@@ -25,17 +27,25 @@ class Sequence:
     def blocks(self, owner: int):
         """Rows of this rank's queries, rows of ``owner``'s keys, and a mask of later ones or None."""
         mine, theirs = self.positions[self.comm.rank], self.positions[owner]
-        for rows in runs_of(mine, self.order):
+        for run in runs_of(mine, self.order):
             for columns in runs_of(theirs, self.order):
-                query, key, later = mine[rows], theirs[columns], None
-                if self.causal and key[0] > query[-1]:
-                    continue
-                if self.causal and key[-1] > query[0]:
-                    later = key > query[:, None]
-                seen = len(query) * len(key) - (0 if later is None else int(later.sum()))
-                with phase(f"{seen} pairs with rank {owner}'s keys", self.comm.world_rank):
-                    yield rows, columns, later
-                advance_all()
+                for rows in self._rows(run, mine, theirs[columns]):
+                    query, key = mine[rows], theirs[columns]
+                    if self.causal:  # positions ascend, so what is later than all queries stands at the end
+                        key = key[key <= query[-1]]
+                    if not len(key):
+                        continue
+                    later = key > query[:, None] if self.causal and key[-1] > query[0] else None
+                    seen = len(query) * len(key) - (0 if later is None else int(later.sum()))
+                    with phase(f"{seen} pairs with rank {owner}'s keys", self.comm.world_rank):
+                        yield rows, slice(columns.start, columns.start + len(key)), later
+                    advance_all()
+
+    def _rows(self, run: slice, mine, key):
+        """A run of queries, in short ones where a mask is needed: half of a masked square is then hardly computed."""
+        masked = self.causal and mine[run][0] < key[-1] and key[0] <= mine[run][-1]
+        step = SHORT if masked else run.stop - run.start
+        return [slice(first, min(first + step, run.stop)) for first in range(run.start, run.stop, step)]
 
     def tensors(self, owner: int, like: torch.Tensor) -> torch.Tensor:
         """Room for a pair of tensors of ``owner``'s tokens."""
