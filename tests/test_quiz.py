@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 QUIZZES = quiz.quizzes()
 QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
-LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b", "13"]
+LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b", "12", "13"]
 TRACKS = ["half-day", "two-hours"]
 
 

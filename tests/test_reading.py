@@ -47,6 +47,13 @@ def test_what_is_shown_is_what_runs(strategy, monkeypatch):
     assert all(len(line) <= WIDEST for text in shown for line in text.splitlines())
 
 
+def test_what_stands_below_a_decorator_is_shown_with_its_own_file(monkeypatch):
+    shown = []
+    monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/plain"]))
+    reading.read(importlib.import_module("dtlib.parallel.context.plain").RingAttention.backward)
+    assert shown[0].startswith("dtlib/parallel/context/plain.py, lines ") and "d_scores" in shown[0]
+
+
 def test_code_has_the_colours_of_the_page_and_each_kind_has_one(monkeypatch):
     shown = []
     monkeypatch.setattr(reading, "display", lambda data, raw: shown.append(data["text/html"]))

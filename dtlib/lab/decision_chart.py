@@ -39,12 +39,12 @@ BRANCHES = (
     (
         "Is one sample too long\nfor a GPU?", "s/c ≥ (k/h) F/B:\nthe ring is hidden",
         "context parallelism\nover c ranks",
-        "formulas only",
+        "lesson 12",
     ),
     (
         "Are most parameters\nexperts?", "experts P > memory,\nranks divide experts",
         "expert parallelism,\nwithin a node",
-        "formulas only",
+        "lesson 12",
     ),
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes a parameter"

@@ -57,7 +57,7 @@ def _file(thing) -> str:
     if isinstance(thing, Path):  # of the course, wherever it is laid out
         file, root = thing, workshop.folder()
     else:
-        file, root = Path(inspect.getsourcefile(thing)), ROOT
+        file, root = Path(inspect.getsourcefile(inspect.unwrap(thing))), ROOT  # not a decorator's
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
 
 

@@ -1,0 +1,282 @@
+"""Lesson 12, long sequences: two blocks merged, a block taken in, and gradients that travel home."""
+
+from dtlib.lab.checks.exercise import Exercise, Wrong
+
+QUERIES, KEYS, WIDTH = 3, 4, 2
+LARGE = 1e4  # whose exponential is no number
+
+
+def numbers(rank: int, *shape: int, of: int = 0):
+    """The same for the same rank, and for what they are ``of``."""
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * of + rank), dtype=torch.float64)
+
+
+def same(came, expected) -> bool:
+    """Not where one of them is no number. Shares of whole numbers are float32 in torch."""
+    return came.shape == expected.shape and bool((came - expected).abs().max() < 1e-6)
+
+
+def is_like(thing, *shape: int) -> bool:
+    import torch
+
+    return isinstance(thing, torch.Tensor) and thing.shape == shape and thing.is_floating_point()
+
+
+def about(thing) -> str:
+    return f"a tensor of {tuple(thing.shape)}" if hasattr(thing, "shape") else f"{thing!r:.60}"
+
+
+# Two blocks merged
+
+
+def block(rank: int, number: int, size: float):
+    """Scores and values of a block of keys, for this rank's queries."""
+    return numbers(rank, QUERIES, KEYS, of=number) * size, numbers(rank, KEYS, WIDTH, of=number + 50)
+
+
+def looked_at(blocks):
+    """The average of values, and the log-sum-exp, over the keys of all these blocks."""
+    import torch
+
+    scores, values = (torch.cat(each, dim) for each, dim in zip(zip(*blocks, strict=True), (-1, 0), strict=True))
+    return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+
+def nothing():
+    import torch
+
+    return torch.zeros(QUERIES, WIDTH).double(), torch.full((QUERIES,), -torch.inf).double()
+
+
+def pairs(rank: int) -> dict:
+    """What ``merge`` is called with: two blocks, scores too large for exp, and a first block."""
+    ordinary, large = ([looked_at([block(rank, number, size)]) for number in (1, 2)] for size in (1, LARGE))
+    return {"two blocks": ordinary, "large scores": large, "the first block": [nothing(), ordinary[1]]}
+
+
+def observe_merge(merge, comm):
+    seen = {}
+    for what, (one, other) in pairs(comm.rank).items():
+        came = merge(*(tensor.clone() for tensor in (*one, *other)))
+        if not (isinstance(came, tuple) and len(came) == 2):
+            return {"error": f"{what}: {about(came)}"}
+        if not (is_like(came[0], QUERIES, WIDTH) and is_like(came[1], QUERIES)):
+            return {"error": f"{what}: {about(came[0])} and {about(came[1])}"}
+        seen[what] = [tensor.detach().clone() for tensor in came]
+    return seen
+
+
+_WEIGHT = "Each block is an average. What share has it of the sum of all exponentials?"
+_MERGES = {
+    "old-not-rescaled": (
+        lambda a, b, w, v: a + v * b, "The new block gets its share. And what was there before?",
+        "(lse - total).exp() is the share of what was there: out has to be multiplied by it.",
+    ),
+    "new-not-rescaled": (
+        lambda a, b, w, v: w * a + b, "What was there gets its share. And the new block?",
+        "(block_lse - total).exp() is the share of the new block.",
+    ),
+    "swapped": (lambda a, b, w, v: v * a + w * b, "Which of the two has the larger share?", _WEIGHT),
+    "added": (lambda a, b, w, v: a + b, _WEIGHT, "With two blocks of equal sums each counts for a half."),
+    "mean": (lambda a, b, w, v: (a + b) / 2, _WEIGHT, "A block of large scores counts for more."),
+}  # fmt: skip
+
+
+def judge_merge(observations) -> None:
+    import torch
+
+    for rank, seen in enumerate(observations):
+        if "error" in seen:
+            raise Wrong(
+                "type", rank, f"out of {(QUERIES, WIDTH)}, and total of {(QUERIES,)}", seen["error"],
+                "Return both: return out, total. A share of (queries,) meets out of (queries, width): share[:, None]",
+            )  # fmt: skip
+        for what, ((a, lse), (b, block_lse)) in pairs(rank).items():
+            (out, total), right = seen[what], torch.logaddexp(lse, block_lse)
+            w, v = ((each - right).exp()[:, None] for each in (lse, block_lse))
+            expected = f"{what}: the average over the keys of both"
+            if out.isnan().any() or total.isnan().any():
+                first = what == "the first block"
+                raise Wrong(
+                    "no-number-at-first" if first else "overflow", rank, expected, "NaN",
+                    "Before the first block lse is -inf: what is -inf - (-inf)?" if first
+                    else f"What is exp({LARGE:g})?",
+                    "torch.logaddexp(lse, block_lse) takes care of both.",
+                )  # fmt: skip
+            if not same(out, w * a + v * b):
+                for mistake, (wrong, *hints) in _MERGES.items():
+                    if same(out, wrong(a, b, w, v)):
+                        raise Wrong(mistake, rank, expected, "another average", *hints)
+                larger = torch.maximum(lse, block_lse)
+                if same(out, sum((each - larger).exp()[:, None] * x for each, x in ((lse, a), (block_lse, b)))):
+                    raise Wrong(
+                        "largest", rank, expected, "shares that add up to more than one",
+                        "The sum of two exponentials is more than the larger of them.", "torch.logaddexp, not maximum",
+                    )  # fmt: skip
+                raise Wrong(
+                    "other-average", rank, expected, "another one", _WEIGHT, "exp(lse - total), for each block."
+                )
+            if not same(total, right):
+                told = "of the old ones alone" if same(total, lse) else "another number"
+                raise Wrong(
+                    "lse-not-carried" if same(total, lse) else "other-lse", rank,
+                    f"{what}: log-sum-exp of the scores of both", told,
+                    "The next block will be merged with this one. What will it have to know of it?",
+                    "return out, torch.logaddexp(lse, block_lse)",
+                )  # fmt: skip
+
+
+# A block taken in
+
+
+def blocks_of_ring(rank: int, ranks: int, size: float) -> list:
+    """In the order in which they arrive, two from each rank."""
+    owners = [(rank - step) % ranks for step in range(ranks)]
+    return [block(rank, 10 + 2 * owner + half, size) for owner in owners for half in (0, 1)]
+
+
+def taken_in(blocks, mistake: str = ""):
+    """Attention block by block, as the exercise has it; ``mistake`` as planted."""
+    import torch
+
+    top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
+    for scores, values in blocks:
+        new_top = torch.maximum(top, scores.amax(-1))
+        weights = (scores - new_top[:, None]).exp()
+        rescaled = (top - new_top).exp()
+        of_out = torch.ones_like(rescaled) if mistake in ("out-not-rescaled", "not-rescaled") else rescaled
+        of_total = torch.ones_like(rescaled) if mistake in ("total-not-rescaled", "not-rescaled") else rescaled
+        if mistake == "top-not-carried":
+            top = nothing()[1]
+        total, out = total * of_total + weights.sum(-1), out * of_out[:, None] + weights @ values
+        top = top if mistake == "top-not-carried" else new_top
+    return out / total[:, None]
+
+
+def observe_take_in(take_in, comm):
+    import torch
+
+    seen = {}
+    for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
+        top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
+        for scores, values in blocks_of_ring(comm.rank, comm.size, size):
+            came = take_in(scores.clone(), values.clone(), top, total, out)
+            shapes = (QUERIES,), (QUERIES,), (QUERIES, WIDTH)
+            if not (isinstance(came, tuple) and len(came) == 3):
+                return {"error": about(came)}
+            if not all(is_like(each, *shape) for each, shape in zip(came, shapes, strict=True)):
+                return {"error": ", ".join(map(about, came))}
+            top, total, out = (each.detach().clone() for each in came)
+        seen[what] = out / total[:, None]
+    return seen
+
+
+_RESCALED = "exp(top - new_top), once for total and once, with [:, None], for out"
+
+
+def judge_take_in(observations) -> None:
+    ranks = len(observations)
+    for rank, seen in enumerate(observations):
+        if "error" in seen:
+            raise Wrong(
+                "type", rank, "top and total of (queries,), and out of (queries, width)", seen["error"],
+                "Return the three: return new_top, total, out",
+            )  # fmt: skip
+    hints = {
+        "out-not-rescaled": "total is rescaled when a larger score arrives. And out, which is made of the same?",
+        "total-not-rescaled": "out is rescaled when a larger score arrives. And total, by which it is divided?",
+        "not-rescaled": "A larger score arrives: by how much too large is what was added before?",
+        "top-not-carried": "Against which score was the last block's weight computed: who remembers it?",
+    }
+    for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
+        for rank, seen in enumerate(observations):
+            blocks = blocks_of_ring(rank, ranks, size)
+            expected = f"{what}: the softmax over the keys of all {2 * ranks} blocks"
+            if same(seen[what], looked_at(blocks)[0]):
+                continue
+            for mistake, hint in hints.items():
+                if same(seen[what], taken_in(blocks, mistake)):
+                    raise Wrong(mistake, rank, expected, "another average", hint, _RESCALED)
+            if not seen[what].isfinite().all():
+                first = size == 1
+                raise Wrong(
+                    "no-number" if first else "overflow", rank, expected, "NaN",
+                    "Before the first block top is -inf: in which direction may it be subtracted?" if first
+                    else f"What is exp({LARGE:g})? Nothing may be larger than the largest score so far.",
+                    _RESCALED,
+                )  # fmt: skip
+            raise Wrong("other-average", rank, expected, "another one", "Play two blocks by hand.", _RESCALED)
+
+
+# Gradients that travel home
+
+
+def summand(rank: int, owner: int):
+    """What a rank's queries add to the gradients of ``owner``'s keys and values."""
+    return numbers(rank, 2, KEYS, WIDTH, of=100 + owner)
+
+
+def observe_send_home(send_home, comm):
+    from dtlib.comm.watch.recorder import recording
+
+    def of(owner):
+        return summand(comm.rank, owner)
+
+    with recording() as events:
+        came = send_home(comm, of)
+    sent = sum(event.bytes for event in events if event.kind == "operation")
+    comm.barrier()
+    return {"sent": sent, "came": came.detach().clone() if is_like(came, 2, KEYS, WIDTH) else about(came)}
+
+
+def judge_send_home(observations) -> None:
+    ranks, size = len(observations), summand(0, 0).nbytes
+
+    def complete(owner):
+        return sum(summand(rank, owner % ranks) for rank in range(ranks))
+
+    for rank, seen in enumerate(observations):
+        came, expected = seen["came"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
+        if isinstance(came, str):
+            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", came, "Return what has come home.")
+        others = {
+            "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
+                                "Nothing is missing in them. Whose are they?",
+                                "After N steps, one hop more: return pass_on(comm, travelling)()"),
+            "one-hop-too-many": (complete(rank - 1), f"complete, and those of rank {(rank - 1) % ranks}",
+                                 "They were home, and went on.", "N hops for N ranks, the last after the last step."),
+            "alone": (summand(rank, rank), "this rank's summand alone",
+                      "Whose queries look at these keys? What they add has to arrive, too."),
+            "overwritten": (summand((rank - 1) % ranks, rank), "a single summand, another rank's",
+                            "What travels is to grow: each rank adds its own to what arrives.",
+                            "here = summand(owner) + pass_on(comm, travelling)()"),
+            "of-all": (sum(complete(owner) for owner in range(ranks)), "the sum of all ranks' gradients, of all keys",
+                       "Each rank has keys of its own."),
+            "divided": (complete(rank) / ranks, f"divided by {ranks}",
+                        "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
+        }  # fmt: skip
+        if not same(came, complete(rank)):
+            for mistake, (wrong, told, *hints) in others.items():
+                if same(came, wrong):
+                    raise Wrong(mistake, rank, expected, told, *hints)
+            raise Wrong(
+                "other-gradients", rank, expected, "something else",
+                "In step s a rank has what began s steps ago, s ranks before it: whose is it?",
+                "owner = (comm.rank - step) % comm.size",
+            )  # fmt: skip
+    for rank, seen in enumerate(observations):
+        if seen["sent"] > ranks * size:
+            raise Wrong(
+                "too-many-bytes", rank, f"{ranks} hops of {size} bytes at most", f"{seen['sent']} bytes",
+                "The values are right. What has to travel: every summand, or sums of them?",
+                "One tensor in each hop, to which everybody adds.",
+            )  # fmt: skip
+
+
+EXERCISES = {
+    "merge-build": Exercise("merge", observe_merge, judge_merge, any_size=True),
+    "rescaling-fix": Exercise("take_in", observe_take_in, judge_take_in, any_size=True),
+    "last-hop-fix": Exercise("send_home", observe_send_home, judge_send_home, any_size=True),
+}

@@ -1,0 +1,213 @@
+"""Lesson 12, experts: a loss for their balance, and tokens there and back."""
+
+from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lessons.l12.judge_context import about, is_like, numbers, same
+
+TOKENS, EXPERTS, WIDTH = 12, 5, 3
+
+# The loss for the balance
+
+
+def choices(rank: int, top: int):
+    """Probabilities that favour other experts on each rank, and what is chosen by them."""
+    import torch
+
+    probabilities = (numbers(rank, TOKENS, EXPERTS, of=top) + 2 * torch.eye(EXPERTS)[rank % EXPERTS]).softmax(-1)
+    return probabilities, probabilities.topk(top).indices
+
+
+def share_of(chosen):
+    return chosen.flatten().bincount(minlength=EXPERTS).double() / chosen.numel()
+
+
+def observe_balance(balance, comm):
+    import torch
+
+    seen = []
+    for top in (1, 2):
+        probabilities, chosen = choices(comm.rank, top)
+        probabilities.requires_grad_()
+        loss = balance(comm, probabilities, chosen.clone())
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+            return {"error": about(loss)}
+        gradient = None
+        if loss.requires_grad:
+            gradient = torch.autograd.grad(loss.sum(), probabilities, allow_unused=True)[0]
+        seen.append((loss.item(), gradient))
+    comm.barrier()
+    return {"seen": seen}
+
+
+def judge_balance(observations) -> None:
+    import torch
+
+    ranks = len(observations)
+    for rank, seen in enumerate(observations):
+        if "error" in seen:
+            raise Wrong("type", rank, "a loss: one number", seen["error"], "Return a tensor with one element.")
+        if any(gradient is None for _, gradient in seen["seen"]):
+            raise Wrong(
+                "detached", rank, "a loss with a gradient for the probabilities", "a number without one",
+                "The gate learns from this loss by its gradient. Where is it lost?",
+                "The share of choices has none; probabilities.mean(0) has, if nothing detaches it.",
+            )  # fmt: skip
+    ones = torch.ones(TOKENS, 1).double() * EXPERTS / TOKENS
+    for rank, seen in enumerate(observations):
+        factors = []
+        for top, (_, came) in zip((1, 2), seen["seen"], strict=True):
+            of_all = sum(share_of(choices(each, top)[1]) for each in range(ranks)) / ranks
+            expected = f"top {top}: experts / tokens * (share of all ranks' choices), for each token's probability"
+            own = ones * share_of(choices(rank, top)[1])
+            if same(came, own) and not same(own, ones * of_all):
+                raise Wrong(
+                    "own-share", rank, expected, "the share of this rank's choices alone",
+                    "Each rank may be in balance, and all together not: whose choices are to be counted?",
+                    "share = comm.all_reduce(share, op='mean')",
+                )  # fmt: skip
+            factor = came.sum() / (ones * of_all).sum()
+            if not same(came, factor * ones * of_all):
+                soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks
+                raise Wrong(
+                    *(("probabilities-twice",) if same(came, ones * soft) or same(came, 2 * ones * soft)
+                      else ("other-gradient",)), rank, expected, "another gradient",
+                    "What is counted, and what is averaged? Shares of choices, and means of probabilities.",
+                    "experts * (share * probabilities.mean(0)).sum(), with the share of all ranks",
+                )  # fmt: skip
+            factors.append(float(factor))
+        _judge_factors(rank, factors, ranks)
+    for at, top in enumerate((1, 2)):
+        mean = sum(seen["seen"][at][0] for seen in observations) / ranks
+        both = [choices(rank, top) for rank in range(ranks)]
+        share, probability = sum(share_of(c) for _, c in both) / ranks, sum(p.mean(0) for p, _ in both) / ranks
+        if not abs(mean - EXPERTS * float((share * probability).sum())) < 1e-6:
+            raise Wrong(
+                "other-value", 0, "a mean over ranks that is the loss of all tokens", f"{mean:.4g}",
+                "The gradients are right, the value is not: what is added to it?",
+            )  # fmt: skip
+
+
+def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
+    """Of the gradient with one and with two choices a token, over the right ones."""
+    known = {
+        (1, 2): ("of-tokens", "With two choices a token, there are twice as many choices as tokens.",
+                 "chosen.numel(), not len(chosen)"),
+        (ranks, ranks): ("summed", "Shares add up to one. And the sum of all ranks' shares?", "op='mean'"),
+        (1 / ranks, 1 / ranks): ("divided-twice", "The mean is taken. Who divides again?", "op='mean', and no more"),
+        (1 / EXPERTS, 1 / EXPERTS): ("without-experts", "It is 1 where all experts get as much. What is missing?",
+                                     "experts * (...).sum()"),
+    }  # fmt: skip
+    for wrong, (mistake, *hints) in known.items():
+        if wrong != (1, 1) and all(abs(came - one) < 1e-6 for came, one in zip(factors, wrong, strict=True)):
+            told = f"{factors[1]:.3g} times as much with two choices a token"
+            raise Wrong(mistake, rank, "experts * sum of share * mean probability", told, *hints)
+    if not all(abs(factor - 1) < 1e-6 for factor in factors):
+        told = f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices a token"
+        raise Wrong(
+            "other-factor", rank, "experts * sum of share * mean probability", told,
+            "By what is divided, and how often?", "A share is choices of an expert / all choices.",
+        )  # fmt: skip
+
+
+# Tokens there and back
+
+
+def cases(rank: int, ranks: int) -> dict:
+    """Tokens of a rank, and the expert (a rank) that each has chosen."""
+    import torch
+
+    count = 5 + 2 * rank
+    x, chance = numbers(rank, count, WIDTH, of=7), torch.Generator().manual_seed(rank)
+    return {
+        "tokens of all ranks for all experts": (x, torch.randint(ranks, (count,), generator=chance)),
+        "all tokens for the last expert": (x, torch.full((count,), ranks - 1)),
+        "each token for its own rank's expert": (x, torch.full((count,), rank)),
+        "a rank without tokens": (x[: count * (rank > 0)], torch.arange(count * (rank > 0)) % ranks),
+    }
+
+
+def expert_of(rank: int):
+    """Works row by row; no two are alike, and zeros do not stay zeros."""
+    return lambda rows: (rank + 1) * (rows + 1).tanh() + rank
+
+
+def observe_dispatch(dispatch, comm):
+    from dtlib.comm.watch.recorder import recording
+
+    seen = {}
+    for what, (x, chosen) in cases(comm.rank, comm.size).items():
+        with recording() as events:
+            came = dispatch(comm, x.clone(), chosen.clone(), expert_of(comm.rank))
+        sent = sum(e.bytes for e in events if e.kind == "operation" and e.dtype == "float64")
+        comm.barrier()
+        seen[what] = (came.detach().clone() if is_like(came, *x.shape) else about(came), sent)
+    return seen
+
+
+def judge_dispatch(observations) -> None:
+    import torch
+
+    ranks = len(observations)
+    everyones = [cases(rank, ranks) for rank in range(ranks)]
+    for what in everyones[0]:
+        chosen_by = [of_rank[what][1] for of_rank in everyones]
+        for rank, seen in enumerate(observations):
+            (x, chosen), (came, sent) = everyones[rank][what], seen[what]
+            expected = f"{what}: of each token what its expert computes of it"
+            if isinstance(came, str):
+                raise Wrong(
+                    "type", rank, f"{what}: {tuple(x.shape)}, a row a token", came,
+                    "Every token comes back, whether its expert is here or there.",
+                )  # fmt: skip
+            right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
+            if len(x) and not same(came, right):
+                _explain_dispatch(rank, expected, came, right, x)
+            leave = int((chosen != rank).sum())
+            arrive = sum(int((theirs == rank).sum()) for other, theirs in enumerate(chosen_by) if other != rank)
+            most = (leave + arrive) * WIDTH * 8
+            if sent > most:
+                raise Wrong(
+                    "too-many-bytes", rank,
+                    f"{what}: {most} bytes, {leave} rows that leave and {arrive} that go back", f"{sent} bytes",
+                    "The values are right. Which rows have to travel?",
+                    "comm.all_to_all(out, rows, come, sent): a number of rows for each rank, and zero is one.",
+                )  # fmt: skip
+
+
+def _explain_dispatch(rank, expected, came, right, x) -> None:
+    import torch
+
+    lost = (came == 0).all(1) | (came == x).all(1)
+    rows = [(came - row).abs().amax(1).min() < 1e-6 for row in right]
+    if same(came, expert_of(rank)(x)):
+        raise Wrong(
+            "own-expert", rank, expected, "what this rank's expert computes of all of them",
+            "A token belongs to expert chosen[i], which is on rank chosen[i]: how does it get there?",
+            "Sort the tokens by their expert, and all_to_all.",
+        )  # fmt: skip
+    if same(came, x):
+        raise Wrong("unchanged", rank, expected, "the tokens as they were", "Who calls expert(rows)?")
+    if bool(lost.any()) and all(same(c, r) for c, r in zip(came[~lost], right[~lost], strict=True)):
+        raise Wrong(
+            "lost", rank, expected, f"{int(lost.sum())} tokens without an answer",
+            "How many rows does each rank get? Not as many as each other one.",
+            "Counts travel first: all_to_all of how many go where, and then of rows.",
+        )  # fmt: skip
+    if all(rows):
+        raise Wrong(
+            "not-in-order", rank, expected, "the right rows, in another order",
+            "Rows were sorted to be sent. Which token does the first that is back belong to?",
+            "out[order] = back, with order = chosen.argsort(stable=True)",
+        )  # fmt: skip
+    if bool(torch.isnan(came).any()):
+        raise Wrong("no-number", rank, expected, "NaN", "torch.empty has what was there: is all of it written?")
+    raise Wrong(
+        "other-rows", rank, expected, "others",
+        "In which order do rows arrive, and in which do they go back? Play it with two tokens.",
+        "What arrives is sorted by rank; what goes back, too.",
+    )  # fmt: skip
+
+
+EXERCISES = {
+    "balance-fix": Exercise("balance", observe_balance, judge_balance, any_size=True),
+    "dispatch-build": Exercise("dispatch", observe_dispatch, judge_dispatch, any_size=True),
+}

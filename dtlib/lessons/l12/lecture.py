@@ -1,0 +1,516 @@
+# %% [markdown]
+# # 12 Long sequences and experts
+#
+# Forty-five minutes, in two halves that stand alone. First you cut the *sequence*: attention over tokens that other
+# ranks have. Then you cut the *experts*: tokens travel to the rank that has theirs. In the end all axes of the course
+# stand in two tables, each cell from a run.
+#
+# **Questions.** Who waits in a ring, and what does another order change? Which gradients are wrong although every output
+# is right? What do experts send, and who divides by the number of ranks?
+#
+# **Afterwards you can** run attention in a ring or by exchanges of heads; put a mixture of experts on ranks; count what
+# both send; say what each axis cuts.
+#
+# **You need** lesson 03 and the first half of lesson 04; for the table at the end, 06 to 08.
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %%
+# %%px --local
+import dtlib
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from dtlib import lab
+from dtlib.lessons.l12 import axes, figures, work
+from dtlib.parallel import expert
+from dtlib.parallel.context import ContextParallel, plain, plain_ulysses
+from dtlib.parallel.data import DataParallel
+from dtlib.parallel.expert import plain as expert_plain
+from dtlib.workloads import digits
+
+
+# %%
+# %%px
+world = dtlib.init()
+comm, alone = world.comm, world.comm.split(world.rank)  # all ranks; this one
+
+
+def equal(a, b):
+    return a.shape == b.shape and bool((a - b).abs().max() < 1e-12)
+
+
+# %% [markdown]
+# ## First half: long sequences
+#
+# A layer works token by token; attention does not. A query looks at the keys of all tokens before it: out = Σ exp(score)
+# · value / Σ exp(score). Cut a sequence of a million tokens into slices, a slice a rank: how does a query see keys that other
+# ranks have?
+#
+# Over one block of keys, attention gives an average and the logarithm of its denominator, the *log-sum-exp*. That is
+# enough to merge two blocks. Here are eight keys, in blocks of five and three:
+
+# %%
+torch.manual_seed(0)
+scores, values = torch.randn(3, 8).double(), torch.randn(8, 2).double()
+
+
+def of_block(keys):
+    return scores[:, keys].softmax(-1) @ values[keys], scores[:, keys].logsumexp(-1)
+
+
+merged, lse = plain.merge(*of_block(slice(0, 5)), *of_block(slice(5, 8)))
+apart = (merged - scores.softmax(-1) @ values).abs().max()
+print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not equal"))
+
+# %% tags=["statement"]
+# "That is enough to merge two blocks."
+assert count("all at once: equal to 1e-12") == 1
+
+# %% [markdown]
+# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has those of rank r - s, and merges
+# what it computes of them. Attention is *causal*: no query looks at later tokens, and a block that is all later is no work.
+#
+# **Predict.** Four ranks with contiguous slices. Which ranks have nothing to do in step 2? Write a list.
+
+# %% tags=["stub"]
+lab.predict("who-waits", None)
+
+# %% tags=["solution"]
+lab.predict("who-waits", [0, 1])
+
+# %% [markdown]
+# What follows is counted, not timed: one process plays each rank in turn (SIMULATED), and each block that it computes
+# is a phase of the trace. A *quarter block* is half a slice of queries by half a slice of keys.
+
+# %%
+contiguous = work.quarter_blocks("contiguous", ranks=4)
+figures.work_by_step(contiguous=contiguous)
+
+# %% tags=["statement"]
+# "Rank 0 is idle from step 1 on, and all wait for it in no step: they wait for rank 3."
+assert row("0", "quarter blocks") == [2, 0, 0, 0] and row("3", "quarter blocks") == [2, 4, 4, 4]
+
+# %% [markdown]
+# Rank 0 is idle from step 1 on, and all wait for it in no step: they wait for rank 3. The last tokens have most to look at.
+# So give each rank some of the first and some of the last: of 2N chunks, rank r gets chunks r and 2N - 1 - r. That is the
+# *zigzag* order.
+#
+# **Predict.** A step is over when its last rank is. How long do four zigzag steps take, over those with contiguous
+# slices?
+
+# %% tags=["stub"]
+lab.predict("zigzag-over-contiguous", None)
+
+# %% tags=["solution"]
+lab.predict("zigzag-over-contiguous", 0.57)
+
+# %%
+zigzag = work.quarter_blocks("zigzag", ranks=4)
+figures.work_by_step(contiguous=contiguous, zigzag=zigzag)
+
+# %% tags=["statement"]
+# "The same work, 32 quarter blocks, and nobody is idle."
+both = [rows(f"{rank}", "zigzag: quarter") for rank in range(4)]
+assert [zigzag for _, zigzag in both] == [[2, 2, 2, 2]] * 4 and sum(sum(one) for one, _ in both) == 32
+
+# %% [markdown]
+# The same work, 32 quarter blocks, and nobody is idle. Now on ranks that exist. The next keys travel while a block is
+# computed:
+
+# %%
+lab.read(plain.round_the_ring, plain.RingAttention.forward)
+
+
+# %%
+# %%px
+def passes(attention, q, k, v, cotangent):
+    """Output and gradients, and records of both passes."""
+    q, k, v = (tensor.clone().requires_grad_() for tensor in (q, k, v))
+    with dtlib.trace() as forward:
+        out = attention(q, k, v)
+    with dtlib.trace() as backward:
+        out.backward(cotangent)
+    return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}, forward, backward
+
+
+torch.manual_seed(0)  # the same on all ranks
+whole = torch.randn(4, 1, 4, 32, 8, dtype=torch.float64)  # batch, heads, tokens, width
+right, *_ = passes(lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True), *whole)
+mine = [plain.my_tokens(tensor, comm, dim=2) for tensor in whole]
+found, forward, backward = passes(lambda *qkv: plain.ring_attention(*qkv, comm), *mine)
+same = {name: equal(found[name], plain.my_tokens(right[name], comm, dim=2)) for name in right}
+print("as in one process:", same)
+
+# %% tags=["statement"]
+# "To 1e-12, output and gradients are those of one process."
+assert count("'out': True, 'dq': True, 'dk': True, 'dv': True") == 1
+
+# %% [markdown]
+# To 1e-12, output and gradients are those of one process. Forward, a rank sends N - 1 = 3 messages, of keys and values
+# together.
+#
+# **Predict.** How many messages of tensors does a rank send in the backward pass?
+
+# %% tags=["stub"]
+lab.predict("messages-backward", None)
+
+# %% tags=["solution"]
+lab.predict("messages-backward", 7)
+
+# %%
+# %%px
+backward_sent = backward.sent("send")
+if comm.rank == 0:
+    print("messages, bytes: forward", forward.sent("send"), "backward", backward_sent)
+
+# %% tags=["statement"]
+# "2N - 1: keys and values once more, N - 1 times, and their gradients N times."
+assert found(r"forward \((\d+), (\d+)\) backward \((\d+), (\d+)\)")[::2] == [3, 7]
+
+# %% [markdown]
+# 2N - 1: keys and values once more, N - 1 times, and their gradients N times. These travel one step behind, each rank adds its own,
+# and the last hop brings them home:
+
+# %%
+lab.read(plain.RingAttention.backward)
+
+# %% [markdown]
+# All that is easy to get wrong *silently*. A published ring used the keys of its first step in the whole backward pass
+# (diffusers #14265). Output and loss were perfect. Of the mistakes that our tests plant in this file, most leave the
+# output right: compare gradients, one by one.
+#
+# **Discuss.** Your ring has a wrong dk, and the loss falls nicely. Which test would have seen it?
+#
+# ### Heads in place of a ring: Ulysses
+
+# %%
+lab.read(plain_ulysses)
+
+
+# %%
+# %%px
+contiguous_slices = [plain.my_tokens(tensor, comm, "contiguous", dim=2) for tensor in whole]
+exchanged, *of_ulysses = passes(
+    lambda *qkv: plain_ulysses.ulysses_attention(*qkv, comm), *contiguous_slices
+)
+for name in right:
+    assert equal(exchanged[name], plain.my_tokens(right[name], comm, "contiguous", dim=2))
+n = contiguous_slices[0].nbytes  # of this rank's q
+
+
+def of_tensors(*traces):
+    events = [e for trace in traces for e in trace.events if e.dtype == "float64" and e.messages]
+    return sum(event.messages for event in events), sum(event.bytes for event in events) / n
+
+
+sent = [("ring", *of_tensors(forward), *of_tensors(backward))]
+sent += [("Ulysses", *of_tensors(of_ulysses[0]), *of_tensors(of_ulysses[1]))]
+
+# %%
+headers = ("", "messages forward", "bytes / n", "messages backward", "bytes / n")
+lab.table(lab.values("sent")[0], headers, "Rank 0 of 4; n: bytes of its queries")
+
+# %% tags=["statement"]
+# "On four ranks, Ulysses sends less than a third of the bytes."
+ring, ulysses = row("ring", "bytes of its queries"), row("Ulysses", "bytes of its queries")
+assert ring == [3, 6, 7, 14] and ulysses == [6, 3, 6, 3] and 6 / 20 < 1 / 3
+
+# %% [markdown]
+# On four ranks, Ulysses sends less than a third of the bytes. But its messages cannot travel while it computes, and there
+# may be no more ranks than heads. Models with few heads of keys, and very long sequences, take the ring, or both at once.
+#
+# ### What is kept, and which mean
+
+# %%
+rows = []
+for tokens in (1024, 4096, 16384):
+    counted = [f"{work.kept(tokens, ranks) / 1e6:.2f}" for ranks in (1, 2, 4)]
+    rows.append((f"{tokens:,}", *counted, f"{2 * 4 * tokens**2 / 1e6:,.0f}"))
+headers = ("tokens", "1 rank", "2 ranks", "4 ranks", "all scores (formula)")
+lab.table(rows, headers, "MB that two heads of width 8 keep for the backward pass (SIMULATED)")
+
+# %% tags=["statement"]
+# "No scores are kept: four times the tokens take four times the memory, not sixteen times."
+short, middle, long = (row(tokens, "keep for the backward") for tokens in ("1,024", "4,096", "16,384"))
+assert abs(long[0] / middle[0] - 4) < 0.02 and abs(long[0] / long[2] - 4) < 0.02
+
+# %% [markdown]
+# No scores are kept: four times the tokens take four times the memory, not sixteen times. And N ranks keep a part in N each.
+#
+# In a model, `ContextParallel(module, comm)` does all this for torch's attention. One trap is left. Twelve of 32 tokens are
+# padding, so ranks have different numbers of tokens that count. Compare the gradients of two losses with one process:
+
+# %%
+# %%px
+from dtlib.gradients.tokens import mean_over_tokens
+
+x, y = axes.batch()
+counts = (torch.arange(axes.TOKENS) < 20).expand(axes.BATCH, axes.TOKENS)
+
+
+def gradient(loss, comm):
+    model = ContextParallel(axes.transformer(alone), comm)
+    predicted = DataParallel(model, comm)(model.split(x))
+    losses = (predicted - model.split(y)).square().mean(-1)  # one a token
+    loss(losses, model.split(counts)).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+expected = gradient(lambda losses, kept: losses[kept].mean(), alone)
+means = gradient(lambda losses, kept: losses[kept].mean(), comm)
+over_tokens = gradient(lambda losses, kept: mean_over_tokens(losses, comm, kept), comm)
+off = [float((each - expected).abs().max() / expected.abs().max()) for each in (means, over_tokens)]
+if comm.rank == 0:
+    names = "mean of the ranks' means", "mean_over_tokens"
+    rows = [(name, f"{100 * each:.1f} %") for name, each in zip(names, off, strict=True)]
+    lab.table(rows, ("loss", "gradient off by"))
+
+# %% tags=["statement"]
+# "The sum over all tokens has to be divided *before* the backward pass"
+assert row("mean of the ranks' means", "gradient off by")[0] > 1 and row("mean_over_tokens", "gradient off by")[0] == 0
+
+# %% [markdown]
+# The sum over all tokens has to be divided *before* the backward pass: gradients of keys carry other ranks' losses, and no
+# weight afterwards puts that right.
+#
+# ## Second half: experts
+#
+# A model with eight times the parameters, and no more work a token: in place of one perceptron there are several, the
+# *experts*, and a *gate* sends each token to one of them, or two. Ranks share the experts out. So tokens travel to the rank
+# that has theirs, and what is computed of them travels back.
+
+# %%
+lab.read(expert_plain.Rows, expert_plain.MixtureOfExperts.through_experts)
+
+# %% [markdown]
+# How many rows go where is known only when the gate has chosen: counts travel first. `Rows` has an exact reverse, for the
+# gradients.
+#
+# Below, each rank has one expert and 16 tokens, four for each expert. Each rank's loss is the mean over its own tokens;
+# what we want is the gradient of the mean of all losses. Nobody divides anything yet.
+#
+# **Predict.** How many times too large is the gradient of an expert, on four ranks?
+
+# %% tags=["stub"]
+lab.predict("factor-of-an-expert", None)
+
+# %% tags=["solution"]
+lab.predict("factor-of-an-expert", 4)
+
+# %%
+# %%px
+torch.manual_seed(0)
+tokens = torch.randn(4, 16, 8).double()  # of four ranks; the first four of each are for expert 0
+this = nn.Linear(8, 8, bias=False).double()  # this rank's expert
+mine, each = tokens[comm.rank].clone().requires_grad_(), [4, 4, 4, 4]
+there = expert_plain.Rows.apply(mine, comm, each, each)
+back = expert_plain.Rows.apply(this(there), comm, each, each)
+back.square().mean().backward()
+on_ranks, this.weight.grad = this.weight.grad, None
+
+of_this = tokens[:, 4 * comm.rank : 4 * comm.rank + 4]
+(this(of_this).square().sum() / tokens.numel()).backward()  # in one process
+factor = float((on_ranks / this.weight.grad).mean())
+print(f"times too large: {factor:.6f}")
+
+# %% tags=["statement"]
+# "They arrive as a sum of N losses, and it is the mean that counts: divide by N once."
+assert count("times too large: 4.000000") == 1
+
+# %% [markdown]
+# They arrive as a sum of N losses, and it is the mean that counts: divide by N once. DeepSpeed #5618 forgot it (4 times too
+# large), and pytorch #160285 reports 2 times. With Adam nobody sees it in the loss: a factor cancels, until gradients are
+# clipped. Our layer divides, and no strategy averages experts again. Here is the picture, and a layer against one process:
+
+# %%
+lab.read(expert_plain)
+
+
+# %%
+# %%px
+def layer(comm, ranks):
+    """Experts of these ranks; expert r begins the same wherever it is."""
+    experts = []
+    for rank in ranks:
+        torch.manual_seed(rank + 1)
+        experts.append(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    torch.manual_seed(0)
+    return expert_plain.MixtureOfExperts(8, experts, comm, top=2).double()
+
+
+here, in_one = layer(comm, [comm.rank]), layer(alone, range(4))
+with dtlib.trace() as trace:
+    mine = tokens[comm.rank].clone().requires_grad_()
+    out = here(mine)
+    (out.square().mean() + 0.01 * here.balance).backward()
+expected = in_one(tokens.flatten(0, 1))
+(expected.square().mean() + 0.01 * in_one.balance).backward()
+gate = comm.all_reduce(here.gate.weight.grad.clone(), op="mean")  # every rank has one
+same = {
+    "output": equal(out, expected.view(4, 16, 8)[comm.rank]),
+    "gate": equal(gate, in_one.gate.weight.grad),
+    "expert": equal(here.experts[0][0].weight.grad, in_one.experts[comm.rank][0].weight.grad),
+}
+moved = [e for e in trace.events if e.name == "all_to_all" and e.dtype == "float64"]
+sent = [(event.messages, event.bytes) for event in moved]
+print("as in one process:", same)
+
+# %%
+all_sent, rows = lab.values("sent"), []
+for rank, of_rank in enumerate(all_sent):
+    rows.append((rank, *(f"{sent:,} in {messages}" for messages, sent in of_rank)))
+ways = ("to experts", "back", "gradients there", "gradients back")
+lab.table(rows, ("rank", *ways), "Bytes of numbers, in so many messages")
+assert all(one[:2] == one[2:] for one in all_sent)
+
+# %% tags=["statement"]
+# "Four exchanges, N - 1 messages each; gradients weigh what their rows did."
+assert all(row(f"{rank}", "in so many messages")[1::2] == [3, 3, 3, 3] for rank in range(4))
+assert count("'output': True, 'gate': True, 'expert': True") == 1
+
+# %% [markdown]
+# Four exchanges, N - 1 messages each; gradients weigh what their rows did. Ranks send different numbers of bytes: that is
+# the trouble with experts.
+#
+# ### Balance
+#
+# An expert that is chosen learns, and is chosen more often. The remedy is a second loss, E · Σ (share of the choices) · (mean
+# probability): 1 where all experts get as much. Digits, four experts on four ranks, with that loss and without:
+
+# %%
+# %%px
+images, labels = digits.load()
+images = images.double()
+
+
+class Net(nn.Module):
+    def __init__(self, capacity=None):
+        super().__init__()
+        torch.manual_seed(comm.rank + 1)
+        mine = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()]
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(64, 16).double(), nn.Linear(16, 10).double()
+        self.moe = expert.MixtureOfExperts(16, mine, comm, capacity=capacity).double()
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + self.moe(x))
+
+
+def trained(weight):
+    """Choices of each expert, in 60 steps of 16 images a rank."""
+    net, choices = Net(), []
+    model, adam = DataParallel(net, comm), torch.optim.Adam(net.parameters(), 0.01)
+    for step in range(60):
+        at = slice(64 * (step % 20) + 16 * comm.rank, 64 * (step % 20) + 16 * comm.rank + 16)
+        adam.zero_grad()
+        (cross_entropy(model(images[at]), labels[at]) + weight * net.moe.balance).backward()
+        adam.step()
+        choices.append(net.moe.choices.tolist())
+    return choices
+
+
+without, balanced = trained(0), trained(0.2)
+
+# %% tags=["nbval-ignore-output"]
+figures.shares(without=lab.values("without")[0], with_the_loss=lab.values("balanced")[0])
+
+# %% tags=["statement"]
+# "Without it, one expert of four gets more than half of the tokens, and two hardly any."
+both = [[last for _, last in rows(f"{expert}", "with the loss")] for expert in range(4)]
+shares = sorted(without for without, _ in both)
+assert shares[3] > 50 and shares[1] < 15 and all(15 < balanced < 40 for _, balanced in both)
+
+# %% [markdown]
+# Without it, one expert of four gets more than half of the tokens, and two hardly any. The loss has to be that of *all* ranks'
+# tokens, attached to the graph, and scaled once. It was never attached in NeMo Automodel (#1408), and scaled by another axis
+# in Megatron-LM (#5047), and every output was right.
+#
+# A *capacity* makes messages equally long: each expert has places for so many tokens, and who finds none is dropped.
+
+# %%
+# %%px
+rows = []
+for capacity in (0.5, 1.0, 2.0, None):
+    net = Net(capacity)
+    net(images[16 * comm.rank : 16 * comm.rank + 16])
+    rows.append((f"{capacity}", sum(comm.all_gather_object(net.moe.dropped))))
+if comm.rank == 0:
+    lab.table(rows, ("capacity", "dropped of 64"))
+
+# %% tags=["statement"]
+# "A dropped token gets nothing from the layer: only the residual connection carries it on."
+assert row("None", "dropped of 64") == [0] and row("0.5", "dropped of 64")[0] > row("2.0", "dropped of 64")[0] > 0
+
+# %% [markdown]
+# A dropped token gets nothing from the layer: only the residual connection carries it on.
+#
+# **Discuss.** A batch has much padding, and the gate sends all padding to expert 0. What happens to its real tokens?
+#
+# ## All axes
+#
+# One transformer of four blocks, on four ranks, cut along each axis that this course knows. A step of each, with AdamW, in
+# float64: what a rank has, by `dtlib.memory()`, and what it sends, by `dtlib.trace()`. All compute the same loss
+# (experts: that of experts in one process).
+
+# %%
+# %%px
+table = {axis: axes.measured(axis, comm) for axis in axes.AXES}
+losses = {axis: of_axis["loss"] for axis, of_axis in table.items()}
+experts = {axis for axis in losses if "expert" in axis}
+for these in (experts, losses.keys() - experts):
+    assert max(losses[axis] for axis in these) - min(losses[axis] for axis in these) < 1e-12
+
+# %%
+figures.held(lab.values("table")[0])
+
+# %% tags=["statement"]
+# "Only ZeRO 3, tensors, the pipeline and experts cut parameters"
+cut = {axis: row(axis, "What the busiest of 4 ranks has") for axis in ("data", "ZeRO 2", "context, ring", "ZeRO 3")}
+assert cut["data"][0] == cut["context, ring"][0] == 100 and cut["ZeRO 2"][:3] == [100, 25, 25]
+assert all(row(axis, "What the busiest of 4 ranks has")[0] < 40 for axis in ("tensor", "sequence", "pipeline", "expert"))
+
+# %%
+figures.sent(lab.values("table")[0])
+
+# %% tags=["statement"]
+# "gradients travel during the backward pass"
+assert count(r"(?m)^data +- +1 all_reduce +- ") == 1
+
+# %% [markdown]
+# Read them by columns. Only ZeRO 3, tensors, the pipeline and experts cut parameters; `data` and `context` cut activations
+# alone. What is sent *inside* a layer is waited for (tensor, sequence, Ulysses, experts); gradients travel during the backward
+# pass. `sequence` is `tensor` with less kept between the layers; its messages are the ring's, and an `all_reduce` of so few
+# bytes is done by doubling, with a third more. And the model is small: gradients grow with the square of its width, activations
+# with the tokens.
+#
+# **Discuss.** 128,000 tokens, a model of 70 billion parameters, 64 GPUs in eight machines. Which axes, how long, and which
+# of them inside a machine?
+#
+# ## Summary
+#
+# - Keys and values travel round a ring, their gradients behind them: N - 1 messages, then 2N - 1.
+# - Contiguous slices leave the first ranks idle; zigzag takes 2N quarter blocks in place of 4N - 2.
+# - Ulysses exchanges heads for tokens: fewer bytes, no more ranks than heads.
+# - Divide by all tokens before the backward pass; divide an expert's gradient by N once.
+# - The balance is that of all ranks' choices. Outputs do not show any of these mistakes; gradients do.
+#
+# Now the [exercises](../exercises/12_sequences_and_experts_exercises.ipynb).
+#
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("12")
+
+# %% [markdown]
+# ## References
+#
+# - H. Liu et al.: Ring attention with blockwise transformers for near-infinite context. arXiv:2310.01889.
+# - S. A. Jacobs et al.: DeepSpeed Ulysses. arXiv:2309.14509.
+# - W. Brandon et al.: Striped attention. arXiv:2311.09431.
+# - Llama team: The Llama 3 herd of models. arXiv:2407.21783, section 3.3.2 (context parallelism).
+# - W. Fedus et al.: Switch transformers. arXiv:2101.03961.
+# - D. Lepikhin et al.: GShard. arXiv:2006.16668.
