@@ -62,7 +62,9 @@ def course_folder(tmp_path):
 @contextmanager
 def jupyterlab(folder, settings):
     """The address at which JupyterLab answers, as ``dtlib lab`` starts it in a folder: the course is laid out there."""
-    log = settings / "lab.log"
+    log, themes = settings / "lab.log", settings / "settings" / "@jupyterlab" / "apputils-extension"
+    themes.mkdir(parents=True)
+    (themes / "themes.jupyterlab-settings").write_text('{"adaptive-theme": true}')  # assert_contrast chooses
     with open(log, "w") as output:
         # Neither the open tabs nor the settings of whoever runs this test.
         command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={settings}"]
@@ -355,6 +357,7 @@ def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
     assert "Interrupted on ranks 0 to 2." in shown and "Reset was pressed: the ranks are back in step." in shown
     panel.locator("text=the ranks are in step").wait_for(timeout=60_000)
     picture(page, "panel-reset")
+    assert_contrast(page)
     page.locator(".jp-Notebook .jp-Cell").nth(3).locator(".cm-content").click()
     assert "ranks 0 to 2 | [0, 1, 2]" in Cell(page, 3).wait()
     page.keyboard.press("Control+S")
@@ -512,6 +515,72 @@ LOOK = """async () => {
 }"""
 
 
+# Texts of our outputs that are hard to read: a ratio of luminances below 4.5 (WCAG 2.2, AA). Signs that stand beside
+# their word, such as the square of a rank, are none. ``figures`` are laid
+# out one by one, as what is behind a label counts.
+CONTRAST = """async figures => {
+    const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+    const over = (top, below, see = 1) => below.map((part, i) => part + see * (top[3] ?? 1) * (top[i] - part));
+    const linear = part => (part /= 255) <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => 0.05 + 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+    const known = new Map(), low = new Set();
+    let looked = 0;
+    const look = (colour, ground, words, where) => {
+        const [a, b] = [light(colour), light(ground)].sort((a, b) => a - b);
+        if (!(b / a >= 4.5)) low.add(`${(b / a).toFixed(1)} ${where}: ${words.trim().slice(0, 40)}`);
+        looked += 1;
+    };
+    const seen = element => {  // what is behind its text, and how opaque that is
+        if (!element) return [[255, 255, 255], 1];
+        if (!known.has(element)) {
+            const [behind, opaque] = seen(element.parentElement), style = getComputedStyle(element);
+            known.set(element, [over(parse(style.backgroundColor), behind, opaque), opaque * style.opacity]);
+        }
+        return known.get(element);
+    };
+    for (const area of document.querySelectorAll('.jp-OutputArea-output, #jp-right-stack')) {
+        const texts = document.createTreeWalker(area, NodeFilter.SHOW_TEXT);
+        while (texts.nextNode()) {
+            const words = texts.currentNode.data, element = texts.currentNode.parentElement;
+            if (/^[\\s\\u25a0]*$/.test(words) || !element.getClientRects().length) continue;
+            const [ground, opaque] = seen(element), colour = parse(getComputedStyle(element).color);
+            look(over(colour, ground, opaque), ground, words, element.tagName + ' ' + element.className);
+        }
+    }
+    const place = document.body.appendChild(document.createElement('div'));
+    place.style = 'position: fixed; inset: 0; z-index: 99999; background: white';
+    for (const image of figures ? document.querySelectorAll('.jp-OutputArea-output img[src^="data:image/svg"]') : []) {
+        place.innerHTML = await (await fetch(image.src)).text();
+        place.firstElementChild.style = 'width: 100vw; height: 100vh';
+        for (const text of place.querySelectorAll('text')) {
+            const box = text.getBoundingClientRect();
+            let ground = [255, 255, 255];
+            for (const part of document.elementsFromPoint(box.x + box.width / 2, box.y + box.height / 2).reverse()) {
+                if (!place.contains(part) || !(part instanceof SVGGeometryElement)) continue;
+                const {fill, fillOpacity, opacity} = getComputedStyle(part);
+                if (fill.startsWith('rgb')) ground = over(parse(fill), ground, fillOpacity * opacity);
+            }
+            const {fill, fillOpacity, opacity} = getComputedStyle(text);
+            const colour = over(parse(fill), ground, fillOpacity * opacity);
+            look(colour, ground, text.textContent, 'figure ' + image.alt.slice(0, 40));
+        }
+    }
+    place.remove();
+    return [looked, [...low]];
+}"""
+
+
+def assert_contrast(page, figures: bool = False) -> None:
+    """In the dark theme and in the light one."""
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        light = f"{scheme == 'light'}".lower()
+        page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=light)
+        page.wait_for_timeout(300)  # for the theme's style sheets
+        looked, low = page.evaluate(CONTRAST, figures and scheme == "light")  # a figure is the same in both
+        assert looked > 10 and not low, (scheme, low)
+
+
 @pytest.fixture(scope="module")
 def page_to_read(browser, tmp_path_factory):
     """One page for all lectures: their outputs are looked at, and nothing is run. Reads a notebook."""
@@ -535,7 +604,8 @@ def page_to_read(browser, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("lecture", LECTURES)
 def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
-    """Nothing is wider than its place, figures have text that is large enough, and words for who does not see them."""
+    """Nothing is wider than its place, figures have text that is large enough, and words for who does not see them; and
+    texts stand out from what is behind them."""
     page = page_to_read(f"notebooks/solutions/{lecture}.ipynb")
     for width in (1280, 1600):
         page.set_viewport_size({"width": width, "height": 900})
@@ -544,6 +614,7 @@ def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
         assert page.locator(".jp-Notebook .jp-OutputArea-output").count() > 10
         assert not page.evaluate(LOOK)
         picture(page, f"{lecture}-{width}")
+    assert_contrast(page, figures=True)
 
 
 @pytest.mark.slow
@@ -574,6 +645,7 @@ def test_a_quiz_by_keyboard_alone(page, address, course_folder):
         page.locator(".jp-Notebook", has_text=explained).first.wait_for(timeout=60_000)
     page.locator("text=5 of 5 right at first choice.").first.wait_for(timeout=60_000)
     picture(page, "quiz-answered")
+    assert_contrast(page)
     assert buttons.count() == 20 and page.locator(".jp-Notebook .jp-Cell").count() == 2, "no key was the notebook's"
 
 
@@ -589,6 +661,7 @@ def test_an_exercise_as_a_learner_meets_it(page, address, course_folder):
     open_notebook(page, address, file)
     shown = [Cell(page, number).wait() for number in range(len(sources) + 1)]
     picture(page, "exercise")
+    assert_contrast(page)
     missing, unsolved, wrong, solved = (shown[number] for number in (1, 3, 5, 7))
     assert "Not yet: first-sum" in missing and "%%px" in missing
     assert "Not yet: first-sum" in unsolved and "This rank still has its own number: who adds them?" in unsolved

@@ -636,6 +636,8 @@ def test_every_exercise_has_a_solution_to_show():
         assert json.dumps(source)[1:-1] not in learners, f"{name} is solved in a learner's notebook"
     with pytest.raises(DtlibError, match="There is no exercise 'ring'"):
         source_of("ring")
+    with pytest.raises(DtlibError, match="There is no exercise 'ring-biuld': did you mean 'ring-build'"):
+        source_of("ring-biuld")
 
 
 def test_an_answer_is_known_by_its_code_or_value():

@@ -13,13 +13,20 @@ def rank_colour(rank: int) -> str:
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
+def ink(red: float, green: float, blue: float) -> str:
+    """Black or white, whichever is easier to read on a colour (channels from 0 to 1): 4.5 to 1 at least (WCAG)."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]
+    light = 0.05 + sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "white" if 1.05 / light > light / 0.05 else "black"
+
+
 def rank_badge(rank: int) -> str:
     """A rank's number beside a square of its colour, as HTML."""
     return f'<span style="color:{rank_colour(rank)}">&#9632;</span> {rank}'
 
 
 def rank_prefix(rank: int) -> str:
-    """``rank 0 |`` in the rank's colour, for a terminal or a notebook's output."""
+    """``rank 0 |`` on the rank's colour, for a terminal or a notebook's output, light or dark."""
     return ranks_prefix([rank], f"rank {rank}")
 
 
@@ -29,4 +36,5 @@ def ranks_prefix(ranks: list[int], words: str) -> str:
         return f"\x1b[1m{words} |\x1b[0m"
     rank = ranks[0]
     red, green, blue = (int(rank_colour(rank)[i : i + 2], 16) for i in (1, 3, 5))
-    return f"\x1b[1;38;2;{red};{green};{blue}m{words} |\x1b[0m"
+    letters = 255 if ink(red / 255, green / 255, blue / 255) == "white" else 0
+    return f"\x1b[38;2;{letters};{letters};{letters};48;2;{red};{green};{blue}m{words}\x1b[0m\x1b[1m |\x1b[0m"

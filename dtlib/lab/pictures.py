@@ -167,12 +167,12 @@ def _paler(colour: str, strength: float) -> list[float]:
 def timeline(record):
     """Time across, ranks down: what each rank computed, which operations it called, and where it waited.
 
-    ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks: ``lab.pictures.timeline("trace")``. What
-    was started with ``async_op=True`` has a lane of its own below the rank's. What never ended is drawn to
-    the end and says so.
+    ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks, which becomes the title. What was started
+    with ``async_op=True`` has a lane of its own below the rank's. What never ended is drawn to the end and says so.
     """
     from matplotlib.patches import Patch
 
+    name = record if isinstance(record, str) and record != "trace" else ""
     record = _timeline_of(record)
     scale, unit = (1, "s") if record.end >= 1 else (1e3, "ms")
     # What never ended gets room to be seen.
@@ -200,7 +200,7 @@ def timeline(record):
     axes.set(
         xlim=(0, right * scale), ylim=(len(record.ranks), 0), xlabel=f"time in {unit}",
         yticks=[i + 0.48 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
-        title="EMULATED network" if record.emulated else "",
+        title=", ".join(filter(None, (name, "EMULATED network" if record.emulated else ""))),
     )  # fmt: skip
     kinds = {"phase": "computes", "operation": "operation", "wait": "waits for an asynchronous operation"}
     present = [kind for kind in kinds if any(event.kind == kind for event in record.events)]

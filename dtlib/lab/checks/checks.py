@@ -20,7 +20,7 @@ from dtlib.lab.checks import progress, rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
 from dtlib.lab.checks.exercise import Exercise, Problem, Score, Verdict, Wrong
 from dtlib.lab.checks.predictions import assigns, without_magic
-from dtlib.lab.checks.registry import EXERCISES, homes
+from dtlib.lab.checks.registry import EXERCISES, homes, no_exercise
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.engines.live import ranks_in_words
 from dtlib.world.launch import in_engine
@@ -41,7 +41,7 @@ def check(name: str) -> None:
         DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
     """
     if name not in EXERCISES:
-        raise DtlibError(f"There is no exercise {name!r}: choose one of {', '.join(sorted(EXERCISES))}.")
+        raise no_exercise(name)
     if in_engine():
         from dtlib.world import init
 

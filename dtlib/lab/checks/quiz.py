@@ -196,8 +196,9 @@ class _Shown:
 
     def _answer(self, number: int, letter: str, button) -> None:
         option = _choose(self.quiz, number, letter)
-        sign, colour, style = ("✓", PASSED, "success") if option.right else ("✗", NOT_YET, "warning")
-        button.description, button.button_style = f"{letter} {sign}", style
+        sign, colour = ("✓", PASSED) if option.right else ("✗", NOT_YET)
+        button.description = f"{letter} {sign}"
+        button.style.button_color, button.style.text_color = colour, "black"
         words = f"{letter}, {'right' if option.right else 'not right'}."
         self.said[number].value = (
             f'<div role="status" style="border-left:6px solid {colour};background:{colour}1A;padding:.3em .8em;'

@@ -7,6 +7,7 @@ Plausible wrong answers stand beside the judges (``wrong_*.py``); tests prove th
 
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from runpy import run_path
@@ -56,3 +57,10 @@ def _of_file(path: Path) -> Exercise:
 
 
 EXERCISES = Registry()
+
+
+def no_exercise(name: str) -> DtlibError:
+    """What a name that is no exercise is answered with."""
+    near = get_close_matches(str(name), EXERCISES, n=1)
+    other = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(EXERCISES))}."
+    return DtlibError(f"There is no exercise {name!r}: {other}")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.registry import EXERCISES, no_exercise
 
 
 def solution(name: str) -> None:
@@ -22,7 +22,7 @@ def solution(name: str) -> None:
 def source_of(name: str) -> str:
     """The cells of the solved notebook that answer an exercise: those between its check and the one before."""
     if name not in EXERCISES:
-        raise DtlibError(f"There is no exercise {name!r}: choose one of {', '.join(sorted(EXERCISES))}.")
+        raise no_exercise(name)
     for path in sorted(Path(course.SOURCE).glob("notebooks/solutions/*.ipynb")):
         answer = []
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

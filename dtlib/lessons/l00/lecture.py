@@ -222,7 +222,7 @@ print(world.comm.all_reduce(torch.tensor(world.rank)))
 # Training can go on after a death, even without the dead ranks: [lesson 11b](11b_faults.ipynb) has a button for it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The same estimate as a program in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
+# The same with other points, in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
 # notebooks/pi_mpi4py.py`.
 
 # %% tags=["two-hours", "half-day"]

@@ -1,6 +1,6 @@
 """The picture of lesson 03: the collectives."""
 
-from dtlib.lab.colours import rank_colour
+from dtlib.lab.colours import ink, rank_colour
 from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table
 
@@ -20,6 +20,7 @@ COLLECTIVES = {
 @shown
 def collectives():
     """Six collectives of four ranks, before and after: a row a rank, a colour for whose values; grey is a sum."""
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
 
     figure, axes = subplots(2, 3, height=5.2)
@@ -33,7 +34,7 @@ def collectives():
                     at, wide = (left + int(piece[1]), 1) if piece[1:] else (left, 4)
                     place.add_patch(Rectangle((at, rank + 0.06), wide, 0.88, fc=colour, ec="white"))
                     text = "sum" if piece == "+" else "Σ" if piece[0] == "+" else piece[0]
-                    place.text(at + wide / 2, rank + 0.5, text, ha="center", va="center", color="white")
+                    place.text(at + wide / 2, rank + 0.5, text, ha="center", va="center", color=ink(*to_rgb(colour)))
         for rank in range(4):
             place.text(-0.3, rank + 0.5, str(rank), ha="right", va="center")
         place.annotate("", (5, 2), (4, 2), arrowprops={"arrowstyle": "->", "lw": 1.5})

@@ -208,7 +208,7 @@ lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
 lab.predict("megabytes-of-a-ring", {4: 180, 1000: 240})
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Never more than twice the array, however many ranks there are. Now for real, on our four ranks:
+# Never more than twice the array, however many ranks there are. Now for real:
 
 # %% tags=["two-hours", "half-day"]
 # %%px

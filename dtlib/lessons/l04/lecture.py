@@ -393,9 +393,8 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 # "How many buckets can the thread hide behind the backward pass?"
 assert with_thread.end < with_hooks.end
 
-# %% tags=["claim"]
-# "hardly any ends before the backward pass"
-# "The two nameless bars are the class's own check (`all_gather`)."
+# %% tags=["two-hours", "half-day", "claim"]
+# "Above, hardly any all-reduce ends before the backward pass; the two nameless bars are the class's own check."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, range(4, 7))):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
@@ -403,9 +402,11 @@ for timeline, hidden in ((with_hooks, range(3)), (with_thread, range(4, 7))):
     assert len(reduced) == 6 and sum(end < last for end in reduced) in hidden
 assert [event.name for event in with_hooks.events if event.rank == 0].count("all_gather") == 2
 
+# %% [markdown] tags=["two-hours", "half-day"]
+# Above, hardly any all-reduce ends before the backward pass; the two nameless bars are the class's own check.
+
 # %% [markdown]
-# In the upper picture messages move on only at hooks, and an all-reduce needs several: hardly any ends before the
-# backward pass. The two nameless bars are the class's own check (`all_gather`). Where the core itself computes, a
+# There messages move on only at hooks, and an all-reduce needs several. Where the core itself computes, a
 # thread takes its time, so on the CPU `DataParallel` works without one. How large should a bucket be? The
 # [appendix](04b_data_parallel_appendix.ipynb) measures it.
 

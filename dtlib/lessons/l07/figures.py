@@ -1,6 +1,6 @@
 """The figures of lesson 07, each with its text: schedules that were simulated, and schedules that ran."""
 
-from dtlib.lab.colours import rank_colour
+from dtlib.lab.colours import ink, rank_colour
 from dtlib.lab.drawing import WIDTH, shown, subplots, text_width
 from dtlib.lab.tables import WIDEST, Table
 from dtlib.schedule import Action, Simulation, draw
@@ -95,9 +95,8 @@ def _draw(axes, simulation, longest: float) -> None:
             axes.barh(rank, took, left=begin, height=0.84, color=shade, **style)
             if text_width(action.microbatch) + 0.02 < 0.88 * WIDTH * took / longest:
                 box = {"facecolor": shade, "pad": 0.5, "lw": 0} if hatch else None
-                colour = "white" if alpha * paler > 0.7 else "black"
                 middle = begin + took / 2, rank
-                axes.text(*middle, action.microbatch, ha="center", va="center_baseline", color=colour, bbox=box)
+                axes.text(*middle, action.microbatch, ha="center", va="center_baseline", color=ink(*shade), bbox=box)
     axes.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)])
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)

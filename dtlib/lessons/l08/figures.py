@@ -195,7 +195,7 @@ def rewired(graph):
                 _bar(axes, replicas, top + line, step[1], "lightgrey")
         top += height
     for replica in range(replicas):
-        axes.text(replica, -0.75, f"replica {replica}", ha="center", color=rank_colour(replica), weight="bold")
+        axes.text(replica, -0.75, f"replica {replica}", ha="center", weight="bold")
     axes.set(xlim=(-0.6, replicas - 0.4), ylim=(top - 0.4, -1.2))
     axes.axis("off")
     alt = f"The graph of {replicas} replicas from top to bottom: what each computes, and where they exchange."

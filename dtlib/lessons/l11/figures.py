@@ -3,7 +3,7 @@
 import json
 import runpy
 
-from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab.colours import RANK_COLOURS, ink, rank_colour
 from dtlib.lab.drawing import MARKERS, shown, subplots
 from dtlib.lab.tables import Table
 
@@ -20,6 +20,7 @@ LINKS = (
 @shown
 def machine():
     """Two machines of four accelerators with their links, thicker where more bytes a second go through."""
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch
 
     figure, axes = subplots(height=3.9)
@@ -30,7 +31,8 @@ def machine():
         for number in range(4):
             rank, x = 4 * node + number, left + 0.25 + 1.25 * number
             axes.add_patch(FancyBboxPatch((x, 2.2), 0.9, 1.0, fc=rank_colour(rank), ec="white", zorder=3, **box))
-            axes.text(x + 0.45, 2.7, f"{rank}", ha="center", va="center", color="white", weight="bold", zorder=4)
+            colour = ink(*to_rgb(rank_colour(rank)))
+            axes.text(x + 0.45, 2.7, f"{rank}", ha="center", va="center", color=colour, weight="bold", zorder=4)
             axes.plot([x + 0.45, x + 0.45], [1.3, 2.2], color="0.45", lw=2.5, zorder=1)
             if number:
                 axes.plot([x - 0.35, x], [2.7, 2.7], color="0.1", lw=9, zorder=2, solid_capstyle="butt")
