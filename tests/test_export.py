@@ -33,9 +33,9 @@ if kind == "plain":
 def run(name):
     if kind == "bare":
         return runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
-    strategy, build = EXPORTS[name]
+    strategy, build, model = EXPORTS[name]
     plain = import_module(f"dtlib.parallel.{strategy}.plain")
-    demos.main(eval(f"lambda comm, x, y: {build}", vars(plain) | vars(demos)))
+    demos.main(*eval(f"(lambda comm, x, y: {build}, {model})", vars(plain) | vars(demos)))
 
 torch.set_num_threads(1)
 os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")

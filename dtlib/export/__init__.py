@@ -12,15 +12,17 @@ from importlib import import_module
 
 from dtlib.errors import DtlibError
 
-# A row a strategy: the folder of its plain core, and the call of a function of demos.py that builds it.
+# A row a strategy: the folder of its plain core, what of demos.py trains by it, and the model of one process.
 EXPORTS = {
-    "ddp": ("data", "data_parallel(comm, x, y)"),
-    "zero1": ("zero", "sharded(comm, x, y, Stage1)"),
-    "zero2": ("zero", "sharded(comm, x, y, Stage2)"),
-    "zero3": ("zero", "sharded(comm, x, y, Stage3)"),
-    "gpipe": ("pipeline", 'pipelined(comm, x, y, "gpipe")'),
-    "1f1b": ("pipeline", 'pipelined(comm, x, y, "1f1b")'),
-    "tensor": ("tensor", "tensor_parallel(comm, x, y)"),
+    "ddp": ("data", "data_parallel(comm, x, y)", "perceptrons"),
+    "zero1": ("zero", "sharded(comm, x, y, Stage1)", "perceptrons"),
+    "zero2": ("zero", "sharded(comm, x, y, Stage2)", "perceptrons"),
+    "zero3": ("zero", "sharded(comm, x, y, Stage3)", "perceptrons"),
+    "gpipe": ("pipeline", 'pipelined(comm, x, y, "gpipe")', "perceptrons"),
+    "1f1b": ("pipeline", 'pipelined(comm, x, y, "1f1b")', "perceptrons"),
+    "tensor": ("tensor", "tensor_parallel(comm, x, y)", "perceptrons"),
+    "context": ("context", "context_parallel(comm, x, y)", "Attention"),
+    "expert": ("expert", "expert_parallel(comm, x, y)", "Mixture"),
 }
 
 MOST_LINES = 150
@@ -30,7 +32,7 @@ Written by `dtlib export {name}` from dtlib/parallel/{strategy}/plain.py, whose 
 It needs torch alone: torchrun --nproc-per-node 3 FILE
 """
 '''
-_CALL = 'if __name__ == "__main__":\n    main(lambda comm, x, y: {build})\n'
+_CALL = 'if __name__ == "__main__":\n    main(lambda comm, x, y: {build}, {model})\n'
 
 
 def exported(name: str) -> str:
@@ -41,10 +43,10 @@ def exported(name: str) -> str:
     """
     if name not in EXPORTS:
         raise DtlibError(f"There is no export {name!r}: choose one of {', '.join(EXPORTS)}.")
-    strategy, build = EXPORTS[name]
+    strategy, build, model = EXPORTS[name]
     plain = import_module(f"dtlib.parallel.{strategy}.plain")
     modules = import_module("dtlib.export.communicator"), plain, import_module("dtlib.export.demos")
-    call = _CALL.format(build=build)
+    call = _CALL.format(build=build, model=model)
     imports, statements = _used([_without_dtlib(inspect.getsource(module)) for module in modules], call)
     about, dense = inspect.getdoc(plain).replace("\\", "\\\\"), [re.sub(r"\n\n+", "\n", each) for each in statements]
     title = about.partition("\n")[0]
@@ -66,7 +68,8 @@ def _without_dtlib(source: str) -> str:
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("dtlib")]
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check")]
     others = [node for node in imports if not node.module.startswith(("dtlib.parallel", "dtlib.export"))]
-    foreign = {"contract", *(alias.name for node in others for alias in node.names), *(node.name for node in checks)}
+    foreign = {"contract", "asked", "_members", *(node.name for node in checks)}
+    foreign |= {alias.name for node in others for alias in node.names}
 
     def goes(node) -> bool:
         """Mark lines that go; whether nothing of this statement stays."""
@@ -76,7 +79,9 @@ def _without_dtlib(source: str) -> str:
                 lines[number - 1] = lines[number - 1].removeprefix("    ")
             return all([goes(each) for each in node.body])
         blocks = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
-        whole = node in checks or (all([goes(each) for each in blocks]) if blocks else bool(foreign & _names(node)))
+        asks = isinstance(node, ast.If) and foreign & _names(node.test)
+        inside = all([goes(each) for each in blocks]) if blocks else bool(foreign & _names(node))
+        whole = asks or node in checks or inside
         if whole and isinstance(node, ast.FunctionDef) and node not in checks:
             first = node.body[0]
             lines[first.lineno - 1] = " " * first.col_offset + "pass"

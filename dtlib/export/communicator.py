@@ -36,10 +36,14 @@ class Communicator:
         dist.all_gather_into_tensor(out, tensor.detach())
         return out
 
-    def send(self, tensor, dest, async_op=False):
-        work = Work(dist.isend(tensor.contiguous(), dest, self.groups[dest > self.rank]), tensor)
+    def all_to_all(self, out, tensor, come=None, sent=None):
+        dist.all_to_all_single(out, tensor.detach().contiguous(), come, sent)
+        return out
+
+    def send(self, tensor, dest, tag=0, async_op=False):
+        work = Work(dist.isend(tensor.contiguous(), dest, self.groups[dest > self.rank], tag), tensor)
         return work if async_op else work.wait()
 
-    def recv(self, tensor, source, async_op=False):
-        work = Work(dist.irecv(tensor, source, self.groups[source < self.rank]), tensor)
+    def recv(self, tensor, source, tag=0, async_op=False):
+        work = Work(dist.irecv(tensor, source, self.groups[source < self.rank], tag), tensor)
         return work if async_op else work.wait()
