@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtlib.checkpoint import load, save
 from dtlib.checkpoint.holdings import holdings_of
 from dtlib.errors import DtlibError
 from dtlib.gradients.contract import Contract
@@ -11,6 +12,7 @@ from dtlib.gradients.tokens import mean_over_tokens
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelNaive
 from dtlib.parallel.expert import MixtureOfExperts, clip_grad_norm_, load_whole_state_dict, whole_state_dict
+from dtlib.parallel.expert.plain import MixtureOfExperts as PlainMixture
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
 from tests.ranks import on_ranks
@@ -112,6 +114,49 @@ def test_experts_are_saved_on_n_ranks_and_loaded_on_m(world):
         load_whole_state_dict(block, state | more)
 
 
+@on_ranks(1, 2, 4, slow=(1,))
+def test_a_checkpoint_of_experts_goes_on_on_any_mesh(world, tmp_path):
+    """Adam's states too: saved after a step on one mesh, two steps on another are those of one process."""
+    comm = world.comm
+    meshes = [{"data": 1, "expert": comm.size}, {"data": comm.size, "expert": 1}, {"data": -1, "expert": 2}]
+    meshes = [world.mesh(**axes) for axes in meshes if comm.size % axes["expert"] == 0]
+
+    def on(mesh):
+        alone = mesh is None
+        expert, data, both = (world.comm.split(world.rank),) * 3 if alone else (mesh["expert"], mesh["data"], comm)
+        block = Block(expert, data)
+        model = DataParallel(block, both)
+        batch = texts() if alone else [one[world.rank :: world.size] for one in texts()]
+        return block, model, torch.optim.AdamW(block.parameters(), lr=0.1, eps=1e-4), batch, both
+
+    def steps(block, model, optimizer, batch, both, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss_of(model, block, *batch, both).backward()
+            optimizer.step()
+        return block
+
+    reference = steps(*on(None), 3)
+    for number, first in enumerate(meshes):
+        saved = on(first)
+        steps(*saved, 1)
+        save(tmp_path / f"{number}", saved[0], saved[2], comm)
+        for mesh in meshes:
+            block, _, optimizer, *_ = loaded = on(mesh)
+            for parameter in block.parameters():
+                parameter.data.zero_()
+            load(tmp_path / f"{number}", block, optimizer, comm)
+            steps(*loaded, 2)
+            assert all(error <= EXACT for error in differences(block, reference).values()), (number, mesh.shape)
+    smaller = Block(comm)
+    del smaller.first, smaller.moe.experts[next(iter(smaller.moe.experts))]
+    with pytest.raises(DtlibError, match=r"The model lacks first\.bias"):
+        load(tmp_path / "0", smaller, None, comm)
+    smaller.first = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(DtlibError, match=r"The model lacks moe\.experts\.0"):
+        load(tmp_path / "0", smaller, None, comm)
+
+
 @on_ranks(2, 3)
 def test_jitter_is_off_in_evaluation_and_the_z_loss_is_that_of_all(world):
     comm = world.comm
@@ -143,8 +188,9 @@ def test_wrong_axes_and_norms_are_refused(world):
     ):
         with pytest.raises(DtlibError, match="have different ones"):
             refused()
-    with pytest.raises(DtlibError, match=r"save dtlib\.parallel\.expert\.whole_state_dict"):
-        holdings_of(block, None, None, comm)
+    plain_block = PlainMixture(WIDTH, [expert_of(comm.rank)], comm)
+    with pytest.raises(DtlibError, match="other ranks have others of that name: use the full class"):
+        holdings_of(plain_block, None, None, comm)
     with pytest.raises(DtlibError, match="has a hook of its gradient"):  # that divides it
         fully_shard(block, comm)
     for kind in (DataParallel, DataParallelNaive):

@@ -7,6 +7,7 @@
     torch's stage 1     all                      all, of parameters of its own  those parameters
     torch's FSDP2       its rows                 its rows                       its rows
     frozen at 0, 1, 2   all                      -                              an equal slice
+    experts             this rank's              this rank's                    its experts, of the first copy
     buffers             all                      -                              all of it, on rank 0
 
 A strategy shows its shards by ``optimizer.shard_of(parameter)`` (stages 1 and 2) or ``parameter.slice`` (stage 3),
@@ -34,7 +35,8 @@ class Holding:
     """What this rank has of a parameter or buffer: ``value`` is the elements of ``slice``, in one dimension or whole.
 
     ``written`` is what this rank writes of it. ``master`` has the same elements in float32, or on another device; None
-    where the value is its own master. ``key`` is what the optimizer knows it as; None if it is not trained.
+    where the value is its own master. ``key`` is what the optimizer knows it as; None if it is not trained. An
+    ``expert`` is one that other ranks need not have.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Holding:
     value: torch.Tensor
     master: torch.Tensor | None = None
     key: torch.Tensor | None = None
+    expert: bool = False
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank writes of a tensor with the same elements as ``value``: flat, in host memory."""
@@ -65,10 +68,11 @@ def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
     master_of = {} if masters is None else dict(zip(masters.parameters, masters.masters, strict=True))
     held, replicated = [], []
     for name, parameter in model.named_parameters():
-        if len(getattr(parameter, "expert_parallel", ())) > 1:
+        copy = getattr(parameter, "expert_copy", None)
+        if copy is None and len(getattr(parameter, "expert_parallel", ())) > 1:
             raise CheckpointError(
-                f"{name} is an expert's, which other ranks have not: save dtlib.parallel.expert.whole_state_dict("
-                "model, comm) on one rank, and load_whole_state_dict it on any number."
+                f"{name} is an expert's, and other ranks have others of that name: use the full class, "
+                "dtlib.parallel.expert.MixtureOfExperts, which numbers them."
             )
         slice_ = getattr(parameter, "slice", None) or _rows(name, parameter, comm)
         value, key = parameter, master_of.get(parameter, parameter)
@@ -76,7 +80,9 @@ def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
             slice_, value, key = owned
         master = None if key is value else key
         held.append(Holding(name, slice_, slice_, value, master, key if key in trained else None))
-        if owned or hasattr(parameter, "slice") or is_dtensor(parameter):
+        if copy is not None:
+            held[-1].expert, held[-1].written = True, slice_ if copy == 0 else Slice(slice_.shape, 0, 0)
+        if owned or copy is not None or hasattr(parameter, "slice") or is_dtensor(parameter):
             continue
         if key not in trained or not hasattr(optimizer, "optim"):
             replicated.append(held[-1])

@@ -49,13 +49,19 @@ def load(folder, model, optimizer=None, comm=None, masters=None, check=None):
             check(extra)
         for name in list(index["files"])[comm.rank :: comm.size]:
             check_file(folder, index, name)
-        held = holdings_of(model, optimizer, masters, comm)
-        _check_model(folder, index["tensors"], held)
-        if optimizer is not None:
-            _check_optimizer(folder, index["optimizer"], optimizer, held)
-        return held
+        return holdings_of(model, optimizer, masters, comm)
 
     held = together(comm, look)
+    here = {holding.name for holding in held}
+    experts = comm.all_gather_object([holding.name for holding in held if holding.expert])
+    elsewhere = {name for each in experts for name in each} - here
+
+    def compare():
+        _check_model(folder, index["tensors"], held, elsewhere)
+        if optimizer is not None:
+            _check_optimizer(folder, index["optimizer"], optimizer, held, elsewhere)
+
+    together(comm, compare)
     together(comm, lambda: _fill(folder, index, held, optimizer, comm))  # only a disk that fails now can stop it
     if hasattr(optimizer, "shard_of"):
         optimizer.give_values()
@@ -132,11 +138,12 @@ def _restore_random_states(file) -> None:
 # What is refused
 
 
-def _check_model(folder, saved: dict, held: list[Holding]) -> None:
+def _check_model(folder, saved: dict, held: list[Holding], elsewhere: set) -> None:
+    """``elsewhere`` are experts that other ranks have."""
     ours = {holding.name: holding for holding in held}
     if missing := ours.keys() - saved.keys():
         raise CheckpointError(f"{folder} lacks {_some(missing)} of the model: build the model that was saved.")
-    if unexpected := saved.keys() - ours.keys():
+    if unexpected := saved.keys() - ours.keys() - elsewhere:
         raise CheckpointError(f"The model lacks {_some(unexpected)} of {folder}: build the model that was saved.")
     for name, holding in ours.items():
         here, there = tuple(holding.slice.shape), tuple(saved[name]["shape"])
@@ -152,7 +159,7 @@ def _check_model(folder, saved: dict, held: list[Holding]) -> None:
             )
 
 
-def _check_optimizer(folder, saved: dict | None, optimizer, held: list[Holding]) -> None:
+def _check_optimizer(folder, saved: dict | None, optimizer, held: list[Holding], elsewhere: set) -> None:
     if saved is None:
         raise CheckpointError(
             f"{folder} was saved without an optimizer: load without optimizer=, and make the optimizer afterwards."
@@ -169,7 +176,7 @@ def _check_optimizer(folder, saved: dict | None, optimizer, held: list[Holding])
             f"make the same groups, {without}."
         )
     for number, (ours, theirs) in enumerate(zip(groups, saved["groups"], strict=True)):
-        if differing := set(ours) ^ set(theirs["parameters"]):
+        if differing := (set(ours) ^ set(theirs["parameters"])) - elsewhere:
             raise CheckpointError(
                 f"Group {number} of the optimizer and that in {folder} differ in {_some(differing)}: make the same "
                 f"groups, {without}."

@@ -129,6 +129,9 @@ def _index(everyones: list[dict], mark: str) -> dict:
             check_pieces(f"{name}/{role}", tensor["shape"], entry)
     optimizer = None
     if first["groups"] is not None:
+        for number, group in enumerate(first["groups"]):  # of all ranks: experts are not the same everywhere
+            names = [name for summary in everyones for name in summary["groups"][number]["parameters"]]
+            group["parameters"] = list(dict.fromkeys(names))
         optimizer = {"class": first["class"], "groups": first["groups"], "numbers": numbers}
     return {
         "files": {file_name(rank, mark): summary["size"] for rank, summary in enumerate(everyones)},

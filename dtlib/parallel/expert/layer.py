@@ -81,6 +81,8 @@ class MixtureOfExperts(nn.Module):
                 comm.broadcast(parameter.data)
         for parameter in self.experts.parameters():
             parameter.expert_parallel = self.comm._members  # whoever averages gradients, or takes norms, asks for it
+            if self.comm.size > 1 or self.data is not None:
+                parameter.expert_copy = self.data.rank if self.data is not None else 0  # a checkpoint takes the first
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / self.comm.size)  # the sum of all ranks' losses
             if self.data is not None:
