@@ -1,4 +1,4 @@
-# make lab | test | test-all | test-nightly | test-gpu | gpu-report | tour | notebooks | workshop | slides | book | wheelhouse | lint | clean
+# make lab | test | test-all | test-nightly | test-gpu | gpu-report | tour | notebooks | workshop | slides | book | browser | wheelhouse | lint | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
@@ -17,7 +17,7 @@ UV_PIN := uv==0.13.9
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
-.PHONY: lab test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book wheelhouse lint clean
+.PHONY: lab test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book browser wheelhouse lint clean
 
 PYTEST := $(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
@@ -58,6 +58,10 @@ slides: .venv/ready
 book: .venv/ready
 	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) -e '.[book]'
 	$(BIN)/python -m docs.book
+
+# The rooms that need no ranks, as a web page: a folder, and one file. npm fetches Python for browsers.
+browser: .venv/ready
+	$(BIN)/dtlib browser build/browser
 
 # For this kind of machine and this Python; torch in the build that .venv has. setuptools builds dtlib itself.
 wheelhouse: slides

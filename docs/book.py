@@ -2,7 +2,8 @@
 
 Its pages need no server and no network: open build/book/index.html. Lectures are the solved ones, with their outputs;
 exercises stand as learners get them, and their solutions beside them, so that the notebooks' links lead where they do
-in JupyterLab. The slides, the glossary, the cheat sheet and the instructor's guide are part of it.
+in JupyterLab. The slides, the glossary, the cheat sheet and the instructor's guide are part of it, and so is the web
+page in which nothing has to be installed (dtlib/browser).
 """
 
 import re
@@ -10,9 +11,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import nbformat
 from sphinx.application import Sphinx
 
 from docs import slides
+from dtlib.browser import build as browser
+from dtlib.browser import rooms
+from dtlib.errors import DtlibError
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -47,8 +52,9 @@ FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https
                      r"""(?:@import|url\()\s*["']?((?:https?:)?//[^"')]+)""")  # fmt: skip
 
 
-def lay_out(source: Path) -> None:
-    """The notebooks as a book has them: folders and names are those of the workshop."""
+def lay_out(source: Path, page: bool = False) -> None:
+    """The notebooks as a book has them: folders and names are those of the workshop. ``page``: lessons have links to
+    their rooms in the web page, which stands in ``page/``."""
     notebooks = ROOT / "notebooks"
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(notebooks / "exercises", source / "exercises", ignore=shutil.ignore_patterns(".*"))
@@ -60,6 +66,9 @@ def lay_out(source: Path) -> None:
         if solved:  # so that a list of pages, such as what a search has found, tells it from the exercises themselves
             text = re.sub(r'"(# [^\n"\\]+)', r'"\1, solved', text, count=1)
         (source / ("solutions" if solved else "lectures") / path.name).write_text(text, encoding="utf-8")
+    for name in rooms.NAMES if page else ():
+        if (lesson := rooms.room(name).LESSON) != "start":
+            _lead_to(source / ("exercises" if lesson.endswith("_exercises") else "lectures") / f"{lesson}.ipynb", name)
     shutil.copytree(notebooks / "workshop", source / "workshop", ignore=shutil.ignore_patterns(".*"))
     contents = "\n## Slides\n\n" + " · ".join(
         f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
@@ -82,16 +91,37 @@ def lay_out(source: Path) -> None:
         path.relative_to(source).with_suffix("").as_posix() for path in sorted((source / "workshop").rglob("*.*"))
     )
     contents += f"\n```{{toctree}}\n:hidden:\n:caption: Short tracks\n\n{pages}\n```\n"
-    (source / "start.md").write_text((notebooks / "start.md").read_text() + contents)
+    start = (notebooks / "start.md").read_text()
+    if page:
+        start = start.replace(
+            "\n", '\n\n<a href="page/index.html">Try it in this browser</a>: nothing to install.\n', 1
+        )
+    (source / "start.md").write_text(start + contents)
+
+
+def _lead_to(notebook: Path, room: str) -> None:
+    """Put a link to a room of the web page below a notebook's title."""
+    book = nbformat.read(notebook, as_version=4)
+    link = f'<a href="../page/index.html#{room}">{rooms.room(room).TITLE}</a>'
+    book.cells[0].source += f"\n\nIn this browser, without ranks: {link}."
+    nbformat.write(book, notebook)
 
 
 def build(out: Path) -> None:
-    """Write the site to ``out``."""
-    source = out.parent / "book-source"
-    lay_out(source)
+    """Write the site to ``out``; with the web page, where npm or a former build has Python for browsers."""
+    source, beside = out.parent / "book-source", out.parent / "book-page"
+    try:
+        browser.write(beside / "page", course="../")
+    except DtlibError as problem:
+        print(f"The book has no web page to try things in: {problem}")
+    page = (beside / "page").exists()
+    lay_out(source, page)
     shutil.rmtree(out, ignore_errors=True)
     Sphinx(source, None, out, out.parent / "book-doctrees", "html", confoverrides=SETTINGS, freshenv=True).build()
     slides.write(out / "slides")
+    if page:
+        shutil.copytree(beside / "page", out / "page")
+        shutil.copy(beside / "page.html", out / "page.html")
     (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html">\n')
 
 

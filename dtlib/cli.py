@@ -1,4 +1,4 @@
-"""The command line: dtlib doctor | lab | fresh | tour | pi | train | plan | export."""
+"""The command line: dtlib doctor | lab | fresh | tour | pi | train | plan | export | browser."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments=None) -> int:
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="doctor | lab | fresh | tour | pi | train | plan | export")
+    commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))
     doctor = commands.add_parser("doctor", help="say what this machine offers and what would go wrong, with the cure")
     doctor.add_argument("--decode", metavar="CODE", nargs="+", help="say what the codes that learners have sent mean")
 
@@ -61,7 +61,7 @@ def main(arguments=None) -> int:
     )
     train.add_argument("--backend", choices=("gloo", "dtlib"), help="of torch.distributed, for --runtime torch")
     train.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the config's")
-    train.add_argument("--steps", type=_steps, help="in place of the config's")
+    train.add_argument("--steps", type=_count, help="in place of the config's")
     train.add_argument("--save", metavar="DIR", help="save checkpoints there")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
     train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
@@ -88,6 +88,9 @@ def main(arguments=None) -> int:
     export = commands.add_parser("export", help="write a strategy's plain core as one file that needs torch alone")
     export.add_argument("strategy", choices=EXPORTS)
     export.add_argument("--to", metavar="FILE", help="where to (default: its name, such as ddp.py, in this folder)")
+
+    browser = commands.add_parser("browser", help="write the course's rooms as a web page that needs no installation")
+    browser.add_argument("folder", nargs="?", default="dtlib-browser", help="where to (default: dtlib-browser)")
     options, unknown = parser.parse_known_args(arguments)
     if options.command == "lab":
         options.jupyter = [argument for argument in unknown if argument != "--"]
@@ -209,6 +212,12 @@ def _plan(options) -> int:
     return run(options)
 
 
+def _browser(options) -> int:
+    from dtlib.browser import build
+
+    return build.run(Path(options.folder))
+
+
 def _points_per_second_alone(kernel, points: int) -> float:
     """Speed of one rank while the others wait: up to half a second's worth of the same points."""
     sample = min(points, 1000)
@@ -252,12 +261,6 @@ def _whole_number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write it as 10000000 or 1e7.")
 
 
-def _steps(text: str) -> int:
-    if (steps := _whole_number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} steps train nothing: ask for 1 or more.")
-    return steps
-
-
 def _count(text: str) -> int:
     if (count := _whole_number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few: give 1 or more.")
@@ -291,5 +294,5 @@ def _ranks(text: str) -> int:
 
 _COMMANDS = {
     "doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train, "plan": _plan,
-    "export": _export,
+    "export": _export, "browser": _browser,
 }  # fmt: skip

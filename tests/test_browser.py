@@ -619,7 +619,7 @@ def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
 
 @pytest.mark.slow
 def test_a_quiz_by_keyboard_alone(page, address, course_folder):
-    from dtlib.lab.checks.quiz import quizzes
+    from dtlib.lab.checks.questions import quizzes
 
     file = course_folder / FIRST_NOTEBOOK
     write_notebook(file, ['from dtlib import lab; lab.quiz("00")', "lab.scores()"])

@@ -535,8 +535,7 @@ def test_an_asynchronous_collective_sends_at_once_what_it_can(world):
 def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
     import threading
 
-    from dtlib.comm import waiting
-    from dtlib.comm.solo import solo
+    from dtlib.comm import solo, waiting
     from dtlib.comm.watch.call import Call
 
     queue, link = waiting.Queue(), solo(0, 1)._side_link(0)

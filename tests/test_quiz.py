@@ -8,14 +8,14 @@ import pytest
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks import checks, progress, quiz
+from dtlib.lab.checks import checks, progress, questions, quiz
 from dtlib.lab.checks.exercise import Score, Verdict
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l07.judge_puzzle import EXERCISES as PUZZLES
 from tests.conftest import ROOT
 
-QUIZZES = quiz.quizzes()
+QUIZZES = questions.quizzes()
 QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
 LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b", "12", "13"]
 TRACKS = ["half-day", "two-hours"]
@@ -127,7 +127,7 @@ def test_buttons_say_the_same_as_text():
     right = rows["abcd".index(right_letters("00")[0])].children[0]
     right.click()
     assert right.description.endswith("✓") and "1 of 5 answered" in shown.result.value
-    assert quiz._html("`a < b` & c") == "<code>a &lt; b</code> &amp; c"
+    assert questions.as_html("`a < b` & c") == "<code>a &lt; b</code> &amp; c"
 
 
 def test_lectures_ask_and_no_notebook_answers():

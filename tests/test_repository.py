@@ -43,7 +43,7 @@ FLOORS = (
     ("training", "workloads", "storage"),
     ("lab",),
     ("lessons",),
-    ("tour", "export"),
+    ("tour", "export", "browser"),
     ("cli", "__main__"),
 )
 

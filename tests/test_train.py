@@ -208,7 +208,7 @@ def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
         (["vision", "--ranks=2", f"--config={tmp_path / 'wrong.json'}"], "make train_batch_size a multiple of 2"),
         (["audio"], "invalid choice: 'audio'"),
         (["vision", "--runtime=jax"], "invalid choice: 'jax'"),
-        (["vision", "--steps=0"], "0 steps train nothing"),
+        (["vision", "--steps=0"], "0 is too few: give 1 or more"),
         (["vision", "--ranks=2", f"--json={tmp_path}"], "is a folder: name a file for the result"),
         (["vision", "--ranks=2", f"--log={tmp_path}"], "Is a directory"),
     ):

@@ -1,14 +1,27 @@
-"""Communication between ranks: the operations and where they wait."""
+"""Communication between ranks: the operations and where they wait.
+
+Names are loaded when they are first asked for: algorithms.py, and the sentences on whom everybody waits for, need
+neither numpy nor MPI and run in a web page, too.
+"""
 
 import sys
+from importlib import import_module
 
-from dtlib.comm import lifetime
-from dtlib.comm.communicator import Communicator
-from dtlib.comm.solo import solo
-from dtlib.comm.waiting import progress_thread
 from dtlib.errors import CommunicationError
 
+_LAZY = {
+    "Communicator": "dtlib.comm.communicator",
+    "progress_thread": "dtlib.comm.waiting",
+    "solo": "dtlib.comm.one_rank",
+}
+
 __all__ = ["Communicator", "as_communicator", "progress_thread", "solo"]
+
+
+def __getattr__(name):
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'dtlib.comm' has no attribute {name!r}")
 
 
 def as_communicator(comm):
@@ -21,6 +34,9 @@ def as_communicator(comm):
     Raises:
         CommunicationError: for anything else.
     """
+    from dtlib.comm import lifetime
+    from dtlib.comm.communicator import Communicator
+
     if isinstance(comm, Communicator):
         return comm
     # Whoever passes one of the others has loaded its library.

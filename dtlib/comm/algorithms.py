@@ -3,7 +3,8 @@
 Each algorithm is a generator. It starts non-blocking sends and receives, yields the requests that it must wait for,
 and goes on when they are complete; who waits, and how, is somebody else's business (waiting.py). ``link`` sends and
 receives (link.py); ``combine(a, b, out)`` is the reduction, element by element. ``chunks`` are ``size`` pieces of one
-flat array, of equal length or one element apart, so that a remainder needs no padding.
+flat array, of equal length or one element apart, so that a remainder needs no padding. An array is numpy's, or plain
+numbers (numbers.py): it has a length, slices that are views, and ``array[...] = values``.
 
 The algorithms and their costs are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
 communication operations in MPICH", IJHPCA 19(1), 2005.
@@ -11,16 +12,14 @@ communication operations in MPICH", IJHPCA 19(1), 2005.
 
 from itertools import accumulate
 
-import numpy as np
 
-
-def chunks_of(array: np.ndarray, size: int) -> list[np.ndarray]:
+def chunks_of(array, size: int) -> list:
     """``size`` consecutive pieces of a flat array, as views."""
     count = len(array)
     return [array[count * i // size : count * (i + 1) // size] for i in range(size)]
 
 
-def pieces_of(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+def pieces_of(array, sizes: list[int]) -> list:
     """Consecutive pieces of a flat array, of these sizes, as views."""
     ends = list(accumulate(sizes))
     return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -285,7 +284,7 @@ def dissemination_barrier(link):
 
     D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
     """
-    nothing = np.zeros(0, dtype=np.uint8)
+    nothing = link.nothing()
     distance = 1
     while distance < link.size:
         to, source = (link.rank + distance) % link.size, (link.rank - distance) % link.size

@@ -55,6 +55,10 @@ class Link:
             if request:
                 request.Cancel()
 
+    def nothing(self) -> np.ndarray:
+        """The array of a message that says only that it has come."""
+        return np.zeros(0, dtype=np.uint8)
+
     def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
         """Room for an array like this one. It is kept from call to call: fresh memory costs a page fault a page."""
         key = (like.dtype, number)

@@ -1,7 +1,5 @@
 """MPI's own collectives, for comparison (``algorithm="mpi"``): they cannot be interrupted, and some add wrongly."""
 
-import numpy as np
-
 from dtlib.errors import CommunicationError
 
 
@@ -22,6 +20,7 @@ def _blocking(call):
 
 
 def _mpi_operation(combine, dtype):
+    import numpy as np
     from mpi4py import MPI
 
     from dtlib.comm.types import maximum, minimum

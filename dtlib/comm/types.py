@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from dtlib.comm.watch.call import type_name
 from dtlib.errors import CommunicationError
 
 
@@ -34,16 +35,6 @@ ALLOWED = {
 
 # How numpy reads them: what it or MPI lacks travels as integers of its size.
 CODES = {name: np.dtype({"float16": "i2", "bfloat16": "i2", "bool": "u1"}.get(name, name)).str for name in ALLOWED}
-
-
-def type_name(tensor) -> str:
-    """``float32`` for a torch tensor and for a numpy array of that type."""
-    return _name_of(tensor.dtype)
-
-
-@cache
-def _name_of(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Payload:

@@ -5,8 +5,6 @@ rank, h hidden, k the width of keys and values, s tokens of a sample; F operatio
 a second of the link. 16 bytes a parameter are those of mixed precision with Adam.
 """
 
-from matplotlib.patches import FancyBboxPatch
-
 from dtlib.lab.drawing import POINTS, shown, subplots
 from dtlib.lab.tables import Table
 
@@ -74,6 +72,8 @@ def chart():
 
 
 def _box(axes, x, y, width, text, colour):
+    from matplotlib.patches import FancyBboxPatch
+
     axes.add_patch(FancyBboxPatch((x, y + 0.06), width, 0.7, boxstyle="round,pad=0,rounding_size=0.08", color=colour))
     axes.text(x + width / 2, y + 0.41, text, ha="center", va="center", fontsize=POINTS)
 

@@ -1,6 +1,7 @@
-"""Whom does everybody wait for? From where each rank was last seen to one sentence (pure Python)."""
+"""Whom does everybody wait for, and who calls what? One sentence each (pure Python)."""
 
 from dtlib.comm.watch.board import Sighting
+from dtlib.errors import RESET
 
 WAITS = ("waits", "waited in vain")  # the second has just given up, as we are about to
 
@@ -104,3 +105,23 @@ def _last_seen(sighting: Sighting | None) -> str:
         return f"has started {_place(sighting)} and computes" if sighting.what else "has called no operation yet"
     last = f"; its last operation was {_place(sighting)}" if sighting.what else ""
     return f"{sighting.state}{last}"
+
+
+def disagreement(said: dict[int, tuple[str, str]]) -> str:
+    """Who calls what, and where: ``said`` maps ranks to (call, line)."""
+    groups = {}
+    for rank in sorted(said):
+        groups.setdefault(said[rank], []).append(rank)
+    sides = []
+    for (what, where), ranks in groups.items():
+        who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
+        sides.append(f"{who} {what}" + (f" in `{where}`" if where else ""))
+    return f"The ranks do not call the same: {'; '.join(sides)}. All ranks call the same operation alike. {RESET}"
+
+
+def mismatch(source: int, sent: str, there: str, dest: int, expected: str, here: str) -> str:
+    """Both ends of a message that do not mean the same: a shape and a type, and a line, of each."""
+    return (
+        f"Rank {source} sends {sent} in `{there}`, and rank {dest} receives {expected} in `{here}`: both need the same "
+        f"shape and dtype. {RESET}"
+    )

@@ -6,8 +6,6 @@ import sys
 from functools import cache, lru_cache
 from pathlib import Path
 
-from dtlib.comm.types import type_name
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
@@ -52,6 +50,16 @@ def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
     whom = "" if peer is None else f"{'to' if operation in ('send', 'reduce', 'gather') else 'from'} rank {peer}"
     arguments = ", ".join(filter(None, (f"{op} {whom}".strip(), algorithm)))
     return f"{operation}({arguments})" if arguments else operation
+
+
+def type_name(tensor) -> str:
+    """``float32`` for a torch tensor and for a numpy array of that type."""
+    return _name_of(tensor.dtype)
+
+
+@cache
+def _name_of(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def shape_and_type(tensor) -> str:

@@ -5,6 +5,7 @@ Where ranks verify what they call, a note with shape, type and line travels besi
 
 import numpy as np
 
+from dtlib.comm.watch.blame import mismatch
 from dtlib.comm.watch.call import shape_and_type
 from dtlib.comm.watch.verify import NOTE, note_of, read_note
 from dtlib.errors import RESET, CommunicationError
@@ -27,10 +28,7 @@ def receive_message(link, array, source, call, notes):
         yield [arriving]  # first, so that nothing is under way any more when an error is raised
         sent, where = read_note(note)
         if sent != shape_and_type(call.tensor):
-            raise CommunicationError(
-                f"Rank {source} sends {sent} in `{where}`, and rank {call.rank} receives {shape_and_type(call.tensor)} "
-                f"in `{call.where}`: both need the same shape and dtype. {RESET}"
-            )
+            raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call.tensor), call.where))
     else:
         yield [arriving]
     if link.length() != array.nbytes:

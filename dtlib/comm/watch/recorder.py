@@ -4,8 +4,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.comm.types import type_name
-from dtlib.comm.watch.call import in_short
+from dtlib.comm.watch.call import in_short, type_name
 
 _recordings = []  # the lists that are being filled
 
@@ -36,7 +35,7 @@ class Event:
     bytes: int = 0
     lane: str = "main"
     emulated: bool = False  # on a network that was slowed down on purpose
-    simulated: bool = False  # the other ranks did not exist (solo.py)
+    simulated: bool = False  # the other ranks did not exist (one_rank.py)
 
     @property
     def in_short(self) -> str:

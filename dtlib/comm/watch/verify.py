@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 
 from dtlib.comm.algorithms import dissemination_all_gather
+from dtlib.comm.watch.blame import disagreement
 from dtlib.errors import RESET, CommunicationError
 
 NOTE = 320  # bytes
@@ -60,15 +61,3 @@ def check_counts(call, counts) -> None:
             f"{call.operation}: rank {source} sends rank {dest} {sent[source, dest] // row} rows, and rank {dest} "
             f"expects {come[source, dest] // row}: input_split_sizes here are output_split_sizes there. {RESET}"
         )
-
-
-def disagreement(said: dict[int, tuple[str, str]]) -> str:
-    """Who calls what, and where: ``said`` maps ranks to (call, line)."""
-    groups = {}
-    for rank in sorted(said):
-        groups.setdefault(said[rank], []).append(rank)
-    sides = []
-    for (what, where), ranks in groups.items():
-        who = f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
-        sides.append(f"{who} {what}" + (f" in `{where}`" if where else ""))
-    return f"The ranks do not call the same: {'; '.join(sides)}. All ranks call the same operation alike. {RESET}"

@@ -1,75 +1,17 @@
 """``lab.quiz("03")``: a lesson's choice questions, each answer explained once it is chosen, right or wrong.
 
-The questions stand with the lessons, as text that a teacher can edit (``dtlib/lessons/l*/quiz.toml``; those of a
-track, and the tests before and after the course, in ``dtlib/lessons/quiz_*.toml``). The right option is written
-first. Learners see the options in an order that the question's own words decide, so it is the same for everybody:
-
-    [[questions]]
-    asks = "A ring all-reduce of 120 MB on four ranks: how much does each rank send?"
-    right = ["180 MB", "Six messages of a quarter each: 2 (N-1)/N of the array."]
-    wrong = [["240 MB", "That is the limit for very many ranks."], ...]
+The questions stand with the lessons, as text that a teacher can edit (questions.py).
 """
 
-import re
-import tomllib
-from dataclasses import dataclass
-from functools import cache
-from hashlib import sha256
-from html import escape
-
 from dtlib.errors import DtlibError
-from dtlib.lab import lesson_files
 from dtlib.lab.checks import progress
+from dtlib.lab.checks.questions import Option, Quiz, as_html, quizzes
 from dtlib.lab.checks.rendering import NOT_YET, PASSED
 from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
 
-LETTERS = "abcdef"
 OPEN = "-"  # in the place of a letter: this question is not answered
 _first = {}  # (quiz, number of the question) -> the letter that was chosen first
-
-
-@dataclass(frozen=True)
-class Option:
-    says: str
-    because: str  # why it is right or wrong: shown to who chooses it, and to nobody else
-    right: bool
-
-
-@dataclass(frozen=True)
-class Question:
-    """``options`` stand in the order in which they are shown."""
-
-    asks: str
-    options: tuple[Option, ...]
-
-    @property
-    def letters(self) -> str:
-        return LETTERS[: len(self.options)]
-
-    def chosen(self, letter: str) -> Option:
-        return self.options[LETTERS.index(letter)]
-
-
-@dataclass(frozen=True)
-class Quiz:
-    """``discuss`` is a question without options, and ``answer`` what an instructor may say to it."""
-
-    name: str
-    questions: tuple[Question, ...]
-    discuss: str = ""
-    answer: str = ""
-
-    def text(self) -> str:
-        """The questions alone."""
-        dots = "." * len(self.questions)
-        lines = [f'To answer without buttons: lab.quiz("{self.name}", answers="{dots}"), a letter a question.']
-        for number, question in enumerate(self.questions, 1):
-            lines += ["", f"{number}. {question.asks}"]
-            lines += [f"   {letter}  {question.chosen(letter).says}" for letter in question.letters]
-        if self.discuss:
-            lines += ["", f"Discuss: {self.discuss}"]
-        return fold("\n".join(lines))
 
 
 def quiz(name: str, answers: str | None = None) -> None:
@@ -97,26 +39,6 @@ def quiz(name: str, answers: str | None = None) -> None:
         show_widget(_Shown(found).box, found.text())
     else:
         print(found.text())
-
-
-@cache
-def quizzes() -> dict[str, Quiz]:
-    """Those of all lessons, of the tracks, and the tests before and after, by their names."""
-    found = {}
-    others = sorted(lesson_files.FOLDER.glob("quiz_*.toml"), reverse=True)
-    for lesson, file in [*lesson_files.found("quiz*.toml"), *(("", file) for file in others)]:
-        name = lesson + file.stem.removeprefix("quiz").removeprefix("_")
-        found[name] = _read(name, tomllib.loads(file.read_text(encoding="utf-8")))
-    return dict(sorted(found.items(), key=lambda item: (not item[0][0].isdigit(), item[0])))
-
-
-def _read(name: str, table: dict) -> Quiz:
-    questions = []
-    for each in table["questions"]:
-        options = [Option(*each["right"], True), *(Option(*wrong, False) for wrong in each["wrong"])]
-        options.sort(key=lambda option: sha256((each["asks"] + option.says).encode()).digest())
-        questions.append(Question(each["asks"], tuple(options)))
-    return Quiz(name, tuple(questions), **table.get("discussion", {}))
 
 
 def _has_a_page() -> bool:
@@ -179,11 +101,11 @@ class _Shown:
         rows = []
         for number, question in enumerate(quiz.questions):
             self.said.append(HTML())
-            rows += [HTML(f"<b>{number + 1}. {_html(question.asks)}</b>")]
+            rows += [HTML(f"<b>{number + 1}. {as_html(question.asks)}</b>")]
             rows += [self._row(number, letter) for letter in question.letters]
             rows += [self.said[number]]
         if quiz.discuss:
-            rows.append(HTML(f"<b>Discuss.</b> {_html(quiz.discuss)}"))
+            rows.append(HTML(f"<b>Discuss.</b> {as_html(quiz.discuss)}"))
         self.box = VBox([*rows, self.result])
 
     def _row(self, number: int, letter: str):
@@ -192,7 +114,7 @@ class _Shown:
         says = self.quiz.questions[number].chosen(letter).says
         button = Button(description=letter, tooltip=f"{letter}: {says}", layout=Layout(width="3.5em", flex="0 0 auto"))
         button.on_click(lambda _: self._answer(number, letter, button))
-        return HBox([button, HTML(_html(says), layout=Layout(flex="1 1 0", min_width="0"))])
+        return HBox([button, HTML(as_html(says), layout=Layout(flex="1 1 0", min_width="0"))])
 
     def _answer(self, number: int, letter: str, button) -> None:
         option = _choose(self.quiz, number, letter)
@@ -202,10 +124,6 @@ class _Shown:
         words = f"{letter}, {'right' if option.right else 'not right'}."
         self.said[number].value = (
             f'<div role="status" style="border-left:6px solid {colour};background:{colour}1A;padding:.3em .8em;'
-            f'line-height:1.4"><b>{words}</b> {_html(option.because)}</div>'
+            f'line-height:1.4"><b>{words}</b> {as_html(option.because)}</div>'
         )
         self.result.value = f'<div role="status">{_result(self.quiz)}</div>'
-
-
-def _html(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))

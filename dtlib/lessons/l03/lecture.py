@@ -176,7 +176,7 @@ lab.predict("steps-until-complete", None)
 lab.predict("steps-until-complete", 3)
 
 # %% [markdown]
-# All steps at once:
+# All steps at once. (Every collective, in a web page: `dtlib browser`.)
 
 # %% tags=["nbval-ignore-output"]
 ring.show_all(4)

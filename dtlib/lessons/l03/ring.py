@@ -1,11 +1,12 @@
 """The ring all-reduce, step by step: a slider, a picture of all steps, and the same as text.
 
 What is drawn is what runs: the library's own generator goes round in this process, over a network that delivers one
-step at a time. Each rank puts in the bit 2**rank, so that a partial sum tells who is in it.
+step at a time (comm/steps.py).
 """
 
 from dataclasses import dataclass
 
+from dtlib.comm.steps import rounds
 from dtlib.lab.colours import rank_colour
 from dtlib.lab.drawing import show_widget, shown, subplots
 from dtlib.lab.tables import Table
@@ -29,66 +30,14 @@ class Step:
         return self.phase if self.sends[0] is None else f"step {self.number}: {self.phase}"
 
 
-class _StepByStep:
-    """A link of one rank: messages wait in ``network`` until all ranks have come to the end of the step."""
-
-    def __init__(self, rank: int, size: int, network: dict):
-        self.rank, self.size = rank, size
-        self.outgoing = None
-        self._network = network
-        self._inbox = None
-
-    def scratch(self, like):
-        import numpy as np
-
-        return np.empty_like(like)
-
-    def send(self, array, dest):
-        self.outgoing = array
-        self._network[dest] = array.copy()
-
-    def recv(self, array, source):
-        self._inbox = array
-
-    def deliver(self):
-        self._inbox[...] = self._network[self.rank]
-
-
 def steps(ranks: int) -> list[Step]:
     """The ring all-reduce on ``ranks`` ranks, of an array with one element a chunk; the last entry is the result."""
-    import numpy as np
-
-    from dtlib.comm.algorithms import ring_all_reduce
-
-    network = {}
-    links = [_StepByStep(rank, ranks, network) for rank in range(ranks)]
-    arrays = [np.full(ranks, 1 << rank) for rank in range(ranks)]
-    runs = [ring_all_reduce(link, array, np.add) for link, array in zip(links, arrays, strict=True)]
     found = []
-    for number in range(2 * (ranks - 1)):
-        for run in runs:
-            next(run)
-        sends = tuple(_place(link.outgoing, array) for link, array in zip(links, arrays, strict=True))
-        phase = "reduce-scatter" if number < ranks - 1 else "all-gather"
-        found.append(Step(number, phase, _held(arrays, ranks), sends))
-        for link in links:
-            link.deliver()
-    for run in runs:
-        next(run, None)  # the last partial sums are added
-    found.append(Step(len(found), "the result", _held(arrays, ranks), (None,) * ranks))
+    for number, each in enumerate(rounds("all_reduce", "ring", ranks)[0]):
+        phase = "reduce-scatter" if number < ranks - 1 else "all-gather" if each.sent else "the result"
+        sends = tuple(sent.start for sent in each.sent) or (None,) * ranks
+        found.append(Step(number, phase, each.held, sends))
     return found
-
-
-def _place(chunk, array) -> int:
-    return (chunk.ctypes.data - array.ctypes.data) // array.itemsize
-
-
-def _held(arrays, ranks):
-    return tuple(tuple(_ranks_in(int(value), ranks) for value in array) for array in arrays)
-
-
-def _ranks_in(bits: int, ranks: int) -> tuple:
-    return tuple(rank for rank in range(ranks) if bits >> rank & 1)
 
 
 def explore(ranks: int = 4) -> None:

@@ -18,6 +18,7 @@ from dtlib.schedule import one_f_one_b, peak_activations, simulate, zero_bubble_
 
 ACTIVATIONS = 4  # what 1F1B and ZB-H1 keep
 BETWEEN = "|"  # ranks, in a line
+HEADERS = ("", "makespan", "bubble", "activations")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
     Raises:
         DtlibError: where no line can take part.
     """
+    everybody, refused = ranked(lines, message, backward)
+    winner = next(each for each in everybody if each.name not in LIBRARYS)
+    table(rows_of(everybody), HEADERS, f"A message takes {message:g}, simulated", align="lrrr")
+    print("\n".join([*map(fold, refused), f"{winner.name} wins."]))
+    return winner
+
+
+def ranked(lines: str, message: float = 0.0, backward: float = 2.0) -> tuple[list[Entry], list[str]]:
+    """The entries of ``rank`` with the library's orders, the best first, and why others take no part."""
     entries, refused = [], []
     for text in filter(str.strip, lines.splitlines()):
         name, _, order = text.partition(":")
@@ -71,16 +81,17 @@ def rank(lines: str, message: float = 0.0, backward: float = 2.0) -> Entry:
             actions = _admitted(judge_puzzle.observe(order.split(BETWEEN)))
             entries.append(Entry(name.strip(), actions, message, backward))
         except Wrong as wrong:
-            refused.append(fold(f"{name.strip()} does not take part. {_reason(wrong)}"))
+            refused.append(f"{name.strip()} does not take part. {_reason(wrong)}")
     if not entries:
-        raise DtlibError("\n".join(["No order takes part: paste lines that duel.line() has printed.", *refused]))
-    winner = min(entries, key=_rank)
+        said = ["No order takes part: paste lines that duel.line() has printed.", *map(fold, refused)]
+        raise DtlibError("\n".join(said))
     beside = [Entry(name, actions, message, backward) for name, actions in LIBRARYS.items()]
-    everybody = sorted([*entries, *beside], key=_rank)
-    rows = [(each.name, each.makespan, f"{each.simulated().bubble:.1%}", each.activations) for each in everybody]
-    table(rows, ("", "makespan", "bubble", "activations"), f"A message takes {message:g}, simulated", align="lrrr")
-    print("\n".join([*refused, f"{winner.name} wins."]))
-    return winner
+    return sorted([*entries, *beside], key=_rank), refused
+
+
+def rows_of(entries: list[Entry]) -> list[tuple]:
+    """With ``HEADERS``."""
+    return [(each.name, each.makespan, f"{each.simulated().bubble:.1%}", each.activations) for each in entries]
 
 
 def run(winner: Entry) -> None:

@@ -460,7 +460,7 @@ assert all(run.simulation.makespan > four[name].makespan for name, run in runs.i
 # ## Explore
 #
 # Move the sliders; the button runs what you see on the engines. Try fewer micro-batches than ranks. Then let messages
-# take as long as a forward pass: which order suffers most?
+# take as long as a forward pass: which order suffers most? (Without engines, in a web page: `dtlib browser`.)
 
 # %% tags=["nbval-ignore-output"]
 explorer.explore()

@@ -3,7 +3,8 @@
 #
 # Order the work of a pipeline by hand: 4 stages, one per rank, and 8 micro-batches. Levels 1 and 2 take twenty minutes in all; level 3 is
 # for a quiet evening. You need no engines before the duel at the end: a check simulates your order, draws it, and compares its time with
-# par, the shortest time possible. At par it passes; above it you see your score. Check again for the next hint.
+# par, the shortest time possible. At par it passes; above it you see your score. Check again for the next hint. The same
+# in a web page: `dtlib browser`.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).

@@ -99,6 +99,9 @@ class SoloLink:
     def length(self) -> int:
         return self._length
 
+    def nothing(self):
+        return np.zeros(0, dtype=np.uint8)
+
     def scratch(self, like, number: int = 0):
         return np.zeros_like(like)
 

@@ -1,0 +1,157 @@
+"""``dtlib browser``: the page as a folder, which any web server can serve, and as one file that a double click opens.
+
+Python for browsers is the core of npm's package pyodide, without further packages. ``npm pack`` fetches it once; it is
+kept beside the folder.
+"""
+
+import base64
+import gzip
+import hashlib
+import io
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from html import escape
+from pathlib import Path
+
+import dtlib
+from dtlib.browser import rooms
+from dtlib.errors import DtlibError
+from dtlib.lab import lesson_files
+from dtlib.lab.navigation import title
+
+PYODIDE = "314.0.7"
+SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+OWN = Path("browser/build.py")
+SITE = Path(__file__).parent / "site"
+# Of dtlib, what the rooms use; a test draws them all in a browser.
+CARRIED = (
+    "__init__.py", "errors.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
+    *(f"comm/{name}.py" for name in ("__init__", "algorithms", "mpi_collectives", "numbers", "selection", "steps")),
+    "comm/turns.py", "comm/waiting.py",
+    *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "call", "in_vain", "recorder")),
+    "lab/__init__.py", "lab/engines/__init__.py", "lab/checks/__init__.py", "lab/checks/exercise.py",
+    "lab/checks/questions.py", "lessons/__init__.py",
+    *(f"lab/{name}.py" for name in ("colours", "decision_chart", "drawing", "lesson_files", "tables")),
+    "lessons/glossary.toml", "lessons/**/quiz*.toml", "lessons/l*/__init__.py", "lessons/l00/judge_sum.py",
+    "lessons/l00/lecture.py", "lessons/l03/lecture.py", "lessons/l07/duel.py", "lessons/l07/judge_puzzle.py",
+)  # fmt: skip
+
+
+def run(folder: Path) -> int:
+    """``dtlib browser``."""
+    folder, single = write(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {size / 1e6:.1f} MB, for a web server: python -m http.server --directory {folder}")
+    print(f"{single}: {single.stat().st_size / 1e6:.1f} MB, opens by a double click")
+    return 0
+
+
+def write(folder: Path, course: str = "") -> tuple[Path, Path]:
+    """Write the page to ``folder`` and, beside it, to one file; returns both. ``course`` is where the book's pages are
+    from there, such as ``../``: then rooms have links to their lessons.
+
+    Raises:
+        DtlibError: where npm is missing, or does not give the package.
+    """
+    package = _package(folder.parent)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "pyodide").mkdir(parents=True)
+    with tarfile.open(package) as archive:
+        for name in RUNTIME:
+            (folder / "pyodide" / name).write_bytes(archive.extractfile(f"package/{name}").read())
+    (folder / "dtlib.zip").write_bytes(_own_files())
+    for name in ("page.css", "page.js", "worker.js"):
+        shutil.copy(SITE / name, folder / name)
+    (folder / "index.html").write_text(_page(course), encoding="utf-8")
+    single = folder.with_name(f"{folder.name}.html")
+    single.write_text(_as_one_file(folder), encoding="utf-8")
+    return folder, single
+
+
+def _package(beside: Path) -> Path:
+    """The file of npm's package, fetched where it is not there yet."""
+    file = beside / f"pyodide-{PYODIDE}.tgz"
+    beside.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            raise DtlibError(
+                f"npm is missing, which fetches Python for browsers: install Node.js, or put {file.name}, "
+                f"`npm pack pyodide@{PYODIDE}` of another computer, into {beside}."
+            )
+        done = subprocess.run([npm, "pack", f"pyodide@{PYODIDE}"], cwd=beside, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "code" in line or "reason" in line] or [""]
+            raise DtlibError(
+                f"npm does not give pyodide {PYODIDE} ({lines[0].strip()}): is there a network? Or put {file.name} "
+                f"into {beside}."
+            )
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise DtlibError(f"{file} is not pyodide {PYODIDE} as it was published (SHA-256 {found:.12}...): remove it.")
+    return file
+
+
+def carried() -> list[Path]:
+    """The files of dtlib that the page has, from the package's folder."""
+    root = Path(dtlib.__file__).parent
+    return sorted({path.relative_to(root) for pattern in CARRIED for path in root.glob(pattern)} - {OWN})
+
+
+def _own_files() -> bytes:
+    made, root = io.BytesIO(), Path(dtlib.__file__).parent
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in carried():
+            entry = zipfile.ZipInfo(f"dtlib/{path.as_posix()}")  # of no date: the same files, the same bytes
+            archive.writestr(entry, (root / path).read_bytes(), zipfile.ZIP_DEFLATED, 9)
+    return made.getvalue()
+
+
+def _page(course: str) -> str:
+    """Every room with what it shows first, drawn here, so that there is something to see before Python has come."""
+    links = "\n".join(f'<a href="#{name}">{escape(rooms.room(name).TITLE)}</a>' for name in rooms.NAMES)
+    page = (SITE / "index.html").read_text(encoding="utf-8")
+    page = page.replace("<!-- links -->", links)
+    page = page.replace("<!-- rooms -->", "\n".join(_room(name, course) for name in rooms.NAMES))
+    return page.replace('id="home" hidden', f'href="{course}start.html"') if course else page
+
+
+def _room(name: str, course: str) -> str:
+    where = rooms.room(name)
+    fields = "\n".join(field.html(name) for field in where.FORM)
+    return (
+        f'<form class="room" id="{name}" hidden>\n<h2>{escape(where.TITLE)}</h2>\n'
+        f"<p>{escape(where.SAYS)} {_lesson(where.LESSON, course)}</p>\n"
+        f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{rooms.answer(name, {})}</div>\n'
+        "</form>"
+    )
+
+
+def _lesson(notebook: str, course: str) -> str:
+    """Where a room is at home: a link in the book, words elsewhere."""
+    if notebook == "start":
+        return ""
+    kind = "exercises" if notebook.endswith("_exercises") else "lectures"
+    words = escape(title(lesson_files.notebooks()[notebook]))
+    if course:
+        return f'<a href="{course}{kind}/{notebook}.html">{words}</a>'
+    return f"In the course: {words} (notebooks/{kind}/{notebook}.ipynb)."
+
+
+def _as_one_file(folder: Path) -> str:
+    """The page with all that it loads in it: compressed, in letters."""
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    loaded = ["worker.js", "dtlib.zip", *(f"pyodide/{name}" for name in RUNTIME if not name.endswith(".json"))]
+    parts = "\n".join(
+        f'<script type="text/plain" data-part="{Path(name).name}">'
+        f"{base64.b64encode(gzip.compress((folder / name).read_bytes(), 9, mtime=0)).decode()}</script>"
+        for name in loaded
+    )
+    page = page.replace('<link rel="stylesheet" href="page.css">', f"<style>\n{style}</style>")
+    page = page.replace("<!-- parts -->", parts)
+    return page.replace('<script src="page.js"></script>', f"<script>\n{script}</script>")

@@ -1,0 +1,15 @@
+"""The decision chart: which cut when."""
+
+from dtlib.lab import decision_chart
+from dtlib.lab.tables import Table
+
+TITLE, LESSON = "Which cut when", "11_beyond_one_machine"
+SAYS = " ".join(decision_chart.__doc__.partition("\n\n")[2].split())
+FORM = ()
+
+
+def show() -> str:
+    rows = [tuple(cell.replace("\n", " ") for cell in branch) for branch in decision_chart.BRANCHES]
+    title = "From top to bottom: the next question is asked where the answer is no, or was not enough"
+    table = Table(rows, ("question", "yes, if", "then", "measured in"), title)
+    return f"{table._repr_html_()}<p>Else: {decision_chart.ELSE[0].lower()}{decision_chart.ELSE[1:]}.</p>"

@@ -1,0 +1,42 @@
+"""The schedule puzzle, with the judge of lesson 07."""
+
+from dtlib.browser.fields import Choice, Kept, Press, Text, put
+from dtlib.browser.schedule import drawn
+from dtlib.browser.svg import sentence
+from dtlib.lab.checks.exercise import Wrong
+from dtlib.lessons.l07 import judge_puzzle
+
+TITLE, LESSON = "Schedule puzzle", "07_schedule_puzzle_exercises"
+SAYS = (
+    "Order the work of a pipeline by hand: a line for each of 4 ranks, 8 micro-batches. F3 is a forward pass and takes "
+    "1, B3 its backward pass and takes 2; F0-3 stands for F0 F1 F2 F3. An activation is kept from F to the end of B. "
+    "At par, the shortest time possible, you pass. Level 4 has I3 and W3, the halves of B3. Check again for the next "
+    "hint."
+)
+LEVELS = {
+    str(number): f"{number}: at most {level.activations} activations" for number, level in judge_puzzle.LEVELS.items()
+}
+FORM = (
+    Choice("puzzle", "level", "1", LEVELS),
+    Text("order", "your order", "F0 F1\nF0\nF0\nF0"),
+    Press("check", "Check"),
+    Kept("attempt", "0"),
+)
+
+
+def show(puzzle: str, order: str, attempt: str, pressed: str = "") -> str:
+    if not pressed:
+        return sentence("Write your order, then check it.")
+    exercise = judge_puzzle.exercise(int(puzzle))
+    observed = [judge_puzzle.observe(order)]
+    tried = int(attempt) if attempt.isdigit() else 0
+    picture = exercise.picture(observed)
+    shown = drawn(picture.simulation, "Yours") if picture else ""
+    try:
+        score = exercise.judge(observed)
+        return sentence(f"Passed, level {puzzle}. {score.words}", True) + shown
+    except Wrong as wrong:
+        where = "" if wrong.rank is None else f", on rank {wrong.rank}"
+        hint = wrong.hints[min(tried, len(wrong.hints) - 1)] if wrong.hints else ""
+        said = f"Not yet{where}. Expected: {wrong.expected}. Came: {wrong.came}. Hint: {hint}"
+        return sentence(said, False) + shown + put("attempt", tried + 1)

@@ -1,0 +1,150 @@
+"""A learner's cell on ranks that take turns: SIMULATED, in one process."""
+
+import re
+from functools import cache
+
+from dtlib.browser.fields import Choice, Press, Slider, Text, put
+from dtlib.browser.simulated.cells import Outcome, Ranks
+from dtlib.browser.simulated.tensors import MADE, Tensor
+from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label, sentence
+from dtlib.lab import lesson_files
+from dtlib.lab.checks.exercise import Wrong
+from dtlib.lab.colours import rank_colour
+from dtlib.lessons.l00.judge_sum import judge_total
+
+TITLE, LESSON = "Simulated ranks", "00_start_here"
+LABEL = "SIMULATED: one process, taking turns; messages and bytes are counted, times mean nothing"
+SAYS = (
+    f"Your lines run on every rank, as below %%px in a notebook. {LABEL}. `rank`, `world` and `comm` are there; torch "
+    f"is a stand-in with {', '.join(MADE)}. `await` is put before each operation, so that others get their turns. A "
+    "rank that can never go on says whom it waits for."
+)
+# Words of cells of the lessons that need more than is here.
+BEYOND = ("pi.", "emulate_network", "np.", "os.kill", "slow.", "signal")
+LESSONS = {"00": "l00/lecture.py", "03": "l03/lecture.py"}
+FIRST = """import dtlib, torch
+
+world = dtlib.init()
+total = torch.tensor(world.rank)
+world.comm.all_reduce(total)
+print("I am rank", world.rank, "and the sum is", total)"""
+MOST_ROUNDS = 40  # of a trace that is drawn
+ROW, LEFT = 46, 76
+
+
+@cache
+def cells() -> dict[str, str]:
+    """The %%px cells of the lessons that run here, as learners get them."""
+    found = {}
+    for lesson, path in LESSONS.items():
+        source = (lesson_files.FOLDER / path).read_text(encoding="utf-8")
+        for head, body in re.findall(r"(?ms)^# %%(.*?)\n(.*?)(?=^# %%(?!px)|\Z)", source):
+            if re.match(r"# %%?px\b", body) and "solution" not in head and not any(word in body for word in BEYOND):
+                lines = re.sub(r"(?m)^# (%px)\b", r"\1", body.removeprefix("# %%px\n")).strip()
+                first = lines.partition("\n")[0]
+                number = sum(name.startswith(f"{lesson} ") for name in found) + 1
+                found[f"{lesson} cell {number}: {first.removeprefix('%px ')[:44]}"] = lines
+    return found
+
+
+FORM = (
+    Choice("cell", "a cell of lesson 00 or 03", "", {"": "your own", **{name: name for name in cells()}}),
+    Press("take", "Take it"),
+    Slider("ranks", "ranks", 4, 1, 8),
+    Text("code", "your cell", FIRST, 12),
+    Press("run", "Run on all ranks"),
+    Press("check", "Check first-sum"),
+    Press("anew", "New ranks"),
+)
+_now: dict[str, Ranks] = {}
+
+
+def show(cell: str, ranks: int, code: str, pressed: str = "") -> str:
+    if pressed == "take":
+        return (
+            put("code", cells()[cell]) + sentence("Here it is: run it.") if cell else sentence("Choose a cell first.")
+        )
+    if pressed == "anew" or _now.get("ranks", Ranks(1)).size != ranks:
+        _now["ranks"] = Ranks(ranks)
+    if pressed == "check":
+        return _checked(_now["ranks"])
+    if pressed == "run":
+        return outcome(_now["ranks"].run(code))
+    return sentence(f"{ranks} new ranks. {LABEL}.")
+
+
+def outcome(found: Outcome) -> str:
+    """What a cell did, on each rank, with the trace of its messages."""
+    if found.problem:
+        return sentence(found.problem, False)
+    lines = []
+    for rank, (said, failed) in enumerate(zip(found.said, found.failed, strict=True)):
+        text = "\n".join(filter(None, (said, failed)))
+        if text:
+            lines.append(f'<div class="rank" style="border-color:{rank_colour(rank)}">{_escaped(rank, text)}</div>')
+    shown = "".join(lines) or sentence("No rank printed anything.")
+    put_before = ", ".join(map(str, found.awaited))
+    note = f"<p><small>`await` was put into line {put_before}.</small></p>" if found.awaited else ""
+    stuck = sentence("No rank could go on: each that waits has said for whom.", False) if found.stuck else ""
+    return stuck + shown + note + _trace(found)
+
+
+def _escaped(rank: int, text: str) -> str:
+    from html import escape
+
+    return f"<b>rank {rank}</b><pre>{escape(text)}</pre>"
+
+
+def _trace(found: Outcome) -> str:
+    """Ranks down, rounds of the network to the right: operations as bars, messages as arrows."""
+    if not found.events:
+        return ""
+    size, rounds = len(found.said), min(found.rounds, MOST_ROUNDS)
+    bytes_sent = sum(event.bytes for event in found.events)
+    cut = f" The first {MOST_ROUNDS} of {found.rounds} rounds are drawn." if rounds < found.rounds else ""
+    alt = (
+        f"Trace of {size} ranks: {len(found.messages)} messages arrived, {bytes_sent:,} bytes were sent. Bars are "
+        f"operations, arrows messages, steps to the right rounds of the network.{cut} {LABEL}."
+    )
+    text = "\n".join(
+        f"rank {event.rank}  rounds {event.start} to {'never' if event.end is None else event.end}  {event.what}: "
+        f"{event.messages} messages, {event.bytes:,} bytes"
+        for event in found.events[:200]
+    )
+    picture = Picture(ROW * size + 24, alt, text)
+    scale = (WIDTH - LEFT - 10) / max(1, rounds)
+    for rank in range(size):
+        rank_label(picture, rank, rank * ROW + 24)
+    for event in found.events:
+        if event.start > rounds:
+            continue
+        colour, end = rank_colour(event.rank), rounds if event.end is None else min(event.end, rounds)
+        x, width = LEFT + event.start * scale, max(5, (end - event.start) * scale - 2)
+        picture.box(x, event.rank * ROW + 10, width, 22, colour, 1 if event.end is not None else 0.35, title=event.what)
+        if width > 9 * len(event.name):
+            fill = letters_on(colour) if event.end is not None else "currentColor"
+            picture.words(x + width / 2, event.rank * ROW + 26, event.name, "middle", fill)
+    for message in found.messages:
+        if message.number < rounds:
+            x, down = LEFT + message.number * scale, 1 if message.dest > message.source else -1
+            start, end = (message.source * ROW + 21 + 11 * down, message.dest * ROW + 21 - 11 * down)
+            picture.line(x + scale * 0.1, start, x + scale * 0.85, end, arrow=True)
+    picture.words(LEFT, ROW * size + 16, "SIMULATED", bold=True)
+    picture.words(WIDTH - 10, ROW * size + 16, f"round {rounds}", "end")
+    return picture.html()
+
+
+def _checked(ranks: Ranks) -> str:
+    """The judge of lesson 00, on ``total`` of all ranks."""
+    observed = []
+    for each in ranks.ranks:
+        value = each.names.get("total")
+        value = value.tolist() if isinstance(value, Tensor) else value
+        whole = isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value
+        observed.append((int(value) if whole else repr(value)[:80], each.world.comm.collective_count))
+    try:
+        judge_total(observed)
+        return sentence("Passed: first-sum.", True)
+    except Wrong as wrong:
+        said = f"Not yet: first-sum, on rank {wrong.rank}. Expected: {wrong.expected}. Came: {wrong.came}. Hint: "
+        return sentence(said + wrong.hints[0], False)

@@ -1,0 +1,34 @@
+"""The rooms of the page: what each asks and answers, and how a question from the page becomes an answer."""
+
+from html import escape
+from importlib import import_module
+
+from dtlib.errors import DtlibError
+
+NAMES = ("schedule", "puzzle", "duel", "steps", "ranks", "memory", "plan", "chart", "quiz", "words")
+
+
+def room(name: str):
+    """The module of a room: TITLE, SAYS, LESSON, FORM and ``show``."""
+    if name not in NAMES:
+        raise DtlibError(f"There is no room {name!r}: choose one of {', '.join(NAMES)}.")
+    return import_module(f"dtlib.browser.{name}")
+
+
+def answer(name: str, asked: dict[str, str]) -> str:
+    """What a room shows, as HTML. What cannot be is said in a sentence."""
+    try:
+        where = room(name)
+        values = {
+            field.name: field.read(asked[field.name]) if field.name in asked else field.value
+            for field in where.FORM
+            if hasattr(field, "read")
+        }
+        if pressed := asked.get("pressed"):
+            values["pressed"] = pressed
+        return where.show(**values)
+    except (DtlibError, ValueError) as problem:
+        return f'<div role="alert" class="not-yet">{escape(str(problem))}</div>'
+    except Exception as problem:
+        said = f"{type(problem).__name__}: {problem}. This is a mistake of the page's; another setting may work."
+        return f'<div role="alert" class="not-yet">{escape(said)}</div>'

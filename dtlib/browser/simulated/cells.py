@@ -1,0 +1,235 @@
+"""A learner's cell on ranks that take turns: what waits gives way to the others.
+
+Where no rank can move on, each that waits gets an error that says whom it waits for, as in a notebook.
+"""
+
+import builtins
+import inspect
+import linecache
+import re
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+from dtlib.browser.simulated.awaiting import compiled
+from dtlib.browser.simulated.communicator import Event, SimulatedCommunicator, Wires
+from dtlib.browser.simulated.tensors import stand_in
+from dtlib.comm import waiting
+from dtlib.comm.watch import blame
+from dtlib.comm.watch.board import Sighting
+from dtlib.errors import RESET, DtlibError, MissingName, WaitTimeout
+
+LINES, LETTERS = 200, 10_000  # of what a rank prints in a cell: the rest is counted
+ABSENT = ("numpy", "mpi4py", "deepspeed", "horovod", "ipyparallel")
+
+
+@dataclass
+class Outcome:
+    """``said[rank]`` is what a rank printed, with its error if it had one; ``awaited`` the lines of the cell before
+    whose operations ``await`` was put; ``problem`` says why nothing ran."""
+
+    said: list = field(default_factory=list)
+    failed: list = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    messages: list = field(default_factory=list)
+    rounds: int = 0
+    awaited: tuple = ()
+    problem: str = ""
+    stuck: bool = False
+
+
+class Ranks:
+    """So many ranks, each with names of its own, which stay from cell to cell."""
+
+    def __init__(self, size: int):
+        self.size, self.wires, self.number = size, Wires(size), 0
+        self.ranks = [_Rank(rank, self.wires) for rank in range(size)]
+        self._take_turns = set()  # names of functions of former cells that have to be awaited
+
+    def run(self, source: str) -> Outcome:
+        self.number += 1
+        file = f"<cell {self.number}>"
+        source = re.sub(r"(?m)^%px\b[ \t]*", "", re.sub(r"\A\s*%%px\b[^\n]*\n?", "", source))
+        try:
+            code, lines = compiled(source, file, self._take_turns)
+        except SyntaxError as error:
+            line = (error.text or "").strip()
+            return Outcome(problem=f"Nothing ran. Line {error.lineno}: {error.msg}" + (f": {line}" if line else "."))
+        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+        wires = self.wires
+        wires.events.clear()
+        wires.network.arrived.clear()
+        wires.network.number = 0
+        for rank in self.ranks:
+            rank.begin(code)
+        stuck = self._turns()
+        said = [rank.text() for rank in self.ranks]
+        failed = [rank.failed for rank in self.ranks]
+        return Outcome(
+            said, failed, list(wires.events), list(wires.network.arrived), wires.network.number, lines, "", stuck
+        )
+
+    def _turns(self) -> bool:
+        """Until all are through; True if they were stuck once."""
+        stuck = False
+        while any(rank.runs for rank in self.ranks):
+            waiting.advance_all()
+            moved = [rank.go_on() for rank in self.ranks if rank.can_go_on()]
+            waiting.advance_all()
+            came = self.wires.network.deliver()
+            waiting.advance_all()
+            for rank in self.ranks:
+                rank.comm_ended()
+            if not moved and not came and not any(rank.can_go_on() for rank in self.ranks):
+                stuck = True
+                self._say_who_waits()
+        return stuck
+
+    def _say_who_waits(self) -> None:
+        waits = [rank for rank in self.ranks if rank.runs]
+        sentences = {}
+        for rank in waits:
+            call = rank.waits.task.call
+            sentences[rank] = f"{call} (`{call.where}`) cannot end: {blame.whom(rank.rank, self.wires.seen)}. {RESET}"
+        for rank in waits:
+            call = rank.waits.task.call
+            rank.world.comm.abandon(f"was interrupted in {call}")
+        for rank in self.ranks:
+            rank.world.comm.abandon("was left by others in the middle of an operation")
+        self.wires.network.forget()
+        for rank in waits:
+            rank.go_on(WaitTimeout(sentences[rank]))
+
+
+class _Rank:
+    def __init__(self, rank: int, wires: Wires):
+        self.rank, self.wires, self.resets = rank, wires, 0
+        self.world = SimpleNamespace(rank=rank, size=wires.size, comm=SimulatedCommunicator(rank, wires))
+        self.world.local_rank, self.world.node, self.world.nodes = rank, 0, 1
+        self.modules = {"torch": stand_in(), "dtlib": self._dtlib()}
+        own = {**vars(builtins), "print": self.print, "__import__": self._import, "input": self._input}
+        self.names = {
+            "__name__": "__main__", "__builtins__": own, "_turn": _turn, "_show": self._show,
+            "rank": rank, "world": self.world, "comm": self.world.comm,
+        }  # fmt: skip
+        self.runs, self.waits, self.failed = None, None, ""
+
+    def begin(self, code) -> None:
+        self._said, self._letters, self._left_out, self.failed, self.waits = [], 0, 0, "", None
+        self.wires.seen.pop(self.rank, None)
+        self.world.comm.pending.clear()
+        self.runs = _started(code, self.names)
+
+    def can_go_on(self) -> bool:
+        return self.runs is not None and (self.waits is None or self.waits.task.done)
+
+    def go_on(self, error: Exception | None = None) -> bool:
+        """Until this rank waits, or its cell is over."""
+        try:
+            self.waits = self.runs.send(None) if error is None else self.runs.throw(error)
+            return True
+        except StopIteration:
+            state = "has finished its cell"
+        except BaseException as problem:
+            self.failed = _told(problem)
+            state = f"raised {type(problem).__name__}: {problem}"[:120]
+        self.runs = self.waits = None
+        last = self.wires.seen.get(self.rank, Sighting("finished"))
+        self.wires.seen[self.rank] = Sighting(state, last.operation, last.what, last.where, last.group, last.number)
+        return True
+
+    def comm_ended(self) -> None:
+        """Note in which round operations ended, and what they sent."""
+        for pending in self.world.comm.pending:
+            pending.ended()
+            pending.event.messages, pending.event.bytes = pending.link.messages, pending.link.bytes
+        self.world.comm.pending[:] = [each for each in self.world.comm.pending if not each.task.done]
+
+    def text(self) -> str:
+        more = [f"... and {self._left_out:,} more lines, which are not shown"] if self._left_out else []
+        return "\n".join(["".join(self._said).rstrip("\n"), *more]).strip("\n")
+
+    def print(self, *things, sep=" ", end="\n", file=None, flush=False) -> None:
+        if len(self._said) >= LINES or self._letters >= LETTERS:
+            self._left_out += 1
+            return
+        text = sep.join(map(str, things))[: LETTERS - self._letters] + end
+        self._letters += len(text)
+        self._said.append(text)
+
+    def _show(self, value) -> None:
+        """What the last line of a cell is, if it is something."""
+        if value is not None:
+            self.print(repr(value))
+
+    def _input(self, *_):
+        raise DtlibError("input() has nobody to ask on a rank: write the value into the cell.")
+
+    def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        package = name.partition(".")[0]
+        if name in self.modules:
+            return self.modules[name]
+        if package == "dtlib" and "tells_how_it_ended" in (fromlist or ()):
+            return self.modules["dtlib"]
+        if package in (*self.modules, *ABSENT):
+            raise MissingName(
+                f"{name} is not in this page: torch is a stand-in here, and of dtlib there are init, reset, trace and "
+                "the operations."
+            )
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+    def _dtlib(self) -> ModuleType:
+        module = ModuleType("dtlib", "init, reset and trace of ranks that take turns")
+        module.init, module.reset, module.trace = lambda: self.world, self._reset, self._trace
+        module.DtlibError = DtlibError
+
+        @contextmanager
+        def tells_how_it_ended(pause=1.0):
+            try:
+                yield
+                self.print("came through")
+            except DtlibError as error:
+                self.print(f"{type(error).__name__}: {error}")
+
+        module.tells_how_it_ended = tells_how_it_ended
+        return module
+
+    def _reset(self):
+        self.resets += 1
+        self.world.comm = self.names["comm"] = SimulatedCommunicator(self.rank, self.wires, self.resets)
+        return self.world
+
+    @contextmanager
+    def _trace(self):
+        events, before = self.wires.events, len(self.wires.events)
+
+        def sent(operation=None):
+            self.comm_ended()
+            own = [e for e in events[before:] if e.rank == self.rank and operation in (None, e.name)]
+            return sum(e.messages for e in own), sum(e.bytes for e in own)
+
+        yield SimpleNamespace(sent=sent)
+
+
+async def _turn(value):
+    """What an operation returns, once others have had their turns."""
+    if inspect.isawaitable(value):
+        value = await value
+    return value
+
+
+async def _plain(code, names):
+    eval(code, names)
+
+
+def _started(code, names):
+    return eval(code, names) if code.co_flags & inspect.CO_COROUTINE else _plain(code, names)
+
+
+def _told(problem: BaseException) -> str:
+    if isinstance(problem, DtlibError):
+        return f"{type(problem).__name__}: {problem}"
+    lines = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename.startswith("<cell")]
+    where = f" (`line {lines[-1].lineno}: {lines[-1].line}`)" if lines else ""
+    return f"{type(problem).__name__}: {problem}{where}"

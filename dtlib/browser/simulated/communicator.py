@@ -1,0 +1,291 @@
+"""The operations of one rank that takes turns: SIMULATED. Algorithms, checks and sentences are the library's."""
+
+from dataclasses import dataclass, field
+
+from dtlib.browser.simulated.tensors import Tensor
+from dtlib.comm.algorithms import chunks_of, same_memory
+from dtlib.comm.numbers import COMBINE, combiner
+from dtlib.comm.selection import choose
+from dtlib.comm.turns import Network, TurnLink
+from dtlib.comm.waiting import Queue, Task
+from dtlib.comm.watch.blame import disagreement, mismatch
+from dtlib.comm.watch.board import Sighting
+from dtlib.comm.watch.call import Call, callers_line, shape_and_type
+from dtlib.errors import CommunicationError, MissingName
+
+OPERATIONS = (
+    "all_reduce", "broadcast", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all", "barrier",
+    "send", "recv",
+)  # fmt: skip
+
+
+@dataclass
+class Event:
+    """An operation of a rank, from one round of the network to another one (None: it never ended)."""
+
+    rank: int
+    name: str
+    what: str
+    start: int
+    end: int | None = None
+    messages: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Wires:
+    """What ranks share: the network, what each has called, where each was last seen, and what happened."""
+
+    size: int
+    network: Network = None
+    called: dict = field(default_factory=dict)  # (world, number of a collective) -> rank -> (call, line)
+    seen: dict = field(default_factory=dict)
+    events: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.network = Network(self.size)
+
+
+class Pending:
+    """An operation that its rank waits for, or would if it called ``wait()``: ``await`` gives the others a turn."""
+
+    def __init__(self, comm, task: Task, event: Event):
+        self.comm, self.task, self.event = comm, task, event
+
+    def __await__(self):
+        call, seen = self.task.call, self.comm.wires.seen
+        while not self.task.done:
+            seen[self.comm.rank] = _sighting("waits", call)
+            yield self
+        if self.task.error:
+            seen[self.comm.rank] = _sighting(f"raised {type(self.task.error).__name__}", call)
+            raise self.task.error
+        seen[self.comm.rank] = _sighting("finished", call)
+        return self.task.value
+
+    def ended(self) -> None:
+        if self.event.end is None and self.task.done and not self.task.error:
+            self.event.end = self.comm.wires.network.number
+
+
+class Handle:
+    """What an operation with ``async_op=True`` returns."""
+
+    def __init__(self, pending: Pending):
+        self._pending = pending
+
+    def wait(self) -> Pending:
+        return self._pending
+
+    def done(self) -> "Look":
+        return Look(self._pending.task)
+
+
+class Look:
+    """Is it done? The others get a turn first."""
+
+    def __init__(self, task: Task):
+        self._task = task
+
+    def __await__(self):
+        yield None
+        return self._task.done
+
+
+class Meeting:
+    """A request that is done once all ranks have called their operation."""
+
+    def __init__(self, said: dict, size: int):
+        self._said, self._size = said, size
+
+    @property
+    def done(self) -> bool:
+        return len(self._said) == self._size
+
+
+class SimulatedCommunicator:
+    """For the operations see ``dtlib.comm.Communicator``; tensors are those of the stand-in."""
+
+    simulated = True
+
+    def __init__(self, rank: int, wires: Wires, world: int = 0):
+        self.rank, self.size, self.wires = rank, wires.size, wires
+        self.collective_count = 0
+        self.time_limit = None  # nobody waits for seconds here
+        self._world, self._queue = world, Queue()
+        self.pending = []
+
+    def __repr__(self):
+        return f"SimulatedCommunicator(rank={self.rank}, size={self.size})"
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MissingName(f"comm.{name} is not simulated; these are: {', '.join(OPERATIONS)}.")
+
+    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+        flat, combine = _flat(tensor, "all_reduce"), _combiner(tensor, op, "all_reduce")
+        arguments, finish = (flat, combine), lambda: self._mean(tensor, op)
+        return self._collective("all_reduce", tensor, arguments, finish, async_op, algorithm, op=op)
+
+    def broadcast(self, tensor, root: int = 0, async_op: bool = False, algorithm: str | None = None):
+        self._check_rank(root, "broadcast", "root")
+        arguments = _flat(tensor, "broadcast"), root
+        return self._collective("broadcast", tensor, arguments, lambda: tensor, async_op, algorithm, peer=root)
+
+    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False):
+        self._check_rank(root, "reduce", "root")
+        flat, combine = _flat(tensor, "reduce"), _combiner(tensor, op, "reduce")
+        flat = flat if self.rank == root else flat.copy()
+        return self._collective(
+            "reduce", tensor, (flat, root, combine),
+            lambda: self._mean(tensor, op) if self.rank == root else tensor, async_op, op=op, peer=root,
+        )  # fmt: skip
+
+    def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
+        self._check_rank(root, "scatter", "root")
+        chunks = self._chunks(tensor, out, "scatter") if self.rank == root else None
+        arguments = _flat(out, "scatter"), chunks, root
+        return self._collective("scatter", out, arguments, lambda: out, async_op, peer=root)
+
+    def gather(self, out, tensor, root: int = 0, async_op: bool = False):
+        self._check_rank(root, "gather", "root")
+        chunks = self._chunks(out, tensor, "gather") if self.rank == root else None
+        arguments = chunks, _flat(tensor, "gather"), root
+        return self._collective("gather", tensor, arguments, lambda: out, async_op, peer=root)
+
+    def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False):
+        flat, combine = _flat(out, "reduce_scatter"), _combiner(out, op, "reduce_scatter")
+        chunks = self._chunks(tensor, out, "reduce_scatter")
+        if not same_memory(flat, chunks[self.rank]):
+            chunks = [chunk.copy() for chunk in chunks]
+        return self._collective(
+            "reduce_scatter", tensor, (flat, chunks, combine), lambda: self._mean(out, op), async_op, op=op
+        )
+
+    def all_gather(self, out, tensor, async_op: bool = False):
+        chunks = self._chunks(out, tensor, "all_gather")
+        chunks[self.rank][...] = _flat(tensor, "all_gather")
+        return self._collective("all_gather", tensor, (chunks,), lambda: out, async_op)
+
+    def all_to_all(self, out, tensor, async_op: bool = False):
+        if out.shape != tensor.shape or len(tensor.flat) % self.size:
+            raise CommunicationError(
+                f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
+                f"{shape_and_type(out)}, tensor is {shape_and_type(tensor)}."
+            )
+        arguments = chunks_of(_flat(out, "all_to_all"), self.size), chunks_of(tensor.flat.copy(), self.size)
+        return self._collective("all_to_all", tensor, arguments, lambda: out, async_op)
+
+    def barrier(self, async_op: bool = False):
+        return self._collective("barrier", None, (), lambda: None, async_op)
+
+    def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
+        self._check_rank(dest, "send", "dest")
+        flat, call = _flat(tensor, "send"), self._call("send", tensor, (dest,), peer=dest, tag=tag)
+        link = self._link(("message", tag), (shape_and_type(tensor), call.where))
+        return self._start(call, iter([[link.send(flat, dest)]]), link, lambda: tensor, async_op, self._queue.post)
+
+    def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
+        self._check_rank(source, "recv", "source")
+        flat, call = _flat(tensor, "recv"), self._call("recv", tensor, (source,), peer=source, tag=tag)
+        link = self._link(("message", tag))
+        steps = _receive(link, flat, source, call)
+        return self._start(call, steps, link, lambda: tensor, async_op, self._queue.post)
+
+    def abandon(self, why: str) -> None:
+        """Refuse what is called from here on, until ``dtlib.reset()``."""
+        self._queue.abandon(why)
+
+    def _call(self, operation, tensor=None, peers=(), number=0, **facts) -> Call:
+        call = Call(operation, tensor, self.rank, peers, f"world {self._world}", number, **facts)
+        call.where = callers_line()
+        return call
+
+    def _link(self, tag, what=None) -> TurnLink:
+        return TurnLink(self.wires.network, self.rank, (self._world, tag), what)
+
+    def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, **facts):
+        if algorithm == "mpi":
+            raise CommunicationError(
+                f"{operation}(algorithm='mpi') needs MPI, which is not here: leave algorithm= out."
+            )
+        self.collective_count += 1
+        steps = choose(operation, tensor.nbytes if tensor is not None else 0, self.size, algorithm)
+        members, number = tuple(range(self.size)), self.collective_count
+        call = self._call(operation, tensor, members, number, algorithm=algorithm or "", **facts)
+        link = self._link(number)
+        steps = self._verified(call, steps(link, *arguments))
+        return self._start(call, steps, link, finish, async_op, self._queue.append)
+
+    def _verified(self, call, steps):
+        """``steps``, once all ranks have called the same."""
+        said = self.wires.called.setdefault((self._world, call.number), {})
+        said[self.rank] = (str(call), call.where)
+        yield [Meeting(said, self.size)]
+        if len({what for what, _ in said.values()}) > 1:
+            raise CommunicationError(disagreement(said))
+        yield from steps
+
+    def _start(self, call, steps, link, finish, async_op, enqueue):
+        if self._queue.broken:
+            raise CommunicationError(
+                f"This communicator {self._queue.broken}, so ranks are out of step: call dtlib.reset() on all ranks."
+            )
+        task = Task(steps, link, finish, call)
+        event = Event(self.rank, call.operation, str(call), self.wires.network.number)
+        self.wires.events.append(event)
+        self.wires.seen[self.rank] = _sighting("started", call)
+        pending = Pending(self, task, event)
+        pending.link = link
+        self.pending.append(pending)
+        enqueue(task)
+        return Handle(pending) if async_op else pending
+
+    def _mean(self, tensor, op):
+        if op == "mean":
+            tensor.flat[...] = [value / self.size for value in tensor.flat]
+        return tensor
+
+    def _chunks(self, whole, chunk, operation):
+        if len(_flat(whole, operation)) != self.size * len(_flat(chunk, operation)) or whole.dtype != chunk.dtype:
+            raise CommunicationError(
+                f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
+                f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
+            )
+        return chunks_of(whole.flat, self.size)
+
+    def _check_rank(self, rank, operation, name):
+        if not hasattr(rank, "__index__") or not 0 <= rank < self.size:
+            raise CommunicationError(
+                f"{operation}({name}={rank!r}): the ranks of this communicator are 0 to {self.size - 1}."
+            )
+
+
+def _receive(link, flat, source, call):
+    arriving = link.recv(flat, source)
+    yield [arriving]
+    sent, where = arriving.other.what
+    if sent != shape_and_type(call.tensor):
+        raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call.tensor), call.where))
+
+
+def _flat(tensor, operation):
+    if not isinstance(tensor, Tensor):
+        raise CommunicationError(f"{operation} takes a tensor, such as torch.tensor(3), and got {tensor!r:.60}.")
+    return tensor.flat
+
+
+def _combiner(tensor, op, operation):
+    if op not in COMBINE:
+        raise CommunicationError(f"{operation} has no op {op!r}: choose one of {', '.join(COMBINE)}.")
+    if op == "mean" and not tensor.flat.dtype.startswith("float"):
+        raise CommunicationError(
+            f"{operation}(op='mean') does not take {tensor.flat.dtype}; it would round: use op='sum' and divide, or "
+            "convert with tensor.float()."
+        )
+    return combiner(op)
+
+
+def _sighting(state: str, call: Call) -> Sighting:
+    return Sighting(state, call.operation, str(call), call.where, call.group, call.number, tuple(call.peers))

@@ -1,0 +1,64 @@
+"""Pictures of the page: SVG with a sentence for who does not see it, and its text folded away below."""
+
+from html import escape
+
+from dtlib.lab.colours import rank_colour
+
+SIZE = 14  # of letters, where a picture is as wide as it was drawn
+WIDTH = 900
+
+
+class Picture:
+    """Shapes are added; ``html()`` is the figure. Letters and thin lines have the colour of the page's own text."""
+
+    def __init__(self, height: float, alt: str, text: str = "", width: float = WIDTH):
+        self.height, self.width, self.alt, self.text, self._parts = height, width, alt, text, []
+
+    def box(self, x, y, width, height, fill="none", opacity=1.0, frame=False, hatch=False, title="") -> None:
+        stroke = ' stroke="currentColor" stroke-width="2.5"' if frame else ' stroke="currentColor" stroke-width=".4"'
+        shape = f'x="{x:.1f}" y="{y:.1f}" width="{max(0, width):.1f}" height="{height:.1f}"'
+        said = f"<title>{escape(title)}</title>" if title else ""
+        self._parts.append(f'<rect {shape} fill="{fill}" fill-opacity="{opacity:g}"{stroke}>{said}</rect>')
+        if hatch:
+            self._parts.append(f'<rect {shape} fill="url(#hatch)"/>')
+
+    def words(self, x, y, text, anchor="start", fill="currentColor", bold=False) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(str(text))}</text>'
+        )
+
+    def line(self, x1, y1, x2, y2, colour="currentColor", width=1.5, dashed=False, arrow=False) -> None:
+        more = ' stroke-dasharray="5 4"' if dashed else ""
+        more += ' marker-end="url(#arrow)"' if arrow else ""
+        at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+        self._parts.append(f'<line {at} stroke="{colour}" stroke-width="{width:g}"{more}/>')
+
+    def html(self) -> str:
+        folded = f"<details><summary>as text</summary><pre>{escape(self.text)}</pre></details>" if self.text else ""
+        return (
+            f'<figure><svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" role="img" '
+            f'aria-label="{escape(self.alt)}" font-size="{SIZE}" font-family="Verdana, DejaVu Sans, sans-serif">'
+            '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="#fff" stroke-width="1.6"/>'
+            '</pattern><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
+            'orient="auto"><path d="M0 0L8 4L0 8z" fill="currentColor"/></marker></defs>'
+            f"{''.join(self._parts)}</svg><figcaption>{escape(self.alt)}</figcaption>{folded}</figure>"
+        )
+
+
+def letters_on(colour: str) -> str:
+    """Black or white, whichever can be read on a colour such as #0072B2."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
+
+
+def rank_label(picture: Picture, rank: int, y: float) -> None:
+    picture.box(0, y - 11, 11, 11, rank_colour(rank))
+    picture.words(16, y, f"rank {rank}")
+
+
+def sentence(text, right: bool | None = None) -> str:
+    """A block that is read out when it appears: as right, as not yet right, or neither."""
+    kind, sign = {True: ("right", "✓ "), False: ("not-yet", "↻ "), None: ("said", "")}[right]
+    return f'<div role="status" class="{kind}">{sign}{escape(str(text))}</div>'

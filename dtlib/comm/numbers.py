@@ -1,0 +1,72 @@
+"""A flat array of numbers in plain Python: as much of numpy's array as algorithms.py asks for."""
+
+import operator
+from array import array
+from types import SimpleNamespace
+
+CODES = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # of Python's array
+
+
+class Numbers:
+    """``numbers[2:5]`` is a view, ``numbers[...] = others`` writes into the same memory, rounded as the type has it."""
+
+    __slots__ = ("dtype", "view")
+
+    def __init__(self, values, dtype: str = "float32"):
+        self.dtype = dtype
+        self.view = values if isinstance(values, memoryview) else memoryview(_stored(values, dtype))
+
+    size = property(lambda self: len(self.view))
+    nbytes = property(lambda self: self.view.nbytes)
+    ctypes = property(lambda self: SimpleNamespace(data=_address(self.view)))
+
+    def __len__(self):
+        return len(self.view)
+
+    def __iter__(self):
+        return iter(self.view)
+
+    def __getitem__(self, at):
+        return Numbers(self.view[at], self.dtype) if isinstance(at, slice) else self.view[at]
+
+    def __setitem__(self, at, values):
+        place = slice(None) if at is Ellipsis else at if isinstance(at, slice) else slice(at, at + 1 or None)
+        count = len(self.view[place])
+        values = list(values) if hasattr(values, "__iter__") else [values] * count
+        if len(values) != count:
+            raise ValueError(f"{len(values)} numbers do not fit into {count}.")
+        self.view[place] = _stored(values, self.dtype)
+
+    def __repr__(self):
+        return f"Numbers({list(self)}, {self.dtype!r})"
+
+    def copy(self) -> "Numbers":
+        return Numbers(memoryview(array(CODES[self.dtype], self.view)), self.dtype)
+
+
+COMBINE = {"sum": operator.add, "mean": operator.add, "prod": operator.mul, "max": max, "min": min}
+
+
+def combiner(op: str):
+    """``combine(a, b, out)`` for ``Numbers``, element by element; ``op`` is a key of ``COMBINE``."""
+    combine = COMBINE[op]
+
+    def combined(a, b, out):
+        out.view[:] = _stored(map(combine, a.view, b.view), out.dtype)
+
+    return combined
+
+
+def _stored(values, dtype: str) -> array:
+    if dtype.startswith("float"):
+        return array(CODES[dtype], values)
+    bits = 8 * array(CODES[dtype]).itemsize
+    half, whole = 1 << bits - 1, 1 << bits
+    return array(CODES[dtype], [(int(value) + half) % whole - half for value in values])  # wraps around, as torch does
+
+
+def _address(view: memoryview) -> int:
+    """Of the first number; of none of them nothing is asked."""
+    from ctypes import addressof, c_char
+
+    return addressof(c_char.from_buffer(view.cast("B"))) if view.nbytes else 0

@@ -1,0 +1,91 @@
+"""The choice questions of all lessons, read from their text (pure Python): ``quiz.toml`` beside the lessons, and those
+of the tracks and before and after the course, in ``dtlib/lessons/quiz_*.toml``.
+
+A teacher can edit them. The right option is written first. Learners see the options in an order that the question's own
+words decide, so it is the same for everybody:
+
+    [[questions]]
+    asks = "A ring all-reduce of 120 MB on four ranks: how much does each rank send?"
+    right = ["180 MB", "Six messages of a quarter each: 2 (N-1)/N of the array."]
+    wrong = [["240 MB", "That is the limit for very many ranks."], ...]
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from html import escape
+
+from dtlib.lab import lesson_files
+from dtlib.lab.tables import fold
+
+LETTERS = "abcdef"
+
+
+@dataclass(frozen=True)
+class Option:
+    says: str
+    because: str  # why it is right or wrong: shown to who chooses it, and to nobody else
+    right: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """``options`` stand in the order in which they are shown."""
+
+    asks: str
+    options: tuple[Option, ...]
+
+    @property
+    def letters(self) -> str:
+        return LETTERS[: len(self.options)]
+
+    def chosen(self, letter: str) -> Option:
+        return self.options[LETTERS.index(letter)]
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """``discuss`` is a question without options, and ``answer`` what an instructor may say to it."""
+
+    name: str
+    questions: tuple[Question, ...]
+    discuss: str = ""
+    answer: str = ""
+
+    def text(self) -> str:
+        """The questions alone."""
+        dots = "." * len(self.questions)
+        lines = [f'To answer without buttons: lab.quiz("{self.name}", answers="{dots}"), a letter a question.']
+        for number, question in enumerate(self.questions, 1):
+            lines += ["", f"{number}. {question.asks}"]
+            lines += [f"   {letter}  {question.chosen(letter).says}" for letter in question.letters]
+        if self.discuss:
+            lines += ["", f"Discuss: {self.discuss}"]
+        return fold("\n".join(lines))
+
+
+@cache
+def quizzes() -> dict[str, Quiz]:
+    """Those of all lessons, of the tracks, and the tests before and after, by their names."""
+    found = {}
+    others = sorted(lesson_files.FOLDER.glob("quiz_*.toml"), reverse=True)
+    for lesson, file in [*lesson_files.found("quiz*.toml"), *(("", file) for file in others)]:
+        name = lesson + file.stem.removeprefix("quiz").removeprefix("_")
+        found[name] = _read(name, tomllib.loads(file.read_text(encoding="utf-8")))
+    return dict(sorted(found.items(), key=lambda item: (not item[0][0].isdigit(), item[0])))
+
+
+def _read(name: str, table: dict) -> Quiz:
+    questions = []
+    for each in table["questions"]:
+        options = [Option(*each["right"], True), *(Option(*wrong, False) for wrong in each["wrong"])]
+        options.sort(key=lambda option: sha256((each["asks"] + option.says).encode()).digest())
+        questions.append(Question(each["asks"], tuple(options)))
+    return Quiz(name, tuple(questions), **table.get("discussion", {}))
+
+
+def as_html(text: str) -> str:
+    """A text of a question, with what stands between backquotes as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
