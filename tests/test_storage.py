@@ -753,7 +753,7 @@ def test_published_workloads_and_their_demand():
     unet, bert = mlperf.named(file, "unet3d", "a100"), mlperf.named(file, "bert", "v100")
     assert len(rows) == 11 and 13_000 < unet.bytes_a_second / bert.bytes_a_second < 13_100
     small = bert.scaled(samples=100, record_bytes=2500, batch=48, compute_seconds=0.006)
-    assert len(list(small.records())) == 100 and small.scale.startswith("SCALED: samples / 1.57e+06")
+    assert len(list(small.records())) == 100 and small.scale.startswith("SCALED: samples / 1,570,000, ")
     assert np.isclose(small.bytes_a_second, 48 * 2500 / 0.006)
 
 

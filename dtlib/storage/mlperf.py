@@ -40,8 +40,9 @@ class Workload:
     def scaled(self, samples: int, record_bytes: int, batch: int, compute_seconds: float) -> "Workload":
         """The same on a laptop; by which factors is in ``scale``."""
         sizes = {"samples": samples, "record_bytes": record_bytes, "batch": batch, "compute_seconds": compute_seconds}
-        factors = [f"{name} / {getattr(self, name) / value:,.3g}" for name, value in sizes.items()]
-        return replace(self, **sizes, scale="SCALED: " + ", ".join(factors))
+        factors = {name: float(f"{getattr(self, name) / value:.3g}") for name, value in sizes.items()}
+        said = (f"{name} / {factor:{',.0f' if factor >= 1000 else 'g'}}" for name, factor in factors.items())
+        return replace(self, **sizes, scale="SCALED: " + ", ".join(said))
 
 
 def published(file) -> list[Workload]:

@@ -176,19 +176,30 @@ assert row("files", "reads that jump")[-1] == 0 and row("files", "reads that jum
 lab.read(utilisation.measure)
 
 # %% [markdown] tags=["half-day"]
-# Two very different workloads, scaled to a laptop:
+# The workload of UNet3D, scaled to a laptop:
 
 # %% tags=["half-day"]
-large = mlperf.named(TABLE, "unet3d", "v100").scaled(
-    samples=32, record_bytes=2**22, batch=4, compute_seconds=0.03)
-small = mlperf.named(TABLE, "bert", "v100").scaled(
-    samples=3840, record_bytes=2500, batch=48, compute_seconds=0.006)
-workloads = {"large samples": large, "small samples": small}
-for name, work in workloads.items():
-    print(f"{name}: {work.name}, {work.bytes_a_second / 1e6:,.0f} MB/s", work.scale, sep="\n    ")
-    for form in ("files", "shards", "tar"):
+def written(name, work, *forms):
+    """Write the samples in these formats; returns what they are."""
+    for form in forms:
         where, per_shard = folder / name / form, work.samples // 4
         write(where, work.records(), work.dtype, form, per_shard)
+    return f"{name}: {work.name}, {work.bytes_a_second / 1e6:,.0f} MB/s\n    {work.scale}"
+
+
+large = mlperf.named(TABLE, "unet3d", "v100").scaled(
+    samples=32, record_bytes=2**22, batch=4, compute_seconds=0.03)
+print(written("large samples", large, "shards"))
+
+# %% [markdown]
+# And BERT's, which is very different:
+
+# %%
+small = mlperf.named(TABLE, "bert", "v100").scaled(
+    samples=3840, record_bytes=2500, batch=48, compute_seconds=0.006)
+print(written("small samples", small, "files", "shards", "tar"))
+written("large samples", large, "files", "tar")
+workloads = {"large samples": large, "small samples": small}
 
 # %% [markdown] tags=["half-day"]
 # An honest measurement begins *cold*. The operating system keeps in memory what was read, and then every format looks
