@@ -53,7 +53,7 @@ def main(arguments=None) -> int:
     pi.add_argument("--json", action="store_true", help="print one JSON object")
 
     train = commands.add_parser("train", help="train a workload on ranks: the lessons' models, by one config")
-    train.add_argument("workload", choices=("vision", "summarization"))
+    train.add_argument("workload", choices=("vision", "summarization", "decoder"))
     train.add_argument("--config", metavar="FILE", help="JSON: DeepSpeed's keys, `workload`, `run` (default: ours)")
     train.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
     train.add_argument(

@@ -105,7 +105,7 @@ def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_div
     ):
         with pytest.raises(DtlibError, match=words):
             train("vision", config_of("vision"), **arguments)
-    with pytest.raises(DtlibError, match="no workload 'audio': choose one of vision, summarization"):
+    with pytest.raises(DtlibError, match="no workload 'audio': choose one of vision, summarization, decoder"):
         train("audio", config_of("vision"))
     with pytest.raises(DtlibError, match="Stage 0 of the pipeline has no parameter to train"):
         layers = [nn.ReLU(), nn.Linear(4, 4)]

@@ -114,13 +114,14 @@ def _table(result: dict) -> str:
     from tabulate import tabulate
 
     stages = f", {result['stages']} stages of a pipeline" if result["stages"] > 1 else ""
-    of = f"{result['workload']}, {result['runtime']}, {result['ranks']} ranks, ZeRO stage {result['stage']}{stages}"
-    rows = [("run", of), ("steps", result["steps"]), ("time", f"{result['seconds']:.3g} s")]
+    tensor = f", {result['tensor']} tensor ranks" if result["tensor"] > 1 else ""
+    of = f"{result['workload']}, {result['runtime']}, {result['ranks']} ranks, ZeRO stage {result['stage']}"
+    rows = [("run", of + stages + tensor), ("steps", result["steps"]), ("time", f"{result['seconds']:.3g} s")]
     if result["losses"]:
         rows += [("loss", f"{result['losses'][0]:.4f} at first, {result['loss']:.4f} at last")]
         rows += [("samples per second", f"{result['samples_per_second']:,.0f}")]
         rows += [("model states a rank", ", ".join(f"{held / 1e6:.3g} MB" for held in result["bytes_per_rank"]))]
-    for name in ("accuracy", "rouge_l", "lead_rouge_l"):
+    for name in ("accuracy", "rouge_l", "lead_rouge_l", "test_loss"):
         if name in result:
             rows.append((name.replace("_", " "), f"{result[name]:.4f}"))
     return tabulate(rows, tablefmt="plain", disable_numparse=True)

@@ -141,13 +141,19 @@ def initialize(
     return engine, strategy.optimizer, loader, scheduler
 
 
-def pipeline_of(runtime: str, layers, stages: int, loss_fn, seed: int, comm=None):
-    """Layers as the ``PipelineModule`` that ``initialize`` takes with this runtime."""
+def pipeline_of(
+    runtime: str, layers, stages: int, loss_fn, seed: int, comm=None, data_comm=None, everyone=None, cuts="parameters"
+):  # fmt: skip
+    """Layers as the ``PipelineModule`` that ``initialize`` takes with this runtime; ``data_comm`` joins the ranks with
+    the same stage, and ``everyone`` those of all pipelines."""
     if runtime == "deepspeed":
         from dtlib.production.deepspeed import pipeline_module
 
         return pipeline_module(layers, stages, loss_fn, seed)
-    return PipelineModule(layers, stages, loss_fn, comm=comm, base_seed=seed)
+    module = PipelineModule(layers, stages, loss_fn, cuts, comm, seed)
+    if data_comm is not None:
+        module.data_comm, module.everyone = data_comm, everyone
+    return module
 
 
 def _the_config(args, config, old_name):

@@ -17,8 +17,6 @@ import os
 import time
 import warnings
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -29,43 +27,27 @@ from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.errors import DtlibError
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
-from dtlib.training import config as configuration
+from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of
+from dtlib.parallel.tensor import whole_state_dict
 from dtlib.training.checkpoints import LATEST
-from dtlib.training.config import ConfigError
 from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
+from dtlib.training.run_config import CONFIGS as CONFIGS
+from dtlib.training.run_config import read
 from dtlib.world import init
-from dtlib.world.machine import gpu_names
+from dtlib.world.mesh import Mesh
 
-WORKLOADS = ("vision", "summarization")
-CONFIGS = Path(__file__).parents[1] / "course" / "notebooks" / "configs"
 STATES = ("parameters", "gradients", "master_weights", "optimizer_states", "padding")
-
-
-@dataclass
-class Run:
-    """The config's section ``run``.
-
-    ``steps``, or ``epochs``: how long to train, together with what a checkpoint has already. ``save_every`` so many
-    steps, beside the end. ``gpus``: how many the run needs, one a rank; 0 takes what there is. ``float64``: compute in
-    it. ``seed``: that of dropout, which is another on each rank.
-    """
-
-    steps: int | None = None
-    epochs: int | None = None
-    save_every: int | None = None
-    gpus: int = 0
-    float64: bool = False
-    seed: int = 0
 
 
 def train(
     workload, config=None, runtime: str = "dtlib", comm=None, save=None, resume: bool = False, log=None,
-    stage: int | None = None, steps: int | None = None,
+    stage: int | None = None, steps: int | None = None, after_step=lambda step, loss: None,
 ) -> dict:  # fmt: skip
     """Train a workload as its config says; all ranks call it, and get the same result.
 
     Args:
-        workload: ``vision`` or ``summarization``, or a function that makes a ``Workload`` of the config's section.
+        workload: ``vision``, ``summarization`` or ``decoder``, or a function that makes a ``Workload`` of the config's
+            section.
         config: a dictionary, or the path of a JSON file; by default the lessons' own of that name.
         runtime: ``dtlib``, ``torch`` or ``deepspeed``.
         save: a folder for checkpoints.
@@ -74,9 +56,11 @@ def train(
             there is none yet.
         log: a file to which each step adds a line of JSON; where it cannot, training goes on, with a warning.
         stage, steps: in place of the config's.
+        after_step: told on every rank of each step, and its loss.
 
     Returns:
-        ``workload, runtime, stage, stages`` (of a pipeline)``, ranks, seconds, steps, loss``, what the workload
+        ``workload, runtime, stage, stages`` (of a pipeline)``, tensor`` (ranks that share each layer)``, ranks,
+        seconds, steps, loss``, what the workload
         measures (``accuracy``, or ``rouge_l`` and ``lead_rouge_l``), ``samples_per_second``, ``bytes_per_rank``
         (parameters, gradients and the optimizer's states), and ``losses``, of each step. Seconds, samples and losses
         are those of this call.
@@ -91,36 +75,48 @@ def train(
     if resume and save is None:
         raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
     tell("data and model are made")
-    work, run, settings = agreed(comm, lambda: _read(workload, config, comm, stage, steps))
-    return _Training(work, run, settings, runtime, comm, world, save, resume, log).result()
+    make, run, settings = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
+    work = agreed(comm, make)
+    return _Training(work, make, run, settings, runtime, comm, world, save, resume, log, after_step).result()
 
 
 class _Training:
     """A run: made, trained, measured."""
 
-    def __init__(self, work, run, settings, runtime, comm, world, save, resume, log):
-        self.work, self.run, self.runtime, self.comm, self.save = work, run, runtime, comm, save
-        self.rows_lost = 0  # of the log
+    def __init__(self, work, make, run, settings, runtime, comm, world, save, resume, log, after_step):
+        self.work, self.make, self.run, self.runtime, self.comm, self.save = work, make, run, runtime, comm, save
+        self.rows_lost, self.after_step = 0, after_step  # of the log
         first = comm.rank == 0 and log
         self.log = agreed(comm, lambda: _appended(log) if first else nullcontext())
         self.stages = settings.get("pipeline", {}).get("stages") or 1
+        self.tensor = settings.pop("tensor_parallel", {}).get("autotp_size") or 1
+        if run.link_bandwidth:
+            comm = comm.emulate_network(run.link_latency, run.link_bandwidth)
+        self.mesh = Mesh(comm, {"data": -1, "pipe": self.stages, "tensor": self.tensor})
+        if self.tensor > 1:  # the same layers, cut
+            work = agreed(comm, lambda: make(tensor=self.mesh["tensor"]))
+            self.save = Path(save, f"tensor{self.mesh.coordinates['tensor']}of{self.tensor}") if save else None
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
         model = work.model
         if self.stages > 1:
-            ranks = None if comm is world.comm else comm
-            model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, ranks)
+            model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, **self._pipes(comm))
         # The test needs a model that is whole on every rank; until then it takes no memory.
-        self.whole = copy.deepcopy(work.model).to("meta")
-        self.buffers = {name: buffer.clone() for name, buffer in work.model.named_buffers()}
+        self.whole = copy.deepcopy(self.work.model).to("meta")
+        self.buffers = {name: buffer.clone() for name, buffer in self.work.model.named_buffers()}
+        self.loss_fn = work.loss_fn
         self.engine, _, self.loader, _ = initialize(
-            model=model.to(self.device, self.dtype), config=settings, runtime=runtime, comm=comm,
+            model=model.to(self.device, self.dtype), config=settings, runtime=runtime,
+            comm=comm if self.tensor == 1 else self.mesh["data"],
             training_data=work.train, collate_fn=work.collate,
         )  # fmt: skip
         self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)  # bf16, fp16
         self.batch = self.engine.train_batch_size()
         torch.manual_seed(1000 * run.seed + comm.rank)
-        if resume and pointed_to(Path(save) / LATEST, comm) is not None:
-            self.engine.load_checkpoint(save)
+        if resume and pointed_to(Path(self.save) / LATEST, comm) is not None:
+            self.engine.load_checkpoint(self.save)
+            found = sorted(set(comm.all_gather_object(self.engine.global_steps)))
+            if len(found) > 1:
+                raise DtlibError(f"{save} has checkpoints after steps {found[0]} and {found[-1]}: take another folder.")
         self.first = self.engine.global_steps
         self.last = run.steps or (run.epochs or 1) * max(1, len(work.train) // self.batch)
 
@@ -130,8 +126,8 @@ class _Training:
         measured = self.work.evaluate(self._gathered(), self.comm)
         return {
             "workload": self.work.name, "runtime": self.runtime, "stage": self.engine.config.zero_optimization.stage,
-            "stages": self.stages, "ranks": self.comm.size, "seconds": seconds, "steps": self.engine.global_steps,
-            "loss": losses[-1] if losses else None, **measured,
+            "stages": self.stages, "tensor": self.tensor, "ranks": self.comm.size, "seconds": seconds,
+            "steps": self.engine.global_steps, "loss": losses[-1] if losses else None, **measured,
             "samples_per_second": len(losses) * self.batch / max(seconds, 1e-9), "bytes_per_rank": held,
             "losses": losses,
         }  # fmt: skip
@@ -150,6 +146,7 @@ class _Training:
                     self.engine.before_step_hooks.remove(counter.sample)
                     counter.sample()
                     held = self.comm.all_gather_object(sum(counter.sampled[name] for name in STATES))
+                    self._hold_to_the_limit(held)
                 else:
                     losses.append(self._step(batches))
                 seconds = time.perf_counter() - began
@@ -161,7 +158,24 @@ class _Training:
                 every = self.run.save_every or self.last
                 if self.save is not None and ((step + 1) % every == 0 or step == steps[-1]):
                     self.engine.save_checkpoint(self.save)
+                self.after_step(step + 1, losses[-1])
             return losses, time.perf_counter() - began, held
+
+    def _pipes(self, comm) -> dict:
+        """The ranks of this pipeline, those with the same stage, and those of all pipelines beside it."""
+        found = {"comm": self.mesh["pipe"], "data_comm": self.mesh["data"], "everyone": comm}
+        if self.tensor > 1:  # stages as those of the layers that are not cut
+            cuts = balanced_cuts([parameters_of(layer) for layer in self.work.layers], self.stages)
+            found |= {"everyone": self.mesh["data", "pipe"], "cuts": cuts}
+        return found
+
+    def _hold_to_the_limit(self, held: list[int]) -> None:
+        most, limit = max(held), self.run.memory_limit
+        if limit is not None and most > limit:
+            raise DtlibError(
+                f"Rank {held.index(most)} holds {most:,} bytes of model states, and run.memory_limit is {limit:,}: cut "
+                "the model further, by a higher stage of ZeRO, or over more stages or tensor ranks."
+            )
 
     def _log_row(self, file, row: dict) -> None:
         """As a whole line, or not at all."""
@@ -180,7 +194,7 @@ class _Training:
             self.rows_lost += 1
 
     def _step(self, batches) -> float:
-        return float(self.engine.train_batch(batches, **({} if self.stages > 1 else {"loss_fn": self.work.loss_fn})))
+        return float(self.engine.train_batch(batches, **({} if self.stages > 1 else {"loss_fn": self.loss_fn})))
 
     def _batches(self):
         """Micro-batches without end, where and as the model takes them."""
@@ -200,7 +214,12 @@ class _Training:
         with torch.no_grad():
             for name, buffer in model.named_buffers():  # those that no state_dict has
                 buffer.copy_(self.buffers[name])
-        self.engine.gather(model)
+        if self.tensor > 1:
+            cut = self.make(tensor=self.mesh["tensor"]).model.to(self.device, self.dtype)
+            self.engine.gather(cut)
+            model.load_state_dict(whole_state_dict(cut))
+        else:
+            self.engine.gather(model)
         return model.float()
 
 
@@ -230,32 +249,3 @@ def alike(batches: list) -> list:
     leaves = [tree_flatten(tuple(batch)) for batch in batches]
     columns = [padded(*same) for same in zip(*(flat for flat, _ in leaves), strict=True)]
     return [tree_unflatten(row, shape) for row, (_, shape) in zip(zip(*columns, strict=True), leaves, strict=True)]
-
-
-def _read(workload, config, comm, stage, steps):
-    """The workload, and the checked sections of the config."""
-    config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
-    run = configuration.section(Run, config.pop("run", {}), "run.", [])
-    if stage is not None:
-        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
-    run.steps = steps or run.steps
-    if steps is None and run.steps and run.epochs:
-        raise ConfigError("run.steps and run.epochs are both given: leave one of them out.")
-    gpus = len(gpu_names())
-    if run.gpus and (run.gpus > gpus or run.gpus != comm.size):
-        raise ConfigError(
-            f"run.gpus is {run.gpus}, and there are {gpus} GPUs here and {comm.size} ranks: give as many as both, or "
-            "leave it out, to train on what there is."
-        )
-    own = config.pop("workload", {})
-    if isinstance(workload, str):
-        if workload not in WORKLOADS:
-            raise DtlibError(f"There is no workload {workload!r}: choose one of {', '.join(WORKLOADS)}.")
-        workload = import_module(f"dtlib.workloads.{workload}").workload
-    if not isinstance(own, dict):
-        raise ConfigError(f"workload is {own!r:.60}: give a dictionary.")
-    stages = (config.get("pipeline") or {}).get("stages") or 1
-    if not isinstance(stages, int) or comm.size % stages:
-        raise ConfigError(f"pipeline.stages is {stages}, and there are {comm.size} ranks: give a number that divides.")
-    configuration.read(config, comm.size // stages, rank=1)  # initialize() warns
-    return workload(own), run, config

@@ -1,4 +1,5 @@
 """Real data, real models, real metrics: what the lessons train.
 
-``vision.workload(config)`` and ``summarization.workload(config)`` each give a ``Workload``.
+``vision.workload(config)``, ``summarization.workload(config)`` and ``decoder.workload(config)`` each give a
+``Workload``.
 """

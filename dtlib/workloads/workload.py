@@ -17,7 +17,7 @@ class Workload:
     """A task of the workshop.
 
     Args:
-        name: ``"vision"`` or ``"summarization"``.
+        name: ``"vision"``, ``"summarization"`` or ``"decoder"``.
         model: ``model(inputs)`` gives outputs; ``inputs`` is a tensor or a tuple of tensors, as ``collate`` gives it.
         layers: LayerSpecs, for ``PipelineModule(layers, ..., base_seed=seed)``: the same function, the same parameters,
             under the same names.

@@ -6,6 +6,7 @@ M. Shoeybi et al., arXiv:1909.08053, section 3 and figure 3.
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dtlib.comm import as_communicator
 from dtlib.errors import DtlibError
@@ -60,6 +61,8 @@ class ParallelAttention(nn.Module):
         DtlibError: where heads do not divide by ranks, or the width by heads; on every rank.
     """
 
+    recompute = False  # whether the core of attention is computed anew in the backward pass
+
     def __init__(self, width: int, heads: int, comm, causal: bool = False, sequence_parallel: bool = False):
         self._build(lambda: (nn.Linear(width, 3 * width), nn.Linear(width, width)), width, heads, comm, causal)
         self.in_proj.sequence_parallel = self.out_proj.sequence_parallel = sequence_parallel
@@ -108,10 +111,19 @@ class ParallelAttention(nn.Module):
         self.out_proj = RowParallelLinear.from_linear(out_proj, comm, input_is_parallel=True)
 
     def forward(self, x):
-        by_heads = self.in_proj(x).unflatten(-1, (self.heads_here, 3, self.head_width))
+        of_heads = self.in_proj(x)
+        if self.recompute and torch.is_grad_enabled():
+            mixed = checkpoint(self.mixed, of_heads, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self.mixed(of_heads)
+        return self.out_proj(mixed)
+
+    def mixed(self, of_heads):
+        """The core of attention: (..., tokens, 3 x features of the heads here) to (..., tokens, features)."""
+        by_heads = of_heads.unflatten(-1, (self.heads_here, 3, self.head_width))
         query, key, value = (each.transpose(-3, -2) for each in by_heads.unbind(-2))  # (..., heads, tokens, head_width)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        return self.out_proj(mixed.transpose(-3, -2).flatten(-2))
+        return mixed.transpose(-3, -2).flatten(-2)
 
 
 def _by_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:

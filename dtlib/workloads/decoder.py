@@ -1,0 +1,163 @@
+"""Text, byte after byte: a decoder of the sizes that ``dtlib.planner`` counts with, so that its plans can be run.
+
+    bytes (batch, seq) -> Embedding -> Block ... Block -> Head -> logits (batch, seq, 256)
+
+It has ``planner.Model(layers, hidden, heads, 256, seq, tied=False).parameters`` parameters: norms stand before
+attention and MLP, and none before the head. With a ``tensor`` communicator its layers are cut over those ranks, as in
+parallel/tensor, and have the same values.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline.layers import LayerSpec
+from dtlib.parallel.tensor import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from dtlib.workloads import stories
+from dtlib.workloads.workload import Chain, Workload, settings, shared_mean
+
+VOCABULARY = 256
+DEFAULTS = {
+    "layers": 8, "hidden": 128, "heads": 4, "seq": 64, "recompute": "none", "seed": 0, "test_samples": 64,
+}  # fmt: skip
+RECOMPUTE = ("none", "selective", "full")
+
+
+class Attention(nn.Module):
+    """Causal self-attention on one rank, with the names and the values of ``ParallelAttention``."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads_here, self.head_width, self.causal = heads, width // heads, True
+        self.in_proj, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    forward, mixed = ParallelAttention.forward, ParallelAttention.mixed
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear2(functional.gelu(self.linear1(x)))
+
+
+class Embedding(nn.Module):
+    """Bytes and their places to vectors: (batch, seq) to (batch, seq, width)."""
+
+    def __init__(self, seq: int, width: int, tensor=None):
+        super().__init__()
+        self.bytes = VocabParallelEmbedding(VOCABULARY, width, tensor) if tensor else nn.Embedding(VOCABULARY, width)
+        self.places = nn.Parameter(0.1 * torch.randn(seq, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bytes(x) + self.places
+
+
+class Block(nn.Module):
+    """(batch, seq, width) to the same. ``recompute``: ``selective`` computes the core of attention anew in the backward
+    pass, ``full`` all of the block."""
+
+    def __init__(self, width: int, heads: int, recompute: str = "none", tensor=None):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = ParallelAttention(width, heads, tensor, causal=True) if tensor else Attention(width, heads)
+        self.mlp = ParallelMLP(width, 4 * width, tensor) if tensor else MLP(width, 4 * width)
+        self.attention.recompute, self.recompute = recompute == "selective", recompute == "full"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.inside, x, use_reentrant=False, preserve_rng_state=False)
+        return self.inside(x)
+
+    def inside(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def head(width: int, tensor=None) -> LayerSpec:
+    if tensor is None:
+        return LayerSpec(nn.Linear, width, VOCABULARY, bias=False)
+    return LayerSpec(ColumnParallelLinear, width, VOCABULARY, tensor, bias=False, gather_output=False)
+
+
+class Windows(Dataset):
+    """Pairs of ``seq`` bytes and those that follow on each, (seq,) int64."""
+
+    def __init__(self, text: bytes, seq: int):
+        self.bytes, self.seq = torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), seq
+
+    def __len__(self):
+        return (len(self.bytes) - 1) // self.seq
+
+    def __getitem__(self, place) -> tuple[Tensor, Tensor]:
+        window = self.bytes[place * self.seq : (place + 1) * self.seq + 1]
+        return window[:-1], window[1:]
+
+
+def loss_fn(outputs: Tensor, targets: Tensor, tensor=None) -> Tensor:
+    """-log p, the mean over all bytes."""
+    if tensor is not None:
+        return vocab_parallel_cross_entropy(outputs, targets, tensor, reduction="mean")
+    return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def workload(config: dict, tensor=None) -> Workload:
+    """The decoder workload: descriptions of functions (those of ``summarization``), a text of bytes.
+
+    Args:
+        config: ``layers``, ``hidden``, ``heads``, ``seq``, sizes of the model; ``recompute``, ``none``, ``selective``
+            or ``full``; ``test_samples``, how many are evaluated; ``seed``.
+        tensor: a communicator of the ranks that share each layer.
+
+    Raises:
+        DtlibError: for an unknown key, and for sizes that cannot be.
+    """
+    config = settings(config, DEFAULTS, "decoder")
+    for key in ("layers", "hidden", "heads", "seq", "test_samples"):
+        if config[key] < 1:
+            raise DtlibError(f"{key} of the decoder workload is {config[key]}: give 1 or more.")
+    hidden, heads, seq = config["hidden"], config["heads"], config["seq"]
+    if hidden % heads:
+        raise DtlibError(f"hidden of the decoder workload is {hidden}, and {heads} heads do not divide it.")
+    if config["recompute"] not in RECOMPUTE:
+        raise DtlibError(
+            f"recompute of the decoder workload is {config['recompute']!r}: choose one of {', '.join(RECOMPUTE)}."
+        )
+    layers = [
+        LayerSpec(Embedding, seq, hidden, tensor),
+        *[LayerSpec(Block, hidden, heads, config["recompute"], tensor) for _ in range(config["layers"])],
+        head(hidden, tensor),
+    ]
+    train, test = (
+        Windows("\n".join(each.article for each in stories.embedded(split)).encode(), seq)
+        for split in ("train", "test")
+    )
+    return Workload(
+        name="decoder", model=Chain(layers, config["seed"]), layers=layers, seed=config["seed"], train=train, test=test,
+        collate=None, loss_fn=partial(loss_fn, tensor=tensor) if tensor else loss_fn,
+        evaluate=partial(evaluate, data=test, samples=config["test_samples"]),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(model, comm, data: Windows, samples: int) -> dict:
+    """``test_loss``: -log p of a byte, the mean over so many samples, spread over the test data."""
+    count = min(samples, len(data))
+    device, lost = next(model.parameters()).device, []
+    for at in range(comm.rank, count, comm.size):
+        x, y = (each[None].to(device) for each in data[at * len(data) // count])
+        lost.append(float(loss_fn(model(x), y)))
+    return {"test_loss": shared_mean(lost, comm)}
