@@ -3,31 +3,53 @@
 What one of them cannot do is refused in a sentence, and not left out.
 """
 
+from dataclasses import replace
+
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import Model, PlanError
 
 FLAVOURS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
 OURS = {"gpipe": "gpipe", "one_f_one_b": "1f1b", "zero_bubble_h1": "zero_bubble_h1"}
+OURS_RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 TITANS = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "Interleaved1F1B"}
 TITANS_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
 
 
 def for_dtlib(model: Model, plan: Plan) -> dict:
-    """For `dtlib train --config FILE --ranks {plan.gpus}`."""
-    _only(plan, "dtlib train", "data", "pipe")
+    """For `dtlib train --config FILE --ranks {plan.gpus}`; with a model's sizes, if `dtlib train decoder` has such."""
+    _only(plan, "dtlib train", "data", "pipe", "tensor")
+    if plan.pipe > 1 and plan.zero == 3:
+        raise PlanError("dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3: they have cut the parameters.")
     config = _batch(plan) | {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
         "zero_optimization": {"stage": plan.zero},
     }
-    if plan.recompute not in ("none", "full") or (plan.recompute == "full" and plan.pipe == 1):
+    if is_decoder(model):
+        sizes = {name: getattr(model, name) for name in ("layers", "hidden", "heads", "seq")}
+        config["workload"] = {**sizes, "recompute": _known(plan.recompute, OURS_RECOMPUTE, "dtlib train decoder")}
+        config["tensor_parallel"] = {"autotp_size": plan.tensor}
+    elif plan.tensor > 1:
+        raise PlanError(
+            "dtlib train cuts the layers of its own decoder alone over tensor ranks: a model of 256 words, untied, "
+            "with an MLP of four times its width."
+        )
+    elif plan.recompute not in ("none", "full") or (plan.recompute == "full" and plan.pipe == 1):
         raise PlanError(
             f"dtlib train recomputes the stages of a pipeline whole, or nothing: not {plan.recompute!r} here."
         )
     if plan.pipe > 1:
         schedule = _known(plan.schedule, OURS, "dtlib train")
-        again = int(plan.recompute == "full")
+        again = int(plan.recompute == "full" and not is_decoder(model))
         config["pipeline"] = {"stages": plan.pipe, "schedule": schedule, "activation_checkpoint_interval": again}
     return config
+
+
+def is_decoder(model: Model | None) -> bool:
+    """Whether `dtlib train decoder` has such a model (workloads/decoder.py)."""
+    if model is None:
+        return False
+    alike = replace(Model(model.layers, model.hidden, model.heads, 256, model.seq, tied=False), name=model.name)
+    return replace(model, ffn=model.mlp, kv_heads=model.kv) == replace(alike, ffn=alike.mlp, kv_heads=alike.kv)
 
 
 def for_deepspeed(model: Model, plan: Plan) -> dict:

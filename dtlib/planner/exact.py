@@ -4,12 +4,17 @@
     states         theory.zero: one flat buffer up to stage 2, one a unit at stage 3
     data           theory.zero: rings; at stage 0 a flag a parameter and one more travel behind the gradients
     pipe           a stage sends its outputs forward and the gradients of its inputs backward, for each micro-batch
+    tensor         of a decoder (workloads/decoder.py): two all-reduces a layer and pass, one of the embedding and one
+                   of the head's inputs, and three numbers a token for the loss
 
 Headers, losses and other scalars are not in it: a trace has them as messages of their own.
 """
 
-from dtlib.planner.mesh import Plan
-from dtlib.planner.model import PlanError
+from itertools import pairwise
+
+from dtlib.planner.mesh import Plan, check
+from dtlib.planner.model import Model, PlanError
+from dtlib.theory.collectives import elements_sent
 from dtlib.theory.zero import zero_bytes, zero_wire_elements
 
 ELEMENT = 4  # bytes: dtlib trains in float32 unless the config says bf16 or fp16
@@ -25,11 +30,14 @@ def of_rank(stages: list, boundaries: list, plan: Plan, rank: int, scheme: str =
     """
     if plan.tensor * plan.context * plan.expert > 1:
         raise PlanError(f"{plan}: dtlib's engine has a data and a pipe axis; the others are layers of the model.")
+    return _of_place(stages, boundaries, plan, rank % plan.pipe, rank // plan.pipe, scheme)
+
+
+def _of_place(stages, boundaries, plan, stage, place, scheme="adam"):
     if len(stages) != plan.pipe or len(boundaries) != plan.pipe - 1:
         raise PlanError(
             f"{len(stages)} stages with {len(boundaries)} boundaries for pipe {plan.pipe}: give all of them."
         )
-    stage, place = rank % plan.pipe, rank // plan.pipe
     units = [sum(unit) for unit in stages[stage]]
     flat = units if plan.zero == 3 else [sum(units)]
     tensors = sum(map(len, stages[stage]))
@@ -42,3 +50,33 @@ def of_rank(stages: list, boundaries: list, plan: Plan, rank: int, scheme: str =
         "held": zero_bytes(flat, plan.data, plan.zero, scheme, place),
         "sent": {"data": ELEMENT * data, "pipe": ELEMENT * samples * (forward + backward)},
     }
+
+
+def of_decoder(model: Model, plan: Plan, rank: int) -> dict[str, dict[str, int]]:
+    """Of one rank of `dtlib train decoder`, as ``of_rank``, with ``sent["tensor"]``; ranks of a tensor axis are next to
+    each other, and those of a pipe axis come next."""
+    check(model, plan)
+    if model.layers % plan.pipe or plan.context * plan.expert > 1:
+        raise PlanError(
+            f"{plan}: give a pipe axis that divides the {model.layers} layers, and no context or expert axis."
+        )
+    h, t, tokens = model.hidden, plan.tensor, plan.micro_batch * model.seq
+    block = [h, h, h, h, 3 * h * h // t, 3 * h // t, h * h // t, h, 4 * h * h // t, 4 * h // t, 4 * h * h // t, h]
+    units = [[model.vocab * h // t, model.seq * h], *[block] * model.layers, [model.vocab * h // t]]
+    each = model.layers // plan.pipe
+    cuts = [0, *(1 + each * stage for stage in range(1, plan.pipe)), len(units)]
+    stages = [units[begin:end] for begin, end in pairwise(cuts)]
+    stage, place, line = rank // t % plan.pipe, rank // t // plan.pipe, rank % t
+    found = _of_place(stages, [model.seq * h] * (plan.pipe - 1), plan, stage, place)
+    first, last = stage == 0, stage == plan.pipe - 1
+    passes = 4 * each + (2 * each if plan.recompute == "full" else 0)
+    sizes = [tokens * h] * (passes + first + last) + [tokens + t, 2 * tokens] * last
+    sent = sum(_all_reduced(t, line, size) for size in sizes) if t > 1 else 0
+    found["sent"]["tensor"] = ELEMENT * plan.micro_batches * sent
+    return found
+
+
+def _all_reduced(ranks: int, rank: int, count: int) -> int:
+    """Elements that a rank sends, by the algorithm that comm.selection takes on two and on four ranks."""
+    short = ELEMENT * count <= (2**18 if ranks <= 2 else 2**19)
+    return elements_sent("all_reduce", "recursive_doubling" if short else "ring", ranks, rank, count)

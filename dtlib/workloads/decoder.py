@@ -87,6 +87,19 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Decoder(Chain):
+    """The layers on one rank, each a unit that ZeRO's stage 3 shards."""
+
+    def __init__(self, specs, seed: int):
+        super().__init__(specs, seed)
+        self.layers = nn.ModuleList(self.layers.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def head(width: int, tensor=None) -> LayerSpec:
     if tensor is None:
         return LayerSpec(nn.Linear, width, VOCABULARY, bias=False)
@@ -146,8 +159,8 @@ def workload(config: dict, tensor=None) -> Workload:
         for split in ("train", "test")
     )
     return Workload(
-        name="decoder", model=Chain(layers, config["seed"]), layers=layers, seed=config["seed"], train=train, test=test,
-        collate=None, loss_fn=partial(loss_fn, tensor=tensor) if tensor else loss_fn,
+        name="decoder", model=Decoder(layers, config["seed"]), layers=layers, seed=config["seed"], train=train,
+        test=test, collate=None, loss_fn=partial(loss_fn, tensor=tensor) if tensor else loss_fn,
         evaluate=partial(evaluate, data=test, samples=config["test_samples"]),
     )  # fmt: skip
 

@@ -1,0 +1,105 @@
+"""Lesson 14's task: a model, four ranks, a limit on memory and a slow link; what a mesh is predicted to cost, and does.
+
+seconds of a step = turns x micro-batch x (seconds of a sample / (pipe x tensor) + its messages) + data's messages
+turns             = micro-batches + pipe - 1
+a message         = latency + bytes / bandwidth
+"""
+
+import time
+from itertools import pairwise
+from math import log2
+
+from dtlib.planner import Model, Plan
+from dtlib.planner.configs import for_dtlib
+from dtlib.planner.exact import of_decoder
+
+RANKS, BATCH = 4, 16
+MODEL = Model(layers=4, hidden=128, heads=4, vocab=256, seq=64, tied=False)
+LIMIT = 6_000_000  # bytes of model states on a rank
+LATENCY, BANDWIDTH = 0.002, 20e6  # EMULATED: seconds a message, bytes a second
+BAND = 1.5  # a step is expected within so many times its prediction, up and down
+MESHES = {
+    "data 4": Plan(data=4, batch=BATCH, micro_batch=4),
+    "data 4, ZeRO-1": Plan(data=4, zero=1, batch=BATCH, micro_batch=4),
+    "data 4, ZeRO-2": Plan(data=4, zero=2, batch=BATCH, micro_batch=4),
+    "data 4, ZeRO-3": Plan(data=4, zero=3, batch=BATCH, micro_batch=4),
+    "data 4, ZeRO-3, 4 micro-batches": Plan(data=4, zero=3, batch=BATCH, micro_batch=1),
+    "data 2, tensor 2, ZeRO-1": Plan(data=2, tensor=2, zero=1, batch=BATCH, micro_batch=8),
+    "tensor 4": Plan(tensor=4, batch=BATCH, micro_batch=16),
+    "data 2, pipe 2, ZeRO-1": Plan(data=2, pipe=2, zero=1, batch=BATCH, micro_batch=2),
+    "pipe 4": Plan(pipe=4, batch=BATCH, micro_batch=4),
+    "pipe 2, tensor 2": Plan(tensor=2, pipe=2, batch=BATCH, micro_batch=4),
+}
+
+
+def held(plan: Plan) -> int:
+    """Bytes of model states on the rank that holds most, exactly."""
+    return max(sum(of_decoder(MODEL, plan, rank)["held"].values()) for rank in range(plan.gpus))
+
+
+def sent(plan: Plan) -> dict[str, int]:
+    """Payload bytes a step by axis, exactly, of the rank that sends most."""
+    each = [of_decoder(MODEL, plan, rank)["sent"] for rank in range(plan.gpus)]
+    return max(each, key=lambda by_axis: sum(by_axis.values()))
+
+
+def messages(plan: Plan) -> dict[str, int]:
+    """Messages one after the other: of a step on the data axis, of a micro-batch on the others."""
+    d, t, m = plan.data, plan.tensor, plan.micro_batches
+    units = MODEL.layers + 2
+    rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * units}[plan.zero]
+    all_reduces = 4 * MODEL.layers // plan.pipe + 3
+    return {
+        "data": rings * (d - 1),
+        "tensor": all_reduces * int(log2(t)),
+        "pipe": 2 if plan.pipe > 1 else 0,
+    }
+
+
+def predicted(plan: Plan, sample: float, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
+    """Seconds of a step; ``sample``: those of one sample's forward and backward pass through the whole model."""
+    m, travels, count = plan.micro_batches, sent(plan), messages(plan)
+    turns = m + plan.pipe - 1
+    compute = plan.micro_batch * sample / (plan.pipe * plan.tensor)
+    per_turn = sum(count[axis] * latency + travels[axis] / m / bandwidth for axis in ("tensor", "pipe"))
+    return turns * (compute + per_turn) + count["data"] * latency + travels["data"] / bandwidth
+
+
+def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, **run) -> dict:
+    """For ``dtlib train decoder``, on this task's link and under its limit."""
+    run = {"steps": steps, **run}
+    if limit:
+        run["memory_limit"] = LIMIT
+    if link:
+        run |= {"link_latency": LATENCY, "link_bandwidth": BANDWIDTH}
+    made = {**for_dtlib(MODEL, plan), "run": run}
+    if plan.zero < 3:
+        made["zero_optimization"]["reduce_bucket_size"] = 10**8  # elements: all gradients in one message
+    return made
+
+
+def measured(plan: Plan, steps: int = 4, **asked) -> dict:
+    """On all ranks: ``held`` (bytes, of each rank), ``sent`` (payload bytes of the second step on this rank) and
+    ``seconds`` of a step, the median after the second."""
+    import dtlib
+    from dtlib.training.run import train
+
+    ends, tracing = [], dtlib.trace()
+
+    def after_step(step, loss):
+        nonlocal trace
+        if step == 1:
+            trace = tracing.__enter__()
+        elif step == 2:
+            tracing.__exit__(None, None, None)
+        ends.append(time.perf_counter())
+
+    trace = None
+
+    result = train("decoder", config(plan, max(3, steps), **asked), after_step=after_step)
+    took = sorted(b - a for a, b in pairwise(ends[1:]))
+    payload = sum(event.bytes for event in trace.events if event.kind == "operation" and event.bytes > HEADER)
+    return {"held": result["bytes_per_rank"], "sent": payload, "seconds": took[len(took) // 2], "loss": result["loss"]}
+
+
+HEADER = 600  # bytes: flags, losses and what announces a micro-batch are messages of their own
