@@ -1,12 +1,21 @@
 """``dtlib train decoder`` on every mesh of four ranks: one curve, held memory, a limit that is enforced."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+import dtlib
 from dtlib.errors import DtlibError
+from dtlib.planner import Model, Plan, PlanError
+from dtlib.planner.configs import for_dtlib
+from dtlib.planner.exact import kept_of_decoder, of_decoder
 from dtlib.training.run import train
+from dtlib.workloads import decoder
 from tests.ranks import on_ranks
 
 OWN = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "test_samples": 6}
+SIZES = Model(2, 16, 4, 256, 8, tied=False)
 CONFIG = {
     "workload": OWN,
     "run": {"steps": 3, "float64": True},
@@ -60,3 +69,34 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path_factory):
     slow = {"steps": 2, "link_latency": 0.001, "link_bandwidth": 1e6, "memory_limit": 10**9}
     train("decoder", config_of(run=slow), after_step=lambda step, loss: told.append(step))
     assert told == [1, 2]
+
+
+def test_activations_are_those_of_the_formula_and_full_recomputation_is_one_more_forward_pass():
+    passes = {}
+    for recompute in decoder.RECOMPUTE:
+        work = decoder.workload({**OWN, "recompute": recompute})
+        x, y = torch.utils.data.default_collate([work.train[place] for place in range(3)])
+        with dtlib.memory(work.model) as memory, dtlib.trace() as trace:
+            work.loss_fn(work.model(x), y).backward()
+        assert memory.activations == kept_of_decoder(SIZES, 3, recompute), recompute
+        passes[recompute] = sum(event.name == "forward" for event in trace.events)
+        found = [parameter.grad.clone() for parameter in work.model.parameters()]
+        first = passes.setdefault("gradients", found)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, first, strict=True)), recompute
+    layers = OWN["layers"]
+    assert (passes["none"], passes["selective"], passes["full"]) == (layers, layers, 2 * layers)
+    with pytest.raises(PlanError, match="recompute is 'half'"):
+        kept_of_decoder(SIZES, 3, "half")
+    with pytest.raises(DtlibError, match="recompute of the decoder workload is 'half'"):
+        decoder.workload({"recompute": "half"})
+
+
+def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
+    work = decoder.workload(OWN)
+    assert sum(parameter.numel() for parameter in work.model.parameters()) == SIZES.parameters
+    plan = Plan(tensor=2, pipe=2, batch=8, micro_batch=2, recompute="selective")
+    made = for_dtlib(SIZES, plan)
+    assert made["tensor_parallel"] == {"autotp_size": 2} and made["pipeline"]["stages"] == 2
+    assert made["workload"] == {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "recompute": "selective"}
+    with pytest.raises(PlanError, match="give a pipe axis that divides the 2 layers"):
+        of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)

@@ -42,20 +42,23 @@ LLAMA = replace(MODELS["llama3-8b"], seq=4096)
 
 
 def test_zeros_tables():
+    """Table 1, all of its 54 cells, as they are printed: rounded, or cut off where they have no point. Table 2 gives
+    half a trillion parameters for 512 billion."""
     cells = 0
     for row in fits.published("zero_table1_model_state_memory_gb"):
         parameters = int(float(row["params_billion"]) * 1e9)
         for stage, column in enumerate(("Pos_GB", "Pos_g_GB", "Pos_g_p_GB"), start=1):
             says = sum(zero_bytes(parameters, int(row["dp_degree"]), stage).values()) / GB
-            assert says == pytest.approx(float(row[column]), rel=0.011)
+            assert rounds_to(says, row[column]) or ("." not in row[column] and int(says) == int(row[column])), row
             cells += 1
+    assert cells == 54
     for row in fits.published("zero_table2_max_model_size_billion"):
         room = 32 * GB * int(row["mp"])
         for stage, column in enumerate(("baseline_theory", "Pos_theory", "Pos_g_theory", "Pos_g_p_theory")):
             each = sum(zero_bytes(10**6, int(row["dp"]), stage).values()) / 1e6
             assert room / each / 1e9 == pytest.approx(float(row[column]), rel=0.03)  # the paper rounds to 0.5T, 1T, 2T
             cells += 1
-    assert cells == 39
+    assert cells == 54 + 12
 
 
 def rounds_to(value: float, published: str) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from dtlib import lab
 from dtlib.errors import DtlibError
 from dtlib.lab import course
 from dtlib.lab.checks import checks, progress, questions, quiz
@@ -17,7 +18,7 @@ from tests.conftest import ROOT
 
 QUIZZES = questions.quizzes()
 QUESTIONS = [question for each in QUIZZES.values() for question in each.questions]
-LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b", "12", "13"]
+LESSONS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "08b", "09", "10", "11", "11b", "12", "13", "14"]
 TRACKS = ["half-day", "two-hours"]
 
 
@@ -151,6 +152,8 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     (learners_folder / "aside").rename(learners_folder / course.RECORD)
     progress.scores()
     assert "No score yet" in capsys.readouterr().out
+    with pytest.raises(DtlibError, match="Nothing is done yet"):
+        lab.certificate()
     progress.progress()
     assert "Next: predict 'sum-for-eight', in lectures/00_start_here.ipynb." in capsys.readouterr().out
 
@@ -190,6 +193,14 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
     assert pasted in shown and "quiz 00 5 of 5" in shown
     known = json.loads((learners_folder / progress.FILE).read_text())
     assert known["done"]["quiz before"] == [0, 6] and known["done"]["first-sum"] is True
+
+    # The certificate names what was done here, and nothing else; it is one file.
+    progress.keep("capstone", {"plan": "pipe 4", "steps": 8, "rows": [["ms a step", "230", "<250>"]]})
+    page = lab.certificate("A & B").read_text(encoding="utf-8")
+    done = ("A &amp; B", "pi-streams", "first-sum", "5 of 5", "350 bytes", "pipe 4", "&lt;250&gt;")
+    assert all(each in page for each in done)
+    others = ("pi-on-ranks", "06 ZeRO", "14 Capstone", "http", "src=", "url(", "<script")
+    assert not [each for each in others if each in page]
 
 
 def test_a_score_is_kept_by_the_check_itself(monkeypatch):

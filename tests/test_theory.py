@@ -161,7 +161,7 @@ def test_figure_1_of_the_paper():
 
 def test_table_1_of_the_paper():
     rows = rows_of("zero_table1_model_state_memory_gb.csv")
-    assert len(rows) == 9
+    assert len(rows) == 18
     for row in rows:
         for stage, column in enumerate(("Pos_GB", "Pos_g_GB", "Pos_g_p_GB"), start=1):
             ours = gigabytes(int(float(row["params_billion"]) * 1e9), int(row["dp_degree"]), stage, "mixed_adam")

@@ -5,6 +5,7 @@ from importlib import import_module
 _LAZY = {
     "engines": "dtlib.lab.engines.engine_set",
     "panel": "dtlib.lab.engines.panel",
+    "certificate": "dtlib.lab.checks.certificate",
     "check": "dtlib.lab.checks.checks",
     "last": "dtlib.lab.last_outputs",
     "mpiexec": "dtlib.lab.programs",

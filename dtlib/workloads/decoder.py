@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
+from dtlib.measure.trace import phase
 from dtlib.parallel.pipeline.layers import LayerSpec
 from dtlib.parallel.tensor import (
     ColumnParallelLinear,
@@ -83,8 +84,9 @@ class Block(nn.Module):
         return self.inside(x)
 
     def inside(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        with phase("forward"):
+            x = x + self.attention(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
 
 
 class Decoder(Chain):

@@ -40,14 +40,19 @@ def scored(exercise: str, value: float, par: float, unit: str, ranks: int) -> No
     _note(keep)
 
 
+def keep(name: str, value) -> None:
+    """Note something else that JSON can hold, for the certificate."""
+    _note(lambda record: record.update({name: value}))
+
+
 def progress() -> None:
     """Show what is done and what is open in each lesson, and what to do next.
 
     Raises:
         DtlibError: where no record is kept.
     """
-    known, rows, begun, untouched = _kept()["done"], [], [], []
-    for title, asked in _lessons():
+    known, rows, begun, untouched = kept()["done"], [], [], []
+    for title, asked in lessons():
         names = {name: (kind, book) for book, found in asked.items() for kind, name in found}
         left = {name: names[name] for name in names if name not in known}
         if left:
@@ -70,14 +75,14 @@ def scores() -> None:
     Raises:
         DtlibError: where no record is kept.
     """
-    record = _kept()
+    record = kept()
     quizzes = {
         name.removeprefix("quiz "): "{} of {}".format(*result)
         for name, result in record["done"].items()
         if isinstance(result, list)
     }
     if not record["scores"] and not quizzes:
-        print("No score yet: byte golf (lesson 04), the schedule puzzle (lesson 07) and the quizzes give one.")
+        print("No score yet: byte golf (lesson 04), the schedule puzzle (07), the plan (14) and the quizzes give one.")
         return
     rows, said = [], []
     for exercise, best in sorted(record["scores"].items()):
@@ -116,7 +121,7 @@ def _of_row(line: str, known: dict) -> str:
     )  # fmt: skip
 
 
-def _lessons() -> list[tuple[str, dict]]:
+def lessons() -> list[tuple[str, dict]]:
     """Of each row of the start page its lesson's title, and what its notebooks ask for; in a notebook of a short track,
     of each of that track's. Those that ask for nothing are left out."""
     page = (course.SOURCE / course.START_PAGE).read_text(encoding="utf-8")
@@ -160,7 +165,7 @@ def _note(change) -> None:
                 write_start_page(folder)
 
 
-def _kept() -> dict:
+def kept() -> dict:
     folder = workshop.folder()
     if not (folder / course.RECORD).is_file():
         raise DtlibError(_NO_RECORD.format(folder))
@@ -168,7 +173,8 @@ def _kept() -> dict:
 
 
 def _read(folder: Path) -> dict:
-    """``done``: name -> True, or [right, of] for a quiz; ``scores``: exercise -> value, par, unit, ranks."""
+    """``done``: name -> True, or [right, of] for a quiz; ``scores``: exercise -> value, par, unit, ranks; what was kept
+    by name (``keep``)."""
     record = {}
     with suppress(OSError, ValueError):
         record = json.loads((folder / FILE).read_text())

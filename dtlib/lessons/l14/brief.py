@@ -48,7 +48,7 @@ def messages(plan: Plan) -> dict[str, int]:
     d, t, m = plan.data, plan.tensor, plan.micro_batches
     units = MODEL.layers + 2
     rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * units}[plan.zero]
-    all_reduces = 4 * MODEL.layers // plan.pipe + 3
+    all_reduces = 4 * MODEL.layers // plan.pipe + (4 if plan.pipe == 1 else 3)  # embedding 1, head and loss 3
     return {
         "data": rings * (d - 1),
         "tensor": all_reduces * int(log2(t)),
@@ -56,13 +56,13 @@ def messages(plan: Plan) -> dict[str, int]:
     }
 
 
-def predicted(plan: Plan, sample: float, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
-    """Seconds of a step; ``sample``: those of one sample's forward and backward pass through the whole model."""
+def predicted(plan: Plan, sample: float, bubble: bool = True) -> float:
+    """Seconds of a step on this task's link; ``sample``: those of a sample's passes through the whole model."""
     m, travels, count = plan.micro_batches, sent(plan), messages(plan)
-    turns = m + plan.pipe - 1
+    turns = m + (plan.pipe - 1 if bubble else 0)
     compute = plan.micro_batch * sample / (plan.pipe * plan.tensor)
-    per_turn = sum(count[axis] * latency + travels[axis] / m / bandwidth for axis in ("tensor", "pipe"))
-    return turns * (compute + per_turn) + count["data"] * latency + travels["data"] / bandwidth
+    per_turn = sum(count[axis] * LATENCY + travels[axis] / m / BANDWIDTH for axis in ("tensor", "pipe"))
+    return turns * (compute + per_turn) + count["data"] * LATENCY + travels["data"] / BANDWIDTH
 
 
 def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, **run) -> dict:
@@ -78,7 +78,7 @@ def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, **
     return made
 
 
-def measured(plan: Plan, steps: int = 4, **asked) -> dict:
+def measured(plan: Plan, steps: int = 4, comm=None, **asked) -> dict:
     """On all ranks: ``held`` (bytes, of each rank), ``sent`` (payload bytes of the second step on this rank) and
     ``seconds`` of a step, the median after the second."""
     import dtlib
@@ -96,7 +96,7 @@ def measured(plan: Plan, steps: int = 4, **asked) -> dict:
 
     trace = None
 
-    result = train("decoder", config(plan, max(3, steps), **asked), after_step=after_step)
+    result = train("decoder", config(plan, max(3, steps), **asked), comm=comm, after_step=after_step)
     took = sorted(b - a for a, b in pairwise(ends[1:]))
     payload = sum(event.bytes for event in trace.events if event.kind == "operation" and event.bytes > HEADER)
     return {"held": result["bytes_per_rank"], "sent": payload, "seconds": took[len(took) // 2], "loss": result["loss"]}

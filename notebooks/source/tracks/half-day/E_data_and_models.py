@@ -36,6 +36,14 @@ comm = world.comm
 # 10_two_models
 
 # %% [markdown]
+# ## Which cut, when?
+#
+# All of it on one page: read from top to bottom, and stop where it fits.
+
+# %%
+lab.chart()
+
+# %% [markdown]
 # ## Quiz
 #
 # Six questions, everybody alone. Each answer is explained.

@@ -6,8 +6,6 @@
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
-
-# %%
 from dtlib.lab import explorer
 from dtlib.lab.lessons.l07 import figures
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
@@ -43,6 +41,14 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # ## So far
 #
 # A pipeline sends little, but its ranks wait: more micro-batches make the bubble small, and 1F1B keeps few activations.
+
+# %% [markdown]
+# ## Which cut, when?
+#
+# All of it on one page: read from top to bottom, and stop where it fits.
+
+# %%
+lab.chart()
 
 # %% [markdown]
 # ## Quiz

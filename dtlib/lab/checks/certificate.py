@@ -1,0 +1,78 @@
+"""lab.certificate(): a page with what was done in this folder, for the learner to keep."""
+
+from datetime import date
+from html import escape
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.lab.checks import progress
+from dtlib.lab.engines import workshop
+
+FILE = "certificate.html"
+STYLE = """body{font:17px/1.5 Georgia,serif;max-width:46em;margin:3em auto;padding:0 1em;color:#222}
+h1{font-weight:normal;border-bottom:3px solid #0072b2;padding-bottom:.3em}
+table{border-collapse:collapse;width:100%;margin:1em 0 2em}td,th{border-bottom:1px solid #ccc;padding:.35em .6em;
+text-align:left;vertical-align:top}small{color:#555}@media print{body{margin:0 auto}}"""
+
+
+def certificate(name: str = "") -> Path:
+    """Write ``certificate.html`` into the workshop folder: what was predicted, solved and answered there, the best
+    scores, and the plan that was run in lesson 14. It is one file, and needs no network.
+
+    Args:
+        name: whose it is.
+
+    Raises:
+        DtlibError: where no record is kept, nothing was done yet, or the file cannot be written.
+    """
+    text = page(progress.kept(), progress.lessons(), name, date.today())
+    path = workshop.folder() / FILE
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise DtlibError(f"{path} cannot be written ({problem.strerror}): make room there, and ask again.") from None
+    print(f"{path.name} is in {path.parent}: open it in a browser, and print it from there.")
+    return path
+
+
+def page(record: dict, lessons: list[tuple[str, dict]], name: str, day: date) -> str:
+    """The page of a record (progress.py); a lesson of which nothing was done is not on it."""
+    rows = [row for title, asked in lessons if (row := _row(title, asked, record["done"]))]
+    if not rows and not record["scores"] and "capstone" not in record:
+        raise DtlibError("Nothing is done yet in this folder: predict, check or answer something first.")
+    parts = [f"<h1>Distributed deep learning, with dtlib</h1><p>{escape(name)} {day.isoformat()}</p>"]
+    parts += [_table(("lesson", "predictions", "exercises passed", "quiz, first try"), rows)] if rows else []
+    scores = [
+        (exercise, f"{best['value']:,g} {best['unit']}", f"{best['par']:,g}")
+        for exercise, best in sorted(record["scores"].items())
+    ]
+    parts += [_table(("score", "best", "par"), scores)] if scores else []
+    if capstone := record.get("capstone"):
+        parts.append(
+            f"<p>Planned and run in lesson 14, on four ranks, {capstone['steps']} steps: {capstone['plan']}</p>"
+        )
+        parts.append(_table(("", "predicted", "found"), capstone["rows"]))
+    parts.append(
+        "<p><small>Written by lab.certificate() from the record in the learner's own folder. It lists what was done "
+        "there, on the honour of whoever did it: nobody has supervised it.</small></p>"
+    )
+    head = f'<meta charset="utf-8"><title>What was done</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _row(title: str, asked: dict, done: dict) -> tuple | None:
+    names = [(kind, each) for found in asked.values() for kind, each in found]
+    predictions = [each for kind, each in names if kind == "predict"]
+    compared = sum(each in done for each in predictions)
+    passed = [each for kind, each in names if kind == "check" and each in done]
+    quizzes = ["{} of {}".format(*done[each]) for kind, each in names if kind == "quiz" and each in done]
+    if not (compared or passed or quizzes):
+        return None
+    said = f"{compared} of {len(predictions)}" if predictions else ""
+    return title, said, ", ".join(passed), ", ".join(quizzes)
+
+
+def _table(headers, rows) -> str:
+    head = "".join(f"<th>{escape(each)}</th>" for each in headers)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

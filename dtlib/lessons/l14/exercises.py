@@ -1,0 +1,109 @@
+# %% [markdown]
+# # 14 Capstone: exercises
+#
+# *Predict* (three minutes), *fix* a formula of memory (five minutes), *build* what chooses a mesh (seven minutes), and a race
+# for the fastest plan (as long as you like: five minutes). A check looks at your answer and says what is wrong; check again
+# for the next hint.
+#
+# **You need** the lecture [14 Capstone: plan it, run it, explain it](../lectures/14_capstone.ipynb). Answers:
+# [solutions](../solutions/14_capstone_exercises.ipynb).
+
+# %% tags=["nbval-ignore-output"]
+from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
+
+# %% [markdown]
+# ## Predict
+#
+# - In float32 with Adam, how many bytes of model states a parameter does a rank of 64 hold, with ZeRO-1 and with ZeRO-3?
+# - A pipeline of 4 stages and 8 micro-batches: how many turns has a step?
+# - The batch stays as it is, in 4 micro-batches in place of one. How many times as much does a step send then?
+
+# %% tags=["stub"]
+lab.predict("bytes-a-parameter", {"ZeRO-1 on 64 ranks": None, "ZeRO-3 on 64 ranks": None})
+lab.predict("turns-of-a-pipeline", None)
+lab.predict("more-micro-batches", {"ZeRO-1": None, "ZeRO-3": None})
+
+# %% tags=["solution"]
+lab.predict("bytes-a-parameter", {"ZeRO-1 on 64 ranks": 8.125, "ZeRO-3 on 64 ranks": 0.25})
+lab.predict("turns-of-a-pipeline", 11)
+lab.predict("more-micro-batches", {"ZeRO-1": 1, "ZeRO-3": 4})
+
+# %% [markdown]
+# ## Fix: who shares what out
+#
+# `held` says how many bytes of model states a rank has, in float32 with Adam, of a model whose parameters divide evenly. On
+# a mesh of data, tensor and pipe axes it promises too little. Fix it.
+
+# %% tags=["stub"]
+def held(parameters, data, tensor, pipe, zero):
+    ranks = data * tensor * pipe
+    own = parameters / (tensor * pipe)
+    states = 8 * own / (ranks if zero >= 1 else 1)
+    gradients = 4 * own / (ranks if zero >= 2 else 1)
+    return 4 * own / (ranks if zero >= 3 else 1) + gradients + states
+
+# %% tags=["solution"]
+def held(parameters, data, tensor, pipe, zero):
+    own = parameters / (tensor * pipe)
+    states = 8 * own / (data if zero >= 1 else 1)
+    gradients = 4 * own / (data if zero >= 2 else 1)
+    return 4 * own / (data if zero >= 3 else 1) + gradients + states
+
+# %%
+lab.check("held-fix")
+
+# %% [markdown]
+# ## Build: choose a mesh
+#
+# `choose(plans, limit, sample, latency, bandwidth)` returns the name of the plan with the shortest step among those that fit,
+# and None where none does. `plans` maps a name to a dictionary:
+#
+# - `held`, bytes of model states; `samples`, those of a micro-batch; `micro_batches`; `stages` and `tensor`, ranks that share
+#   the layers and each layer;
+# - `messages` and `sent`, messages and bytes of a *step*, one after the other.
+#
+# A turn takes `samples * sample / (stages * tensor)` seconds; a step has `micro_batches + stages - 1` turns.
+
+# %% tags=["stub"]
+def choose(plans, limit, sample, latency, bandwidth):
+    return None  # your lines here
+
+# %% tags=["solution"]
+def choose(plans, limit, sample, latency, bandwidth):
+    def seconds(plan):
+        turns = plan["micro_batches"] + plan["stages"] - 1
+        compute = turns * plan["samples"] * sample / (plan["stages"] * plan["tensor"])
+        return compute + plan["messages"] * latency + plan["sent"] / bandwidth
+
+    fitting = [name for name, plan in plans.items() if plan["held"] <= limit]
+    return min(fitting, key=lambda name: seconds(plans[name]), default=None)
+
+# %%
+lab.check("choose-build")
+
+# %% [markdown]
+# ## The race: the fastest plan
+#
+# Write `my_plan()`, which returns the fields of your `Plan` for the task of the lecture: four ranks, 16 samples, 6,000,000
+# bytes. The check trains three steps with it, counts what ranks hold and send, and gives the seconds of a step by the formula
+# of the lecture, for cores of its own with 20 ms a sample. Par is the lecture's `pipe 4`. `lab.scores()` keeps your best.
+
+# %% tags=["stub"]
+# %%px
+def my_plan():
+    return {"data": 4, "zero": 3, "micro_batch": 4}  # yours
+
+# %% tags=["solution"]
+# %%px
+def my_plan():
+    return {"data": 2, "pipe": 2, "zero": 1, "micro_batch": 2}
+
+# %%
+lab.check("capstone-race")
+
+# %% [markdown]
+# ## If you have time
+#
+# - Halve the latency, then the bandwidth, in `brief.py`'s formula: which mesh wins now?
+# - Plan your own model: `lab.plan("config.json of transformers", gpus)`.
+# - On a machine with four free cores, run the lecture's comparison once more. Where are the pipelines now?

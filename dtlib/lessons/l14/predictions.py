@@ -1,0 +1,66 @@
+"""Lesson 14: what is predicted in it, and where the answers come from."""
+
+from dtlib.lab.checks.exercise import Prediction
+from dtlib.lessons.l14 import brief
+from dtlib.planner import CALIBRATIONS, save_interval
+
+_FITS, _SEEN = ("fits", "too large"), ("measured", "never")
+_WHY = (
+    "idle stages leave their core to others", "gradients are sent less often", "activations fit into the cache",
+)  # fmt: skip
+_ASKED = ("data 4", "data 4, ZeRO-1", "data 4, ZeRO-2", "data 4, ZeRO-3", "data 2, pipe 2, ZeRO-1")
+
+
+def _what_fits() -> dict:
+    return {name: _FITS[brief.held(brief.MESHES[name]) > brief.LIMIT] for name in _ASKED}
+
+
+def _sends_least() -> str:
+    fitting = [name for name, plan in brief.MESHES.items() if brief.held(plan) <= brief.LIMIT]
+    return min(fitting, key=lambda name: sum(brief.sent(brief.MESHES[name]).values()))
+
+
+def _seen() -> dict:
+    seen = CALIBRATIONS["h100-cluster"].seen
+    asked = {
+        "1,024 GPUs": ("gpus", 1024), "tensor 8": ("tensor", 8), "ZeRO-3": ("zero", 3),
+        "a hidden size of 8,192": ("hidden", 8192),
+    }  # fmt: skip
+    return {name: _SEEN[not seen[key][0] <= value <= seen[key][1]] for name, (key, value) in asked.items()}
+
+
+PREDICTIONS = {
+    "what-fits": Prediction(
+        came=_what_fits,
+        choices=_FITS,
+        hint="866,816 parameters: 16 bytes each on one rank. ZeRO-1 on N ranks: 4 + 4 + 8/N; ZeRO-2: 4 + 12/N.",
+    ),
+    "sends-least": Prediction(
+        came=_sends_least,
+        choices=tuple(brief.MESHES),
+        hint="Parameters, gradients or activations: which of the three is smallest here, with 16 samples a step?",
+    ),
+    "faster-than-planned": Prediction(
+        came=lambda: _WHY[0],
+        choices=_WHY,
+        hint="Four ranks on two cores: who computes while stage 3 waits for its first micro-batch?",
+    ),
+    "seconds-between-saves": Prediction(came=lambda: save_interval(0.5, 25), hint="The root of 2 x 0.5 x 25."),
+    "done-twice": Prediction(came=lambda: 12 % 5, hint="The last checkpoint before step 12 is that of step 10."),
+    "seen-by-the-fit": Prediction(
+        came=_seen,
+        choices=_SEEN,
+        hint="8 to 128 GPUs, ZeRO-0 and 1, hidden sizes from 2,048 to 4,096, tensor up to 32.",
+    ),
+    # The exercises
+    "bytes-a-parameter": Prediction(
+        came=lambda: {"ZeRO-1 on 64 ranks": 4 + 4 + 8 / 64, "ZeRO-3 on 64 ranks": 16 / 64},
+        tolerance=0.02,
+        hint="In float32 with Adam 4 + 4 + 8 bytes, of which stage 1 divides the 8, stage 3 all.",
+    ),
+    "turns-of-a-pipeline": Prediction(came=lambda: 8 + 4 - 1, hint="m + p - 1: the last stage waits for p - 1 turns."),
+    "more-micro-batches": Prediction(
+        came=lambda: {"ZeRO-1": 1, "ZeRO-3": 4},
+        hint="Which of the two sends something in each micro-batch, and which once a step?",
+    ),
+}

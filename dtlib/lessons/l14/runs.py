@@ -1,0 +1,57 @@
+"""Lesson 14's runs: `dtlib train` with a plan; the same where a rank dies and all start again from the checkpoint."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dtlib.errors import DtlibError
+from dtlib.lab.checks import progress
+from dtlib.lab.tables import fold
+from dtlib.lessons.l14 import brief
+from dtlib.planner import Plan
+from dtlib.recovery import supervise
+
+
+def dtlib_train(plan: Plan, steps: int = 8) -> dict | None:
+    """Write the plan down and run `dtlib train` with it; print what that says. Its result, or None if it refuses."""
+    with tempfile.TemporaryDirectory(prefix="dtlib-capstone-") as folder:
+        path, made = Path(folder, "plan.json"), Path(folder, "result.json")
+        path.write_text(json.dumps(brief.config(plan, steps)), encoding="utf-8")
+        print(f"$ dtlib train decoder --config plan.json --ranks {brief.RANKS}")
+        command = ["train", "decoder", f"--config={path}", f"--ranks={brief.RANKS}", f"--json={made}"]
+        ran = subprocess.run([sys.executable, "-m", "dtlib", *command], capture_output=True, text=True)
+        if ran.returncode:
+            said = [line for line in ran.stderr.splitlines() if line.startswith("dtlib train:")]
+            print(fold(said[-1] if said else ran.stderr[-500:]))
+            return None
+        print(ran.stdout.rstrip())
+        return json.loads(made.read_text(encoding="utf-8"))
+
+
+def compared(plan: Plan, sample: float, result: dict | None) -> list[tuple]:
+    """What was predicted of the plan beside what `dtlib train` found; kept for the certificate."""
+    if result is None:
+        raise DtlibError("dtlib train refused this plan, as it says above: change it, and run it again.")
+    took, said = brief.BATCH / result["samples_per_second"], brief.predicted(plan, sample)
+    rows = [
+        ("bytes of model states", f"{brief.held(plan):,}", f"{max(result['bytes_per_rank']):,}"),
+        ("ms a step", f"{1000 * said:.0f}", f"{1000 * took:.0f}"),
+    ]
+    progress.keep("capstone", {"plan": str(plan), "steps": result["steps"], "rows": rows})
+    return rows
+
+
+def with_a_death(plan: Plan, save_every: int, after: int | None, rank: int = 2, steps: int = 20) -> list[dict]:
+    """The events of a run that saves so often, in which a rank is killed once, when that many steps are done."""
+    options = {"config": brief.config(plan, steps, save_every=save_every), "rank": rank, "after": after}
+    with tempfile.TemporaryDirectory(prefix="dtlib-capstone-") as folder:
+        program = ["-m", "dtlib.lessons.l14.program", json.dumps(options)]
+        runs = supervise(program, brief.RANKS, folder, say=lambda sentence: print(fold(sentence)))
+        return [event for run in runs for event in run.events]
+
+
+def steps_of(events: list[dict]) -> list[tuple[int, float]]:
+    """Step and loss of each step that was done, also of those that were done twice."""
+    return [(event["step"], event["loss"]) for event in events if event["what"] == "step"]
