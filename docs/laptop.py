@@ -6,7 +6,7 @@
 
 The model and the meshes are lesson 14's, without its emulated link. A step is predicted to take
 
-    compute    max(turns x micro-batch x s / (pipe x tensor), batch x s / cores)    s: a sample's passes, on its own core
+    compute    max(turns x micro-batch x s / (pipe x tensor), batch x s / cores)    s: a sample's passes on its own core
     update     u x parameters whose states a rank has x max(1, ranks / cores)       u: AdamW, a parameter
     messages   latency and bytes / bandwidth, one after the other, as in dtlib/lessons/l14/brief.py
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from dtlib.errors import DtlibError
 from dtlib.planner import Plan
 from dtlib.planner.exact import of_rank
-from dtlib.world.launch import run_ranks
+from dtlib.world.launch import forked_ranks, run_ranks
 
 RANKS = 4
 DEPTH, STEPS = 8, 5  # linear layers, all of one width, so that stages are alike
@@ -56,7 +56,7 @@ def amounts(width: int, plan: Plan) -> list[float]:
 def measure() -> tuple[list[dict], dict[str, float], dict]:
     """Rows (``plan, width, seconds, left_out``), coefficients, and ``error``, ``low``, ``high`` of the rows left
     out."""
-    with tempfile.TemporaryDirectory(prefix="dtlib-plan-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dtlib-plan-") as folder, forked_ranks():
         path = Path(folder) / "rows.json"
         if status := run_ranks(["-m", "dtlib.training.measured", str(path)], RANKS):
             raise DtlibError(f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.")
