@@ -98,5 +98,5 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
     made = for_dtlib(SIZES, plan)
     assert made["tensor_parallel"] == {"autotp_size": 2} and made["pipeline"]["stages"] == 2
     assert made["workload"] == {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "recompute": "selective"}
-    with pytest.raises(PlanError, match="give a pipe axis that divides the 2 layers"):
+    with pytest.raises(PlanError, match="give a pipe axis that divides the 3 layers"):
         of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)
