@@ -7,9 +7,11 @@ import torch
 
 import dtlib
 from dtlib.errors import DtlibError
-from dtlib.planner import Model, Plan, PlanError
+from dtlib.planner import DEVICES, Model, Plan, PlanError
 from dtlib.planner.configs import for_dtlib
+from dtlib.planner.estimate import plans
 from dtlib.planner.exact import kept_of_decoder, of_decoder
+from dtlib.training.config import read
 from dtlib.training.run import train
 from dtlib.workloads import decoder
 from tests.ranks import on_ranks
@@ -98,5 +100,10 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
     made = for_dtlib(SIZES, plan)
     assert made["tensor_parallel"] == {"autotp_size": 2} and made["pipeline"]["stages"] == 2
     assert made["workload"] == {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "recompute": "selective"}
+    for plan in plans(SIZES, 4, DEVICES["h100"], 8):  # whatever the planner proposes for four ranks
+        made = {
+            key: value for key, value in for_dtlib(SIZES, plan).items() if key not in ("workload", "tensor_parallel")
+        }
+        assert read(made, plan.data).train_micro_batch_size_per_gpu == plan.micro_batch
     with pytest.raises(PlanError, match="give a pipe axis that divides the 3 layers"):
         of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)

@@ -2,7 +2,7 @@
 
     ranks          stage = rank % pipe, place on the data axis = rank // pipe
     states         theory.zero: one flat buffer up to stage 2, one a unit at stage 3
-    data           theory.zero: rings; at stage 0 a flag a parameter and one more travel behind the gradients
+    data           theory.zero: rings; at stage 0 two buckets, with a flag a parameter and one more behind the gradients
     pipe           a stage sends its outputs forward and the gradients of its inputs backward, for each micro-batch
     tensor         of a decoder (workloads/decoder.py): two all-reduces a layer and pass, one of the embedding and one
                    of the head's inputs, and three numbers a token for the loss
@@ -17,6 +17,7 @@ from dtlib.planner.model import Model, PlanError
 from dtlib.theory.collectives import elements_sent
 from dtlib.theory.zero import zero_bytes, zero_wire_elements
 
+FIRST_BUCKET = 2**20  # bytes: that of gradients/buckets.py
 ELEMENT = 4  # bytes: dtlib trains in float32 unless the config says bf16 or fp16
 
 
@@ -40,8 +41,7 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam"):
         )
     units = [sum(unit) for unit in stages[stage]]
     flat = units if plan.zero == 3 else [sum(units)]
-    tensors = sum(map(len, stages[stage]))
-    travels = [sum(units) + tensors + 1] if plan.zero == 0 else flat
+    travels = _buckets([size for unit in stages[stage] for size in unit]) if plan.zero == 0 else flat
     data = zero_wire_elements(travels, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
     samples = plan.micro_batch * plan.micro_batches
     forward = boundaries[stage] if stage < plan.pipe - 1 else 0
@@ -92,6 +92,15 @@ def kept_of_decoder(model: Model, micro_batch: int, recompute: str = "none") -> 
     if recompute not in layer:
         raise PlanError(f"recompute is {recompute!r}: the decoder has {', '.join(layer)}.")
     return ELEMENT * (n * (model.layers * layer[recompute] + h + model.vocab) + 1) + 2 * 8 * n
+
+
+def _buckets(sizes: list[int]) -> list[int]:
+    """Elements of data parallelism's two buckets, with a flag a tensor and one more: the last layers' gradients travel
+    first, in a bucket of at most a MiB."""
+    count = sum(ELEMENT * sum(sizes[-many:]) <= FIRST_BUCKET for many in range(1, len(sizes) + 1))
+    last = sizes[len(sizes) - max(1, count) :]
+    first = sizes[: len(sizes) - len(last)]
+    return [sum(bucket) + len(bucket) + 1 for bucket in (last, first) if bucket]
 
 
 def _all_reduced(ranks: int, rank: int, count: int) -> int:

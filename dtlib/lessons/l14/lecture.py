@@ -267,7 +267,8 @@ lab.predict("seen-by-the-fit", {
 
 # %% tags=["solution"]
 lab.predict("seen-by-the-fit", {
-    "1,024 GPUs": "never", "tensor 8": "measured", "ZeRO-3": "never", "a hidden size of 8,192": "never",
+    "1,024 GPUs": "never", "tensor 8": "measured", "ZeRO-3": "never",
+    "a hidden size of 8,192": "never",
 })
 
 # %%
