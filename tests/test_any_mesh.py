@@ -25,19 +25,26 @@ CONFIG = {
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}},
 }
+EXPERTS = {**OWN, "experts": 4, "top": 2}
 MESHES = (
     {"tensor": 4}, {"tensor": 2}, {"tensor": 2, "zero": 1}, {"tensor": 2, "zero": 2}, {"tensor": 2, "zero": 3},
     {"tensor": 2, "pipe": 2}, {"pipe": 2}, {"pipe": 2, "zero": 1}, {"pipe": 4}, {"zero": 3},
+    {"context": 4}, {"context": 2}, {"context": 2, "zero": 1}, {"context": 2, "zero": 3}, {"context": 2, "tensor": 2},
+    {"context": 2, "pipe": 2}, {"context": 2, "order": "striped"}, {"context": 4, "method": "ulysses"},
 )  # fmt: skip
 
 
-def config_of(tensor=1, pipe=1, zero=0, **more):
+def config_of(tensor=1, pipe=1, zero=0, context=1, expert=1, order="zigzag", method="ring", **more):
     axes = {"tensor_parallel": {"autotp_size": tensor}, "pipeline": {"stages": pipe}}
+    axes |= {
+        "context_parallel": {"size": context, "order": order, "method": method},
+        "expert_parallel": {"size": expert},
+    }
     return {**CONFIG, **axes, "zero_optimization": {"stage": zero}, **more}
 
 
 @on_ranks(4, time_limit=240, slow=(4,))
-def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path_factory):
+def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
     alone = world.comm.split(world.rank)
     expected = train("decoder", config_of(), comm=alone)
     assert expected["losses"][0] > expected["losses"][-1] and len(expected["losses"]) == 3
@@ -49,7 +56,7 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path_factory):
         assert (found["tensor"], found["stages"]) == (mesh.get("tensor", 1), mesh.get("pipe", 1))
 
     # Checkpoints of tensor ranks: from one mesh of data and pipe axes to another.
-    folder = world.comm.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None)
+    folder = tmp_path
     steps = config_of(tensor=2, zero=1)
     train("decoder", steps, save=folder, steps=2)
     resumed = train("decoder", steps, save=folder, resume=True)
@@ -60,6 +67,23 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path_factory):
         ({"tensor": 3}, "tensor_parallel.autotp_size is 3, and there are 4 ranks"),
         ({"tensor": 4, "pipe": 2}, "2 stages of 4 tensor ranks are 8, and there are 4 ranks"),
         ({"run": {"steps": 2, "memory_limit": 10_000}}, "Rank 0 holds .* bytes of model states, and run.memory_limit"),
+    ):
+        with pytest.raises(DtlibError, match=says):
+            train("decoder", config_of(**wrong))
+    for wrong, says in (
+        ({"context": 3}, "context_parallel.size is 3, and there are 4 ranks"),
+        ({"context": 4, "tensor": 2}, "1 stages of 2 tensor ranks, 4 context ranks are 8, and there are 4 ranks"),
+        ({"context": 4, "workload": {**OWN, "seq": 12}}, "seq is 12, and 4 context ranks take equal parts"),
+        ({"context": 2, "order": "spiral"}, "order 'spiral' and method 'ring': choose of contiguous, zigzag"),
+        ({"context": 4, "method": "ulysses", "workload": {**OWN, "heads": 2}}, "2 heads make no 4 equal groups"),
+        ({"context_parallel": {"sise": 2}}, "context_parallel.sise is no key of the config: did you mean 'size'"),
+        ({"expert": 2}, "expert_parallel.size is 2, and workload.experts is 0"),
+        ({"expert": 4, "workload": {**OWN, "experts": 6}}, "size is 4, and workload.experts is 6"),
+        ({"zero": 1, "workload": EXPERTS}, "workload.experts is 4, and zero_optimization.stage is set"),
+        ({"pipe": 2, "workload": EXPERTS}, "and pipeline.stages is set"),
+        ({"tensor": 2, "workload": EXPERTS}, "and tensor_parallel.autotp_size is set"),
+        ({"gradient_clipping": 1.0, "workload": EXPERTS}, "and gradient_clipping is set"),
+        ({"workload": {**EXPERTS, "top": 3}}, "top of the decoder workload is 3, of 4 experts"),
     ):
         with pytest.raises(DtlibError, match=says):
             train("decoder", config_of(**wrong))
@@ -107,3 +131,19 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
         assert read(made, plan.data).train_micro_batch_size_per_gpu == plan.micro_batch
     with pytest.raises(PlanError, match="give a pipe axis that divides the 3 layers"):
         of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)
+
+
+@on_ranks(4, time_limit=120, slow=(4,))
+def test_every_mesh_of_experts_has_the_curve_of_one_rank(world, tmp_path):
+    """One micro-batch a step: the balance is that of a micro-batch."""
+    config = {"workload": EXPERTS, "gradient_accumulation_steps": 1}
+    expected = train("decoder", config_of(**config), comm=world.comm.split(world.rank))
+    for axes in ({}, {"expert": 2}, {"expert": 4}, {"expert": 2, "context": 2}):
+        found = train("decoder", config_of(**axes, **config))
+        for mine, theirs in zip(found["losses"], expected["losses"], strict=True):
+            assert abs(mine - theirs) < 1e-11, (axes, found["losses"], expected["losses"])
+        assert abs(found["test_loss"] - expected["test_loss"]) < 1e-6, axes
+    folder = tmp_path
+    train("decoder", config_of(expert=4, **config), save=folder, steps=2)
+    resumed = train("decoder", config_of(expert=2, **config), save=folder, resume=True)
+    assert len(resumed["losses"]) == 1 and abs(resumed["loss"] - expected["loss"]) < 1e-11

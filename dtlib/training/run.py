@@ -27,12 +27,14 @@ from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.errors import DtlibError
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
+from dtlib.parallel import expert
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of
 from dtlib.parallel.tensor import whole_state_dict
 from dtlib.training.checkpoints import LATEST
 from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
 from dtlib.training.run_config import CONFIGS as CONFIGS
 from dtlib.training.run_config import read
+from dtlib.workloads.shared_tokens import Shared
 from dtlib.world import init
 from dtlib.world.mesh import Mesh
 
@@ -75,38 +77,47 @@ def train(
     if resume and save is None:
         raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
     tell("data and model are made")
-    make, run, settings = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
+    make, *asked = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
     work = agreed(comm, make)
-    return _Training(work, make, run, settings, runtime, comm, world, save, resume, log, after_step).result()
+    return _Training(work, make, *asked, runtime, comm, world, save, resume, log, after_step).result()
 
 
 class _Training:
     """A run: made, trained, measured."""
 
-    def __init__(self, work, make, run, settings, runtime, comm, world, save, resume, log, after_step):
+    def __init__(self, work, make, run, settings, axes, context, runtime, comm, world, save, resume, log, after_step):
         self.work, self.make, self.run, self.runtime, self.comm, self.save = work, make, run, runtime, comm, save
         self.rows_lost, self.after_step = 0, after_step  # of the log
         first = comm.rank == 0 and log
         self.log = agreed(comm, lambda: _appended(log) if first else nullcontext())
-        self.stages = settings.get("pipeline", {}).get("stages") or 1
-        self.tensor = settings.pop("tensor_parallel", {}).get("autotp_size") or 1
+        self.axes, self.stages, self.tensor = axes, axes["pipe"], axes["tensor"]
         if run.link_bandwidth:
             comm = comm.emulate_network(run.link_latency, run.link_bandwidth)
-        self.mesh = Mesh(comm, {"data": -1, "pipe": self.stages, "tensor": self.tensor})
-        if self.tensor > 1:  # the same layers, cut
-            work = agreed(comm, lambda: make(tensor=self.mesh["tensor"]))
+        self.mesh = mesh = Mesh(comm, {"data": -1, **axes})
+        batches = mesh["data", "context", "expert"]  # ranks with samples of their own, and the same layers
+        self.cuts = {"tensor": mesh["tensor"]} if self.tensor > 1 else {}
+        if axes["context"] > 1:
+            self.cuts["context"] = Shared(mesh["context"], context.order, context.method)
+        if work.experts:
+            self.cuts |= {"expert": mesh["expert"], "copies": mesh["data", "context"]}
+        if self.cuts:  # the same layers, cut
+            work = agreed(comm, lambda: make(**self.cuts))
+        if self.tensor > 1:
             self.save = Path(save, f"tensor{self.mesh.coordinates['tensor']}of{self.tensor}") if save else None
         self.device, self.dtype = world.device, torch.float64 if run.float64 else torch.float32
         model = work.model
         if self.stages > 1:
             model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, **self._pipes(comm))
+        if axes["context"] > 1:
+            for parameter in model.parameters():
+                parameter.context_parallel = mesh["context"]._members  # whoever averages gradients asks for it
         # The test needs a model that is whole on every rank; until then it takes no memory.
         self.whole = copy.deepcopy(self.work.model).to("meta")
         self.buffers = {name: buffer.clone() for name, buffer in self.work.model.named_buffers()}
         self.loss_fn = work.loss_fn
         self.engine, _, self.loader, _ = initialize(
             model=model.to(self.device, self.dtype), config=settings, runtime=runtime,
-            comm=comm if self.tensor == 1 else self.mesh["data"],
+            comm=comm if self.tensor == 1 else batches,
             training_data=work.train, collate_fn=work.collate,
         )  # fmt: skip
         self.dtype = next((p.dtype for p in self.engine.module.parameters()), self.dtype)  # bf16, fp16
@@ -126,7 +137,8 @@ class _Training:
         measured = self.work.evaluate(self._gathered(), self.comm)
         return {
             "workload": self.work.name, "runtime": self.runtime, "stage": self.engine.config.zero_optimization.stage,
-            "stages": self.stages, "tensor": self.tensor, "ranks": self.comm.size, "seconds": seconds,
+            "stages": self.stages, "tensor": self.tensor,
+            "context": self.axes["context"], "expert": self.axes["expert"], "ranks": self.comm.size, "seconds": seconds,
             "steps": self.engine.global_steps, "loss": losses[-1] if losses else None, **measured,
             "samples_per_second": len(losses) * self.batch / max(seconds, 1e-9), "bytes_per_rank": held,
             "losses": losses,
@@ -163,10 +175,10 @@ class _Training:
 
     def _pipes(self, comm) -> dict:
         """The ranks of this pipeline, those with the same stage, and those of all pipelines beside it."""
-        found = {"comm": self.mesh["pipe"], "data_comm": self.mesh["data"], "everyone": comm}
+        found = {"comm": self.mesh["pipe"], "data_comm": self.mesh["data", "context", "expert"], "everyone": comm}
         if self.tensor > 1:  # stages as those of the layers that are not cut
             cuts = balanced_cuts([parameters_of(layer) for layer in self.work.layers], self.stages)
-            found |= {"everyone": self.mesh["data", "pipe"], "cuts": cuts}
+            found |= {"everyone": self.mesh["data", "pipe", "context", "expert"], "cuts": cuts}
         return found
 
     def _hold_to_the_limit(self, held: list[int]) -> None:
@@ -214,10 +226,11 @@ class _Training:
         with torch.no_grad():
             for name, buffer in model.named_buffers():  # those that no state_dict has
                 buffer.copy_(self.buffers[name])
-        if self.tensor > 1:
-            cut = self.make(tensor=self.mesh["tensor"]).model.to(self.device, self.dtype)
+        if self.tensor > 1 or self.axes["expert"] > 1:
+            cut = self.make(**self.cuts).model.to(self.device, self.dtype)
             self.engine.gather(cut)
-            model.load_state_dict(whole_state_dict(cut))
+            experts = expert.whole_state_dict(cut, self.mesh["expert"]) if self.tensor == 1 else None
+            model.load_state_dict(experts or whole_state_dict(cut))
         else:
             self.engine.gather(model)
         return model.float()

@@ -1,6 +1,7 @@
 """What `dtlib train` is asked for: a workload, the config's section ``run``, and the axes of the mesh."""
 
 import inspect
+import math
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -12,6 +13,11 @@ from dtlib.training.config import ConfigError
 from dtlib.world.machine import gpu_names
 
 WORKLOADS = ("vision", "summarization", "decoder")
+# The axes of a mesh beside data, in their order, and where the config has their sizes.
+AXES = {
+    "pipe": "pipeline.stages", "context": "context_parallel.size", "expert": "expert_parallel.size",
+    "tensor": "tensor_parallel.autotp_size",
+}  # fmt: skip
 CONFIGS = Path(__file__).parents[1] / "course" / "notebooks" / "configs"
 
 
@@ -37,6 +43,22 @@ class Run:
     link_bandwidth: float | None = None
 
 
+@dataclass
+class ContextParallel:
+    """The config's section ``context_parallel``: how many ranks share each sequence, in which order, and how."""
+
+    size: int = 1
+    order: str = "zigzag"
+    method: str = "ring"
+
+
+@dataclass
+class ExpertParallel:
+    """The config's section ``expert_parallel``: how many ranks share experts out."""
+
+    size: int = 1
+
+
 def read(workload, config, comm, stage, steps, runtime):
     """A function that makes the workload, and the checked sections of the config."""
     config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
@@ -59,23 +81,50 @@ def read(workload, config, comm, stage, steps, runtime):
         workload = import_module(f"dtlib.workloads.{workload}").workload
     if not isinstance(own, dict):
         raise ConfigError(f"workload is {own!r:.60}: give a dictionary.")
-    stages = (config.get("pipeline") or {}).get("stages") or 1
-    tensor = (config.get("tensor_parallel") or {}).get("autotp_size") or 1
-    for name, ways in (("pipeline.stages", stages), ("tensor_parallel.autotp_size", tensor)):
+    context, expert = (
+        configuration.section(kind, config.pop(key, {}), f"{key}.", [])
+        for kind, key in ((ContextParallel, "context_parallel"), (ExpertParallel, "expert_parallel"))
+    )
+    axes = {
+        "pipe": (config.get("pipeline") or {}).get("stages") or 1, "context": context.size, "expert": expert.size,
+        "tensor": (config.pop("tensor_parallel", None) or {}).get("autotp_size") or 1,
+    }  # fmt: skip
+    stages, tensor = axes["pipe"], axes["tensor"]
+    for axis, ways in axes.items():
         if not isinstance(ways, int) or ways < 1 or comm.size % ways:
-            raise ConfigError(f"{name} is {ways}, and there are {comm.size} ranks: give a number that divides.")
-    if comm.size % (stages * tensor):
+            raise ConfigError(f"{AXES[axis]} is {ways}, and there are {comm.size} ranks: give a number that divides.")
+    if comm.size % math.prod(axes.values()):
         raise ConfigError(
-            f"{stages} stages of {tensor} tensor ranks are {stages * tensor}, and there are {comm.size} ranks: give "
-            "numbers whose product divides them."
+            f"{stages} stages of {tensor} tensor ranks{_of(axes)} are {math.prod(axes.values())}, and there are "
+            f"{comm.size} ranks: give numbers whose product divides them."
         )
-    if tensor > 1 and (runtime != "dtlib" or "tensor" not in inspect.signature(workload).parameters):
-        raise ConfigError(
-            f"tensor_parallel.autotp_size is {tensor}: layers that are cut over ranks are of `dtlib train decoder`, "
-            "with --runtime=dtlib."
-        )
+    for axis in ("tensor", "context", "expert"):
+        if axes[axis] > 1 and (runtime != "dtlib" or axis not in inspect.signature(workload).parameters):
+            raise ConfigError(
+                f"{AXES[axis]} is {axes[axis]}: layers that are cut over ranks are of `dtlib train decoder`, "
+                "with --runtime=dtlib."
+            )
+    _check_experts(own.get("experts") or 0, axes, (config.get("zero_optimization") or {}).get("stage") or 0, config)
     if run.link_bandwidth and runtime != "dtlib":
         raise ConfigError("run.link_bandwidth slows dtlib's own messages alone: leave it out, or use --runtime=dtlib.")
-    others = {key: value for key, value in config.items() if key != "tensor_parallel"}
-    configuration.read(others, comm.size // stages // tensor, rank=1)  # initialize() warns
-    return partial(workload, own), run, config
+    configuration.read(config, comm.size // stages // tensor, rank=1)  # initialize() warns
+    return partial(workload, own), run, config, axes, context
+
+
+def _of(axes) -> str:
+    return "".join(f", {axes[axis]} {axis} ranks" for axis in ("context", "expert") if axes[axis] > 1)
+
+
+def _check_experts(count, axes, stage, config) -> None:
+    expert = axes["expert"]
+    if expert > 1 and (not isinstance(count, int) or count < 1 or count % expert):
+        raise ConfigError(f"expert_parallel.size is {expert}, and workload.experts is {count}: give a multiple of it.")
+    for key, found in (
+        ("zero_optimization.stage", stage), ("pipeline.stages", axes["pipe"] - 1),
+        ("tensor_parallel.autotp_size", axes["tensor"] - 1), ("gradient_clipping", config.get("gradient_clipping")),
+    ):  # fmt: skip
+        if count and found:
+            raise ConfigError(
+                f"workload.experts is {count}, and {key} is set: experts go with axes of data, context and experts, "
+                "without ZeRO and without clipping. Leave one of them out."
+            )

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
 from dtlib.measure.trace import phase
+from dtlib.parallel.expert import MixtureOfExperts
 from dtlib.parallel.pipeline.layers import LayerSpec
 from dtlib.parallel.tensor import (
     ColumnParallelLinear,
@@ -31,6 +32,7 @@ from dtlib.workloads.workload import Chain, Workload, settings, shared_mean
 VOCABULARY = 256
 DEFAULTS = {
     "layers": 8, "hidden": 128, "heads": 4, "seq": 64, "recompute": "none", "seed": 0, "test_samples": 64,
+    "experts": 0, "top": 1, "balance": 0.01,
 }  # fmt: skip
 RECOMPUTE = ("none", "selective", "full")
 
@@ -58,24 +60,32 @@ class MLP(nn.Module):
 class Embedding(nn.Module):
     """Bytes and their places to vectors: (batch, seq) to (batch, seq, width)."""
 
-    def __init__(self, seq: int, width: int, tensor=None):
+    def __init__(self, seq: int, width: int, tensor=None, context=None):
         super().__init__()
+        self.context = context
         self.bytes = VocabParallelEmbedding(VOCABULARY, width, tensor) if tensor else nn.Embedding(VOCABULARY, width)
         self.places = nn.Parameter(0.1 * torch.randn(seq, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.bytes(x) + self.places
+        if self.context is None:
+            return self.bytes(x) + self.places
+        return self.bytes(self.context.tokens(x)) + self.places[self.context.positions(x.shape[1])]
 
 
 class Block(nn.Module):
     """(batch, seq, width) to the same. ``recompute``: ``selective`` computes the core of attention anew in the backward
     pass, ``full`` all of the block."""
 
-    def __init__(self, width: int, heads: int, recompute: str = "none", tensor=None):
+    def __init__(self, width: int, heads: int, recompute: str = "none", tensor=None, context=None, experts=None):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = ParallelAttention(width, heads, tensor, causal=True) if tensor else Attention(width, heads)
-        self.mlp = ParallelMLP(width, 4 * width, tensor) if tensor else MLP(width, 4 * width)
+        if experts:
+            self.mlp = experts(width)
+        else:
+            self.mlp = ParallelMLP(width, 4 * width, tensor) if tensor else MLP(width, 4 * width)
+        if context is not None:
+            self.attention.mixed = partial(mixed_over_ranks, self.attention, context)
         self.attention.recompute, self.recompute = recompute == "selective", recompute == "full"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +97,37 @@ class Block(nn.Module):
         with phase("forward"):
             x = x + self.attention(self.norm1(x))
             return x + self.mlp(self.norm2(x))
+
+
+def mixed_over_ranks(attention, context, of_heads: Tensor) -> Tensor:
+    """The core of attention, over the tokens of all ranks of a context axis."""
+    by_heads = of_heads.unflatten(-1, (attention.heads_here, 3, attention.head_width))
+    mixed = context.attention(*(each.transpose(-3, -2) for each in by_heads.unbind(-2)))
+    return mixed.transpose(-3, -2).flatten(-2)
+
+
+class Mixture(nn.Module):
+    """Experts in one process, with the names and the values of ``MixtureOfExperts``, for what is not trained."""
+
+    def __init__(self, width: int, experts: list, top: int):
+        super().__init__()
+        self.experts, self.top = nn.ModuleDict({f"{number}": expert for number, expert in enumerate(experts)}), top
+        self.gate = nn.Linear(width, len(experts), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(self.top)
+        weights = weights / weights.sum(-1, keepdim=True) if self.top > 1 else weights
+        experts = enumerate(self.experts.values())
+        return sum((weights * (chosen == number)).sum(-1, keepdim=True) * expert(x) for number, expert in experts)
+
+
+def experts_of(width: int, count: int, top: int, expert=None, copies=None) -> nn.Module:
+    """All are drawn, so that they begin the same however they are shared out; this rank's are kept."""
+    experts = [MLP(width, 4 * width) for _ in range(count)]
+    if expert is None:
+        return Mixture(width, experts, top)
+    here = count // expert.size
+    return MixtureOfExperts(width, experts[here * expert.rank :][:here], expert, top, data=copies)
 
 
 class Decoder(Chain):
@@ -122,20 +163,27 @@ class Windows(Dataset):
         return window[:-1], window[1:]
 
 
-def loss_fn(outputs: Tensor, targets: Tensor, tensor=None) -> Tensor:
-    """-log p, the mean over all bytes."""
+def loss_fn(outputs: Tensor, targets: Tensor, tensor=None, context=None, layers=(), balance: float = 0.0) -> Tensor:
+    """-log p, the mean over all bytes, and for the balance of each of ``layers``, which have experts."""
+    if context is not None:
+        targets = context.tokens(targets)
+    if layers:
+        return loss_fn(outputs, targets) + balance * sum(layer.balance for layer in layers)
     if tensor is not None:
         return vocab_parallel_cross_entropy(outputs, targets, tensor, reduction="mean")
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def workload(config: dict, tensor=None) -> Workload:
+def workload(config: dict, tensor=None, context=None, expert=None, copies=None) -> Workload:
     """The decoder workload: descriptions of functions (those of ``summarization``), a text of bytes.
 
     Args:
         config: ``layers``, ``hidden``, ``heads``, ``seq``, sizes of the model; ``recompute``, ``none``, ``selective``
-            or ``full``; ``test_samples``, how many are evaluated; ``seed``.
+            or ``full``; ``experts`` in place of each MLP, of which a token takes ``top``, and ``balance``, what their
+            balance weighs in the loss; ``test_samples``, how many are evaluated; ``seed``.
         tensor: a communicator of the ranks that share each layer.
+        context: those that share each sequence (shared_tokens.py).
+        expert, copies: communicators of the ranks that share experts out, and of those with the same ones.
 
     Raises:
         DtlibError: for an unknown key, and for sizes that cannot be.
@@ -151,18 +199,30 @@ def workload(config: dict, tensor=None) -> Workload:
         raise DtlibError(
             f"recompute of the decoder workload is {config['recompute']!r}: choose one of {', '.join(RECOMPUTE)}."
         )
+    count, top, experts = config["experts"], config["top"], None
+    if count and not 1 <= top <= min(2, count):
+        raise DtlibError(f"top of the decoder workload is {top}, of {count} experts: give 1 or 2.")
+    if count:
+        experts = partial(experts_of, count=count, top=top, expert=expert, copies=copies)
+    if context is not None:
+        context.check(seq, heads)
+    block = LayerSpec(Block, hidden, heads, config["recompute"], tensor, context, experts)
     layers = [
-        LayerSpec(Embedding, seq, hidden, tensor),
-        *[LayerSpec(Block, hidden, heads, config["recompute"], tensor) for _ in range(config["layers"])],
+        LayerSpec(Embedding, seq, hidden, tensor, context),
+        *[block] * config["layers"],
         head(hidden, tensor),
     ]
     train, test = (
         Windows("\n".join(each.article for each in stories.embedded(split)).encode(), seq)
         for split in ("train", "test")
     )
+    model, loss = Decoder(layers, config["seed"]), loss_fn
+    if any(axis is not None for axis in (tensor, context, expert)):
+        mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+        loss = partial(loss_fn, tensor=tensor, context=context, layers=mixtures, balance=config["balance"])
     return Workload(
-        name="decoder", model=Decoder(layers, config["seed"]), layers=layers, seed=config["seed"], train=train,
-        test=test, collate=None, loss_fn=partial(loss_fn, tensor=tensor) if tensor else loss_fn,
+        name="decoder", model=model, layers=layers, experts=count, seed=config["seed"], train=train,
+        test=test, collate=None, loss_fn=loss,
         evaluate=partial(evaluate, data=test, samples=config["test_samples"]),
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ class Workload:
             of equal size, or over ranks, is that of the whole batch.
         evaluate: ``evaluate(model, comm)``, called on all ranks, which share the test data out: a dict of figures,
             the same on each. ``model`` is whole on every rank: one like ``model``, with gathered parameters.
+        experts: how many its layers have in place of a perceptron; 0 for none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Workload:
     collate: Callable | None
     loss_fn: Callable
     evaluate: Callable
+    experts: int = 0
 
 
 class Chain(nn.Module):

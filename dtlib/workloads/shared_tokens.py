@@ -1,0 +1,49 @@
+"""Sequences that ranks share: each reads some, and has some tokens of all of them."""
+
+import torch
+from torch import Tensor
+
+from dtlib.errors import DtlibError
+from dtlib.parallel.context.attention import Sequence
+from dtlib.parallel.context.module import METHODS
+from dtlib.parallel.context.order import ORDERS, positions_of
+
+
+class Shared:
+    """A context axis. Two ranks with a sequence each, a and b, of four tokens, in zigzag order:
+
+        rank 0   a0 a1 a2 a3   .--  a0 a3, b0 b3
+        rank 1   b0 b1 b2 b3   '--  a1 a2, b1 b2
+
+    So a mean over this rank's tokens, averaged over ranks, is the mean over all tokens.
+    """
+
+    def __init__(self, comm, order: str = "zigzag", method: str = "ring"):
+        if order not in ORDERS or method not in METHODS:
+            raise DtlibError(
+                f"context_parallel has order {order!r} and method {method!r}: choose of {', '.join(ORDERS)}, and of "
+                f"{', '.join(METHODS)}."
+            )
+        self.comm, self.order, self.method = comm, order, method
+
+    def check(self, seq: int, heads: int) -> None:
+        ranks = self.comm.size
+        if seq % (2 * ranks):
+            raise DtlibError(
+                f"seq is {seq}, and {ranks} context ranks take equal parts: give a multiple of {2 * ranks}."
+            )
+        if self.method == "ulysses" and heads % ranks:
+            raise DtlibError(f"{heads} heads make no {ranks} equal groups: take method 'ring' of context_parallel.")
+
+    def positions(self, seq: int, rank: int | None = None) -> Tensor:
+        return positions_of(self.comm.rank if rank is None else rank, self.comm.size, seq, self.order)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """(batch, seq), this rank's sequences whole, to (ranks * batch, seq / ranks): its tokens of everybody's."""
+        pieces = torch.stack([x[:, self.positions(x.shape[1], rank)] for rank in range(self.comm.size)])
+        return self.comm.all_to_all(torch.empty_like(pieces), pieces).flatten(0, 1)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal, over all ranks' tokens: (batch, heads, tokens here, width) to the same."""
+        sequence = Sequence(self.comm, query.shape[-2] * self.comm.size, self.order, True)
+        return METHODS[self.method](query, key, value, sequence, None)
