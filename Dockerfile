@@ -5,7 +5,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 COPY --chown=learner . /srv/dtlib
 # setuptools is asked of PyPI, and torch's CPU build of PyTorch's own index.
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
-    && pip install --no-cache-dir /srv/dtlib
+    && pip install --no-cache-dir --constraint /srv/dtlib/requirements.lock /srv/dtlib
 USER learner
 WORKDIR /course
 # Ranks speak through shared memory: docker run --shm-size=1g if /dev/shm is too small for your arrays.

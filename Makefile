@@ -1,4 +1,4 @@
-# make lab | test | test-all | test-nightly | test-gpu | gpu-report | tour | notebooks | workshop | slides | book | browser | wheelhouse | lint | clean
+# make lab | test | test-all | test-nightly | test-gpu | gpu-report | tour | notebooks | workshop | slides | book | browser | wheelhouse | lint | lock | clean
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
@@ -10,14 +10,14 @@ PYTHON ?= python3
 ARGS ?=
 TRACK ?= two-hours
 BIN := .venv/bin
-TORCH_PIN := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_PIN := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 WHEELS ?=
 UV_PIN := uv==0.13.9
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
-.PHONY: lab test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book browser wheelhouse lint clean
+.PHONY: lab lock test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book browser wheelhouse lint clean
 
 PYTEST := $(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
@@ -56,7 +56,7 @@ slides: .venv/ready
 	$(BIN)/python -m docs.slides
 
 book: .venv/ready
-	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) -e '.[book]'
+	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) --constraint requirements.lock -e '.[book]'
 	$(BIN)/python -m docs.book
 
 # The rooms that need no ranks, as a web page: a folder, and one file. npm fetches Python for browsers.
@@ -67,23 +67,31 @@ browser: .venv/ready
 wheelhouse: slides
 	@torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	case $$torch in *+cpu) $(PIP) wheel --wheel-dir wheelhouse --no-deps --index-url $(CPU_INDEX) "torch==$$torch";; esac && \
-	$(PIP) wheel --wheel-dir wheelhouse --find-links wheelhouse "torch==$$torch" 'setuptools>=77' '.[test]'
+	$(PIP) wheel --wheel-dir wheelhouse --find-links wheelhouse --constraint requirements.lock "torch==$$torch" 'setuptools>=77' '.[test]'
 	@echo "All wheels, dtlib's own with its slides too, are in wheelhouse: make lab WHEELS=wheelhouse needs no network."
 
 lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The lock: every version that `make lab` installs, for all systems. Run it after a change of pyproject.toml; UPGRADE=1
+# takes the newest of everything.
+lock: .venv/ready
+	$(PIP) --quiet install $(UV_PIN)
+	$(BIN)/python -m uv --quiet pip compile --universal --python-version 3.11 --no-annotate $(if $(UPGRADE),--upgrade) \
+	  --custom-compile-command 'make lock' --extra test --extra browser --extra book pyproject.toml -o requirements.lock
+
 clean:
 	rm -rf .venv
 
-# Set-up happens once; .venv/ready is newer than the pins once it has succeeded. uv installs several times faster than
+# Set-up happens once; .venv/ready is newer than the lock once it has succeeded. uv installs several times faster than
 # pip, which brings it; where it cannot be had, or does not reach what pip is told of (a mirror in pip.conf), pip goes on.
 # What only tests need is installed by the first `make test`.
 UV := $(BIN)/python -m uv --quiet pip install --python $(BIN)/python
-install = { [ -z "$(WHEELS)" ] && $(UV) $(1) 2>/dev/null; } || $(PIP) --quiet install $(SOURCE) $(1)
+LOCKED := --constraint requirements.lock
+install = { [ -z "$(WHEELS)" ] && $(UV) $(LOCKED) $(1) 2>/dev/null; } || $(PIP) --quiet install $(SOURCE) $(LOCKED) $(1)
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dtlib needs Python 3.11 or newer, and $(PYTHON) is older or missing: make PYTHON=python3.12 lab"; exit 2; }
 	@echo "1 of 4  an environment of its own, in .venv"

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dtlib
 from dtlib.lab.lesson_files import notebooks
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PIN = re.compile(r"([\w.-]+)==(\d[\w.+!]*)")
 
 # Where conda-forge has another name for what PyPI calls so.
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
@@ -56,28 +57,32 @@ NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imp
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
 
-def pins(requirements):
-    matches = [PIN.fullmatch(requirement) for requirement in requirements]
-    return {match[1].lower(): match[2] for match in matches if match}
+LOCKED = {
+    canonicalize_name(name): version
+    for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "requirements.lock").read_text(), re.M)
+}
+TESTED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
 
 
-def test_every_dependency_is_pinned():
-    groups = {"dependencies": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
-    loose = [f"{group}: {line}" for group, lines in groups.items() for line in lines if not PIN.fullmatch(line)]
-    assert not loose, f"pyproject.toml pins with name==version; these lines do not: {loose}"
+def test_the_lock_has_what_the_project_asks_for():
+    asked = [*TESTED, *PROJECT["optional-dependencies"]["browser"], *PROJECT["optional-dependencies"]["book"]]
+    for each in map(Requirement, asked):
+        assert each.specifier, f"{each}: say which versions it may run beside"
+        assert LOCKED[canonicalize_name(each.name)] in each.specifier, f"{each} is not what is locked: make lock"
+    loose = [each for extra in PROJECT["optional-dependencies"].values() for each in extra if "==" not in each]
+    assert not loose, f"an extra pins with name==version; these do not: {loose}"
 
 
-def test_conda_environment_has_the_pins_of_pyproject():
+def test_conda_environment_has_the_versions_of_the_lock():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     python = f"python {PROJECT['requires-python']}"
     packages = [line for line in environment["dependencies"] if line not in (python, "pip")]
-    wanted = pins(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
+    names = [canonicalize_name(Requirement(each).name) for each in TESTED]
 
     assert environment["channels"] == ["conda-forge"]
     assert python in environment["dependencies"]
     assert all(isinstance(line, str) for line in packages), "a pip: section would install a second Open MPI"
-    assert all(PIN.fullmatch(line) for line in packages), packages
-    assert pins(packages) == {CONDA_NAMES.get(name, name): version for name, version in wanted.items()}
+    assert sorted(packages) == sorted(f"{CONDA_NAMES.get(name, name)}=={LOCKED[name]}" for name in names)
 
 
 def test_table_of_data_has_every_file_and_its_checksum():
