@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 from sphinx.application import Sphinx
 
-from docs import slides
+from docs import reference, slides
 from dtlib.browser import build as browser
 from dtlib.browser import rooms
 from dtlib.errors import DtlibError
@@ -24,7 +24,7 @@ SETTINGS = {
     "project": "dtlib",
     "author": "The dtlib authors",
     # The lessons write their formulas in plain letters. MathJax would put a script from a network on every page.
-    "extensions": ["myst_nb", "sphinx.ext.imgmath"],
+    "extensions": ["myst_nb", "sphinx.ext.imgmath", "sphinx.ext.autodoc", "sphinx.ext.napoleon"],
     "html_math_renderer": "imgmath",
     "root_doc": "start",
     "html_theme": "alabaster",
@@ -40,7 +40,9 @@ SETTINGS = {
     "html_css_files": ["book.css"],  # columns of tables, and a dark page for who asks the browser for one
     "nb_execution_mode": "off",
     "nb_ipywidgets_js": {},  # widgets live in JupyterLab alone; their scripts would come from a network
-    "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header"],
+    "autodoc_member_order": "bysource",
+    "autodoc_typehints": "signature",
+    "suppress_warnings": ["mystnb.unknown_mime_type", "myst.header", "ref.python"],
 }
 BESIDE = (
     "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md",
@@ -74,7 +76,7 @@ def lay_out(source: Path, page: bool = False) -> None:
         f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
     )
     contents += "\n\nWho teaches: [the guide](docs/instructor/guide.md). To look up: [glossary](docs/glossary.md), "
-    contents += "[one page](docs/cheat_sheet.md).\n"
+    contents += "[one page](docs/cheat_sheet.md), [reference](docs/reference.md).\n"
     for name in BESIDE:
         (source / "docs" / name).parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / "docs" / name).read_text(encoding="utf-8").replace("../notebooks/", "../")
@@ -82,7 +84,8 @@ def lay_out(source: Path, page: bool = False) -> None:
         (source / "docs" / name).write_text(text, encoding="utf-8")
     for name in ("decision_chart.svg", "planner_rows.csv"):  # which those pages show, or lead to
         shutil.copy(ROOT / "docs" / name, source / "docs" / name)
-    pages = "\n".join(f"docs/{name.removesuffix('.md')}" for name in BESIDE)
+    (source / "docs" / "reference.md").write_text(reference.page(), encoding="utf-8")
+    pages = "\n".join(f"docs/{name.removesuffix('.md')}" for name in (*BESIDE, "reference.md"))
     contents += f"\n```{{toctree}}\n:hidden:\n:caption: Beside the course\n\n{pages}\n```\n"
     for kind in ("lectures", "exercises", "solutions"):
         pages = "\n".join(f"{kind}/{path.stem}" for path in sorted((source / kind).glob("*.ipynb")))

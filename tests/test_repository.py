@@ -85,6 +85,17 @@ def test_conda_environment_has_the_versions_of_the_lock():
     assert sorted(packages) == sorted(f"{CONDA_NAMES.get(name, name)}=={LOCKED[name]}" for name in names)
 
 
+def test_what_checks_a_commit_is_what_the_lock_has():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["rev"] == f"v{LOCKED['ruff']}"
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        (job,) = yaml.safe_load(workflow.read_text())["jobs"].values()
+        commands = [step["run"].split() for step in job["steps"] if "run" in step]
+        assert ["bash", ".ci/run"] in [command[:2] for command in commands], workflow
+        assert {name for command in commands if command[0] == "make" for name in command[1:]} <= targets, workflow
+
+
 def test_table_of_data_has_every_file_and_its_checksum():
     folder = ROOT / "data"
     rows = [line.strip("| \n").split("|") for line in (folder / "README.md").open() if line.startswith("| `")]
