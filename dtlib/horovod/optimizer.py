@@ -218,7 +218,7 @@ def DistributedOptimizer(
     Unlike Horovod's it leaves ``p.grad`` None until the first backward pass: zeros would make a sparse gradient dense.
 
     The step waits for all gradients; to change them before it, as clipping and a GradScaler do (whose changes to
-    gradients on their way are not noticed):
+    gradients on their way are not noticed)::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
