@@ -4,6 +4,8 @@ import functools
 import http.server
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -136,6 +138,20 @@ def test_what_cannot_be_is_said_in_a_sentence():
     assert "choose one of gpipe" in rooms.answer("schedule", {"schedule": "other"})
     assert "from 1 to 8" in rooms.answer("schedule", {"ranks": "99"}) and "There is no room" in rooms.answer("x", {})
     assert "could not convert" in rooms.answer("memory", {"memory": "much"})
+
+
+def test_memory_of_a_model_on_a_mesh_is_the_planners():
+    from dtlib.planner import MODELS, Plan
+    from dtlib.planner.memory import states
+
+    shown = rooms.answer("memory", {"model": "llama3-8b", "ranks": "8", "tensor": "2", "pipe": "4"})
+    for stage in range(4):
+        plan = Plan(data=8, tensor=2, pipe=4, batch=8, zero=stage, scheme="mixed_adam")
+        held = states(MODELS["llama3-8b"], plan)
+        cells = "".join(rf"<td[^>]*>{held[kind]:,}</td>" for kind in rooms.room("memory").KINDS)
+        assert re.search(rf"<td[^>]*>{stage}</td>{cells}", shown), (stage, held)
+    assert "tensor is 3" in rooms.answer("memory", {"model": "llama3-8b", "tensor": "3"})
+    assert "7.5 billion" in rooms.answer("memory", {}) and "1.875 billion" in rooms.answer("memory", {"pipe": "4"})
 
 
 def test_a_puzzle_that_is_judged_and_a_duel():
@@ -478,3 +494,84 @@ def test_whatever_a_learner_runs_the_page_lives(site):
     site.reload()
     ready(site)
     assert site.input_value("#ranks-code").startswith("world.comm.barrier()  # all four come")
+
+
+# Firefox, by WebDriver BiDi
+
+FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
+
+
+class Bidi:
+    """A tab of Firefox; ``fetched`` are the addresses that it asked for."""
+
+    def __init__(self, folder):
+        import websocket
+
+        command = [FIREFOX, "--headless", "--no-remote", "--profile", str(folder), "--remote-debugging-port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        line = next(line for line in self.process.stderr if "WebDriver BiDi listening" in line)
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        self._socket = websocket.create_connection(line.split()[-1] + "/session", timeout=120, suppress_origin=True)
+        self._number, self.fetched = 0, []
+        self.call("session.new", capabilities={})
+        self.call("session.subscribe", events=["network.beforeRequestSent"])
+        self.tab = self.call("browsingContext.getTree")["contexts"][0]["context"]
+
+    def call(self, method, **params):
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._socket.recv())
+            if message.get("method") == "network.beforeRequestSent":
+                self.fetched.append(message["params"]["request"]["url"])
+            if message.get("id") == self._number:
+                assert message["type"] == "success", message
+                return message["result"]
+
+    def value(self, expression):
+        target = {"context": self.tab}
+        found = self.call("script.evaluate", expression=expression, target=target, awaitPromise=True)
+        assert found["type"] == "success", found
+        return found["result"].get("value")
+
+    def until(self, expression):
+        """Wait for it to be true."""
+        poll = (
+            f"(async () => {{ while (!({expression})) await new Promise(go => setTimeout(go, 100)); return true }})()"
+        )
+        assert self.value(poll)
+
+    def close(self):
+        self._socket.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(FIREFOX is None, reason="there is no Firefox on PATH")
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_the_same_page_in_firefox(addresses, tmp_path, kind):
+    shown = "document.querySelector('#{} .answer')"
+    answered = f"{shown.format('{0}')}.getAttribute('aria-busy') == 'false'"
+    firefox = Bidi(tmp_path)
+    try:
+        firefox.call("browsingContext.navigate", context=firefox.tab, url=addresses[kind], wait="none")
+        firefox.until("document.getElementById('status')?.textContent.startsWith('Ready')")
+        firefox.value("location.hash = 'schedule=gpipe&ranks=3&microbatches=4'")
+        bars = (
+            "[...document.querySelectorAll('#schedule rect')].filter(r => r.getBoundingClientRect().width > 12).length"
+        )
+        firefox.until(f"{bars} == 24")
+        firefox.value("location.hash = 'quiz=00'")
+        right = next(letter for letter in "abcdef" if quizzes()["00"].questions[0].chosen(letter).right)
+        firefox.until(f"document.getElementById('quiz-0{right}') && {answered.format('quiz')}")
+        firefox.value(f"document.getElementById('quiz-0{right}').click()")
+        firefox.until("document.querySelector('#quiz fieldset .right')")
+        firefox.value("location.hash = 'ranks'")
+        firefox.until(answered.format("ranks"))
+        firefox.value("document.querySelector('#ranks button[value=run]').click()")
+        firefox.until(f"{shown.format('ranks')}.innerText.split('the sum is tensor(6)').length == 5")
+        own = (addresses[kind].rpartition("/")[0], "blob:", "data:", "about:", "resource:", "chrome:", "moz-")
+        assert [url for url in firefox.fetched if not url.startswith(own)] == []
+    finally:
+        firefox.close()

@@ -4,16 +4,21 @@ from dtlib.browser.fields import Choice, Number
 from dtlib.browser.svg import WIDTH, Picture, letters_on
 from dtlib.lab.colours import RANK_COLOURS
 from dtlib.lab.tables import Table
+from dtlib.planner import MODELS, Plan, check
+from dtlib.planner.memory import parameters_of_stage
 from dtlib.theory.zero import GB, SCHEMES, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 
 TITLE, LESSON = "Memory to the byte", "06_zero"
 SAYS = (
-    "What one rank holds of a model's states, by ZeRO's stages: parameters, gradients, master weights and the "
-    "optimizer's states. No activations. Which stage fits below the line first?"
+    "What one rank holds of a model's states on a mesh, by ZeRO's stages: parameters, gradients, master weights and "
+    "the optimizer's states, to the byte. No activations. Which stage fits below the line first?"
 )
 FORM = (
+    Choice("model", "model", "", {"": "of so many parameters", **{name: name for name in MODELS}}),
     Number("memory", "parameters, in billions", 7.5, 0.000001, 10_000, 0.1),
-    Number("ranks", "ranks", 64, 1, 1_000_000),
+    Number("ranks", "data axis", 64, 1, 1_000_000),
+    Number("tensor", "tensor axis", 1, 1, 1024),
+    Number("pipe", "pipe axis", 1, 1, 1024),
     Choice("scheme", "bytes a parameter", "mixed_adam", {
         name: f"{each.parameters} + {each.gradients} + {each.optimizer}: {name.replace('_', ' ')}"
         for name, each in SCHEMES.items()
@@ -29,15 +34,23 @@ def table(parameters: int, ranks: int, scheme: str) -> list[dict]:
     return [zero_bytes(parameters, ranks, stage, scheme) for stage in STAGES]
 
 
-def show(memory: float, ranks: int, scheme: str, room: float) -> str:
-    parameters = round(memory * 1e9)
+def on_first_rank(model: str, parameters: int, ranks: int, tensor: int, pipe: int) -> int:
+    """Parameters on a rank of the first stage before ZeRO shares them out; without a model, an even part of them."""
+    if not model:
+        return -(-parameters // (tensor * pipe))
+    plan = check(MODELS[model], Plan(data=ranks, tensor=tensor, pipe=pipe, batch=ranks, micro_batch=1))
+    return sum(parameters_of_stage(MODELS[model], plan, 0))
+
+
+def show(model: str, memory: float, ranks: int, tensor: int, pipe: int, scheme: str, room: float) -> str:
+    parameters = on_first_rank(model, round(memory * 1e9), ranks, tensor, pipe)
     held = table(parameters, ranks, scheme)
     totals = [sum(each.values()) for each in held]
     need = [fewest_ranks(parameters, room * GB, stage, scheme) for stage in STAGES]
     fit = [str(stage) for stage in STAGES if totals[stage] <= room * GB]
     said = f"Stage {' and '.join(fit[:1])} is the first that fits" if fit else "No stage fits"
     alt = (
-        f"What a rank holds of {memory:g} billion parameters on {ranks} ranks: "
+        f"What a rank holds of its {parameters / 1e9:.4g} billion parameters, with a data axis of {ranks}: "
         + ", ".join(f"stage {stage} {totals[stage] / GB:.2f} GB" for stage in STAGES)
         + f". {said} into {room:g} GB."
     )
@@ -66,7 +79,7 @@ def show(memory: float, ranks: int, scheme: str, room: float) -> str:
          zero_wire_elements(parameters, ranks, stage) * SCHEMES[scheme].parameters)
         for stage, each in enumerate(held)
     ]  # fmt: skip
-    headers = ("stage", *(kind.replace("_", " ") for kind in KINDS), "in all", "ranks to fit", "sent")
+    headers = ("stage", *(kind.replace("_", " ") for kind in KINDS), "in all", "data axis to fit", "sent")
     return (
         picture.html()
         + Table(rows, headers, "Bytes that rank 0 holds, and sends a step", align="r" * len(headers))._repr_html_()
