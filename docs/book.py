@@ -18,6 +18,7 @@ from docs import reference, slides
 from dtlib.browser import build as browser
 from dtlib.browser import rooms
 from dtlib.errors import DtlibError
+from dtlib.lab.checks.questions import quizzes
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -68,9 +69,8 @@ def lay_out(source: Path, page: bool = False) -> None:
         if solved:  # so that a list of pages, such as what a search has found, tells it from the exercises themselves
             text = re.sub(r'"(# [^\n"\\]+)', r'"\1, solved', text, count=1)
         (source / ("solutions" if solved else "lectures") / path.name).write_text(text, encoding="utf-8")
-    for name in rooms.NAMES if page else ():
-        if (lesson := rooms.room(name).LESSON) != "start":
-            _lead_to(source / ("exercises" if lesson.endswith("_exercises") else "lectures") / f"{lesson}.ipynb", name)
+    for path in [*(source / "lectures").glob("*.ipynb"), *(source / "exercises").glob("*.ipynb")] if page else ():
+        _lead_to_the_page(path)
     shutil.copytree(notebooks / "workshop", source / "workshop", ignore=shutil.ignore_patterns(".*"))
     contents = "\n## Slides\n\n" + " · ".join(
         f'<a href="slides/{path.stem}.html">{path.stem.partition("_")[0]}</a>' for path in slides.sources()
@@ -102,29 +102,34 @@ def lay_out(source: Path, page: bool = False) -> None:
     (source / "start.md").write_text(start + contents)
 
 
-def _lead_to(notebook: Path, room: str) -> None:
-    """Put a link to a room of the web page below a notebook's title."""
-    book = nbformat.read(notebook, as_version=4)
-    link = f'<a href="../page/index.html#{room}">{rooms.room(room).TITLE}</a>'
-    book.cells[0].source += f"\n\nIn this browser, without ranks: {link}."
-    nbformat.write(book, notebook)
+def _lead_to_the_page(notebook: Path) -> None:
+    """Put links to its rooms of the web page, and to its quiz there, below the first words of a notebook."""
+    found = {name: rooms.room(name).TITLE for name in rooms.NAMES if notebook.stem == rooms.room(name).LESSON}
+    number = notebook.stem.partition("_")[0]
+    if number in quizzes() and notebook.parent.name == "lectures":
+        found[f"quiz={number}"] = "the quiz"
+    if found:
+        links = ", ".join(f'<a href="../page/index.html#{state}">{title}</a>' for state, title in found.items())
+        book = nbformat.read(notebook, as_version=4)
+        book.cells[0].source += f"\n\nIn this browser, without ranks: {links}."
+        nbformat.write(book, notebook)
 
 
 def build(out: Path) -> None:
     """Write the site to ``out``; with the web page, where npm or a former build has Python for browsers."""
-    source, beside = out.parent / "book-source", out.parent / "book-page"
+    source, page = out.parent / "book-source", None
     try:
-        browser.write(beside / "page", course="../")
+        page = browser.write(out.parent / "book-page", course="../")
     except DtlibError as problem:
         print(f"The book has no web page to try things in: {problem}")
-    page = (beside / "page").exists()
-    lay_out(source, page)
+    lay_out(source, bool(page))
     shutil.rmtree(out, ignore_errors=True)
     Sphinx(source, None, out, out.parent / "book-doctrees", "html", confoverrides=SETTINGS, freshenv=True).build()
     slides.write(out / "slides")
     if page:
-        shutil.copytree(beside / "page", out / "page")
-        shutil.copy(beside / "page.html", out / "page.html")
+        folder, single = page
+        shutil.copytree(folder, out / "page")
+        shutil.copy(single, out / "page" / "in_one_file.html")
     (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=start.html">\n')
 
 

@@ -114,6 +114,7 @@ def test_rooms_need_the_files_of_the_page_alone_and_no_package(own_files):
     assert json.loads(without_packages(own_files, narrow() + DRAW_ALL)) == here
 
 
+@pytest.mark.slow
 def test_figures_hold_with_32_bits(own_files):
     wide = {}
     exec(FIGURES, wide)

@@ -19,6 +19,7 @@ import dtlib
 from dtlib.browser import rooms
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
+from dtlib.lab.checks.questions import as_html
 from dtlib.lab.navigation import title
 
 PYODIDE = "314.0.7"
@@ -124,7 +125,7 @@ def _room(name: str, course: str) -> str:
     fields = "\n".join(field.html(name) for field in where.FORM)
     return (
         f'<form class="room" id="{name}" hidden>\n<h2>{escape(where.TITLE)}</h2>\n'
-        f"<p>{escape(where.SAYS)} {_lesson(where.LESSON, course)}</p>\n"
+        f"<p>{as_html(where.SAYS)} {_lesson(where.LESSON, course)}</p>\n"
         f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{rooms.answer(name, {})}</div>\n'
         "</form>"
     )
