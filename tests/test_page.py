@@ -456,7 +456,7 @@ print(sum(value for value in twice(torch.ones(1) * rank)), max(helper(torch.ones
 handle = comm.all_reduce(torch.ones(2), async_op=True)
 while not handle.done():
     pass
-handle.wait()
+await handle.wait()
 """
     world = Ranks(4)
     assert world.run(source).said == ["3.0 1.5\ntensor([4., 4.])"] * 4

@@ -124,7 +124,7 @@ def _room(name: str, course: str) -> str:
     where = rooms.room(name)
     fields = "\n".join(field.html(name) for field in where.FORM)
     return (
-        f'<form class="room" id="{name}" hidden>\n<h2>{escape(where.TITLE)}</h2>\n'
+        f'<form class="room" id="{name}"{" hidden" * (name != rooms.NAMES[0])}>\n<h2>{escape(where.TITLE)}</h2>\n'
         f"<p>{as_html(where.SAYS)} {_lesson(where.LESSON, course)}</p>\n"
         f'<div class="fields">{fields}</div>\n<div class="answer" aria-live="polite">{rooms.answer(name, {})}</div>\n'
         "</form>"

@@ -58,6 +58,11 @@ class _Awaits(ast.NodeTransformer):
         self.lines.add(node.lineno)
         return ast.copy_location(ast.Await(ast.Call(ast.Name("_turn", ast.Load()), [node], [])), node)
 
+    def visit_Await(self, node):
+        """Where the learner has written ``await``, it stands already."""
+        node.value = self.visit(node.value)
+        return node.value if isinstance(node.value, ast.Await) else node
+
     def visit_FunctionDef(self, node):
         waits = node.name in self.take_turns and _waits(node, self.take_turns)
         if waits and any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node)):
