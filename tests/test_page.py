@@ -14,7 +14,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from dtlib.browser import build, ranks, rooms
+from dtlib.browser import build, ranks, rooms, sources
 from dtlib.browser.simulated import tensors
 from dtlib.browser.simulated.cells import Ranks
 from dtlib.browser.svg import Picture
@@ -95,7 +95,11 @@ DRAW_ALL = (
 
 def narrow():
     """A program that imports all modules of the page, and leaves them numbers of 32 bits for their ranges."""
-    paths = [path.with_suffix("") for path in build.carried() if path.suffix == ".py" and path.stem != "lecture"]
+    paths = [
+        path.with_suffix("")
+        for path in build.carried()
+        if path.suffix == ".py" and path.stem not in ("lecture", "exercises")
+    ]
     return NARROW.format(modules=[".".join(("dtlib", *path.parts)).removesuffix(".__init__") for path in paths])
 
 
@@ -162,6 +166,20 @@ def test_a_puzzle_that_is_judged_and_a_duel():
         assert ("Passed, level 1. Makespan 33, par 33" in shown) == (number == 1), shown
         assert shown.count("<rect") >= 64
     assert "F0 F1" in rooms.room("puzzle").FORM[1].value and "wins" in rooms.answer("duel", {"pressed": "rank"})
+
+
+def test_exercises_are_the_lessons_with_their_judges():
+    for name in rooms.room("exercise")._named():
+        text, stub = rooms.room("exercise").task(name)
+        lesson = rooms.room("exercise")._named()[name][0]
+        found = sources.cells(f"{lesson}/exercises.py")
+        at = next(at for at, (_, body) in enumerate(found) if body.startswith(f'lab.check("{name}")'))
+        assert "solution" in found[at - 1][0] and text and "%" not in stub.split()[0]
+        asked = {"exercise": name, "pressed": "check"}
+        assert f"Passed: {name}" in rooms.answer("exercise", {**asked, "code": f"import math\n{found[at - 1][1]}"})
+        assert "Not yet" in rooms.answer("exercise", {**asked, "code": stub})
+        assert "defines no" in rooms.answer("exercise", {**asked, "code": "1"})
+        assert "Nothing ran" in rooms.answer("exercise", {**asked, "code": "("})
 
 
 def test_letters_of_a_learner_stay_letters():

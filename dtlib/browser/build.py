@@ -37,7 +37,9 @@ CARRIED = (
     "lab/checks/questions.py", "lessons/__init__.py",
     *(f"lab/{name}.py" for name in ("colours", "decision_chart", "drawing", "lesson_files", "tables")),
     "lessons/glossary.toml", "lessons/**/quiz*.toml", "lessons/l*/__init__.py", "lessons/l00/judge_sum.py",
-    "lessons/l00/lecture.py", "lessons/l03/lecture.py", "lessons/l07/duel.py", "lessons/l07/judge_puzzle.py",
+    "lessons/l00/lecture.py", "lessons/l03/lecture.py", "lessons/l05/judge_rates.py", "lessons/l05/exercises.py",
+    "lessons/l09/judge_formats.py", "lessons/l09/exercises.py", "lessons/l11/judge_scaling.py",
+    "lessons/l11/exercises.py", "lab/checks/equality.py", "lessons/l07/duel.py", "lessons/l07/judge_puzzle.py",
 )  # fmt: skip
 
 

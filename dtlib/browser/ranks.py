@@ -1,13 +1,12 @@
 """A learner's cell on ranks that take turns: SIMULATED, in one process."""
 
-import re
 from functools import cache
 
 from dtlib.browser.fields import Choice, Press, Slider, Text, put
 from dtlib.browser.simulated.cells import Outcome, Ranks
 from dtlib.browser.simulated.tensors import MADE, Tensor
+from dtlib.browser.sources import on_ranks
 from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label, sentence
-from dtlib.lab import lesson_files
 from dtlib.lab.checks.exercise import Wrong
 from dtlib.lab.colours import rank_colour
 from dtlib.lessons.l00.judge_sum import judge_total
@@ -34,16 +33,12 @@ ROW, LEFT = 46, 76
 
 @cache
 def cells() -> dict[str, str]:
-    """The %%px cells of the lessons that run here, as learners get them."""
+    """The cells of the lessons that run here."""
     found = {}
     for lesson, path in LESSONS.items():
-        source = (lesson_files.FOLDER / path).read_text(encoding="utf-8")
-        for head, body in re.findall(r"(?ms)^# %%(.*?)\n(.*?)(?=^# %%(?!px)|\Z)", source):
-            if re.match(r"# %%?px\b", body) and "solution" not in head and not any(word in body for word in BEYOND):
-                lines = re.sub(r"(?m)^# (%px)\b", r"\1", body.removeprefix("# %%px\n")).strip()
-                first = lines.partition("\n")[0]
-                number = sum(name.startswith(f"{lesson} ") for name in found) + 1
-                found[f"{lesson} cell {number}: {first.removeprefix('%px ')[:44]}"] = lines
+        bodies = [body for body in on_ranks(path) if not any(word in body for word in BEYOND)]
+        for number, body in enumerate(bodies, start=1):
+            found[f"{lesson} cell {number}: {body.removeprefix('%px ').partition(chr(10))[0][:44]}"] = body
     return found
 
 

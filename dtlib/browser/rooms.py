@@ -5,7 +5,7 @@ from importlib import import_module
 
 from dtlib.errors import DtlibError
 
-NAMES = ("schedule", "puzzle", "duel", "steps", "ranks", "memory", "plan", "chart", "quiz", "words")
+NAMES = ("schedule", "puzzle", "duel", "steps", "ranks", "exercise", "memory", "plan", "chart", "quiz", "words")
 
 
 def room(name: str):
