@@ -92,7 +92,8 @@ def test_what_checks_a_commit_is_what_the_lock_has():
     for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
         (job,) = yaml.safe_load(workflow.read_text())["jobs"].values()
         commands = [step["run"].split() for step in job["steps"] if "run" in step]
-        assert commands and {name for command in commands if command[0] == "make" for name in command[1:]} <= targets, workflow
+        made = {name for command in commands if command[0] == "make" for name in command[1:]}
+        assert commands and made <= targets, workflow
 
 
 def test_table_of_data_has_every_file_and_its_checksum():

@@ -10,7 +10,7 @@ def solo(rank: int, size: int) -> "SoloCommunicator":
     """Rank ``rank`` of ``size`` ranks that do not exist: SIMULATED, in one process and without MPI.
 
     Its operations check their arguments and run the algorithms of the real ones, message by message, so that a
-    recording counts exactly what this rank would send. What would come from others is zeros: values mean nothing.
+    recording counts exactly what this rank would send. What would come from others is zeros: values mean nothing::
 
         comm = dtlib.comm.solo(0, 64)
         with recording() as events:
