@@ -92,7 +92,8 @@ def _buffers(roots) -> dict:
 
     kinds = [kind for root in roots for kind in (root if isinstance(root, type) else type(root)).__mro__]
     homes = {getattr(thing, "__module__", None) for thing in [*roots, *kinds]}
-    homes = {home for home in homes if home and home.split(".")[0] not in ("builtins", "torch", "dtlib", "numpy")}
+    libraries = ("builtins", "torch", "dtlib", "numpy")  # but not the answers that lie beside a lesson's judges
+    homes = {home for home in homes if home and (home.split(".")[0] not in libraries or ".wrong_" in home)}
     opened = (dict, list, tuple, set, frozenset, deque, MethodType, CellType, partial, SimpleNamespace)
     found, seen, todo = {}, set(), list(roots)
     while todo:

@@ -172,16 +172,17 @@ def judge_hangs(observations) -> None:
             raise Wrong("rank", 0, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
         if not any(_same_line(line, wanted, hang) for wanted in lines):
             shown = f"line {line}" if isinstance(line, int) else f"`{line}`"
+            counted = ("Count as the error does: the line below %%px is line 1.",)
+            counted *= isinstance(line, int) and line - 1 in lines
             if hang.others and _same_line(line, hang.others, hang):
                 raise Wrong(
                     "where-others-wait", 0, f"in hang {number} the line that keeps rank {rank} away",
                     f"{shown}: there the others wait",
                     f"Rank {rank} is right. It is not in that line when the others are: why does it not come?",
-                    hang.hints[-1],
+                    *counted, hang.hints[-1],
                 )  # fmt: skip
-            hints = hang.hints
-            if isinstance(line, int) and line - 1 in lines:
-                hints = ("Count as the error does: the line below %%px is line 1.", hang.hints[-1])
+            first = f"Rank {rank} is right. This line does not keep it away: which one does?"
+            hints = *(counted or (first,)), hang.hints[-1]
             raise Wrong("line", 0, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)
 
 

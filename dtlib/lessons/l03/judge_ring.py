@@ -117,6 +117,13 @@ def _judge_values(cases) -> None:
             "In which type do chunks travel, and in which are they added?",
             "torch.empty_like(chunk) has the type of the chunk.",
         )  # fmt: skip
+    if all(
+        value * size == right for case in cases.values() for value, right in zip(case["values"], expected, strict=True)
+    ):
+        raise Wrong(
+            "divided", rank, what, f"1/{size} of it: a mean over ranks", "The sum is asked for: who divides?",
+            "Add what is received, and leave it at that.",
+        )  # fmt: skip
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     if None in everything:
         raise Wrong(
@@ -134,7 +141,8 @@ def _judge_values(cases) -> None:
     complete = sum(times == (1,) * size for times in everything)
     raise Wrong(
         "incomplete", rank, what, f"{came}; {complete} of {size * length} elements of all ranks are complete",
-        "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first.",
+        "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first, and then, in "
+        "each step, the one that has just come.",
         "Step s of the first half: send chunk (rank - s - 1) % N, receive chunk (rank - s - 2) % N and add. "
         "Step s of the second: send chunk (rank - s) % N, receive chunk (rank - s - 1) % N.",
     )  # fmt: skip
@@ -195,6 +203,13 @@ def _judge_cost(cases) -> None:
             "bytes", rank, f"at most {most:,} bytes from each rank, for {length} elements", f"{sums[rank][1]:,} bytes",
             "The values are right, but this rank sends too much: nobody needs to send whole arrays.",
             "Each step sends one chunk, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.",
+        )  # fmt: skip
+    together, needed = sum(count for _, count in sums.values()), 2 * (size - 1) * length * cases[0]["itemsize"]
+    if together > needed:
+        raise Wrong(
+            "padding-sent", rank, f"{needed:,} bytes from all ranks, for {length} elements", f"{together:,} bytes",
+            "The values are right. Do zeros travel that belong to no element?",
+            "Chunks may differ in length: torch.tensor_split(tensor, comm.size) needs no padding.",
         )  # fmt: skip
     if length != lengths(size)[0]:
         return  # chunks that are empty need no message

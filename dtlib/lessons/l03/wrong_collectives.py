@@ -270,6 +270,18 @@ def straight_to_the_owner(comm, tensor):
     return tensor
 
 
+def a_mean(comm, tensor):
+    ring(comm, tensor, torch.tensor_split(tensor, comm.size))
+    tensor /= comm.size
+
+
+def pads_with_zeros(comm, tensor):
+    """Chunks of equal length, and what is missing at the end travels as zeros."""
+    padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % comm.size))
+    ring(comm, padded, torch.tensor_split(padded, comm.size))
+    tensor.copy_(padded[: len(tensor)])
+
+
 def ring_in_three_chunks(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, 3))
 
@@ -305,6 +317,8 @@ WRONG = {
         travels_in_double_precision: ("wider-type", 2),
         takes_float64_for_granted: ("other-type", 2),
         element_by_element: ("messages", 2),
+        a_mean: ("divided", 2),
+        pads_with_zeros: ("padding-sent", 2),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
         ring_in_three_chunks: "other-size",
     },

@@ -15,6 +15,7 @@ NAMED = {
         "another rank's line": ({**RIGHT, 4: (0, "comm.recv(batch, 0, tag=2)")}, "line"),
         "counted from %%px": ({**RIGHT, 3: (0, 6)}, "line"),
         "ranks in quotes": ({**RIGHT, 1: ("2", "3")}, "quoted"),
+        "an if that lets it through": ({**RIGHT, 4: (1, "if comm.rank == 1:")}, "line"),
         "half a word": ({**RIGHT, 5: (0, "com")}, "line"),
     },
 }

@@ -121,11 +121,16 @@ def _judge_values(cases, moved: bool) -> None:
     if kind == "uneven":
         _judge_weights(cases, rank, where, ratio, everywhere)
     if ratio in (size, size * EVEN):
-        raise Wrong(
-            "not-divided", rank, f"{where}: the mean over all samples", _times(ratio),
+        hints = (
             "A sum over ranks is as a learning rate that grows with their number.",
             'Average: op="mean", or divide by comm.size once.',
-        )  # fmt: skip
+        )
+        if not cases[0]["hooks"]:
+            hints = (
+                "The ranks' weights should sum to 1: print samples, and what it is divided by, on every rank.",
+                "A rank's weight is samples / total, where total is the *sum* of all ranks' samples.",
+            )
+        raise Wrong("not-divided", rank, f"{where}: the mean over all samples", _times(ratio), *hints)
     if ratio in (1 / size, 1 / size / EVEN, 1 / size**2):
         raise Wrong(
             "divided-twice", rank, f"{where}: the mean over all samples", _times(ratio),

@@ -94,6 +94,7 @@ def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
         )  # fmt: skip
     raise Wrong(
         "one-bucket", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-        "The values are right, but nothing could travel before the last gradient is there.",
-        "Begin a new bucket when the next gradient would go beyond bucket_bytes.",
+        "The values are right, but nothing could travel before the last gradient is there. Is a bucket ever closed, "
+        "and are bytes counted (nbytes), not numbers (numel)?",
+        "Begin a new bucket when the next gradient would go beyond bucket_bytes: filled + gradient.nbytes.",
     )  # fmt: skip

@@ -55,6 +55,14 @@ class WeightedButNotDivided(Right):
         return samples
 
 
+class WeightedByTheMean(Right):
+    """Not by the sum of all ranks' samples."""
+
+    def weight(self, samples):
+        mean = torch.tensor(float(samples), dtype=torch.float64)
+        return samples / self.comm.all_reduce(mean, op="mean").item()
+
+
 class DividedTwice(Right):
     def reduce(self, flat):
         self.comm.all_reduce(flat, op="mean")
@@ -190,6 +198,17 @@ class OneMessageEach(Right):
         return [[parameter] for parameter in self.parameters()]
 
 
+class NumbersForBytes(Right):
+    def buckets(self):
+        bucket = []
+        for parameter in self.parameters():
+            if bucket and sum(p.numel() for p in bucket) + parameter.numel() > self.bucket_bytes:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
+
+
 class OneBucket(Right):
     def buckets(self):
         return [self.parameters()]
@@ -274,6 +293,7 @@ WRONG = {
     "buckets-build": {
         NoDivision: "not-divided",
         WeightedButNotDivided: "not-divided",
+        WeightedByTheMean: "not-divided",
         DividedTwice: "divided-twice",
         ParameterReduced: "parameter-reduced",
         TiedTwice: "tied-twice",
@@ -285,6 +305,7 @@ WRONG = {
         WeightedByTheLargest: "weights",
         OneMessageEach: "no-buckets",
         OneBucket: "one-bucket",
+        NumbersForBytes: "one-bucket",
         NotCopiedBack: "not-averaged",
         ZerosForUnused: "unused",
         FrozenTravelsToo: "bytes",

@@ -2,124 +2,16 @@
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.checks.held import Snapshot, nbytes
-
-STEPS = 3
-SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}  # all of them matter
-WIDTHS = {"even": (15, 24, 12), "uneven": (16, 23, 6)}  # 684 parameters divide by 2, 3 and 4; 535 by none of them
-
-
-def make_net(kind: str):
-    import torch
-    from torch import nn
-
-    inside, hidden, outside = WIDTHS[kind]
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(inside, hidden), nn.Tanh(), nn.Linear(hidden, outside)).double()
-
-
-def make_batch(kind: str, rank: int, step: int):
-    """The samples of a rank, the same wherever they are made."""
-    import torch
-
-    generator = torch.Generator().manual_seed(100 * step + rank + 1)
-    return torch.randn(4, WIDTHS[kind][0], dtype=torch.float64, generator=generator)
-
-
-def loss_of(net, x):
-    return (net(x) - 1).square().mean()
-
-
-def flat_of(tensors):
-    import torch
-
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def length_of(elements: int, ranks: int) -> int:
-    """Elements of a rank's shard, padding included."""
-    return -(-elements // ranks)
-
-
-def own_shard(flat, rank: int, ranks: int):
-    length = length_of(len(flat), ranks)
-    return flat[rank * length : (rank + 1) * length]
-
-
-def attempt(run, kind: str):
-    """What ``run()`` gives; if only sizes that do not divide are too much for it, the error as text."""
-    from mpi4py import MPI
-
-    try:
-        return run()
-    except (Exception, MPI.Exception) as error:
-        if kind == "even":
-            raise
-        return {"error": f"{type(error).__name__}: {error}", "waited": "Wait" in type(error).__name__}
-
-
-# build: ShardedAdam(comm, parameters, **settings) with step()
-
-
-def observe_adam(cls, comm):
-    """For each net: parameters after each step, bytes sent in it, and what is held in the end."""
-    return [attempt(lambda kind=kind: _train(cls, comm, kind), kind) for kind in WIDTHS]
-
-
-def _train(cls, comm, kind: str) -> dict:
-    from dtlib.comm.watch.recorder import recording
-
-    moments = _in_one_process(kind, comm.size)[1]
-    start = flat_of(make_net(kind).parameters())
-    seen = {"kind": kind, "after": [], "sent": []}
-    with Snapshot(cls) as before:
-        net = make_net(kind)
-        mine = cls(comm, net.parameters(), **SETTINGS)
-        for step in range(STEPS):
-            net.zero_grad()
-            loss_of(net, make_batch(kind, comm.rank, step)).backward()
-            with recording() as events:
-                mine.step()
-            seen["after"].append(flat_of(net.parameters()).tolist())
-            seen["sent"].append(sum(event.bytes for event in events if event.kind == "operation"))
-        net.zero_grad()
-        held = before.new(of=[mine])
-    end = flat_of(net.parameters())
-    seen["held"] = nbytes(held)
-    seen["states"] = nbytes(one for one in held if _has(moments, one))
-    seen["copies"] = nbytes(one for one in held if _has(end, one))
-    seen["old"] = nbytes(one for one in held if _has(start, one) and not _has(end, one))
-    seen["zeros"] = max((one.nbytes for one in held if not one.any()), default=0)
-    return seen
-
-
-def _in_one_process(kind: str, ranks: int, factor: float = 1, only: int | None = None, steps: int = STEPS):
-    """Parameters after each step on the gradients of all ranks, or ``only`` of one, times ``factor``; the moments."""
-    import torch
-
-    net = make_net(kind)
-    adam = torch.optim.AdamW(net.parameters(), **SETTINGS)
-    after = []
-    for step in range(steps):
-        adam.zero_grad()
-        for rank in range(ranks) if only is None else [only]:
-            (loss_of(net, make_batch(kind, rank, step)) * factor / (ranks if only is None else 1)).backward()
-        adam.step()
-        after.append(flat_of(net.parameters()))
-    states = [adam.state[parameter] for parameter in net.parameters()]
-    return after, flat_of([state[key] for key in ("exp_avg", "exp_avg_sq") for state in states])
-
-
-def _has(numbers, memory) -> bool:
-    """Whether this memory is there for these numbers: at least half of what is not zero in it are such."""
-    import torch
-
-    if memory.dtype == torch.uint8 and len(memory) % NUMBER == 0:
-        memory = memory.view(torch.float64)  # an array or bytes
-    values, known = memory[memory != 0].double(), numbers.sort().values
-    places = torch.searchsorted(known, values).clamp(1, len(known) - 1)
-    distance = torch.minimum((known[places] - values).abs(), (known[places - 1] - values).abs())
-    return len(values) > 0 and (distance <= 1e-8 * values.abs()).double().mean().item() >= 0.5
+from dtlib.lessons.l06.observe_adam import (
+    SETTINGS,
+    STEPS,
+    flat_of,
+    in_one_process,
+    length_of,
+    make_net,
+    observe_adam,
+    own_shard,
+)
 
 
 def judge_adam(observations) -> None:
@@ -152,7 +44,7 @@ def _judge_steps(cases) -> None:
     ranks, kind = len(cases), cases[0]["kind"]
     start = flat_of(make_net(kind).parameters())
     count = len(start)
-    expected = _in_one_process(kind, ranks)[0]
+    expected = in_one_process(kind, ranks)[0]
     for step in range(STEPS):
         after = [torch.tensor(case["after"][step], dtype=torch.float64) for case in cases]
         wrong = [rank for rank in range(ranks) if not same(after[rank], expected[step])]
@@ -161,6 +53,7 @@ def _judge_steps(cases) -> None:
         rank = wrong[0]
         what = f"the {count} parameters of one process after step {step + 1}"
         came = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
+        _judge_optimizer(after, rank, kind, step, what)
         if step:
             raise Wrong(
                 "second-step", rank, what, f"{came}, after a first step that was right",
@@ -190,9 +83,29 @@ def _judge_steps(cases) -> None:
         if kind == "uneven":
             _judge_padding(after, expected[0], start, rank, what, came)
         raise Wrong(
-            "other-values", rank, what, came, "Which gradient meets which parameter? And are all settings passed on?",
-            "Parameters and gradients lie in flat memory in the same order; pass **settings to torch.optim.AdamW.",
+            "other-values", rank, what, came, "Which gradient meets which parameter?",
+            "Parameters and gradients lie in flat memory in the same order.",
         )  # fmt: skip
+
+
+def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
+    """Are they the parameters of another optimizer, or of other settings?"""
+
+    def are_of(**other):
+        return all(same(values, in_one_process(kind, len(after), **other)[0][step]) for values in after)
+
+    if are_of(optimizer="Adam"):
+        raise Wrong(
+            "other-optimizer", rank, what, "those of torch.optim.Adam",
+            "Both have a weight_decay, and treat it in different ways. Which one is asked for?",
+            "torch.optim.AdamW([self.own], **settings)",
+        )  # fmt: skip
+    for but in (*((key,) for key in SETTINGS), [key for key in SETTINGS if key != "lr"], SETTINGS):
+        if are_of(but=but):
+            raise Wrong(
+                "settings-lost", rank, what, f"those with torch's own {', '.join(but)}",
+                "Do all settings that were passed reach the optimizer?", "torch.optim.AdamW([self.own], **settings)",
+            )  # fmt: skip
 
 
 def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
@@ -200,7 +113,7 @@ def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
     ranks = len(after)
 
     def on_all_ranks(factor):
-        other = _in_one_process(kind, ranks, factor, steps=1)[0][0]
+        other = in_one_process(kind, ranks, factor, steps=1)[0][0]
         return all(same(values, other) for values in after)
 
     if ranks > 1 and on_all_ranks(ranks):
@@ -214,7 +127,7 @@ def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
             "divided-twice", rank, what, f"{came}: the gradient is 1/{ranks} of what it should be",
             'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.',
         )  # fmt: skip
-    alone = [_in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
+    alone = [in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
     if all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)):
         raise Wrong(
             "not-averaged", rank, what, f"{came}: each shard is updated with one rank's gradient alone",
@@ -257,12 +170,12 @@ def _judge_sent(cases) -> None:
 
 
 def _judge_held(cases) -> None:
-    """All parameters, three shards, and a fourth for whoever does not update the parameters themselves."""
+    """All parameters, and three shards."""
     ranks, count = len(cases), len(cases[0]["after"][0])
     shard = length_of(count, ranks) * NUMBER
     whole = ranks * shard
     for rank, case in enumerate(cases):
-        if case["held"] <= whole + 4 * shard + SPARE:
+        if case["held"] <= whole + 3 * shard + SPARE:
             continue
         expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"
         if case["states"] > 2 * shard + SPARE:
@@ -276,6 +189,12 @@ def _judge_held(cases) -> None:
                 "parameters-twice", rank, expected, f"{case['copies']} bytes with the values of parameters",
                 "The model has its parameters. Who else keeps all of them?",
                 "Let each parameter.data be a view of the flat tensor: parameter.data = view.view_as(parameter).",
+            )  # fmt: skip
+        if case["copies"] > whole + SPARE:
+            raise Wrong(
+                "shard-copied", rank, expected, f"{case['copies']} bytes with the values of parameters",
+                "The values of this rank's shard are there twice. Which of them does AdamW change?",
+                "nn.Parameter(flat.chunk(N)[rank]), without clone(), is a view: AdamW changes the flat tensor itself.",
             )  # fmt: skip
         if case["old"] > shard + SPARE:
             raise Wrong(

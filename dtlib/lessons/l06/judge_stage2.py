@@ -5,7 +5,7 @@ from itertools import pairwise
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lessons.l06.judge_adam import length_of, loss_of, make_batch, own_shard
+from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
 TWICE = ('It is divided twice: op="mean" divides already.', 'op="mean" alone, or op="sum" and a division by comm.size.')
 SIZES = (16, 13, 12, 12)  # some of its parameters divide by 2, 3 and 4, some do not; two biases are as long

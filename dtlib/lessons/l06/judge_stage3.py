@@ -3,7 +3,8 @@
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
-from dtlib.lessons.l06.judge_adam import attempt, judge_errors, length_of
+from dtlib.lessons.l06.judge_adam import judge_errors
+from dtlib.lessons.l06.observe_adam import attempt, length_of
 from dtlib.theory.zero import GB, GIB, STAGES, fewest_ranks, zero_bytes, zero_wire_elements
 
 LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3 and 4; 575 by none of them
@@ -125,8 +126,9 @@ def _judge_memory(case, rank: int, ranks: int) -> None:
         raise Wrong(
             "whole-at-rest", rank, f"{shard} bytes held before the first call: this rank's shard of {count} parameters",
             f"{at_rest} bytes",
-            "Which tensor, array or list is still as long as the layer? A view keeps all of its memory.",
-            "Keep a clone() of this rank's shard, and of the layer its shapes alone, not the layer.",
+            "Which tensor, array or list is still as long as the layer? A view keeps all of its memory, and a tensor "
+            "with a grad_fn keeps what it was made of.",
+            "Keep detach().clone() of this rank's shard, and of the layer its shapes alone, not the layer.",
         )  # fmt: skip
     if max(after) > shard + ROOM:
         raise Wrong(

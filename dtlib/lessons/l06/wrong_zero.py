@@ -266,6 +266,19 @@ class SettingsForgotten(Right):
         self.adam = torch.optim.AdamW([self.own], lr=self.settings["lr"])
 
 
+class WeightDecayForgotten(Right):
+    def prepare(self):
+        self.own = nn.Parameter(self.shard(self.flat))
+        self.settings.pop("weight_decay")
+        self.adam = torch.optim.AdamW([self.own], **self.settings)
+
+
+class AdamNotAdamW(Right):
+    def prepare(self):
+        self.own = nn.Parameter(self.shard(self.flat))
+        self.adam = torch.optim.Adam([self.own], **self.settings)
+
+
 class OnlyRank0Steps(Right):
     def step(self):
         if self.comm.rank == 0:
@@ -282,6 +295,17 @@ class GradientsZeroed(Right):
     def step(self):
         super().step()
         self.memory.zero_()
+
+
+class ShardCloned(Right):
+    """AdamW changes a copy, which is gathered into the flat memory."""
+
+    def prepare(self):
+        self.own = nn.Parameter(self.shard(self.flat).clone())
+        self.adam = torch.optim.AdamW([self.own], **self.settings)
+
+    def gather(self):
+        self.comm.all_gather(self.flat, self.own.detach())
 
 
 class ModelKeepsItsMemory(Right):
@@ -384,9 +408,12 @@ WRONG = {
         GradientsAddUp: "second-step",
         GradientsKept: "gradients-kept",
         ShardKeepsTheWhole: "gradients-kept",
-        SettingsForgotten: "other-values",
+        SettingsForgotten: "settings-lost",
+        WeightDecayForgotten: "settings-lost",
+        AdamNotAdamW: "other-optimizer",
         OnlyRank0Steps: "waited",
         GradientsZeroed: "zeroed-not-freed",
+        ShardCloned: "shard-copied",
         ModelKeepsItsMemory: "parameters-twice",
         FlatCopyEachStep: "parameters-twice",
         OldParametersKept: "old-parameters-kept",

@@ -83,6 +83,20 @@ class ShardIsAView(RightLayer):
         return shard_of(padded, self.comm.rank, self.length)
 
 
+class GraphKept(RightLayer):
+    """A clone, whose graph goes back to the layer."""
+
+    def __init__(self, comm, layer):
+        super().__init__(comm, layer)
+        flat = torch.cat([layer.weight.flatten(), layer.bias])
+        padded = torch.nn.functional.pad(flat, (0, self.length * comm.size - len(flat)))
+        self.own = shard_of(padded, comm.rank, self.length).clone()
+
+    def gather(self):
+        whole = torch.empty(self.length * self.comm.size, dtype=self.own.dtype)
+        return self.comm.all_gather(whole, self.own.detach())
+
+
 class LayerKept(RightLayer):
     def __init__(self, comm, layer):
         super().__init__(comm, layer)
@@ -257,6 +271,7 @@ WRONG = {
         KeptOnTheClass: "not-freed",
         ViewsKept: "not-freed",
         ShardIsAView: "whole-at-rest",
+        GraphKept: "whole-at-rest",
         LayerKept: "whole-at-rest",
         NeverShared: "whole-at-rest",
         NeverSharedAsList: "whole-at-rest",

@@ -61,7 +61,9 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
             "Who divides by the number of micro-batches? Count all the places.",
             "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else.",
         )  # fmt: skip
-    if max(found) - min(found) < 1e-6 and max(weights) > min(weights):
+    uneven = max(weights) > min(weights)
+    alike = uneven and max(found) - min(found) < 1e-6
+    if alike and abs(sum(found) - 1) < 1e-6:
         raise Wrong(
             "unweighted", rank, what, "each micro-batch counts alike, although the last one is smaller",
             "Should the sample of a small micro-batch count more than another?",
@@ -70,12 +72,17 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
         raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", *ONCE)
     said = ", ".join(f"{value:.3g}" for value in times)
+    hint = f"By what is each loss scaled? The scales sum to {sum(found):.3g}, and should sum to 1."
+    if alike:
+        hint = "It shrinks as a micro-batch grows: a mean over its samples has divided by them already."
+    elif uneven and max(found / weights**2) - min(found / weights**2) < 1e-6 * max(found / weights**2):
+        hint = "It grows with the samples of a micro-batch: is its loss a sum over them, where a mean is wanted?"
     raise Wrong(
         "scaled",
         rank,
         what,
         f"micro-batches {said} times",
-        "By what is each loss scaled? The weights sum to 1.",
+        hint,
         "The loss of a micro-batch is a mean over its samples; its weight is len(x) / (samples of the whole batch).",
     )
 

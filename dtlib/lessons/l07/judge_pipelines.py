@@ -111,9 +111,13 @@ def _judge_errors(cases) -> None:
     case = cases[rank]
     kind, came = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
     if not waited and "NoneType" in case["error"]:
+        first = "A tensor that has come in a message is not part of a graph. Who wants its gradient must say so first."
+        if (done := backwards_of(case)) and done != list(range(len(done))):
+            first = (
+                f"The backward pass was that of micro-batch {done[-1]}: is it the gradient of its input that is sent?"
+            )
         raise Wrong(
-            "no-input-gradient", rank, "the gradient of what this rank has received", came,
-            "A tensor that has come in a message is not part of a graph. Who wants its gradient must say so first.",
+            "no-input-gradient", rank, "the gradient of what this rank has received", came, first,
             "x.requires_grad_() before stage(x); after the backward pass x.grad is what the rank before waits for.",
         )  # fmt: skip
     if waited and kind == "long":

@@ -152,6 +152,15 @@ class KeepsClones(Right1F1B):
         super().backward(m)
 
 
+class TakesTheLatestOutput(Right1F1B):
+    """The outputs are a stack."""
+
+    def backward(self, m):
+        latest = max(self.outputs)
+        self.outputs[m], self.outputs[latest] = self.outputs[latest], self.outputs[m]
+        super().backward(m)
+
+
 class AveragedTwice1F1B(Right1F1B):
     weight = AveragedTwice.weight
 
@@ -203,6 +212,7 @@ WRONG = {
         WarmUpTheWrongWayRound: ("waited", 2),
         ManyMicrobatchesOnly: ("few-microbatches", 3),
         TailForgotten: ("microbatch-lost", 2),
+        TakesTheLatestOutput: ("no-input-gradient", 3),
         AveragedTwice1F1B: ("averaged-twice", 2),
         Unweighted1F1B: ("unweighted", 2),
         NeverWaits: ("not-waited", 2),

@@ -54,6 +54,15 @@ def trains_with_a_sum_over_features(comm, stage, x, target):
     train(comm, stage, x, target, lambda output, wanted: (output - wanted).square().mean(0).sum())
 
 
+def trains_with_a_mean_of_means(comm, stage, x, target):
+    """The mean has divided by the samples already."""
+    train(comm, stage, x, target, lambda output, wanted: mean_square(output, wanted) / len(output))
+
+
+def trains_with_a_sum_of_squares(comm, stage, x, target):
+    train(comm, stage, x, target, lambda output, wanted: (output - wanted).square().sum() / 4)
+
+
 def trains_on_three_ranks(comm, stage, x, target):
     """The number of stages is written in."""
     schedule = ScheduleGPipe(PipelineStage(stage, comm.rank, 3, comm), 4, mean_square)
@@ -241,6 +250,8 @@ WRONG = {
         trains_with_the_last_stage_mended: ("averaged-twice", 2),
         trains_with_samples_counted_again: ("scaled", 2),
         trains_with_a_sum_over_features: ("scaled", 2),
+        trains_with_a_mean_of_means: ("scaled", 2),
+        trains_with_a_sum_of_squares: ("scaled", 2),
         trains_on_three_ranks: ("other-size", 3),
     },
     "gpipe-build": {

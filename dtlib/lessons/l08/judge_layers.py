@@ -135,6 +135,18 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
             "Data parallelism takes the mean over ranks, as each has other samples. Here all have the same samples.",
             "The gradients of all ranks are added up; nothing divides.",
         )  # fmt: skip
+    if len(ways["parameters"][rank]) == 2 and same(came, sum(ways["x"])):
+        raise Wrong(
+            "gradients-mixed", rank, what, "those of all ranks' inputs, added up",
+            "Each rank has other features of the input: do their gradients belong together?",
+            "f, copy_to_ranks, is for an input that all ranks share. Here g alone is needed.",
+        )  # fmt: skip
+    if any(same(came, late) for late in ways["x_late"][rank]):
+        raise Wrong(
+            "f-late", rank, what, "what comes of f behind the first product",
+            "f stands where all ranks have the same: what do they have behind the first product?",
+            "linear(copy_to_ranks(x, comm), self.weight1, self.bias1)",
+        )  # fmt: skip
     raise Wrong(
         "other-gradient", rank, what, "something else", "What does backward send, and in which order?",
         "f: forward nothing, backward all_reduce. g: forward all_reduce, backward nothing.",
@@ -205,6 +217,19 @@ def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
     expected = f"{name}, a parameter of shape {tuple(value.shape)}: this rank's features"
     if any(same(as_tensor(come), other) for come, _ in parameters for other in of_all_ranks):
         raise Wrong("other-shard", rank, expected, "the shard of another rank", "Rank r has shard r, in rank order.")
+    if any(as_tensor(come).shape == value.shape for come, _ in parameters):
+        hints = (
+            "Rank r has consecutive features: slice r of them, and not every N-th.",
+            "whole.chunk(comm.size, dim)[comm.rank]",
+        )
+        if value.dim() == 1 and "first" not in name:
+            hints = (
+                "Right outputs can hide it: a bias that is divided, or zero on some ranks, is trained in another way.",
+                "Each rank keeps the whole layer's bias as it is, and adds it once, after the sum.",
+            )
+        raise Wrong(
+            "shard-values", rank, f"{expected}, as in the whole layer", "one of that shape, with other values", *hints
+        )
     raise Wrong(
         "no-shard", rank, expected, f"parameters of shapes {shapes}", "What does this rank keep, and what is trained?",
         "self.weight = nn.Parameter(shard.detach().clone()), where shard has this rank's features.",

@@ -112,6 +112,7 @@ def expected(kind: str, ranks: int, step: int) -> dict:
     inside = torch.nn.functional.gelu(first[0](x)) if first else x
     last(inside).backward(gradient, retain_graph=True)
     ways = {"out": last(inside).detach(), "bias": last.bias.detach(), "summand": [], "x": [], "x_summand": []}
+    ways["x_late"] = [_with_f_late(*linears, x, gradient, rank, ranks) if first else [] for rank in range(ranks)]
     ways["activations"] = _with_others(*linears, x) if first else {}
     ways["parameters"] = [_shards_of(linears, rank, ranks) for rank in range(ranks)]
     for rank in range(ranks):
@@ -131,6 +132,20 @@ def _with_others(linear1, linear2, x) -> dict:
     others = {name: getattr(functional, name) for name in ("relu", "sigmoid", "silu", "tanh")}
     others |= {"no activation": lambda x: x, "the approximate gelu": lambda x: functional.gelu(x, approximate="tanh")}
     return {name: linear2(activation(linear1(x))).detach() for name, activation in others.items()}
+
+
+def _with_f_late(linear1, linear2, x, gradient, rank: int, ranks: int) -> list:
+    """The gradient of x where the hidden features' gradients are added up over ranks: behind gelu, or before it."""
+    import torch
+
+    before = linear1(x)
+    behind = torch.nn.functional.gelu(before)
+    found = []
+    for hidden in (behind, before):
+        (whole,) = torch.autograd.grad(linear2(behind), hidden, gradient, retain_graph=True)
+        added_up = sum(whole.chunk(ranks, -1))
+        found += torch.autograd.grad(slice_of(hidden, rank, ranks), x, added_up, retain_graph=True)
+    return found
 
 
 def _shards_of(linears, rank: int, ranks: int) -> dict:

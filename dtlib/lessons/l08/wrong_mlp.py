@@ -82,6 +82,23 @@ class _AveragesBackward(torch.autograd.Function):
         return ctx.comm.all_reduce(gradient.clone(), op="mean"), None
 
 
+class FBehindGelu(RightMLP):
+    def forward(self, x):
+        hidden = copy_to_ranks(gelu(linear(x, self.weight1, self.bias1)), self.comm)
+        return self.g(linear(hidden, self.weight2)) + self.bias2
+
+
+class DealtLikeCards(RightMLP):
+    """Every N-th hidden feature."""
+
+    def __init__(self, linear1, linear2, comm):
+        super().__init__(linear1, linear2, comm)
+        mine = slice(comm.rank, None, comm.size)
+        self.weight1 = nn.Parameter(linear1.weight.detach()[mine].clone())
+        self.bias1 = nn.Parameter(linear1.bias.detach()[mine].clone())
+        self.weight2 = nn.Parameter(linear2.weight.detach()[:, mine].clone())
+
+
 class FAverages(RightMLP):
     """As data parallelism does."""
 
@@ -205,6 +222,8 @@ WRONG = {
         FAndGTurnedRound: "other-values",
         GReducesToo: "g-reduces-too",
         ReducesOnlyInTraining: "no-grad",
+        FBehindGelu: "f-late",
+        DealtLikeCards: "shard-values",
         FAverages: "gradient-averaged",
         BiasInEverySummand: "bias-once-a-rank",
         NobodyNeedsTheOthers: "no-shard",

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from dtlib.parallel.tensor import gather_from_ranks, reduce_from_ranks
+from dtlib.parallel.tensor import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 
 
 def kept(tensor, comm, dim):
@@ -49,6 +49,27 @@ class BiasOnRank0(RightRow):
     def forward(self, x_slice):
         bias = self.bias if self.comm.rank == 0 else None
         return reduce_from_ranks(linear(x_slice, self.weight, bias), self.comm)
+
+
+class BiasZeroOnOthers(BiasOnEveryRank):
+    """The output is right, and each rank's bias is another one."""
+
+    def __init__(self, whole, comm):
+        super().__init__(whole, comm)
+        self.bias.data *= comm.rank == 0
+
+
+class BiasDividedOnce(BiasOnEveryRank):
+    """When it is made: a step moves the sum N times as far."""
+
+    def __init__(self, whole, comm):
+        super().__init__(whole, comm)
+        self.bias.data /= comm.size
+
+
+class FBeforeIt(RightRow):
+    def forward(self, x_slice):
+        return super().forward(copy_to_ranks(x_slice, self.comm))
 
 
 class BiasTimesNothing(RightRow):
@@ -163,6 +184,9 @@ WRONG = {
         NotReduced: "not-reduced",
         BiasDivided: "gradient-scaled",
         BiasOnRank0: "no-gradient",
+        BiasZeroOnOthers: "shard-values",
+        BiasDividedOnce: "shard-values",
+        FBeforeIt: "gradients-mixed",
         BiasTimesNothing: "gradient-zero",
         BiasTakenOffAgain: "gradient-negative",
         SumsTheSums: "summed-twice",

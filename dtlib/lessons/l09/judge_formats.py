@@ -87,6 +87,10 @@ def judge_cost(observations) -> None:
                 (1000 * wanted, "milliseconds", "These are milliseconds: seconds are asked for."),
                 (wanted / samples, "of-one-sample", "This is the time of one sample: all are read."),
             ]  # fmt: skip
+            if form != "files":
+                read = (wanted - files / opens) * files * per_shard / samples
+                mistakes += [(files / opens + read, "whole-shards",
+                              "The last shard has what is left: only samples that are there are read.")]  # fmt: skip
             if form == "tar":
                 mistakes += [
                     (plain, "no-headers", "In a tar file 512 bytes stand before each record."),
@@ -132,8 +136,10 @@ def judge_cost(observations) -> None:
                     "Whole are files and blocks of 512 bytes alone. Return the seconds as they are.",
                 )  # fmt: skip
             raise Wrong(
-                "other-cost", None, expected, f"{came:.6g} s", FORMULA,
-                "Files: as many as samples, or samples / per_shard rounded up. Bytes: see the list in the text.",
+                "other-cost", None, expected, f"{came:.6g} s",
+                f"{files} files take {files / opens:.6g} s to open, and their bytes {wanted - files / opens:.6g} s: "
+                "which of the two differs?",
+                f"{FORMULA}. Files: samples, or samples / per_shard rounded up. Bytes: see the list in the text.",
             )  # fmt: skip
 
 

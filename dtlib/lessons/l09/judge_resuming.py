@@ -16,18 +16,22 @@ RUNS = (
     (17, ((2, 5, 2), (3, 4, None))),  # the last step was a short one
     (20, ((2, 5, 0), (3, 4, None))),  # saved before the first batch
     (20, ((2, 5, 1), (3, 4, 0), (1, 6, None))),
+    (30, ((2, 5, 2), (2, 5, None))),  # loaded into an epoch that has begun
 )
+BEGUN = len(RUNS) - 1
 
 
 def observe_resuming(Epoch, comm):
     """For each run of each case: what each rank got, and its state as text."""
     seen = []
-    for samples, runs in RUNS:
+    for place, (samples, runs) in enumerate(RUNS):
         state, case = None, []
         for ranks, batch_size, steps in runs:
             got, states = [], []
             for rank in range(ranks):
                 epoch = Epoch(order_of(samples), batch_size, rank, ranks)
+                if state is not None and place == BEGUN:
+                    next(iter(epoch), None)
                 if state is not None:
                     epoch.load_state_dict(json.loads(state))
                 batches = iter(epoch) if steps != 0 else iter(())
@@ -55,8 +59,16 @@ def _as_text(state) -> str:
 
 def judge_resuming(observations) -> None:
     """Whoever resumes, each sample comes once, and batches have the size that was asked for."""
-    for (samples, runs), case in zip(RUNS, observations[0], strict=True):
+    for place, ((samples, runs), case) in enumerate(zip(RUNS, observations[0], strict=True)):
         order, seen = order_of(samples), []
+        came = sorted(n for got, _ in case for rank in got for batch in rank for n in batch)
+        if place == BEGUN and came != sorted(order):
+            raise Wrong(
+                "loaded-later", None, f"each of {samples} samples once, where an epoch that has begun loads a state",
+                "others, and in a new epoch it was right",
+                "Does load_state_dict count from what this epoch has had already?",
+                "Set what was taken, and cut from the whole order: self.taken = state[...].",
+            )  # fmt: skip
         for number, ((ranks, batch_size, steps), (got, states)) in enumerate(zip(runs, case, strict=False)):
             run = f"{samples} samples; run {number + 1} of {len(runs)}: {ranks} ranks, batch size {batch_size}"
             _judge_run(run, got, states, batch_size, 10 * samples if steps is None else None)

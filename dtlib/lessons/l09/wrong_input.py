@@ -184,6 +184,12 @@ def _cost_of_archives(form, samples, record_bytes, per_shard, opens_a_second, by
     return _cost()(form, samples, *rest) + more
 
 
+def _cost_of_whole_shards(form, samples, record_bytes, per_shard, *rest):
+    return _cost()(
+        form, samples if form == "files" else math.ceil(samples / per_shard) * per_shard, record_bytes, per_shard, *rest
+    )
+
+
 def _no_cost(form, samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read): ...
 
 
@@ -215,6 +221,7 @@ NAMED = {
         ),
         "of one sample": (_cost_of_one_sample, "of-one-sample"),
         "columns divided": (_cost(size=lambda f, n, b, c, s: n * b / c if f == "parquet" else s), "columns-divided"),
+        "whole shards": (_cost_of_whole_shards, "whole-shards"),
         "two blocks at the end": (_cost_of_archives, "end-of-archive"),
         "tar takes twice": (_cost(size=lambda f, n, b, c, s: 2 * s if f == "tar" else s), "other-cost"),
         "no number": (_no_cost, "type"),

@@ -108,6 +108,25 @@ class TakesTheWholeStep(Right):
         return self.order[self.taken : self.taken + self.step()]
 
 
+class KeepsTheRest(Right):
+    """What is left of the order, and of that again."""
+
+    def __init__(self, order, batch_size, rank, ranks):
+        super().__init__(order, batch_size, rank, ranks)
+        self.rest = list(order)
+
+    def __iter__(self):
+        while self.rest:
+            step, self.rest = self.rest[: self.step()], self.rest[self.step() :]
+            yield step[self.rank :: self.ranks]
+
+    def state_dict(self):
+        return {"taken": len(self.order) - len(self.rest)}
+
+    def load_state_dict(self, state):
+        self.rest = self.rest[state["taken"] :]
+
+
 class SavesASet(Right):
     def state_dict(self):
         return {"taken": {self.taken}}
@@ -199,6 +218,7 @@ WRONG = {
         ReadsAhead: "lost",
         AllOnEveryRank: "overlap",
         TakesTheWholeStep: "batch-size",
+        KeepsTheRest: "loaded-later",
         SavesASet: "no-json",
         YieldsNumbers: "type",
         CountsFullSteps: "short-step",

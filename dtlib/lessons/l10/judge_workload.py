@@ -35,10 +35,12 @@ def observe_workload(my_workload, comm) -> dict:
     collate = work.collate or torch.utils.data.default_collate
     x, y = collate([work.train[place] for place in range(12)])
     outputs = work.model(x).detach()
-    seen = {"kind": "Workload", "shape": list(outputs.shape), "parameters": _digest(work.model)}
+    seen = {"kind": "Workload", "shape": list(outputs.shape), "parameters": _digest(work.model.state_dict().values())}
+    seen["image"] = list(x.shape[1:])
     seen |= _losses(work.loss_fn, outputs, y)
     images, labels = _all_of(work.test)
     of_train = _all_of(work.train)[0]
+    seen["trains on"] = [len(of_train), _digest([of_train])]
     seen["in train"] = sum(bool((of_train == image).flatten(1).all(1).any()) for image in images) / len(images)
     if any(comm.all_gather_object(seen["in train"] > 0.1 or "losses" in seen)):
         return seen
@@ -49,7 +51,7 @@ def observe_workload(my_workload, comm) -> dict:
     seen["probabilities"] = bool((outputs >= 0).all()) and torch.allclose(rows, torch.ones_like(rows), atol=1e-4)
     if any(comm.all_gather_object(not seen["evaluated"][0]["figures"] or len(seen["shape"]) != 2)):
         return seen
-    if len(set(comm.all_gather_object(seen["parameters"]))) > 1:
+    if len(set(comm.all_gather_object(f"{seen['parameters']} {seen['trains on']}"))) > 1:
         return seen
     config = {
         "train_batch_size": 24 * comm.size, "run": {"steps": STEPS},
@@ -60,8 +62,8 @@ def observe_workload(my_workload, comm) -> dict:
     return seen | {"first": losses[0], "last": sum(losses[-5:]) / 5, "accuracy": result["accuracy"]}
 
 
-def _digest(model) -> str:
-    values = [tensor.detach().double().numpy().tobytes() for tensor in model.state_dict().values()]
+def _digest(tensors) -> str:
+    values = [tensor.detach().double().numpy().tobytes() for tensor in tensors]
     return hashlib.sha1(b"".join(values)).hexdigest()
 
 
@@ -143,7 +145,19 @@ def judge_workload(seen: list) -> None:
                 "Ranks start from random numbers of their own, unless a seed says which.",
                 "torch.manual_seed(0), the same on all ranks, before the layers are made.",
             )  # fmt: skip
+        if it["image"] != [64]:
+            raise Wrong(
+                "image-shape", rank, "images of shape (64,), as in digits.split()", f"{tuple(it['image'])}",
+                "A model gets images (n, 64). Who gives them the shape that a convolution wants?",
+                "Leave the data as they are; the model may begin with nn.Unflatten(1, (1, 8, 8)).",
+            )  # fmt: skip
         _judge_loss(it, rank)
+        if it["trains on"] != seen[0]["trains on"]:
+            raise Wrong(
+                "train-shared-out", rank, f"the training set that rank 0 has, of {seen[0]['trains on'][0]} images",
+                f"another one, of {it['trains on'][0]}", "Who deals out a batch: the data set, or the loader?",
+                "The loader does. Give it the whole training set on every rank.",
+            )  # fmt: skip
         if it["in train"] > 0.1:
             raise Wrong(
                 "tested-on-train", rank, "test images that are not trained on",
@@ -169,6 +183,12 @@ def _judge_loss(it, rank: int) -> None:
             "Ranks average what each computes of its slice: of what must the loss be a mean?",
             "cross_entropy has reduction='mean' by default.",
         )  # fmt: skip
+    if it["whole"] < 0:
+        hint = "A cross-entropy is never negative: what does this loss want, scores or logarithms of probabilities?"
+        if it.get("probabilities"):
+            hint = "nn.NLLLoss wants logarithms of probabilities, and gets probabilities."
+        cure = "Let the model return scores, without a softmax, and take loss_fn=cross_entropy."
+        raise Wrong("negative-loss", rank, "a loss that is not below 0", f"{it['whole']:.4f}", hint, cure)
     if all(abs(other - it["whole"]) <= 1e-9 for other in it["with others"]):
         raise Wrong(
             "ignores-targets", rank, "another loss where each image gets the target of another one", "the same loss",

@@ -136,12 +136,12 @@ def convolutional():
 
 def a_workload(
     loss_fn=cross_entropy, make=small, labels=lambda y: y, evaluated=shared, kind=Workload, seed=lambda: 0, own=False,
-    tested="test", asked="test",
+    tested="test", asked="test", images=lambda x: x, taken=lambda: slice(None),
 ):  # fmt: skip
     """``own``: ``evaluate`` asks the model of the workload, and not the one that it is given."""
 
     def my_workload(config):
-        data = dict(zip(("train", "test"), digits.split(), strict=True))
+        data = {key: (images(x), y) for key, (x, y) in zip(("train", "test"), digits.split(), strict=True)}
         if seed() is not None:
             torch.manual_seed(seed())
         mine = make()
@@ -149,7 +149,7 @@ def a_workload(
         def evaluate(model, comm):
             return evaluated(mine if own else model, comm, *data[asked])
 
-        x, y = data["train"]
+        x, y = (tensor[taken()] for tensor in data["train"])
         return kind(
             name="mine", model=mine, layers=[], seed=0, train=TensorDataset(x, labels(y)),
             test=TensorDataset(*data[tested]), collate=None, loss_fn=loss_fn, evaluate=evaluate,
@@ -211,6 +211,15 @@ NAMED = {
         "on the world": (a_workload(evaluated=on_the_world), "world-comm"),
         "a number": (a_workload(evaluated=a_number), "no-accuracy"),
         "labels of others": (a_workload(labels=shuffled), "does-not-learn"),
+        "logarithms wanted": (
+            a_workload(nn.NLLLoss(), make=lambda: nn.Sequential(small(), nn.Softmax(1))),
+            "negative-loss",
+        ),
+        "images of 8 x 8": (
+            a_workload(images=lambda x: x.view(-1, 8, 8), make=lambda: nn.Sequential(nn.Flatten(), small())),
+            "image-shape",
+        ),
+        "a part for each rank": (a_workload(taken=lambda: slice(own_rank(), None, 3)), "train-shared-out"),
         "softmax": (a_workload(make=lambda: nn.Sequential(small(), nn.Softmax(1))), "does-not-learn"),
         "labels from one": (a_workload(labels=lambda y: (y + 1) % 10), "learns-something-else"),
     },

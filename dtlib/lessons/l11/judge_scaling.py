@@ -8,8 +8,13 @@ from dtlib.theory import collectives, scaling
 
 # Times as tables give them: they do not always begin at one rank, and 16 may be more than twice as fast as 8.
 TIMES = {
-    "weak": ({1: 10.0, 4: 11.0, 64: 12.5}, {8: 20.0, 32: 25.0, 512: 32.0}),
-    "strong": ({1: 64.0, 2: 34.0, 4: 20.0, 16: 8.0}, {8: 100.0, 16: 48.0, 64: 20.0}, {3: 9.0, 2: 12.0}),
+    "weak": ({1: 10.0, 4: 11.0, 64: 12.5}, {8: 20.0, 32: 25.0, 512: 32.0}, {2: 12.5, 4: 12.0, 8: 13.0}),
+    "strong": (
+        {1: 64.0, 2: 34.0, 4: 20.0, 16: 8.0},
+        {8: 100.0, 16: 48.0, 64: 20.0},
+        {3: 9.0, 2: 12.0},
+        {4: 20.0, 8: 25.0},
+    ),
 }
 # ranks, compute (s), count (bytes), latency (s), bandwidth (bytes a second); what is cheapest differs
 STEPS = (
@@ -71,6 +76,10 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak) -> N
         (from_base(last), "last-key", f"The base is the smallest number of ranks, {first}, and not the largest."),
         (seconds[first] / seconds[n] * (n / first if kind == "weak" else 1), "speed-up",
          "This is the speed-up: efficiency is what it is of the ideal."),
+        (max(seconds.values()) / seconds[n] * (first / n if kind == "strong" else 1), "longest-time",
+         "Not the longest time is the base: more ranks may take longer. Whose time is it?"),
+        (min(seconds.values()) / seconds[n] * (first / n if kind == "strong" else 1), "shortest-time",
+         "Not the shortest time is the base: more ranks may be quicker at as much work each. Whose time is it?"),
         (1 / wanted, "upside-down", "Efficiency falls as ranks are added."),
     ]  # fmt: skip
     if kind == "strong" and n % first:  # before this table, who takes weak for strong has been wrong already
@@ -116,16 +125,17 @@ def judge_step(observations) -> None:
         for case, came, wanted in zip(STEPS, seen, right, strict=True):
             if isinstance(came, str) or not _same(came, wanted):
                 words = ", ".join(f"{name}={value:g}" for name, value in zip(NAMES, case, strict=True))
-                _explain_step(rank, seen, case, f"{wanted:.6g} s with {words}", came)
+                digits = 6 if isinstance(came, str) or f"{came:.6g}" != f"{wanted:.6g}" else 14
+                _explain_step(rank, seen, case, f"{wanted:.{digits}g} s with {words}", came, digits)
 
 
-def _explain_step(rank, seen, case, expected, came) -> None:
+def _explain_step(rank, seen, case, expected, came, digits: int) -> None:
     """The first mistake that explains what came in every case with more than one rank."""
     if isinstance(came, str):
         raise Wrong(
             "type", rank, expected, came, "Return the seconds of a step: one number.", "Does every way end in a return?"
         )
-    said, several = f"{came:.6g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
+    said, several = f"{came:.{digits}g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
     numbers = all(isinstance(value, float) for value in seen)
     if case[0] == 1 and all(_same(value, other[1] + _best(other[0], *other[2:])) for other, value in several):
         raise Wrong("one-rank", rank, expected, said, "One rank has nobody to send to.", "if ranks == 1: ...")
@@ -225,6 +235,10 @@ _MISTAKES = {
     "whole-array": (
         lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step of the ring sends an N-th of the array.",
         "count / ranks",
+    ),
+    "whole-bytes": (
+        _least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * (n - 1) * (count // n) / b),
+        "An N-th of the bytes need not be a whole number here: is there a //?", "count / ranks",
     ),
     "half-a-ring": (
         _least(rounds=lambda n: n - 1),

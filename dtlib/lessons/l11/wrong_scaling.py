@@ -49,6 +49,16 @@ def from_the_largest(seconds, kind):
     return {n: seconds[last] / took * (last / n if kind == "strong" else 1) for n, took in seconds.items()}
 
 
+def from_the_longest_time(seconds, kind):
+    first, base = min(seconds), max(seconds.values())
+    return {n: base / took * (first / n) if kind == "strong" else seconds[first] / took for n, took in seconds.items()}
+
+
+def from_the_best_time(seconds, kind):
+    right = right_efficiencies(seconds, kind)
+    return right if kind == "strong" else {n: min(seconds.values()) / took for n, took in seconds.items()}
+
+
 def rounded_efficiencies(seconds, kind):
     return {n: round(came, 6) for n, came in right_efficiencies(seconds, kind).items()}
 
@@ -145,6 +155,12 @@ def shares_out_computing(ranks, compute, count, latency, bandwidth):
     return right_seconds(ranks, compute / ranks, *network)
 
 
+def whole_bytes(ranks, compute, count, latency, bandwidth):
+    of_halving = 2 * math.log2(ranks) * latency + 2 * (ranks - 1) * (count // ranks) / bandwidth
+    of_ring = 2 * (ranks - 1) * (latency + count // ranks / bandwidth)
+    return compute + min(of_ring, doubling(ranks, count, latency, bandwidth), of_halving)
+
+
 def natural_logarithm(ranks, compute, count, latency, bandwidth):
     rounds, of_ring = math.log(ranks), 2 * (ranks - 1) / ranks * count / bandwidth
     of_doubling = rounds * (latency + count / bandwidth)
@@ -173,6 +189,8 @@ WRONG = {
         trusts_the_order: "first-key",
         whole_multiples: "whole-multiples",
         from_the_largest: "last-key",
+        from_the_longest_time: "longest-time",
+        from_the_best_time: "shortest-time",
         rounded_efficiencies: "rounded",
         at_most_one: "cut-to-one",
         a_list: "type",
@@ -192,6 +210,7 @@ WRONG = {
         the_slowest: "slowest",
         one_phase_of_the_ring: "half-a-ring",
         shares_out_computing: "compute-shared-out",
+        whole_bytes: "whole-bytes",
         natural_logarithm: "natural-log",
         halves_with_whole_messages: "without-halving",
     },

@@ -155,6 +155,13 @@ def _explain(name: str, living: dict, rank: int) -> None:
                     "Whose parameters do the ranks go on with, and which steps are in them?",
                     "The step belongs to the state: who gives the parameters gives the step too.",
                 )  # fmt: skip
+    for step in range(1, STEPS):
+        if _close(case["parameters"], alone(forget=step)):
+            raise Wrong(
+                "momentum-lost", rank, what, f"those of an optimizer that begins anew with step {step}, on all ranks",
+                "What does the optimizer keep from step to step, and where is it after the death?",
+                "Keep the optimizer, and load rank 0's optimizer.state_dict() into it.",
+            )  # fmt: skip
     _explain_shares(name, living, rank, what)
 
 

@@ -41,15 +41,17 @@ def batch_of(step: int):
 
 
 @functools.cache
-def alone(skip=None, again=None, weights=None) -> list:
-    """Parameters of one process; without step ``skip``, with step ``again`` done twice, or with other ``weights`` of
-    the samples of a step than 1 / SAMPLES each."""
+def alone(skip=None, again=None, weights=None, forget=None) -> list:
+    """Parameters of one process; without step ``skip``, with step ``again`` done twice, with other ``weights`` of the
+    samples of a step than 1 / SAMPLES each, or without momentum from before step ``forget``."""
     import torch
 
     model, optimizer = make_model()
     for step in (each for each in range(STEPS) for _ in range(1 + (each == again)) if each != skip):
         x, y = batch_of(step)
         optimizer.zero_grad()
+        if step == forget:
+            optimizer.state.clear()
         of_samples = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
         (of_samples @ torch.tensor(weights or [1 / SAMPLES] * SAMPLES, dtype=x.dtype)).backward()
         optimizer.step()
@@ -66,6 +68,8 @@ def observe(train, comm):
     seen = []
     with world_out_of_reach():
         for name, plan in fits.items() if comm.size > 1 else ():
+            calls = seen[0]["calls"] if seen else 1  # of a step: who is ahead has what the last of them returns
+            plan = [death._replace(call=max(0, calls - 1)) if death.ahead else death for death in plan]
             seen.append(_train(train, comm, name, plan))
             if any(comm.all_gather_object(seen[-1]["end"] in ("Apart", "waited", "OfTheWorld"))):
                 return seen  # before they wait for one another
@@ -101,7 +105,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         steps.append(step)
         if not last.same_on_all(step):
             raise Apart
-        last.at = step
+        last.at, last.calls = step, 0
         of_step[step] = batch_of(step)
         return of_step[step]
 
@@ -125,6 +129,6 @@ def _train(train, comm, case: str, deaths=()) -> dict:
             came["end"] = "waited"  # for calls that others make in another order
         else:
             raise
-    came["deaths"] = min(first.last().shrinks, len(deaths))
+    came["deaths"], came["calls"] = min(first.last().shrinks, len(deaths)), first.calls
     first.leave()
     return {**came, "parameters": flat(model)}

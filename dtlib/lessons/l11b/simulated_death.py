@@ -1,7 +1,7 @@
 """A rank that dies without dying: SIMULATED, so that an exercise on engines can lose one and keep it.
 
     before the step       as always
-    its first all_reduce  all ranks take part; then one dies, some get an error, the others what they waited for
+    an all_reduce of it   all ranks take part; then one dies, some get an error, the others what they waited for
     calls after that      an error on all who are left, until they have a new communicator from ``shrunk(comm)``
 
 The error is MPI's own, and ``shrunk`` does what that of dtlib.recovery does: with it an answer runs under ULFM too.
@@ -32,22 +32,24 @@ class NoSuchRoot(BaseException):
 
 
 class Death(NamedTuple):
-    """``rank`` dies in ``step``, counted from 0, in its first all_reduce; those ``ahead`` get what that call returns.
+    """``rank`` dies in ``step``, counted from 0, in this ``call`` of all_reduce; those ``ahead`` get what it returns.
 
     A negative rank counts from the last one."""
 
     rank: int
     step: int
     ahead: tuple = ()
+    call: int = 0
 
 
 class Dying:
     """``comm`` with the first of these ``deaths`` on it; the next one is on the communicator of those who are left.
 
-    ``at`` is the step under way; ``shrinks`` is how many deaths it has come through."""
+    ``at`` is the step under way, and ``calls`` those of all_reduce in it; ``shrinks`` is how many deaths it has come
+    through."""
 
     def __init__(self, comm, deaths=(), shrinks: int = 0):
-        self.rank, self.size, self.at = comm.rank, comm.size, None
+        self.rank, self.size, self.at, self.calls = comm.rank, comm.size, None, 0
         self.shrinks, self.failed, self.next = shrinks, False, None
         self._comm, self._death, self._later = comm, deaths[0] if deaths else None, deaths[1:]
         self._dead = False
@@ -56,7 +58,8 @@ class Dying:
         self._refuse_if_failed()
         before = tensor.clone()
         self._comm.all_reduce(tensor, op)
-        if self._death is not None and self.at == self._death.step:
+        self.calls += 1
+        if self._death is not None and self.at == self._death.step and self.calls > self._death.call:
             self.failed = True
             if self.rank == self._death.rank % self.size:
                 self._dead = True

@@ -107,6 +107,15 @@ def forgets_the_momentum(comm, model, optimizer, batch_of, steps):
     recovering(comm, model, optimizer, batch_of, steps, agree)
 
 
+def makes_the_optimizer_anew(comm, model, optimizer, batch_of, steps):
+    def agree(comm, model, optimizer, step):
+        step = take_rank_0s(comm, model, optimizer, step)
+        optimizer.state.clear()
+        return step
+
+    recovering(comm, model, optimizer, batch_of, steps, agree)
+
+
 def takes_nothing(comm, model, optimizer, batch_of, steps):
     recovering(comm, model, optimizer, batch_of, steps, lambda comm, model, optimizer, step: step)
 
@@ -296,6 +305,18 @@ def one_sample_too_many(comm, model, optimizer, batch_of, steps):
     recovering(comm, model, optimizer, batch_of, steps, take_step=step_by(share, of_the_whole))
 
 
+def leaves_early_after_many_calls(comm, model, optimizer, batch_of, steps):
+    """A message for each parameter: who has the last of them leaves."""
+    recovering(comm, model, optimizer, batch_of, steps, take_step=step_by(dealt, of_the_whole), ends=False)
+
+
+def tells_the_step_alone_after_many_calls(comm, model, optimizer, batch_of, steps):
+    def agree(comm, model, optimizer, step):
+        return comm.broadcast_object(step)
+
+    recovering(comm, model, optimizer, batch_of, steps, agree, step_by(dealt, of_the_whole))
+
+
 def keeps_a_failed_gradient(comm, model, optimizer, batch_of, steps):
     """Gradients are made zero behind a step; a step that fails leaves its own."""
 
@@ -355,6 +376,9 @@ WRONG = {
     },
     "shrink-build": {
         forgets_the_momentum: "ranks-differ",
+        makes_the_optimizer_anew: "momentum-lost",
+        leaves_early_after_many_calls: "left-early",
+        tells_the_step_alone_after_many_calls: "ranks-differ",
         takes_nothing: "one-step-apart",
         tells_the_step_alone: "ranks-differ",
         begins_again: "from-the-beginning",

@@ -1,11 +1,11 @@
-"""Lesson 13: feedback, an outer step and top-k, judged by values on every rank and by payload bytes."""
+"""Lesson 13: feedback and top-k, judged by values on every rank and by payload bytes."""
 
 import math
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
 
-COUNT, STEPS, RATE, MOMENTUM = 40, 4, 0.5, 0.8
-FRACTIONS = (0.1, 0.3)
+COUNT, STEPS = 40, 4
+FRACTIONS = (0.1, 0.31)  # 4, and 12.4 elements of 40
 
 
 def gradient_of(rank: int, step: int):
@@ -29,23 +29,30 @@ def largest_of(wanted, fraction: float):
     return torch.zeros_like(wanted).index_put((places,), wanted[places])
 
 
-def played(send, ranks: int, feedback: str = "right", mean_of=lambda sent, rank: sum(sent) / len(sent), rank=0) -> dict:
-    """Means of a rank, and what rank 0 keeps, step by step; ``feedback`` and ``mean_of`` may be mistakes."""
+def played(
+    send, ranks: int, feedback: str = "right", mean_of=lambda sent, rank: sum(sent) / len(sent), rank=0, sent_of=None
+) -> dict:
+    """Means of a rank, and what rank 0 keeps, step by step; ``feedback``, ``mean_of`` and ``sent_of``, of what all
+    ranks wanted and of their gradients, may be mistakes."""
     import torch
 
     kept, means, of_rank_0 = [torch.zeros(COUNT).double() for _ in range(ranks)], [], []
     for step in range(STEPS):
         own = [gradient_of(rank, step) for rank in range(ranks)]
-        wanted = [g + k if feedback != "none" else g for g, k in zip(own, kept, strict=True)]
-        sent = [send(w) for w in wanted]
+        factor = {"none": 0, "beside": 0, "other sign": -1}.get(feedback, 1)
+        wanted = [g + factor * k for g, k in zip(own, kept, strict=True)]
+        sent = sent_of(wanted, own) if sent_of else [send(w) for w in wanted]
+        if feedback == "beside":
+            sent = [s + k for s, k in zip(sent, kept, strict=True)]
+        less = [a - b for a, b in zip(wanted, sent, strict=True)]
         mean = mean_of(sent, rank)
         kept = {
-            "right": lambda w=wanted, s=sent: [a - b for a, b in zip(w, s, strict=True)],
-            "none": lambda w=wanted, s=sent: [a - b for a, b in zip(w, s, strict=True)],
-            "forgotten": lambda g=own, s=sent: [a - b for a, b in zip(g, s, strict=True)],
-            "of the mean": lambda w=wanted, m=mean: [a - m for a in w],
-            "all": lambda w=wanted: w,
-        }[feedback]()
+            "forgotten": [a - b for a, b in zip(own, sent, strict=True)],
+            "of the mean": [a - mean for a in wanted],
+            "all": wanted,
+            "twice": [a + b for a, b in zip(kept, less, strict=True)],
+            "others' too": [w * sum(s != 0 for s in sent).eq(0) for w in wanted],
+        }.get(feedback, less)
         means.append(mean.tolist())
         of_rank_0.append(kept[0].tolist())
     return {"means": means, "kept": of_rank_0}
@@ -59,10 +66,13 @@ def _feedback(answer, comm, *arguments) -> dict:
 
     kept, means, of_rank = torch.zeros(COUNT).double(), [], []
     for step in range(STEPS):
+        gradient = gradient_of(comm.rank, step)
         with recording() as events:
-            came = answer(comm, gradient_of(comm.rank, step), kept.clone(), *arguments)
-        if not (isinstance(came, tuple) and len(came) == 2 and all(_is_like(each) for each in came)):
+            came = answer(comm, gradient, kept.clone(), *arguments)
+        if not (isinstance(came, tuple) and len(came) == 2 and all(is_like(each) for each in came)):
             return {"error": f"{came!r:.60}", "ranks": comm.size}
+        if came[1].untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
+            return {"shared": True}
         mean, kept = (each.detach().clone() for each in came)
         means.append(mean.tolist())
         of_rank.append(kept.tolist())
@@ -70,7 +80,7 @@ def _feedback(answer, comm, *arguments) -> dict:
     return {"means": means, "kept": of_rank, "bytes": sent, "ranks": comm.size}
 
 
-def _is_like(tensor) -> bool:
+def is_like(tensor) -> bool:
     import torch
 
     return isinstance(tensor, torch.Tensor) and tensor.shape == (COUNT,) and tensor.is_floating_point()
@@ -113,7 +123,26 @@ def of_top_k(fraction: float) -> dict:
     def signed(wanted):
         return largest_of(wanted - wanted.min(), fraction).sign() * wanted
 
+    def floor(wanted):
+        return largest_of(wanted, math.floor(fraction * COUNT) / COUNT)
+
+    def by_gradient(wanted, own):
+        return [w * largest_of(g, fraction).ne(0) for w, g in zip(wanted, own, strict=True)]
+
+    def by_rank_0(wanted, own):
+        return [w * largest_of(wanted[0], fraction).ne(0) for w in wanted]
+
     return {
+        "k-rounded": ({"send": floor}, f"{fraction} of {COUNT} are {fraction * COUNT:g} elements. How many are sent?",
+                      "k = math.ceil(fraction * len(gradient)): round up."),
+        "by-gradient": ({"send": largest, "sent_of": by_gradient},
+                        "What was kept grows. When is such a place sent?",
+                        "Choose places by (gradient + kept).abs(), not by the gradient alone."),
+        "rank-0-places": ({"send": largest, "sent_of": by_rank_0}, "Whose largest elements do other ranks send?",
+                          "Each rank chooses its own places, and all_gather tells them to the others."),
+        "others-dropped": ({"send": largest, "feedback": "others' too"},
+                           "An element that another rank has sent, and this one has not: who keeps it?",
+                           "wanted.index_fill(0, places, 0), with this rank's own places."),
         "overwritten": ({"send": largest, "mean_of": overwritten}, "Two ranks may send the same place: and then?",
                         "mean.index_add_(0, places, values / comm.size) adds; mean[places] = values overwrites."),
         "own-places": ({"send": largest, "mean_of": at_own_places}, "Each rank has other places: who tells the others?",
@@ -123,7 +152,17 @@ def of_top_k(fraction: float) -> dict:
 
 
 def judge_signs(observations) -> None:
-    _judge_feedback(observations, signs_of)
+    def own_scale(wanted, own):
+        return [w.sign() * g.abs().mean() for w, g in zip(wanted, own, strict=True)]
+
+    others = {
+        "gradient-scale": ({"send": signs_of, "sent_of": own_scale}, "Of which tensor is the mean size taken?",
+                           "wanted.sign() * wanted.abs().mean()"),
+        "kept-sent-whole": ({"send": signs_of, "feedback": "beside"},
+                            "What was kept travels as it is: is that a bit for each number?",
+                            "Add it before signs are taken: wanted = gradient + kept, then wanted.sign()."),
+    }  # fmt: skip
+    _judge_feedback(observations, signs_of, others)
 
 
 def judge_top_k(observations) -> None:
@@ -149,12 +188,18 @@ def _judge_feedback(observations, send, others=None) -> None:
                 "type", rank, f"two tensors of {COUNT} numbers: the mean, and what is kept", seen["error"],
                 "Return both: return mean, kept",
             )  # fmt: skip
+        if "shared" in seen:
+            raise Wrong(
+                "kept-is-gradient", rank, "what is kept, in memory of its own", "the gradient that was passed",
+                "The next backward pass writes its gradient into that tensor: what is kept then?",
+                "wanted = gradient + kept is a new tensor; += writes into the caller's.",
+            )  # fmt: skip
     ranks = len(observations)
     right = played(send, ranks)
     for rank, seen in enumerate(observations):
-        if not _close(seen["means"], right["means"]):
+        if not close(seen["means"], right["means"]):
             _explain(rank, seen, send, ranks, others or {})
-    if not _close(observations[0]["kept"], right["kept"]):
+    if not close(observations[0]["kept"], right["kept"]):
         raise Wrong(
             "kept", 0, "what was wanted, less what was sent", "something else, which the last step would need",
             "What is kept after the last step belongs to the next one.", "kept = gradient + kept - sent",
@@ -164,7 +209,7 @@ def _judge_feedback(observations, send, others=None) -> None:
 def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
     came, what = seen["means"], f"the mean over {ranks} ranks of what each sends, with feedback, {STEPS} times"
     for factor, mistake in ((ranks, "sum"), (1 / ranks, "divided-twice")):
-        if _close(came[:1], [[factor * x for x in played(send, ranks)["means"][0]]]):
+        if close(came[:1], [[factor * x for x in played(send, ranks)["means"][0]]]):
             raise Wrong(mistake, rank, what, f"{factor:.3g} times as much", "Who divides by the ranks, and how often?")
     mistakes = {
         "none": ("no-feedback", "In the second step: where is what was not sent in the first?",
@@ -173,19 +218,24 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
                       "kept = wanted - sent, with wanted = gradient + kept: what was kept before is in it."),
         "of the mean": ("of-the-mean", "What did *this* rank send? The mean has others' numbers in it.",
                         "kept = wanted - sent, before anything is averaged."),
+        "other sign": ("feedback-subtracted", "What was not sent is still wanted: is it added?",
+                       "wanted = gradient + kept"),
+        "twice": ("kept-twice", "What was kept is in what is wanted already: how often is it kept now?",
+                  "kept = wanted - sent"),
         "all": ("keeps-all", "What was sent must not be sent again.", "kept = wanted - sent"),
     }  # fmt: skip
     for feedback, (mistake, *hints) in mistakes.items():
-        if _close(came, played(send, ranks, feedback)["means"]):
+        if close(came, played(send, ranks, feedback)["means"]):
             raise Wrong(mistake, rank, what, "right in the first step, and then others", *hints)
+    first = close(came[:1], played(send, ranks)["means"][:1])
+    since = "after the first step" if first else "from the first step on"
     for mistake, (settings, *hints) in others.items():
-        if _close(came, played(**settings, ranks=ranks, rank=rank)["means"]):
-            raise Wrong(mistake, rank, what, "others, from the first step on", *hints)
-    if _close(came, _alone(send, rank)):
+        if close(came, played(**settings, ranks=ranks, rank=rank)["means"]):
+            raise Wrong(mistake, rank, what, f"others, {since}", *hints)
+    if close(came, _alone(send, rank)):
         raise Wrong("alone", rank, what, "what this rank sends, alone", "Where do the others come in?")
-    first = _close(came[:1], played(send, ranks)["means"][:1])
     raise Wrong(
-        "other-values", rank, what, f"others, {'after the first step' if first else 'from the first step on'}",
+        "other-values", rank, what, f"others, {since}",
         "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.",
     )  # fmt: skip
 
@@ -201,81 +251,7 @@ def _alone(send, rank: int) -> list:
     return means
 
 
-# The outer step
-
-
-def outer_played(ranks: int, mistake: str = "") -> list:
-    """Where each round begins, on rank 0, in one process; ``mistake`` as planted."""
-    import torch
-
-    start, pace = torch.zeros(COUNT).double(), torch.zeros(COUNT).double()
-    own_pace, starts = [torch.zeros(COUNT).double() for _ in range(ranks)], []
-    for step in range(STEPS):
-        ways = [gradient_of(rank, step) for rank in range(ranks)]  # start - parameters
-        way = sum(ways) / ranks
-        if mistake == "own-pace":
-            own_pace = [MOMENTUM * p + w for p, w in zip(own_pace, ways, strict=True)]
-            way, pace = ways[0], own_pace[0]
-        elif mistake == "sum":
-            way = way * ranks
-            pace = MOMENTUM * pace + way
-        else:
-            pace = MOMENTUM * pace + way
-        looked_ahead = pace if mistake == "heavy-ball" else way if mistake == "no-momentum" else way + MOMENTUM * pace
-        start = start + RATE * looked_ahead if mistake == "wrong-way" else start - RATE * looked_ahead
-        starts.append(start.tolist())
-    return starts
-
-
-def observe_outer(outer_step, comm):
-    import torch
-
-    start, pace, starts = torch.zeros(COUNT).double(), torch.zeros(COUNT).double(), []
-    for step in range(STEPS):
-        parameters = start - gradient_of(comm.rank, step)
-        came = outer_step(comm, start.clone(), parameters, pace.clone(), RATE, MOMENTUM)
-        if not (isinstance(came, tuple) and len(came) == 2 and all(_is_like(each) for each in came)):
-            return {"error": f"{came!r:.60}"}
-        start, pace = (each.detach().clone() for each in came)
-        starts.append(start.tolist())
-    return {"starts": starts}
-
-
-def judge_outer(observations) -> None:
-    for rank, seen in enumerate(observations):
-        if "error" in seen:
-            raise Wrong(
-                "type", rank, f"two tensors of {COUNT} numbers: the new start, and the pace", seen["error"],
-                "Return both: return start, pace",
-            )  # fmt: skip
-    ranks, what = len(observations), f"Nesterov's step along the mean way, the same on all ranks, in {STEPS} rounds"
-    right = outer_played(ranks)
-    if len(observations) > 1 and any(not _close(seen["starts"], observations[0]["starts"]) for seen in observations):
-        raise Wrong(
-            "ranks-differ", 1, what, "ranks begin the next round in different places",
-            "Which of the numbers are this rank's own: is the pace made of them, or of their mean?",
-            "way = comm.all_reduce(start - parameters, op='mean') comes first; then pace = momentum * pace + way.",
-        )  # fmt: skip
-    hints = {
-        "sum": ("The way is the mean over ranks: who divides?", "op='mean'"),
-        "heavy-ball": ("That is momentum without Nesterov's look ahead.", "start - rate * (way + momentum * pace)"),
-        "no-momentum": ("The pace is computed: where is it used?", "start - rate * (way + momentum * pace)"),
-        "wrong-way": ("The way is start - parameters: a gradient points uphill.", "start - rate * (...)"),
-    }
-    for rank, seen in enumerate(observations):
-        if _close(seen["starts"], right):
-            continue
-        for mistake, said in hints.items():
-            if _close(seen["starts"], outer_played(ranks, mistake)):
-                raise Wrong(mistake, rank, what, "another step", *said)
-        raise Wrong(
-            "other-step", rank, what, "another step",
-            "Three lines: the mean way, the pace, the start.",
-            "pace = momentum * pace + way; start = start - rate * (way + momentum * pace)",
-        )  # fmt: skip
-
-
-def _close(came, expected) -> bool:
+def close(came, expected) -> bool:
     return len(came) == len(expected) and all(
         abs(a - b) < 1e-9
         for ones, others in zip(came, expected, strict=True)
@@ -284,7 +260,6 @@ def _close(came, expected) -> bool:
 
 
 EXERCISES = {
-    "outer-fix": Exercise("outer_step", observe_outer, judge_outer, any_size=True),
     "feedback-fix": Exercise("compress", observe_signs, judge_signs, any_size=True),
     "top-k-build": Exercise("top_k", observe_top_k, judge_top_k, any_size=True),
 }

@@ -49,6 +49,18 @@ def from_the_parameters(comm, start, parameters, pace, rate, momentum):
     return comm.all_reduce(parameters.clone(), op="mean") - rate * (way + momentum * pace), pace
 
 
+def from_its_own_parameters(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return parameters - rate * (way + momentum * pace), pace
+
+
+def returns_a_smaller_pace(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return start - rate * (way + momentum * pace), momentum * pace
+
+
 def returns_the_start(comm, start, parameters, pace, rate, momentum):
     return start
 
@@ -81,6 +93,36 @@ def signs_less_the_mean(comm, gradient, kept):
 def signs_that_keep_all(comm, gradient, kept):
     wanted = gradient + kept
     return comm.all_reduce(signs(wanted), op="mean"), wanted
+
+
+def signs_and_what_was_kept(comm, gradient, kept):
+    sent = signs(gradient) + kept
+    return comm.all_reduce(sent.clone(), op="mean"), gradient - sent
+
+
+def signs_that_keep_twice(comm, gradient, kept):
+    wanted = gradient + kept
+    sent = signs(wanted)
+    return comm.all_reduce(sent.clone(), op="mean"), kept + wanted - sent
+
+
+def signs_of_the_gradients_size(comm, gradient, kept):
+    wanted = gradient + kept
+    sent = wanted.sign() * gradient.abs().mean()
+    return comm.all_reduce(sent.clone(), op="mean"), wanted - sent
+
+
+def signs_of_the_difference(comm, gradient, kept):
+    wanted = gradient - kept
+    sent = signs(wanted)
+    return comm.all_reduce(sent.clone(), op="mean"), wanted - sent
+
+
+def signs_in_place(comm, gradient, kept):
+    gradient += kept
+    sent = signs(gradient)
+    gradient -= sent
+    return comm.all_reduce(sent, op="mean"), gradient
 
 
 def signs_added(comm, gradient, kept):
@@ -125,6 +167,35 @@ def top_k_sends_zeros_too(comm, gradient, kept, fraction):
     sent = torch.zeros_like(wanted)
     sent[places] = wanted[places]
     return comm.all_reduce(sent.clone(), op="mean"), wanted - sent
+
+
+def top_k_rounded_down(comm, gradient, kept, fraction):
+    return _exchanged(comm, gradient + kept, int(fraction * len(gradient)) / len(gradient))
+
+
+def top_k_of_the_gradient(comm, gradient, kept, fraction):
+    """Places by the gradient, values of all that is wanted."""
+    return _at_places(comm, gradient + kept, gradient.abs().topk(math.ceil(fraction * len(gradient))).indices)
+
+
+def top_k_of_rank_0(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    places = comm.broadcast(wanted.abs().topk(math.ceil(fraction * len(wanted))).indices)
+    return _at_places(comm, wanted, places)
+
+
+def _at_places(comm, wanted, places, dropped=lambda everyones, places: places):
+    everyones = comm.all_gather(places.new_empty(comm.size * len(places)), places)
+    values = comm.all_gather(wanted.new_empty(len(everyones)), wanted[places])
+    mean = torch.zeros_like(wanted).index_add_(0, everyones, values / comm.size)
+    return mean, wanted.index_fill(0, dropped(everyones, places), 0)
+
+
+def top_k_drops_the_others(comm, gradient, kept, fraction):
+    """What any rank has sent is kept by none."""
+    wanted = gradient + kept
+    places = wanted.abs().topk(math.ceil(fraction * len(wanted))).indices
+    return _at_places(comm, wanted, places, lambda everyones, places: everyones)
 
 
 def top_k_of_signed(comm, gradient, kept, fraction):
@@ -177,6 +248,8 @@ WRONG = {
         forgets_the_pace: "no-momentum",
         uphill: "wrong-way",
         from_the_parameters: "other-step",
+        from_its_own_parameters: "own-parameters",
+        returns_a_smaller_pace: "momentum-twice",
         returns_the_start: "type",
     },
     "feedback-fix": {
@@ -184,6 +257,11 @@ WRONG = {
         signs_that_forget: "forgets",
         signs_less_the_mean: "of-the-mean",
         signs_that_keep_all: "keeps-all",
+        signs_and_what_was_kept: "kept-sent-whole",
+        signs_that_keep_twice: "kept-twice",
+        signs_of_the_gradients_size: "gradient-scale",
+        signs_of_the_difference: "feedback-subtracted",
+        signs_in_place: "kept-is-gradient",
         signs_added: "sum",
         signs_alone: "alone",
     },
@@ -192,6 +270,10 @@ WRONG = {
         top_k_that_forgets: "forgets",
         top_k_added: "sum",
         top_k_sends_zeros_too: "too-many-bytes",
+        top_k_rounded_down: "k-rounded",
+        top_k_of_the_gradient: "by-gradient",
+        top_k_of_rank_0: "rank-0-places",
+        top_k_drops_the_others: "others-dropped",
         top_k_of_signed: "signed",
         top_k_overwrites: "overwritten",
         top_k_at_own_places: "own-places",
