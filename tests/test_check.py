@@ -577,6 +577,14 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
         1,
         "ValueError: no points for me, in raises_on_rank_1(2000, comm) on 2 ranks",
     )
+
+    def ends_in_mpi(points, comm):
+        from mpi4py import MPI
+
+        raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+    verdict = judged_soon("pi-on-ranks", {"estimate_pi": ends_in_mpi}, 1)
+    assert verdict.mistake == "waited" and "MPI_ERR_TRUNCATE" in verdict.came and "different calls" in verdict.came
     only_on_rank_0 = {"estimate_pi": estimate_right} if world.rank == 0 else {}
     verdict = judged_soon("pi-on-ranks", only_on_rank_0, 1)
     assert (verdict.mistake, verdict.rank) == ("missing", 1)

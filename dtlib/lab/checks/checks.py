@@ -225,7 +225,12 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
         more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
-        return Problem("waited", rank, "ranks that call the same operations", str(error), (hint, more))
+        came = f"{error}"
+        if not isinstance(error, DtlibError):
+            came = (
+                f"MPI ended a call with an error ({error}): ranks were in different calls, or one of them had given up"
+            )
+        return Problem("waited", rank, "ranks that call the same operations", came, (hint, more))
     except Exception as error:
         return Problem("raised", rank, "no error", *told(error, namespace[exercise.name]))
 

@@ -133,10 +133,10 @@ lab.check("zero2-mend")
 #
 # Example: 535 parameters on 3 ranks make shards of 179 elements; the last 2 elements on rank 2 are padding.
 #
-# Between two steps a rank holds all parameters, once, and for its shard the two running means and the gradient. It holds
-# nothing else that is large: flat gradients are gone when `step()` returns. (Each `parameter.grad` is the training
-# loop's: `zero_grad()` frees it.) The check counts every tensor in the memory of the process, whatever holds it, and
-# your arrays, bytes and lists of floats too.
+# Between two steps a rank holds all parameters, once, and for its shard the two running means, the gradient and, if you
+# like, a copy of its values. It holds nothing else that is large: flat gradients are gone when `step()` returns. (Each
+# `parameter.grad` is the training loop's: `zero_grad()` frees it.) The check counts every tensor in the memory of the
+# process, whatever holds it, and your arrays, bytes and lists of floats too.
 
 # %% tags=["stub"]
 # %%px

@@ -297,17 +297,6 @@ class GradientsZeroed(Right):
         self.memory.zero_()
 
 
-class ShardCloned(Right):
-    """AdamW changes a copy, which is gathered into the flat memory."""
-
-    def prepare(self):
-        self.own = nn.Parameter(self.shard(self.flat).clone())
-        self.adam = torch.optim.AdamW([self.own], **self.settings)
-
-    def gather(self):
-        self.comm.all_gather(self.flat, self.own.detach())
-
-
 class ModelKeepsItsMemory(Right):
     """The flat memory is a copy, beside what the model uses."""
 
@@ -413,7 +402,6 @@ WRONG = {
         AdamNotAdamW: "other-optimizer",
         OnlyRank0Steps: "waited",
         GradientsZeroed: "zeroed-not-freed",
-        ShardCloned: "shard-copied",
         ModelKeepsItsMemory: "parameters-twice",
         FlatCopyEachStep: "parameters-twice",
         OldParametersKept: "old-parameters-kept",

@@ -29,6 +29,8 @@ def judge(observations) -> None:
         wrong = [rank for rank, case in living.items() if not _close(case["parameters"], right)]
         if wrong:
             _explain(name, living, wrong[0])
+        if waited := [rank for rank, case in living.items() if case["end"] == "waited"]:
+            raise _out_of_step(waited[0], name)
         _judge_steps(name, living)
         _judge_shares(name, living)
 
@@ -136,11 +138,7 @@ def _explain(name: str, living: dict, rank: int) -> None:
             "Broadcast the step together with the state, from rank 0 of the new communicator.",
         )  # fmt: skip
     if waited := [r for r, c in living.items() if c["end"] == "waited"]:
-        raise Wrong(
-            "out-of-step", waited[0], f"{name}: all ranks call the same, in the same order",
-            "they do not, after the death",
-            "After the death, which calls does each rank make? Ranks that were one step further make the same ones.",
-        )  # fmt: skip
+        raise _out_of_step(waited[0], name)
     if len({tuple(round(value, 9) for value in c["parameters"]) for c in living.values()}) > 1:
         raise Wrong(
             "ranks-differ", rank, what, "different ones on different ranks",
@@ -163,6 +161,15 @@ def _explain(name: str, living: dict, rank: int) -> None:
                 "Keep the optimizer, and load rank 0's optimizer.state_dict() into it.",
             )  # fmt: skip
     _explain_shares(name, living, rank, what)
+
+
+def _out_of_step(rank: int, name: str) -> Wrong:
+    return Wrong(
+        "out-of-step", rank, f"{name}: all ranks call the same, in the same order",
+        "this rank waited for a call of others, after the death",
+        "After the death, which calls does each rank make? Ranks that were one step further make the same ones.",
+        "No call of comm, and no shrunk(comm), inside an if that asks for the rank, the step, or what had failed here.",
+    )  # fmt: skip
 
 
 def _shares(living: dict, deaths: int, step: int) -> list:

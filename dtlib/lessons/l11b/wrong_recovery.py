@@ -317,6 +317,19 @@ def tells_the_step_alone_after_many_calls(comm, model, optimizer, batch_of, step
     recovering(comm, model, optimizer, batch_of, steps, agree, step_by(dealt, of_the_whole))
 
 
+def waits_at_the_end(comm, model, optimizer, batch_of, steps):
+    """Parameters are right; then rank 0 calls a barrier that nobody else calls."""
+    used = []
+
+    def take_step(comm, *rest):
+        used[:] = [comm]
+        step_on(comm, *rest)
+
+    recovering(comm, model, optimizer, batch_of, steps, take_step=take_step)
+    if used[0] is not comm and used[0].rank == 0:
+        used[0].barrier()
+
+
 def keeps_a_failed_gradient(comm, model, optimizer, batch_of, steps):
     """Gradients are made zero behind a step; a step that fails leaves its own."""
 
@@ -377,6 +390,7 @@ WRONG = {
     "shrink-build": {
         forgets_the_momentum: "ranks-differ",
         makes_the_optimizer_anew: "momentum-lost",
+        waits_at_the_end: "out-of-step",
         leaves_early_after_many_calls: "left-early",
         tells_the_step_alone_after_many_calls: "ranks-differ",
         takes_nothing: "one-step-apart",
