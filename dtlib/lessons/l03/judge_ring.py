@@ -204,13 +204,6 @@ def _judge_cost(cases) -> None:
             "The values are right, but this rank sends too much: nobody needs to send whole arrays.",
             "Each step sends one chunk, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.",
         )  # fmt: skip
-    together, needed = sum(count for _, count in sums.values()), 2 * (size - 1) * length * cases[0]["itemsize"]
-    if together > needed:
-        raise Wrong(
-            "padding-sent", rank, f"{needed:,} bytes from all ranks, for {length} elements", f"{together:,} bytes",
-            "The values are right. Do zeros travel that belong to no element?",
-            "Chunks may differ in length: torch.tensor_split(tensor, comm.size) needs no padding.",
-        )  # fmt: skip
     if length != lengths(size)[0]:
         return  # chunks that are empty need no message
     few = min(sums, key=lambda rank: sums[rank][0])

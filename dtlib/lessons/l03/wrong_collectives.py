@@ -275,13 +275,6 @@ def a_mean(comm, tensor):
     tensor /= comm.size
 
 
-def pads_with_zeros(comm, tensor):
-    """Chunks of equal length, and what is missing at the end travels as zeros."""
-    padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % comm.size))
-    ring(comm, padded, torch.tensor_split(padded, comm.size))
-    tensor.copy_(padded[: len(tensor)])
-
-
 def ring_in_three_chunks(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, 3))
 
@@ -318,7 +311,6 @@ WRONG = {
         takes_float64_for_granted: ("other-type", 2),
         element_by_element: ("messages", 2),
         a_mean: ("divided", 2),
-        pads_with_zeros: ("padding-sent", 2),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
         ring_in_three_chunks: "other-size",
     },
