@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import dtlib
 from dtlib.errors import DtlibError
+from dtlib.parallel.context.order import ORDERS
 from dtlib.planner import DEVICES, Model, Plan, PlanError
 from dtlib.planner.configs import for_dtlib
 from dtlib.planner.estimate import plans
@@ -14,6 +16,7 @@ from dtlib.planner.exact import kept_of_decoder, of_decoder
 from dtlib.training.config import read
 from dtlib.training.run import train
 from dtlib.workloads import decoder
+from dtlib.workloads.shared_tokens import Shared
 from tests.ranks import on_ranks
 
 OWN = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "test_samples": 6}
@@ -147,3 +150,20 @@ def test_every_mesh_of_experts_has_the_curve_of_one_rank(world, tmp_path):
     train("decoder", config_of(expert=4, **config), save=folder, steps=2)
     resumed = train("decoder", config_of(expert=2, **config), save=folder, resume=True)
     assert len(resumed["losses"]) == 1 and abs(resumed["loss"] - expected["loss"]) < 1e-11
+
+
+@on_ranks(2, 3)
+def test_a_context_axis_has_some_tokens_of_all_sequences(world):
+    comm, seq = world.comm, 4 * world.size
+    x = torch.arange(2 * seq).view(2, seq) + 1000 * comm.rank
+    everyones = torch.cat(comm.all_gather_object(x))
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 2, comm.size, seq, 4, dtype=torch.float64)
+    expected = scaled_dot_product_attention(*qkv, is_causal=True)
+    for order in ORDERS:
+        for method in ("ring", "ulysses"):
+            shared = Shared(comm, order, method)
+            here = shared.positions(seq)
+            assert torch.equal(shared.tokens(x), everyones[:, here])
+            out = shared.attention(*qkv[..., here, :])
+            assert (out - expected[..., here, :]).abs().max() <= 1e-12, (order, method)

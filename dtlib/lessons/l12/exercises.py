@@ -130,8 +130,8 @@ lab.check("last-hop-fix")
 #
 # `probabilities` (tokens, experts) are the gate's, and `chosen` (tokens, top) are the experts that it has chosen. All ranks
 # have as many tokens. Averaged over ranks, what `balance` returns is to be the loss of *all* tokens: experts · Σ (share of
-# the choices) · (mean probability). Its gradients are averaged over ranks, too. With this one, all experts may be
-# busy on each rank and the loss says otherwise. Fix it.
+# the choices) · (mean probability). Its gradients are averaged over ranks, too. With this one a gate is pulled
+# about even where, over all ranks, all experts get as much. Fix it.
 
 # %% tags=["stub"]
 # %%px
@@ -187,6 +187,6 @@ lab.check("dispatch-build")
 # ## If you have time
 #
 # - Put your `merge` into the ring: `plain.merge = merge`, with `from dtlib.parallel.context import plain`, and run
-#   `plain.ring_attention`.
+#   `plain.ring_attention`. There `out` has more dimensions: `[..., None]` in place of `[:, None]`.
 # - `dispatch` has no gradients: make them travel, by a `torch.autograd.Function` whose backward is the reverse exchange.
 # - Give each expert places for four tokens of each rank, and drop the others: what do messages weigh now?

@@ -80,6 +80,9 @@ _MERGES = {
     ),
     "swapped": (lambda a, b, w, v: v * a + w * b, "Which of the two has the larger share?", _WEIGHT),
     "added": (lambda a, b, w, v: a + b, _WEIGHT, "With two blocks of equal sums each counts for a half."),
+    "left-out": (
+        lambda a, b, w, v: a, "That is what was there before. Where is the new block?", _WEIGHT,
+    ),
     "mean": (lambda a, b, w, v: (a + b) / 2, _WEIGHT, "A block of large scores counts for more."),
 }  # fmt: skip
 

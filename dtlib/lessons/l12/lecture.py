@@ -90,11 +90,11 @@ contiguous = work.quarter_blocks("contiguous", ranks=4)
 figures.work_by_step(contiguous=contiguous)
 
 # %% tags=["statement"]
-# "Rank 0 is idle from step 1 on, and all wait for it in no step: they wait for rank 3."
+# "Rank 0 is idle from step 1 on. Nobody waits for it: all wait for rank 3."
 assert row("0", "quarter blocks") == [2, 0, 0, 0] and row("3", "quarter blocks") == [2, 4, 4, 4]
 
 # %% [markdown]
-# Rank 0 is idle from step 1 on, and all wait for it in no step: they wait for rank 3. The last tokens have most to look at.
+# Rank 0 is idle from step 1 on. Nobody waits for it: all wait for rank 3. The last tokens have most to look at.
 # So give each rank some of the first and some of the last: of 2N chunks, rank r gets chunks r and 2N - 1 - r. That is the
 # *zigzag* order.
 #

@@ -190,7 +190,7 @@ WRONG = {
         merge_of_the_new_one: "other-lse",
         merge_by_exponentials: "overflow",
         merge_by_logsigmoid: "no-number-at-first",
-        merge_as_it_was: "other-average",
+        merge_as_it_was: "left-out",
         merge_one_thing: "type",
     },
     "rescaling-fix": {
