@@ -17,7 +17,12 @@ TITANS_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
 
 def for_dtlib(model: Model, plan: Plan) -> dict:
     """For `dtlib train --config FILE --ranks {plan.gpus}`; with a model's sizes, if `dtlib train decoder` has such."""
-    _only(plan, "dtlib train", "data", "pipe", "tensor")
+    for axis in ("context", "expert"):
+        if getattr(plan, axis) > 1:
+            raise PlanError(
+                f"The plan has {getattr(plan, axis)} ranks on its {axis} axis, and dtlib train counts a batch otherwise"
+                f" there: write {axis}_parallel.size and the batch sizes into the config yourself."
+            )
     if plan.pipe > 1 and plan.zero == 3:
         raise PlanError("dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3: they have cut the parameters.")
     config = _batch(plan) | {
