@@ -69,8 +69,8 @@ lab.table(rows, ("mesh", "bytes held", "", "kB sent: data", "pipe", "tensor"), a
 assert 1.005 < row("data 4, ZeRO-2")[0] / 6e6 < 1.015
 
 # %% [markdown]
-# ZeRO-2 with four ranks is 1 % too large. "About seven bytes a parameter, six million" would have sent you to the queue
-# with it. The limit is counted, not estimated:
+# ZeRO-2 with four ranks is 1 % too large. Rounded, "seven bytes a parameter, six million", it seems to fit. The limit is
+# counted, not estimated:
 
 # %%
 refused = runs.dtlib_train(brief.MESHES["data 4, ZeRO-2"], steps=3)
@@ -129,7 +129,7 @@ lab.predict("sends-least", "pipe 4")
 figures.times(sample)
 
 # %% [markdown]
-# **Discuss.** Within a node one would take tensor parallelism first. Why is it so dear here?
+# **Discuss.** Within a node one would take tensor parallelism first. Why is it so expensive here?
 #
 # ## Your plan
 #
