@@ -48,9 +48,8 @@ def page(record: dict, lessons: list[tuple[str, dict]], name: str, day: date) ->
     ]
     parts += [_table(("score", "best", "par"), scores)] if scores else []
     if capstone := record.get("capstone"):
-        parts.append(
-            f"<p>Planned and run in lesson 14, on four ranks, {capstone['steps']} steps: {capstone['plan']}</p>"
-        )
+        run = f"Planned and run in lesson 14, on four ranks, {capstone['steps']} steps: {capstone['plan']}"
+        parts.append(f"<p>{escape(run)}</p>")
         parts.append(_table(("", "predicted", "found"), capstone["rows"]))
     parts.append(
         "<p><small>Written by lab.certificate() from the record in the learner's own folder. It lists what was done "
