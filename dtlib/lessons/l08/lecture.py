@@ -258,7 +258,7 @@ lab.read_end(plain)
 # - **the embedding** by words: a rank looks up its own words, gives zeros for the others, and g adds up;
 # - **the output layer and the loss** by words too: the logits (scores of all words) are never put together.
 #
-# A small language model of torch's own layers, which will learn a rule for the next word:
+# A small language model of torch's own layers:
 
 # %%
 # %%px
@@ -295,7 +295,7 @@ if comm.rank == 0:
     print("parameters:", *(f"{name} {count:,}" for name, count in whole.items()), sep="\n    ")
 
 # %% [markdown]
-# The same in shards: `from_linear` and similar functions take an existing layer, and keep this rank's shard.
+# The same in shards: `from_linear` takes an existing layer, and keeps this rank's shard.
 #
 # **Predict.** What percentage of the model's parameters does rank 0 of 4 hold?
 
@@ -385,11 +385,45 @@ for event in trace.events:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# (One more number per rank says who has which words.) To put the logits together, ranks would send all 50; real
-# vocabularies have a hundred thousand words.
+# (One more number says who has which words.) Whole logits would be 50; real vocabularies have 100,000 words.
 #
-# Take care with random numbers: all ranks must draw the *same* ones for what is whole (initial values, dropout
-# between blocks), and *different* ones for what is cut (dropout inside). That takes two generators.
+# ## Sequence parallelism
+#
+# Between the cut layers every rank has all of x: norms and dropout are computed, and kept, N times. They work token by
+# token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`; by the ring an `all_reduce` is just these
+# two.
+
+# %%
+# %%px
+def norm_and_mlp(sequence_parallel):
+    """MB kept for the backward pass between blocks, and sent forward, of 1,024 tokens."""
+    between = nn.Sequential(nn.LayerNorm(128), nn.Dropout(0.1)).double()
+    mlp = tensor.ParallelMLP(128, 512, comm, sequence_parallel=sequence_parallel).double()
+    with dtlib.memory(between) as memory:
+        x = between((mine(X, 0) if sequence_parallel else X).clone())
+    with dtlib.trace() as trace:
+        mlp(x)
+    numbers = [event.bytes for event in trace.events if event.dtype == "float64"]
+    return memory.activations / 1e6, sum(numbers) / 1e6
+
+
+kept_and_sent = {"tensor": norm_and_mlp(False), "tensor and sequence": norm_and_mlp(True)}
+
+# %%
+found = lab.values("kept_and_sent")[0]
+rows = [(name, f"{kept:.2f}", f"{sent:.2f}") for name, (kept, sent) in found.items()]
+lab.table(rows, ("cut", "MB kept between", "MB sent forward"))
+
+# %% tags=["statement"]
+# "As many bytes are sent, and between the blocks a quarter is kept."
+whole, cut = row("tensor", "MB kept"), row("tensor and sequence", "MB kept")
+assert whole[1] == cut[1] == 1.57 and abs(cut[0] - whole[0] / 4) < 0.01
+
+# %% [markdown]
+# As many bytes are sent, and between the blocks a quarter is kept.
+#
+# All ranks must draw the *same* random numbers for what is whole (initial values), and *different* ones for what is cut
+# (dropout). That takes two generators.
 
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
@@ -612,9 +646,7 @@ assert none[0] == one[0] == two[0] and two[3] == 4 * one[3]
 #
 # Also true on GPUs: values, where an `all_reduce` stands, bytes along each axis, who talks with whom. Not shown here:
 # speed. On GPUs use Megatron-LM, DeepSpeed, or torch's own DTensor: there the plan of our pair is
-# `parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})`. They can also cut
-# norms and dropout, along the tokens (*sequence parallelism*: an `all_gather` and a `reduce_scatter` in place of each
-# `all_reduce`, with as many bytes).
+# `parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})`.
 #
 # **Discuss.** You have sixteen GPUs in two machines, and a model whose largest layer fits on one GPU. Do you need
 # tensor parallelism at all? What would change your mind?
@@ -631,7 +663,8 @@ lab.quiz("08")
 # - A layer is cut by columns or by rows. By rows, the output has to be added up; by columns, the gradient of the input.
 # - f: forward nothing, backward `all_reduce`. g: the reverse. Columns, then rows: one each way, and nothing between.
 # - Activations travel, 2 B (N-1)/N bytes each time; along `tensor` nothing travels for the gradient of a cut weight.
-# - Attention is cut by heads, embedding and loss by words. What is whole stays equal without being sent.
+# - Attention is cut by heads, embedding and loss by words; norms by tokens (sequence parallelism).
+#   What is whole stays equal without being sent.
 # - A mesh names axes. `tensor` sends most and is waited for most, so it stays inside a machine.
 # - Pipelines with ZeRO-2 work; they pay one `reduce_scatter` per micro-batch.
 #
