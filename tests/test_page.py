@@ -503,9 +503,11 @@ def test_whatever_a_learner_runs_the_page_lives(site):
     site.click("#ranks button[value=run]")
     site.click("#stop", timeout=60_000)
     site.wait_for_selector("#ranks .not-yet")
-    assert "Stopped" in site.inner_text("#ranks .answer")
+    assert "Python was stopped. It starts anew" in site.inner_text("#ranks .answer")
     ready(site)
     assert run_cell(site, ranks.FIRST).count("the sum is tensor(6)") == 4
+    assert "Python itself has ended" in run_cell(site, "import ctypes\nctypes.string_at(2**32 - 16, 8)")
+    ready(site)
     site.select_option("#ranks-cell", index=4)
     site.click("#ranks button[value=take]")
     answered(site)

@@ -35,6 +35,7 @@ function heard(data) {
   if (data.loads) told.textContent = `Python is loading: ${data.loads}.`;
   if (data.failed) told.textContent = `Python could not be started (${data.failed}). What you see was drawn before.`;
   if (data.ready) { ready = true; told.textContent = `Ready: Python ${data.ready}, in this page alone.`; }
+  if (data.broken) anew(`Python itself has ended (${data.broken})`);
   if (data.html !== undefined) { const {form} = asked; asked = null; quiet(); show(form, data.html); }
   next();
 }
@@ -62,14 +63,19 @@ function quiet() {
   stop.hidden = true;
 }
 
-stop.onclick = () => {
-  const form = asked?.form;
+function anew(why) {
+  const form = asked?.form, said = document.createElement("div");
   worker.terminate();
   asked = null;
   quiet();
-  if (form) show(form, '<div role="alert" class="not-yet">Stopped. Python starts anew: names on simulated ranks are gone.</div>');
+  said.className = "not-yet";
+  said.setAttribute("role", "alert");
+  said.textContent = `${why}. It starts anew: names on simulated ranks are gone.`;
+  if (form) show(form, said.outerHTML);
   boot();
-};
+}
+
+stop.onclick = () => anew("Python was stopped");
 
 // The page
 

@@ -43,10 +43,9 @@ async function fromMemory(parts) {
 }
 
 onmessage = async ({data}) => {
-  if (!data.start) return postMessage({html: answer(data.room, JSON.stringify(data.values))});
   try {
-    postMessage({ready: await start(data.parts)});
+    postMessage(data.start ? {ready: await start(data.parts)} : {html: answer(data.room, JSON.stringify(data.values))});
   } catch (problem) {
-    postMessage({failed: String(problem)});
+    postMessage({[data.start ? "failed" : "broken"]: String(problem).split("\n")[0]});
   }
 };
