@@ -23,12 +23,19 @@ async function inlined() {
   const found = [...document.querySelectorAll("script[data-part]")];
   if (!found.length) return null;
   unpacked ??= Promise.all(found.map(async part => {
-    const bytes = Uint8Array.from(atob(part.textContent), letter => letter.charCodeAt(0));
+    const bytes = unlettered(part.textContent);
     part.textContent = "";
     const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     return [part.dataset.part, await new Response(plain).arrayBuffer()];
   }));
   return Object.fromEntries(await unpacked);
+}
+
+function unlettered(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const letters = atob(text), bytes = new Uint8Array(letters.length);
+  for (let at = 0; at < bytes.length; at++) bytes[at] = letters.charCodeAt(at);
+  return bytes;
 }
 
 function heard(data) {
