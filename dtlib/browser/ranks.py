@@ -79,7 +79,7 @@ def outcome(found: Outcome) -> str:
             lines.append(f'<div class="rank" style="border-color:{rank_colour(rank)}">{_escaped(rank, text)}</div>')
     shown = "".join(lines) or sentence("No rank printed anything.")
     put_before = ", ".join(map(str, found.awaited))
-    note = f"<p><small>`await` was put into line {put_before}.</small></p>" if found.awaited else ""
+    note = f"<p><small><code>await</code> was put into line {put_before}.</small></p>" if found.awaited else ""
     stuck = sentence("No rank could go on: each that waits has said for whom.", False) if found.stuck else ""
     return stuck + shown + note + _trace(found)
 

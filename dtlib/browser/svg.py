@@ -1,6 +1,7 @@
 """Pictures of the page: SVG with a sentence for who does not see it, and its text folded away below."""
 
 from html import escape
+from zlib import crc32
 
 from dtlib.lab.colours import rank_colour
 
@@ -13,6 +14,8 @@ class Picture:
 
     def __init__(self, height: float, alt: str, text: str = "", width: float = WIDTH):
         self.height, self.width, self.alt, self.text, self._parts = height, width, alt, text, []
+        # Names of its own: what another picture has defined is not drawn while that one is hidden.
+        self._own = crc32(alt.encode())
 
     def box(self, x, y, width, height, fill="none", opacity=1.0, frame=False, hatch=False, title="") -> None:
         stroke = ' stroke="currentColor" stroke-width="2.5"' if frame else ' stroke="currentColor" stroke-width=".4"'
@@ -20,7 +23,7 @@ class Picture:
         said = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(f'<rect {shape} fill="{fill}" fill-opacity="{opacity:g}"{stroke}>{said}</rect>')
         if hatch:
-            self._parts.append(f'<rect {shape} fill="url(#hatch)"/>')
+            self._parts.append(f'<rect {shape} fill="url(#hatch-{self._own})"/>')
 
     def words(self, x, y, text, anchor="start", fill="currentColor", bold=False) -> None:
         weight = ' font-weight="bold"' if bold else ""
@@ -30,7 +33,7 @@ class Picture:
 
     def line(self, x1, y1, x2, y2, colour="currentColor", width=1.5, dashed=False, arrow=False) -> None:
         more = ' stroke-dasharray="5 4"' if dashed else ""
-        more += ' marker-end="url(#arrow)"' if arrow else ""
+        more += f' marker-end="url(#arrow-{self._own})"' if arrow else ""
         at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
         self._parts.append(f'<line {at} stroke="{colour}" stroke-width="{width:g}"{more}/>')
 
@@ -39,10 +42,10 @@ class Picture:
         return (
             f'<figure><svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" role="img" '
             f'aria-label="{escape(self.alt)}" font-size="{SIZE}" font-family="Verdana, DejaVu Sans, sans-serif">'
-            '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+            f'<defs><pattern id="hatch-{self._own}" width="6" height="6" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="#fff" stroke-width="1.6"/>'
-            '</pattern><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
-            'orient="auto"><path d="M0 0L8 4L0 8z" fill="currentColor"/></marker></defs>'
+            f'</pattern><marker id="arrow-{self._own}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" '
+            'markerHeight="6" orient="auto"><path d="M0 0L8 4L0 8z" fill="currentColor"/></marker></defs>'
             f"{''.join(self._parts)}</svg><figcaption>{escape(self.alt)}</figcaption>{folded}</figure>"
         )
 
