@@ -3,8 +3,12 @@
 import os
 import re
 import signal
+import uuid
 
 from jupyter_client import KernelManager
+from jupyter_core.paths import jupyter_runtime_dir
+
+from dtlib.lab.server import transport
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -13,7 +17,8 @@ class Notebook:
     """A kernel that works in ``folder`` and believes that it belongs to the notebook ``name``."""
 
     def __init__(self, folder, name="lesson.ipynb"):
-        self._manager = KernelManager(kernel_name="python3")
+        connection = f"{jupyter_runtime_dir()}/kernel-{uuid.uuid4()}.json"  # as JupyterLab has it
+        self._manager = KernelManager(kernel_name="python3", transport=transport(), connection_file=connection)
         self._manager.start_kernel(cwd=str(folder), env={**os.environ, "JPY_SESSION_NAME": name})
         self._client = self._manager.client()
         self._client.start_channels()

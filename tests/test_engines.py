@@ -3,11 +3,12 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import zmq
 
 from dtlib.lab.engines import panel, starting, workshop
 from dtlib.lab.engines.keeper import POLL_SECONDS
@@ -64,6 +65,19 @@ def processes_of(folder) -> list[str]:
         if str(folder) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(line)
     return found
+
+
+def heard(ports, do) -> list[list[bytes]]:
+    """What anybody on this machine who subscribes to these ports hears while something is done."""
+    with zmq.Context() as context, ExitStack() as opened:
+        sockets = [opened.enter_context(context.socket(zmq.SUB)) for _ in ports]
+        for socket, port in zip(sockets, ports, strict=True):
+            socket.subscribe(b"")
+            socket.connect(f"tcp://127.0.0.1:{port}")
+        time.sleep(0.3)  # until those who would speak know of the subscription
+        do()
+        time.sleep(0.3)
+        return [socket.recv_multipart() for socket in sockets if socket.poll(0)]
 
 
 def wait_until(condition, seconds=60) -> bool:
@@ -146,6 +160,7 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
         found = [each for each in found if each[0] != "prterun"]
     outside = [each for each in found if each[1] not in ("127.0.0.1", "::1")]
     assert not outside
+    assert not heard({port for _, _, port in found}, lambda: notebook.run("%px print('a secret', world.rank)"))
     assert (profile / "security").stat().st_mode & 0o777 == 0o700
     keys = list((profile / "security").iterdir())
     assert keys and {path.stat().st_mode & 0o777 for path in keys} == {0o600}, keys

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from jupyter_core.paths import jupyter_runtime_dir
+
 from dtlib.lab import course
 from dtlib.lab.checks import progress
 from dtlib.world.launch import start_zygote
@@ -25,11 +27,20 @@ def command(folder: Path, browser: bool, extra: list[str]) -> list[str]:
         "--LabApp.custom_css=True",
         f"--ServerApp.tornado_settings=static_custom_path={SETTINGS / 'custom'}",
     ]  # fmt: skip
+    line.append(f"--KernelManager.transport={transport()}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         line.append("--allow-root")
     if not browser:
         line.append("--no-browser")
     return line + extra
+
+
+def transport() -> str:
+    """How a notebook reaches its kernel: by sockets in its owner's folder, since every user of a machine hears ports.
+
+    A socket's path is at most 103 bytes long on some systems, and ends in /kernel-, 36 letters, -ipc-5.
+    """
+    return "ipc" if os.name == "posix" and len(os.fsencode(jupyter_runtime_dir())) + 50 <= 103 else "tcp"
 
 
 def serve(browser: bool, extra: list[str]) -> int:
