@@ -19,7 +19,7 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## 1F1B
 #
-# The usual order of level 2 is *1F1B* (D. Narayanan et al.). It begins the backward passes as soon as it can, then
+# The usual order of level 2 is *1F1B* (D. Narayanan et al.). As soon as it can, it
 # does *one forward, one backward* in turn. Rank r of p keeps p - r activations at most, however many micro-batches there
 # are. Beside GPipe:
 
@@ -34,7 +34,7 @@ of_gpipe, eager = row("GPipe", "idle / makespan"), row("1F1B", "idle / makespan"
 assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4 - rank for rank in range(4)]
 
 # %% [markdown]
-# The bubble is the same, the memory is not. That is why large trainings run 1F1B or one of its descendants. Whatever the
+# The bubble is the same, the memory is not. So large trainings run 1F1B or a descendant. Whatever the
 # order, the gradients are those of one process: [lesson 07](../../lectures/07_pipelines.ipynb) trains a net so.
 
 # %% [markdown]
@@ -45,7 +45,7 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # %% [markdown]
 # ## Which cut, when?
 #
-# All of it on one page: read from top to bottom, and stop where it fits.
+# One page, from top to bottom: stop where it fits.
 
 # %%
 lab.chart()
