@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lessons.l11b import fault_lab, figures, wrong_recovery
 from dtlib.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.recovery import Replica, Run, supervise
+from dtlib.recovery import Replica, Run, journal, supervise
 from dtlib.recovery.journal import seconds_to_go_on
 from dtlib.world.launch import survives
 from tests.ranks import on_ranks
@@ -78,6 +79,22 @@ def test_shrink_from_four_ranks_to_two(tmp_path):
     ]  # fmt: skip
     told = steps_told(run)
     assert (8, 4) in told and (9, 3) in told and (20, 2) in told
+
+
+def test_a_rank_that_ends_well_during_a_look_has_not_died(tmp_path, monkeypatch):
+    run, reads = Run(["-c", ""], 1, tmp_path, survive=True), []
+
+    def read(folder, place=0):  # the rank writes that it has ended, and ends, just after the first time
+        reads.append(place)
+        return [{"what": "ended", "rank": 0}] if len(reads) == 2 else [], place
+
+    monkeypatch.setattr(journal, "read", read)
+    run.mpiexec, run._read, run._stopped = SimpleNamespace(poll=lambda: None), 0, {}
+    run.processes = {
+        0: SimpleNamespace(pid=1, find=lambda: None if reads else SimpleNamespace(status=lambda: "running"))
+    }
+    run.look(), run.look()
+    assert not run.said and not run.lost
 
 
 def test_a_step_is_undone_in_memory_and_tried_once_more(tmp_path):

@@ -69,6 +69,8 @@ class Run:
     def look(self) -> list[dict]:
         """Note what has happened since the last look, and return it; ``status`` is set once the run is over."""
         over = self.mpiexec.poll()
+        # Looked for before the journal is read: a rank that has ended well has written so, and is then gone.
+        gone = [rank for rank, process in self.processes.items() if not process.find()]
         fresh, self._read = journal.read(self.folder, self._read)
         self.events += fresh
         for event in fresh:
@@ -81,7 +83,10 @@ class Run:
                 if sentence not in self.said:  # which several ranks may have written
                     self._say(sentence)
         if self.survive and over is None:
-            self._note_the_dead({event["rank"] for event in self.events if event["what"] in ("ended", "raised")})
+            left = {event["rank"] for event in self.events if event["what"] in ("ended", "raised")}
+            self._note_the_dead(
+                rank for rank in gone if rank not in self.lost | left and not self.processes[rank].find()
+            )
         self._look_for_stopped_ones()
         if over is not None and self.status is None:
             self.status = over or int(not self._all_well())
@@ -130,11 +135,10 @@ class Run:
         self.said.append(sentence)
         self.say(sentence)
 
-    def _note_the_dead(self, left: set[int]) -> None:
-        for rank, process in self.processes.items():
-            if rank not in self.lost | left and not process.find():
-                self.lost.add(rank)
-                self._say(f"Rank {rank} has died: {self.ranks - len(self.lost)} ranks are left, and go on.")
+    def _note_the_dead(self, ranks) -> None:
+        for rank in ranks:
+            self.lost.add(rank)
+            self._say(f"Rank {rank} has died: {self.ranks - len(self.lost)} ranks are left, and go on.")
 
     def _look_for_stopped_ones(self) -> None:
         now = time.monotonic()
