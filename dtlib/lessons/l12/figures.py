@@ -37,7 +37,7 @@ def _cell(panel, step: int, rank: int, blocks: float) -> None:
     panel.add_patch(Rectangle((step - 0.46, rank - 0.46), 0.92, 0.92, edgecolor="lightgrey", **style))
     label = {"facecolor": "white", "pad": 1.5, "lw": 0} if blocks else None
     panel.text(step, rank, f"{blocks:g}" if blocks else "idle", ha="center", va="center", bbox=label,
-               color="black" if blocks else "grey")  # fmt: skip
+               color="black" if blocks else "dimgrey")  # fmt: skip
 
 
 @shown
@@ -54,7 +54,7 @@ def shares(**runs):
     panels[0][0].set(ylabel="% of the tokens")
     for expert, part in enumerate(parts):
         below = sum(each[-1] for each in parts[:expert])
-        panel.text(len(choices), below + part[-1] / 2, f"expert {expert}", va="center", color=RANK_COLOURS[expert])
+        panel.text(len(choices), below + part[-1] / 2, f"expert {expert}", va="center")
     alt = f"The share of tokens of each expert, step by step: {' beside '.join(runs)}.".replace("_", " ")
     return figure, alt, *tables
 
