@@ -5,25 +5,6 @@ from html import escape
 
 
 @dataclass(frozen=True)
-class Slider:
-    name: str
-    label: str
-    value: float
-    low: float
-    high: float
-    step: float = 1
-
-    def read(self, text: str):
-        return _within(self, float(text))
-
-    def html(self, room: str) -> str:
-        where = f'id="{room}-{self.name}" name="{self.name}"'
-        limits = f'min="{self.low:g}" max="{self.high:g}" step="{self.step:g}" value="{self.value:g}"'
-        output = f'<output for="{room}-{self.name}">{self.value:g}</output>'
-        return _labelled(self, room, f'<span><input type="range" {where} {limits}> {output}</span>')
-
-
-@dataclass(frozen=True)
 class Number:
     """A number that is typed; ``low`` and ``high`` are what makes sense."""
 
@@ -41,6 +22,14 @@ class Number:
         where = f'id="{room}-{self.name}" name="{self.name}"'
         limits = f'min="{self.low}" max="{self.high}" step="any" value="{self.value:g}"'
         return _labelled(self, room, f'<input type="number" {where} {limits}>')
+
+
+class Slider(Number):
+    def html(self, room: str) -> str:
+        where = f'id="{room}-{self.name}" name="{self.name}"'
+        limits = f'min="{self.low:g}" max="{self.high:g}" step="{self.step:g}" value="{self.value:g}"'
+        output = f'<output for="{room}-{self.name}">{self.value:g}</output>'
+        return _labelled(self, room, f'<span><input type="range" {where} {limits}> {output}</span>')
 
 
 @dataclass(frozen=True)
