@@ -1,4 +1,4 @@
-"""``dtlib tour``: the core of every lesson on MPI engines, without a browser, in one table."""
+"""``dtlib tour``: the core of lessons 00 to 08 on MPI engines, without a browser, in one table."""
 
 import shutil
 import tempfile
