@@ -278,7 +278,7 @@ def test_a_tracks_notebook_from_the_first_cell_to_the_last(page, address):
     page.wait_for_function("c => /\\[\\d+\\]/.test(c.innerText)", arg=last, timeout=200_000)
     picture(page, "track")
     text = "\n".join(notebook.locator(".jp-OutputArea-output").all_text_contents())
-    assert "Not yet: hook-mend" in text and "Error" not in text
+    assert "Not yet: hook-fix" in text and "Error" not in text
     assert notebook.locator(".jp-OutputArea-output img").count() >= 3
 
 
@@ -303,7 +303,7 @@ def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_
         notebook = page.locator(".jp-Notebook")
         wait_for_kernel(page)
         notebook.locator(".jp-MarkdownCell a", has_text="lecture 09 Feeding").first.wait_for(timeout=60_000)
-        for words in ("from dtlib import lab", "def my_samples", 'lab.check("shard-mend")'):
+        for words in ("from dtlib import lab", "def my_samples", 'lab.check("shard-fix")'):
             cell = notebook.locator(".jp-CodeCell", has_text=words).first
             cell.locator(".cm-content").click()
             if "def" in words:
@@ -312,7 +312,7 @@ def test_the_start_page_leads_to_every_lesson_and_counts_what_is_done(page, tmp_
             page.keyboard.press("Control+Enter")
             prompt = cell.locator(".jp-InputPrompt").element_handle()
             page.wait_for_function("p => /\\[\\d+\\]/.test(p.innerText)", arg=prompt, timeout=60_000)
-        assert "Passed: shard-mend." in cell.inner_text()
+        assert "Passed: shard-fix." in cell.inner_text()
         page.keyboard.press("Control+S")
         page.wait_for_function("() => !document.querySelector('.jp-NotebookPanel.jp-mod-dirty')")
 

@@ -270,7 +270,7 @@ def golf_right(comm, x, y):
 
 
 RIGHT_TO_LESSON_04 = {
-    "hook-mend": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
+    "hook-fix": (hooks_right, hooks_that_divide_afterwards, hooks_that_return_the_average),
     "buckets-build": (
         wrong_buckets.Right, BucketsInForwardOrder, BucketsOfTheLibrary, SamplesTravelAlong, MeanOfScaled,
     ),
@@ -363,7 +363,7 @@ class LayerInTwoShards(wrong_zero3.RightLayer):
 
 
 RIGHT_TO_LESSON_06 = {
-    "zero2-mend": (shards_right, shards_a_copy),
+    "zero2-fix": (shards_right, shards_a_copy),
     "sharded-adam": (wrong_zero.Right, wrong_zero.ByHand, AdamWithCopies, AdamReducesToOwners),
     "gather-on-demand": (wrong_zero3.RightLayer, LayerInTwoShards),
 }
@@ -444,7 +444,7 @@ def test_memory_that_is_no_tensor_is_found_too():
 @pytest.fixture
 def cells_of_lesson_06(cells_with):
     begins = {
-        "zero2-mend": ("def shard_gradients(", "all-reduced"), "sharded-adam": ("class ShardedAdam", "not-copied-back"),
+        "zero2-fix": ("def shard_gradients(", "all-reduced"), "sharded-adam": ("class ShardedAdam", "not-copied-back"),
         "gather-on-demand": ("class OnDemand", "type"), "fit-it": ("fit = {", "type"),
     }  # fmt: skip
     return [
@@ -496,7 +496,7 @@ def rings(cells_with):
     """The stubs and solutions of lesson 03: exercise, source, and the mistake to be recognised."""
     return [
         (exercise, cells_with(f"def {EXERCISES[exercise].name}(", version)[0], expected)
-        for exercise, mistake in (("ring-mend", "incomplete"), ("ring-build", "nothing-done"))
+        for exercise, mistake in (("ring-fix", "incomplete"), ("ring-build", "nothing-done"))
         for version, expected in (("learner", mistake), ("solved", ""))
     ]
 
@@ -514,11 +514,11 @@ def test_the_stubs_of_the_rings_are_wrong_and_their_solutions_right(world, rings
 
 @pytest.fixture
 def cells_of_lesson_04(cells_with):
-    begins = {"hook-mend": "def average_with_hooks(", "buckets-build": "class My", "byte-golf": "def golf("}
+    begins = {"hook-fix": "def average_with_hooks(", "buckets-build": "class My", "byte-golf": "def golf("}
     return [
         (exercise, cells_with(begins[exercise], *which)[0], expected)
         for exercise, mistake in (
-            ("hook-mend", "parameter-reduced"), ("buckets-build", "not-broadcast"), ("byte-golf", "over-par")
+            ("hook-fix", "parameter-reduced"), ("buckets-build", "not-broadcast"), ("byte-golf", "over-par")
         )
         for which, expected in ((("learner", LESSON_04), mistake), (("solved", LESSON_04), ""))
     ]  # fmt: skip
@@ -646,6 +646,7 @@ def test_every_exercise_has_a_solution_to_show():
         source_of("ring")
     with pytest.raises(DtlibError, match="There is no exercise 'ring-biuld': did you mean 'ring-build'"):
         source_of("ring-biuld")
+    assert source_of("ring-mend") == source_of("ring-fix"), "the name in an older notebook"
 
 
 def test_an_answer_is_known_by_its_code_or_value():

@@ -126,7 +126,7 @@ class StepOfAClass:
 
 
 RIGHT = {
-    "row-mend": (wrong_tensor.RightRow, RowByHand, RowOfTheLibrary, RowInTwoSteps),
+    "row-fix": (wrong_tensor.RightRow, RowByHand, RowOfTheLibrary, RowInTwoSteps),
     "mlp-build": (wrong_mlp.RightMLP, MLPOfTheLibrary, MLPOfSmallLayers),
     "step-build": (wrong_replicator.step_right, step_in_one_function, StepOfAClass, step_in_single_precision),
 }
@@ -143,7 +143,7 @@ def test_every_right_answer_to_lesson_08_passes(world, exercise):
 @pytest.fixture
 def cells_of_lesson_08(cells_with):  # noqa: F811
     begins = {
-        "row-mend": ("class RowParallel(", "bias-once-a-rank"), "mlp-build": ("class MyMLP(", "type"),
+        "row-fix": ("class RowParallel(", "bias-once-a-rank"), "mlp-build": ("class MyMLP(", "type"),
         "step-build": ("def build_step(", "type"),
     }  # fmt: skip
     return [

@@ -63,9 +63,9 @@ class Contiguous(Right):
 
 
 @pytest.mark.parametrize("exercise,answer", [
-    ("twice-mend", OneByOne), ("resume-build", Contiguous),
-    ("shard-mend", contiguous), ("shard-mend", lambda order, rank, ranks: order[rank::ranks]),
-    ("twice-mend", Dealt), ("resume-build", Right), ("resume-build", KeepsWhatIsLeft), ("format-budget", cost),
+    ("twice-fix", OneByOne), ("resume-build", Contiguous),
+    ("shard-fix", contiguous), ("shard-fix", lambda order, rank, ranks: order[rank::ranks]),
+    ("twice-fix", Dealt), ("resume-build", Right), ("resume-build", KeepsWhatIsLeft), ("format-budget", cost),
 ])  # fmt: skip
 def test_right_answers_pass(exercise, answer):
     assert verdict_on(exercise, answer).passed, verdict_on(exercise, answer).text()

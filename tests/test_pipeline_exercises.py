@@ -198,7 +198,7 @@ def trains_and_multiplies_afterwards(comm, stage, x, target):
 
 
 RIGHT = {
-    "pipeline-mend": (trains_right, trains_and_multiplies_afterwards),
+    "pipeline-fix": (trains_right, trains_and_multiplies_afterwards),
     "gpipe-build": (
         wrong_pipelines.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
         GraphsTravelToo, ComputesAgain, Checkpoints,
@@ -231,7 +231,7 @@ def cells():
 
     found = []
     for stub, exercise in (
-        ("averaged-twice", "pipeline-mend"),
+        ("averaged-twice", "pipeline-fix"),
         ("no-forward", "gpipe-build"),
         ("no-forward", "1f1b-build"),
     ):

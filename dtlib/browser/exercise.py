@@ -33,7 +33,7 @@ def task(name: str) -> tuple[str, str]:
     return "\n".join(lines).removeprefix("## "), f"import math\n\n{found[stub][1]}\n"
 
 
-FIRST = "warmup-mend"
+FIRST = "warmup-fix"
 FORM = (
     Choice("exercise", "exercise", FIRST, {name: f"{lesson[1:]} {name}" for name, (lesson, _) in _named().items()}),
     Press("take", "Begin"),

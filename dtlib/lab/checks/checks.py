@@ -20,7 +20,7 @@ from dtlib.lab.checks import progress, rendering
 from dtlib.lab.checks.answers import fingerprint, first_line, told
 from dtlib.lab.checks.exercise import Exercise, Problem, Score, Verdict, Wrong
 from dtlib.lab.checks.predictions import assigns, without_magic
-from dtlib.lab.checks.registry import EXERCISES, homes, no_exercise
+from dtlib.lab.checks.registry import EXERCISES, homes, no_exercise, present
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.engines.live import ranks_in_words
 from dtlib.world.launch import in_engine
@@ -40,6 +40,7 @@ def check(name: str) -> None:
     Raises:
         DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
     """
+    name = present(name)
     if name not in EXERCISES:
         raise no_exercise(name)
     if in_engine():

@@ -177,7 +177,7 @@ def _read(folder: Path) -> dict:
     by name (``keep``)."""
     record = {}
     with suppress(OSError, ValueError):
-        record = json.loads((folder / FILE).read_text())
+        record = json.loads((folder / FILE).read_text().replace('-mend"', '-fix"'))  # names of an earlier version, too
     if isinstance(record, list):  # names alone, as an earlier version of the course wrote them
         record = {"done": dict.fromkeys(record, True)}
     return {"done": {}, "scores": {}, **record}

@@ -29,6 +29,11 @@ def homes() -> dict[str, Path]:
     return found
 
 
+def present(name: str) -> str:
+    """The name of today of an exercise that an older notebook calls ``ring-mend``: ``ring-fix``."""
+    return re.sub("-mend$", "-fix", str(name))
+
+
 class Registry(Mapping):
     """Name -> exercise, as the ``EXERCISES`` of its home has it, or a file in the notebook's folder."""
 

@@ -95,7 +95,7 @@ def ring_all_reduce(comm, array):
     return array
 
 # %%
-lab.check("ring-mend")
+lab.check("ring-fix")
 
 # %% tags=["nbval-ignore-output"]
 from dtlib.lab import ring

@@ -48,7 +48,7 @@ def as_it_was(comm, array):
 
 
 def the_other_index_turned(comm, array):
-    """Half mended: now both indices of the second half are one too far."""
+    """Half fixed: now both indices of the second half are one too far."""
     return ring(comm, array, torch.tensor_split(array, comm.size), second=1)
 
 
@@ -57,7 +57,7 @@ def adds_in_the_second_half(comm, array):
 
 
 def first_half_moved_instead(comm, array):
-    """Half mended: the other index is turned so that both begin alike."""
+    """Half fixed: the other index is turned so that both begin alike."""
     return ring(comm, array, torch.tensor_split(array, comm.size), first=1, second=2)
 
 
@@ -280,7 +280,7 @@ def ring_in_three_chunks(comm, tensor):
 
 
 WRONG = {
-    "ring-mend": {
+    "ring-fix": {
         as_it_was: ("incomplete", 2),
         the_other_index_turned: ("incomplete", 2),
         adds_in_the_second_half: ("counted-twice", 2),

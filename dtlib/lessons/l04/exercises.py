@@ -93,7 +93,7 @@ def average_with_hooks(comm, module):
             parameter.register_post_accumulate_grad_hook(gradient_has_come)
 
 # %% tags=["two-hours", "half-day"]
-lab.check("hook-mend")
+lab.check("hook-fix")
 
 # %% [markdown]
 # The loss goes down in spite of the bug, because each rank trains on its own images, and the parameters are averaged in

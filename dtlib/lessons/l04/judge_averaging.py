@@ -235,6 +235,6 @@ def _times(ratio) -> str:
 
 
 EXERCISES = {
-    "hook-mend": Exercise("average_with_hooks", observe_hooks, judge, any_size=True),
+    "hook-fix": Exercise("average_with_hooks", observe_hooks, judge, any_size=True),
     "buckets-build": Exercise("MyDataParallel", observe_buckets, judge, any_size=True),
 }

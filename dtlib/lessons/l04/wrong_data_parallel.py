@@ -121,7 +121,7 @@ def hooks_on_the_world(comm, module):
 
 
 WRONG = {
-    "hook-mend": {
+    "hook-fix": {
         hooks_as_they_were: "parameter-reduced",
         hooks_reduce_both: "parameter-reduced",
         hooks_do_not_divide: "not-divided",

@@ -56,7 +56,7 @@ def warmup_settings(step, warmup_steps, k):
     return {"lr": 0.02 + 0.02 * (k - 1) * fraction, "momentum": 0.9}
 
 # %%
-lab.check("warmup-mend")
+lab.check("warmup-fix")
 
 # %% [markdown]
 # No loss curve shows such a mistake. The rate itself does, so print it:

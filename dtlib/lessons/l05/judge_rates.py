@@ -228,6 +228,6 @@ def _same(a, b) -> bool:
 
 
 EXERCISES = {
-    "warmup-mend": Exercise("warmup_settings", observe_settings, judge_settings),
+    "warmup-fix": Exercise("warmup_settings", observe_settings, judge_settings),
     "scale-the-rate": Exercise("scaled_rate", observe_scaled, judge_scaled),
 }

@@ -138,7 +138,7 @@ def warms_up_for_a_step_at_least(rate, ranks, batch, base_batch, step, warmup_st
 
 
 WRONG = {
-    "warmup-mend": {
+    "warmup-fix": {
         as_it_was: "never-at-the-top",
         begins_at_zero: "wrong-start",
         goes_on_growing: "keeps-growing",

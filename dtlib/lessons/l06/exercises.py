@@ -109,7 +109,7 @@ def shard_gradients(comm, module):
     return shards
 
 # %%
-lab.check("zero2-mend")
+lab.check("zero2-fix")
 
 # %% [markdown]
 # With the bug, `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps

@@ -191,4 +191,4 @@ def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
     )  # fmt: skip
 
 
-EXERCISES = {"zero2-mend": Exercise("shard_gradients", observe_sharded, judge_sharded, any_size=True)}
+EXERCISES = {"zero2-fix": Exercise("shard_gradients", observe_sharded, judge_sharded, any_size=True)}

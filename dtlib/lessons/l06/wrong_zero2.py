@@ -187,7 +187,7 @@ def shards_for_three(comm, module):
 
 
 WRONG = {
-    "zero2-mend": {
+    "zero2-fix": {
         shards_as_it_was: "all-reduced",
         shards_after_an_all_reduce: "all-reduced",
         shards_a_view: "memory-kept",

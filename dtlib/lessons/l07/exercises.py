@@ -144,7 +144,7 @@ def train_step(comm, stage, x, target):
         schedule.step(target=target)
 
 # %%
-lab.check("pipeline-mend")
+lab.check("pipeline-fix")
 
 # %% [markdown]
 # The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of micro-batches add up. If

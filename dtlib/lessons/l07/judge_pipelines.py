@@ -19,7 +19,7 @@ ONE_EACH = (
 )
 
 
-def judge_mend(observations) -> None:
+def judge_loss(observations) -> None:
     """Gradients of the mean over the batch on every stage, in four micro-batches."""
     cases = _of_number(observations, 0)
     _judge_errors(cases)
@@ -224,7 +224,7 @@ def _judge_waits(cases) -> None:
 
 
 EXERCISES = {
-    "pipeline-mend": Exercise("train_step", observe_batch, judge_mend, any_size=True),
+    "pipeline-fix": Exercise("train_step", observe_batch, judge_loss, any_size=True),
     "gpipe-build": Exercise("my_gpipe", observe_microbatches, judge_gpipe, any_size=True),
     "1f1b-build": Exercise("my_1f1b", observe_microbatches, judge_1f1b, any_size=True),
 }

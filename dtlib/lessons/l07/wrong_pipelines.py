@@ -25,7 +25,7 @@ def trains_as_it_was(comm, stage, x, target):
 
 
 def trains_with_a_sum(comm, stage, x, target):
-    """Half mended: the loss is no mean any more."""
+    """Half fixed: the loss is no mean any more."""
     train(comm, stage, x, target, lambda output, wanted: mean_square(output, wanted) * 4)
 
 
@@ -34,7 +34,7 @@ def trains_with_one_microbatch(comm, stage, x, target):
     train(comm, stage, x, target, mean_square, microbatches=1)
 
 
-def trains_with_the_last_stage_mended(comm, stage, x, target):
+def trains_with_the_last_stage_fixed(comm, stage, x, target):
     trains_as_it_was(comm, stage, x, target)
     if comm.rank == comm.size - 1:
         for parameter in stage.parameters():
@@ -242,12 +242,12 @@ class LastIsRank2(Step):
 
 
 WRONG = {
-    "pipeline-mend": {
+    "pipeline-fix": {
         trains_as_it_was: ("averaged-twice", 2),
         trains_with_a_sum: ("not-averaged", 2),
         trains_with_one_microbatch: ("no-microbatches", 2),
         trains_with_two_microbatches: ("other-microbatches", 2),
-        trains_with_the_last_stage_mended: ("averaged-twice", 2),
+        trains_with_the_last_stage_fixed: ("averaged-twice", 2),
         trains_with_samples_counted_again: ("scaled", 2),
         trains_with_a_sum_over_features: ("scaled", 2),
         trains_with_a_mean_of_means: ("scaled", 2),

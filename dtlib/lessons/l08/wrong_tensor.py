@@ -179,7 +179,7 @@ class AThirdOfTheRow(RightRow):
 
 
 WRONG = {
-    "row-mend": {
+    "row-fix": {
         BiasOnEveryRank: "bias-once-a-rank",
         NotReduced: "not-reduced",
         BiasDivided: "gradient-scaled",

@@ -47,7 +47,7 @@ def my_samples(order, rank, ranks):
     return order[rank::ranks]
 
 # %%
-lab.check("shard-mend")
+lab.check("shard-fix")
 
 # %% [markdown]
 # ## Fix: a loader that reads a sample twice
@@ -80,7 +80,7 @@ seen = list(DataLoader(Stream(list(range(8)), 0, 1), batch_size=None, num_worker
 print(sorted(seen))
 
 # %%
-lab.check("twice-mend")
+lab.check("twice-fix")
 
 # %% [markdown]
 # ## Build: a format for a budget

@@ -202,6 +202,6 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
 
 
 EXERCISES = {
-    "shard-mend": Exercise("my_samples", observe_split, judge_split, needs_ranks=False),
-    "twice-mend": Exercise("Stream", observe_stream, judge_stream, needs_ranks=False),
+    "shard-fix": Exercise("my_samples", observe_split, judge_split, needs_ranks=False),
+    "twice-fix": Exercise("Stream", observe_stream, judge_stream, needs_ranks=False),
 }

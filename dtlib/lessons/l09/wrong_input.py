@@ -230,7 +230,7 @@ NAMED = {
 
 
 WRONG = {
-    "shard-mend": {
+    "shard-fix": {
         cuts_off_the_rest: "lost",
         rest_to_the_last: "uneven",
         pads_like_a_distributed_sampler: "overlap",
@@ -241,7 +241,7 @@ WRONG = {
         begins_too_late: "lost-on-the-way",
         how_many: "type",
     },
-    "twice-mend": {
+    "twice-fix": {
         EveryWorkerAll: "every-worker-reads-all",
         WithoutWorkersNone: "without-workers",
         TwoWorkers: "workers-written-in",

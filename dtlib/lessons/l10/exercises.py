@@ -82,7 +82,7 @@ def places_of(step, batch, rank, ranks):
     return range(first + rank, first + batch, ranks)
 
 # %% tags=["half-day"]
-lab.check("slower-mend")
+lab.check("slower-fix")
 
 # %% [markdown] tags=["half-day"]
 # The mean of equal gradients is that gradient, so nothing looked wrong. The only sign is a run that gets no faster: look at

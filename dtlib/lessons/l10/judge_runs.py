@@ -60,7 +60,7 @@ def judge_config(seen: list) -> None:
             )  # fmt: skip
 
 
-# slower-mend: places_of(step, batch, rank, ranks)
+# slower-fix: places_of(step, batch, rank, ranks)
 
 SIZES = (96, 100)
 
@@ -141,5 +141,5 @@ def _judge_slices(slices, step: int, batch: int, ranks: int) -> None:
 
 EXERCISES = {
     "fits-200-mb": Exercise("config", observe_config, judge_config),
-    "slower-mend": Exercise("places_of", observe_places, judge_places, any_size=True),
+    "slower-fix": Exercise("places_of", observe_places, judge_places, any_size=True),
 }

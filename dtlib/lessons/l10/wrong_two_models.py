@@ -180,7 +180,7 @@ NAMED = {
         "all at once": (config(2, micro=32), "another-training"),
         "does not multiply out": (config(1, micro=7, **HALF), "refused"),
     },
-    "slower-mend": {
+    "slower-fix": {
         "the whole batch": (whole_batch, "whole-batch"),
         "a batch for each rank": (batch_for_each, "other-places"),
         "one place too many": (neighbours_too, "twice"),
@@ -226,7 +226,7 @@ NAMED = {
 }
 RIGHT = {
     "fits-200-mb": [config(1, **HALF), config(1, fp16={"enabled": True}), config(1, 4, **HALF)],
-    "slower-mend": [in_a_row],
+    "slower-fix": [in_a_row],
     "wrap-a-model": [
         a_workload(),
         a_workload(make=convolutional, evaluated=in_batches),

@@ -58,7 +58,7 @@ def efficiency(seconds, kind):
     return {n: seconds[first] * ideal[n] / took for n, took in seconds.items()}
 
 # %%
-lab.check("efficiency-mend")
+lab.check("efficiency-fix")
 
 # %% [markdown]
 # ## Build: how long does a step take?

@@ -295,6 +295,6 @@ def _same(a, b) -> bool:
 
 
 EXERCISES = {
-    "efficiency-mend": Exercise("efficiency", observe_efficiency, judge_efficiency),
+    "efficiency-fix": Exercise("efficiency", observe_efficiency, judge_efficiency),
     "step-model-build": Exercise("step_seconds", observe_step, judge_step),
 }

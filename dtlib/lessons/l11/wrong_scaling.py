@@ -179,7 +179,7 @@ def halves_with_whole_messages(ranks, compute, count, latency, bandwidth):
 
 
 WRONG = {
-    "efficiency-mend": {
+    "efficiency-fix": {
         as_it_was: "strong-for-weak",
         counts_from_one: "one-rank-base",
         one_kind: "strong-for-weak",

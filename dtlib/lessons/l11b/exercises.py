@@ -116,7 +116,7 @@ def train_after_deaths(comm, model, optimizer, batch_of, steps):
             comm, failed = shrunk(comm), True
 
 # %%
-lab.check("resume-mend")
+lab.check("resume-fix")
 
 # %% [markdown]
 # ## Build: shrink and go on

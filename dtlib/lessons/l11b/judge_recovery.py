@@ -247,6 +247,6 @@ def _close(came, expected) -> bool:
 
 
 EXERCISES = {
-    "resume-mend": Exercise("train_after_deaths", observe, judge),
+    "resume-fix": Exercise("train_after_deaths", observe, judge),
     "shrink-build": Exercise("shrink_and_go_on", observe, judge),
 }

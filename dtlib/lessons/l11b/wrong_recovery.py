@@ -374,7 +374,7 @@ def takes_the_latest_state(comm, model, optimizer, batch_of, steps):
 
 
 WRONG = {
-    "resume-mend": {
+    "resume-fix": {
         keeps_its_own_step: "one-step-apart",
         takes_the_latest_step: "step-lost",
         takes_the_earliest_step: "step-twice",
