@@ -24,7 +24,7 @@ class CommunicationError(DtlibError):
 
 
 class PeerFailed(DtlibError):
-    """A rank waited for one that raised an error in this cell of the notebook, and so does not come."""
+    """A rank waited for one that raised an error in this cell of the notebook, and so does not arrive."""
 
 
 class WaitTimeout(DtlibError):

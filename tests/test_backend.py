@@ -551,7 +551,7 @@ def test_a_step_that_is_stopped(world):
                 with pytest.raises(KeyboardInterrupt):
                     model(x).square().mean().backward()
                 if not options:
-                    assert "all_reduce" in told[0] and "rank 1 has not come" in told[0], told
+                    assert "all_reduce" in told[0] and "rank 1 has not arrived" in told[0], told
                     assert "test_backend.py" in told[0] and "DistributedDataParallel(network()" in told[0], told
                 with pytest.raises(dist.DistBackendError, match="reset"):
                     dist.barrier(group)

@@ -23,18 +23,18 @@ def message(operation, rank, state="waits"):
 
 
 @pytest.mark.parametrize("seen,said", [
-    # Ranks 0 and 1 have come to the second collective, rank 2 has left the first.
+    # Ranks 0 and 1 have reached the second collective, rank 2 has left the first.
     ([collective(2), collective(2), collective(1, "finished")],
-     "rank 2 has not come; it last finished barrier (`line 1`)"),
+     "rank 2 has not arrived; it last finished barrier (`line 1`)"),
     # Rank 0 waits for 1, and 1 for 2: 2 is to blame.
     ([message("recv", 1), message("recv", 2), collective(1, "finished")],
-     "rank 2 has not come; it last finished barrier (`line 1`)"),
+     "rank 2 has not arrived; it last finished barrier (`line 1`)"),
     ([collective(1), collective(1), None], "rank 2 has called no operation yet"),
     ([collective(1), None, collective(0, "raised ValueError: no")],
      "rank 1 has called no operation yet; rank 2 raised ValueError: no; its last operation was barrier (`line 0`)"),
     # A rank that started the operation and computes is named as such only where a message needs it.
     ([collective(2), collective(2, "started"), collective(1, "finished")],
-     "rank 2 has not come; it last finished barrier (`line 1`)"),
+     "rank 2 has not arrived; it last finished barrier (`line 1`)"),
     # Two ranks that face each other, one more that waits for them.
     ([message("recv", 1), message("recv", 0), collective(1)],
      "they wait for one another: rank 0 in recv rank 1 (`line 9`), rank 1 in recv rank 0 (`line 9`)"),
@@ -42,10 +42,10 @@ def message(operation, rank, state="waits"):
     ([collective(1), collective(1), collective(1, operation="broadcast")],
      "they wait for one another: rank 0 in barrier (`line 1`), rank 1 in barrier (`line 1`), "
      "rank 2 in broadcast (`line 1`)"),
-    ([collective(3), collective(3), collective(4)], "all ranks have come, and the messages are under way"),
+    ([collective(3), collective(3), collective(4)], "all ranks have arrived, and the messages are under way"),
     # A sub-group waits for a rank that is elsewhere.
     ([collective(1, group="half"), collective(1, group="half"), collective(7, "finished")],
-     "rank 2 has not come; it last finished barrier (`line 7`)"),
+     "rank 2 has not arrived; it last finished barrier (`line 7`)"),
 ])  # fmt: skip
 def test_whom_rank_0_waits_for(seen, said):
     assert whom(0, {rank: sighting for rank, sighting in enumerate(seen) if sighting}) == said
@@ -76,7 +76,7 @@ def ended(state, cell, number=1):
     ([collective(2), ended("has finished its cell", "7.1")], [], [2]),
     # It has not begun this cell yet: how the last one ended says nothing.
     ([collective(2), ended("raised ValueError: no", "6.0")], [], []),
-    # Rank 1 gave up as rank 2 does not come: where it had come, that is no matter; else both are over.
+    # Rank 1 gave up as rank 2 does not arrive: where it had arrived, that is no matter; else both are over.
     ([ended("waited in vain", "7.1", 2), ended("raised ValueError: no", "7.1")], [2], []),
     ([ended("waited in vain", "7.1", 1), ended("raised ValueError: no", "7.1")], [1, 2], []),
     ([message("recv", 2), ended("raised ValueError: no", "7.1")], [2], []),
@@ -92,7 +92,7 @@ def test_a_receive_from_any_rank_waits_as_long_as_one_can_come():
     computes, done = collective(1, "finished"), ended("has finished its cell", "7.1", 0)
     assert over(0, {0: mine, 1: computes, 2: ended("raised ValueError: no", "7.1", 0)}, "7.1") == ([], [])
     assert over(0, {0: mine, 1: done, 2: done}, "7.1") == ([], [1, 2])
-    # What rank 2 did on another communicator hides whether it has come: it may have.
+    # What rank 2 did on another communicator hides whether it has arrived: it may have.
     elsewhere = Sighting("has finished its cell", "send", "send", "line 2", "rows", 0, (1,), "7.1")
     assert over(0, {0: collective(2), 1: collective(2), 2: elsewhere}, "7.1") == ([], [])
 
@@ -134,7 +134,7 @@ def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
         assert sighting.state.startswith("raised ValueError: ") and sighting.number == 3
         # A rank whose peers did not fit waits for all others, and not for none.
         waiting = {0: sighting, 1: Sighting("finished", "barrier", "barrier")}
-        assert whom(0, waiting) == "rank 1 has not come; it last finished barrier"
+        assert whom(0, waiting) == "rank 1 has not arrived; it last finished barrier"
     os.unlink(file)
 
 

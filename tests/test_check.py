@@ -608,7 +608,7 @@ def test_a_verdict_says_in_words_and_with_a_sign_how_it_went():
         assert words in block
     assert "vague" in html(wrong, 0) and "vague" not in block
     said = ["Judged on 3 ranks: line 1: total = a<b", "Not yet: first-sum, on rank 2.", "  expected: 6"]
-    assert wrong.text(9).split("\n") == [*said, "  came:     5 & 1", "  hint:     plain"]
+    assert wrong.text(9).split("\n") == [*said, "  got:      5 & 1", "  hint:     plain"]
     right = Verdict("schedule-puzzle", "line 1", 0, score="Makespan 33.", picture="F0 <B0>")
     assert "&#10003;</b> <b>Passed:</b> schedule-puzzle. Makespan 33." in html(right, 0)
     assert "F0 &lt;B0&gt;" in html(right, 0) and "expected" not in html(right, 0)

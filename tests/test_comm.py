@@ -249,7 +249,7 @@ def test_an_interrupted_reset_is_finished_by_the_next(world):
         world.comm.time_limit = None
         MPI.COMM_WORLD.send("waited", 1)
     else:
-        MPI.COMM_WORLD.recv(source=0)  # does not come while rank 0 waits
+        MPI.COMM_WORLD.recv(source=0)  # does not arrive while rank 0 waits
     dtlib.reset()
     assert world.comm.all_gather_object(world.rank) == [0, 1]
 

@@ -326,7 +326,7 @@ def test_a_wait_says_for_whom_everybody_waits(shared):
     everybody_adds = "%px dtlib.reset(); print(world.comm.all_reduce(torch.tensor(1)).item())"
     assert "ranks 0 to 2 | 3" in notebook.run(everybody_adds)
 
-    # A rank that raised an error does not come: the others are told at once, and nobody goes on out of step.
+    # A rank that raised an error does not arrive: the others are told at once, and nobody goes on out of step.
     shown = notebook.run("%%px\nif world.rank == 2: 1 / 0\nworld.comm.barrier()")
     assert (
         "On ranks 0 and 1:\nPeerFailed: barrier (`line 2: world.comm.barrier()`) cannot end: rank 2 raised "

@@ -41,7 +41,7 @@ def test_a_case_from_its_beginning_to_its_end(capsys, monkeypatch):
     case.ask(rank, 99)
     said = capsys.readouterr().out
     assert "has ended its collective number 1: tensor.all_reduce, line 5, step 0." in said
-    assert "has not come to a collective number 99" in said and "(7 questions left)" in said
+    assert "has not reached a collective number 99" in said and "(7 questions left)" in said
     case.accuse((rank + 1) % 16, line)
     case.accuse(rank, 5)
     case.accuse(rank, line)
@@ -64,7 +64,7 @@ def test_lines_are_printed_pasted_and_ranked(capsys):
     ada = capsys.readouterr().out
     assert " ".join(ada.split()) == as_line("Ada", one_f_one_b(4, 8))
     duel.line("Bob", "F0\nF0")
-    assert "cannot take part yet. Expected: 4 lines, one a rank. Came: 2 lines." in capsys.readouterr().out
+    assert "cannot take part yet. Expected: 4 lines, one a rank. Got: 2 lines." in capsys.readouterr().out
     four = "F0-3 B0-3 F4-7 B4-7"
     lines = "\n".join([
         "Ann: " + " | ".join([four] * 4), as_line("Zoe", zero_bubble_h1(4, 8)), as_line("Ada", one_f_one_b(4, 8)),
@@ -74,7 +74,7 @@ def test_lines_are_printed_pasted_and_ranked(capsys):
     assert duel.rank(lines).name == "Zoe"
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.index("Zoe 27") < shown.index("Ada 33") < shown.index("Ann 42") and "Zoe wins." in shown
-    assert "Max does not take part. Expected: at most 4 activations on any rank. Came: 8." in shown
+    assert "Max does not take part. Expected: at most 4 activations on any rank. Got: 8." in shown
     assert "Una does not take part. Expected on rank 0: F of all micro-batches in turn" in shown
     dear = duel.rank(lines, message=1.0)
     of_1f1b = [explorer.simulate("1F1B", 4, 8, message=message).makespan for message in (0.0, 1.0)]

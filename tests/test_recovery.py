@@ -141,7 +141,7 @@ def test_a_rank_that_is_stopped_ends_the_training_at_the_time_limit(tmp_path):
     faults = [fault("stop", 1, 5)]
     run = Run(program(by="shrink", steps=20, time_limit=6, faults=faults), 2, tmp_path, survive=True).start()
     assert run.wait(SECONDS) != 0
-    assert "WaitTimeout: Waited 6 s in all_reduce" in run.said[-1] and "rank 1 has not come" in run.said[-1]
+    assert "WaitTimeout: Waited 6 s in all_reduce" in run.said[-1] and "rank 1 has not arrived" in run.said[-1]
     assert nobody_lives(run)
 
 

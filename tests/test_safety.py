@@ -113,7 +113,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
         time.sleep(1.5)
     else:
         with pytest.raises(
-            WaitTimeout, match=r"Waited 1 s in all_reduce.*: rank 1 has not come; it last finished barr"
+            WaitTimeout, match=r"Waited 1 s in all_reduce.*: rank 1 has not arrived; it last finished barr"
         ):
             in_vain(comm).all_reduce(torch.ones(3))
     back_to_work(world)
@@ -128,7 +128,7 @@ def test_a_rank_whose_program_raised_is_named_with_what_it_did_last(world):
             comm.all_reduce(torch.ones(3), "median")
         time.sleep(1.5)
     else:
-        with pytest.raises(WaitTimeout, match=r": rank 2 has not come; it last finished broadcast\(from rank 1\)"):
+        with pytest.raises(WaitTimeout, match=r": rank 2 has not arrived; it last finished broadcast\(from rank 1\)"):
             in_vain(comm).all_reduce(torch.ones(3))
     back_to_work(world)
 

@@ -18,9 +18,9 @@ _refusing = weakref.WeakSet()  # those that were marked at an earlier reset
 def mark_stopped_modules(groups) -> None:
     """Let the ``DistributedDataParallel`` and FSDP2 modules of a group refuse to go on, if a rank was stopped in one.
 
-    DDP's C++ has counted gradients of which some never came, and nothing can make it forget them; FSDP2 keeps some, to
-    which it would add those of the next. Where a rank has not begun that step its own module could go on, but it would
-    be out of step with those that are made anew elsewhere.
+    DDP's C++ has counted gradients of which some never arrived, and nothing can make it forget them; FSDP2 keeps some,
+    to which it would add those of the next. Where a rank has not begun that step its own module could go on, but it
+    would be out of step with those that are made anew elsewhere.
     """
     wrapped = {one: its for one in gc.get_objects() if (its := _groups_of(one)) and one not in _refusing}
     stopped = {one for one in wrapped if _is_in_mid_step(one)}

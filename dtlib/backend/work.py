@@ -164,7 +164,7 @@ def joined(works, result=None, finish=None) -> GroupWork:
 class ReceivedFromAny(GroupWork):
     """A receive whose sender is found when somebody waits for it, or asks: ``_source_rank`` names it then.
 
-    ``find()`` is the rank from which a message has come, or None; ``receive(rank)`` takes it in.
+    ``find()`` is the rank from which a message has arrived, or None; ``receive(rank)`` takes it in.
     """
 
     def __init__(self, find, wait_until_found, receive, result):

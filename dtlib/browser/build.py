@@ -114,7 +114,7 @@ def _own_files() -> bytes:
 
 
 def _page(course: str) -> str:
-    """Every room with what it shows first, drawn here, so that there is something to see before Python has come."""
+    """Every room with what it shows first, drawn here, so that there is something to see before Python has arrived."""
     links = "\n".join(f'<a href="#{name}">{escape(rooms.room(name).TITLE)}</a>' for name in rooms.NAMES)
     page = (SITE / "index.html").read_text(encoding="utf-8")
     page = page.replace("<!-- links -->", links)

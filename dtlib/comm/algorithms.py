@@ -280,7 +280,7 @@ def dissemination_all_gather(link, rows):
 
 
 def dissemination_barrier(link):
-    """In round k every rank tells the rank 2^k places on that it has come: after log2 N rounds all know of all.
+    """In round k every rank tells the rank 2^k places on that it has arrived: after log2 N rounds all know of all.
 
     D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
     """

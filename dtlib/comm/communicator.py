@@ -168,7 +168,7 @@ class Communicator(Runner):
         return self._collective("all_to_all", tensor, arguments, whole.store, async_op, flat=whole.flat, counts=counts)
 
     def barrier(self, async_op: bool = False):
-        """Wait until every rank has come here."""
+        """Wait until every rank has arrived here."""
         return self._collective("barrier", None, (), lambda: None, async_op)
 
     # Other communicators

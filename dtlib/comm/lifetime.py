@@ -82,7 +82,7 @@ def _receive_strays(key) -> bool:
 def exchange(link, said: list):
     """A generator like those of the collectives: every rank's bytes, of which ``said`` holds this rank's, for all.
 
-    Each rank tells each other itself, and not by way of a third: so what one had sent before has come before.
+    Each rank tells each other itself, and not by way of a third: so what one had sent before has arrived before.
     """
     others = [rank for rank in range(link.size) if rank != link.rank]
     mine = np.frombuffer(said[link.rank], dtype=np.uint8)

@@ -50,13 +50,13 @@ class Link:
         return type(requests[0]).Testall(requests)  # of the class, MPI.Request
 
     def give_up(self, requests: list) -> None:
-        """Cancel the receives to which no message has come yet. (Open MPI cancels no send.)"""
+        """Cancel the receives to which no message has arrived yet. (Open MPI cancels no send.)"""
         for request in requests:
             if request:
                 request.Cancel()
 
     def nothing(self) -> np.ndarray:
-        """The array of a message that says only that it has come."""
+        """The array of a message that says only that it has arrived."""
         return np.zeros(0, dtype=np.uint8)
 
     def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
@@ -189,7 +189,7 @@ class Wire:
 
 
 class _HeldBack:
-    """A send that starts when its time has come."""
+    """A send that starts when its time has arrived."""
 
     def __init__(self, at: float, start):
         self._at = at

@@ -46,7 +46,7 @@ class Task:
         self.done = False
         self.error = self.value = None
         self.event = None  # what the recorder keeps of it
-        self.rounds = 0  # how often what it waited for has come
+        self.rounds = 0  # how often what it waited for has arrived
         self._steps = steps
         self._link = link
         self._finish = finish

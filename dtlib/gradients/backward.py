@@ -4,7 +4,7 @@
     buckets     [4 3 ----------- launch 0]  [2 1 ---- launch 1] finish: wait for both
 
 Buckets are launched in one order on all ranks, whatever the order in which gradients come: a bucket waits for those
-before it, and what never comes (a parameter that was not used) is launched at the end.
+before it, and what never arrives (a parameter that was not used) is launched at the end.
 """
 
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ class RanksDisagree(DtlibError):
 
 class BackwardPass:
     """Calls ``begin()`` at the first gradient of a backward pass, ``launch(bucket)`` for each bucket in turn as soon as
-    the gradients of all its ``parameters`` have come, and ``finish()`` at the end of ``backward()``.
+    the gradients of all its ``parameters`` have arrived, and ``finish()`` at the end of ``backward()``.
 
     Args:
         buckets: things with a list ``parameters``, in the order of their launch.
@@ -97,7 +97,7 @@ class BackwardPass:
             self._launch_next()
         try:
             self._finish()
-        except RanksDisagree:  # after everything has come, so that all may go on
+        except RanksDisagree:  # after everything has arrived, so that all may go on
             self._launched = 0
             raise
         finally:

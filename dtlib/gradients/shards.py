@@ -1,6 +1,6 @@
 """Gradients that are averaged during the backward pass, of which each rank keeps its shard: ZeRO stages 2 and 3.
 
-bucket's gradients have all come    copied into staging memory, and freed
+bucket's gradients have all arrived    copied into staging memory, and freed
 reduce_scatter, in place            this rank's shard of the staging memory is the average
 two launches later, or at the end   the shard is added to what this rank keeps, and the memory is used again
 """
@@ -177,9 +177,9 @@ def refuse_mixed(batch_size):
 class Samples:
     """An average over samples in which the number of all samples is known only after the gradients have travelled.
 
-    Ranks weight by their samples over a guess, and what has come is multiplied by the guess over all samples. The guess
-    keeps numbers of 16 bits in their range: a power of two, so that it rounds nothing, near the most samples of a pass
-    so far.
+    Ranks weight by their samples over a guess, and what has arrived is multiplied by the guess over all samples. The
+    guess keeps numbers of 16 bits in their range: a power of two, so that it rounds nothing, near the most samples of a
+    pass so far.
     """
 
     def __init__(self, comm):

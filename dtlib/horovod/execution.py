@@ -1,7 +1,7 @@
 """What all ranks have submitted, on its way: many tensors in one buffer, each collective on those of the communicator.
 
     submitted   w2  b2  w1  b1             one all_reduce a buffer of at most HOROVOD_FUSION_THRESHOLD bytes
-    buffer      [w2 w2 b2 w1 w1 w1 b1]     copied in when all ranks have agreed, and out when the sum has come
+    buffer      [w2 w2 b2 w1 w1 w1 b1]     copied in when all ranks have agreed, and out when the sum has arrived
 
 What is gathered may have different lengths, which are padded to the longest: the collective moves equal chunks.
 """

@@ -216,7 +216,7 @@ class Negotiator:
         request = operation.request
         absent = set(range(self.comm.size)) - set(self._table.get(request.key, {})) - {self.comm.rank}
         if board.current is not None:
-            # Who has come to the round may have submitted it just now.
+            # Who has reached the round may have submitted it just now.
             not_here = blame.missing(board.current.rank, board.current.seen())
             absent = absent & set(not_here) or absent
         return (

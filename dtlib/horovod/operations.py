@@ -50,7 +50,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has arrived here."""
     allgather(torch.empty(0), "barrier")
 
 

@@ -214,7 +214,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(self._call("all_to_all", tensor), content, begin, whole.store, async_op, sent)
 
     def barrier(self, async_op: bool = False):
-        """Wait until every rank has come here."""
+        """Wait until every rank has arrived here."""
         # The group's own barrier would pick a device; a sum does the same where the group is at home.
         home = "cpu" if "cpu" in self.backends else "cuda"
         token = Carried(torch.zeros(1, device=home), "barrier", True, self.backends)

@@ -16,7 +16,7 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
     if culprits:
         return "; ".join(f"rank {rank} {_last_seen(seen.get(rank))}" for rank in sorted(culprits))
     if len(waiting) == 1:
-        return "all ranks have come, and the messages are under way"
+        return "all ranks have arrived, and the messages are under way"
     return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
 
 
@@ -25,7 +25,7 @@ def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list
     on with an error, and those that have finished it. Neither come any more.
 
     A rank that any of several may serve waits for none of them as long as one can come. What a rank has left behind on
-    another communicator before it finished is not known: it may have come.
+    another communicator before it finished is not known: it may have arrived.
     """
 
     def is_over(rank):
@@ -44,7 +44,7 @@ def over(me: int, seen: dict[int, Sighting], cell: str) -> tuple[list[int], list
 
 def _followed(me: int, seen: dict[int, Sighting], needs_them=lambda rank: True) -> tuple[list[int], list[int]]:
     """The ranks that wait, from ``me`` on, and those at the ends of the chains, which do not; ``needs_them(rank)`` says
-    whether a rank that waits cannot go on without those that have not come."""
+    whether a rank that waits cannot go on without those that have not arrived."""
     waiting, culprits, to_look_at = [], [], [me]
     while to_look_at:
         rank = to_look_at.pop(0)
@@ -59,7 +59,7 @@ def _followed(me: int, seen: dict[int, Sighting], needs_them=lambda rank: True) 
 
 
 def missing(rank: int, seen: dict[int, Sighting]) -> list[int]:
-    """The ranks that have not come to the operation in which ``rank`` waits."""
+    """The ranks that have not reached the operation in which ``rank`` waits."""
     mine = seen.get(rank)
     if mine is None:
         return []
@@ -100,7 +100,7 @@ def _last_seen(sighting: Sighting | None) -> str:
     if sighting is None:
         return "has called no operation yet"
     if sighting.state == "finished":
-        return f"has not come; it last finished {_place(sighting)}" if sighting.what else "has not come"
+        return f"has not arrived; it last finished {_place(sighting)}" if sighting.what else "has not arrived"
     if sighting.state == "started":
         return f"has started {_place(sighting)} and computes" if sighting.what else "has called no operation yet"
     last = f"; its last operation was {_place(sighting)}" if sighting.what else ""

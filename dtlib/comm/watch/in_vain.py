@@ -7,7 +7,7 @@ FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough 
 
 
 def look(call, waited: float) -> None:
-    """Raise if a rank that this one waits for has come to the end of its cell in the notebook: it will not come.
+    """Raise if a rank that this one waits for has come to the end of its cell in the notebook: it will not arrive.
 
     ``PeerFailed`` where an error ended it; ``WaitTimeout`` where it finished well, and only after ten seconds.
     """

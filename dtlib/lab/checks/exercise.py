@@ -109,7 +109,7 @@ class Verdict:
         if self.passed:
             return note
         hints = [("hint", self.hints[min(attempt, len(self.hints) - 1)])] if self.hints else []
-        return [*note, ("expected", self.expected), ("came", self.came), *hints]
+        return [*note, ("expected", self.expected), ("got", self.came), *hints]
 
     def _score(self) -> str:
         return f" {self.score}" if self.score else ""

@@ -116,7 +116,7 @@ lab.check("first-sum")
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## When ranks hang
 #
-# A collective needs all ranks. If one does not come, the others wait: the program *hangs*. It will happen to you, so
+# A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. It will happen to you, so
 # try it now. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a
 # line below says which rank is missing, then press **Stop**, the square above.
 
@@ -239,7 +239,7 @@ lab.quiz("00")
 #
 # - A *rank* is a process with a number; a *world* is all of them.
 # - `%%px` runs a cell on every rank; without it a cell runs in the notebook. Each side has its own names.
-# - Ranks share no memory. They work together through collectives such as `all_reduce`; if one does not come, the others
+# - Ranks share no memory. They work together through collectives such as `all_reduce`; if one does not arrive, the others
 #   hang.
 # - The ranks end by themselves when you shut down the last notebook that uses them (Kernel > Shut Down Kernel);
 #   closing its tab is not enough.

@@ -161,7 +161,7 @@ class Case:
         if number is None and at == len(self.sequences[rank]):
             return f"rank {rank} has left the loop, after {at} collectives."
         if not 0 <= at <= min(self.ended[rank], len(self.sequences[rank]) - 1):
-            return f"rank {rank} has not come to a collective number {number}."
+            return f"rank {rank} has not reached a collective number {number}."
         step, line = self.sequences[rank][at]
         how = "waits in" if at == self.ended[rank] else "has ended"
         return f"rank {rank} {how} its collective number {at + 1}: {CALLS[line]}, line {line}, step {step}."

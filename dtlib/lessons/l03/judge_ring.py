@@ -142,7 +142,7 @@ def _judge_values(cases) -> None:
     raise Wrong(
         "incomplete", rank, what, f"{came}; {complete} of {size * length} elements of all ranks are complete",
         "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first, and then, in "
-        "each step, the one that has just come.",
+        "each step, the one that has just arrived.",
         "Step s of the first half: send chunk (rank - s - 1) % N, receive chunk (rank - s - 2) % N and add. "
         "Step s of the second: send chunk (rank - s) % N, receive chunk (rank - s - 1) % N.",
     )  # fmt: skip

@@ -382,10 +382,10 @@ assert count("400,000 bytes: 2 messages .* recursive doubling") == count("800,00
 # %% [markdown]
 # ## What a hang is
 #
-# Ranks wait for one another. If one does not come, the others wait forever; nothing breaks, nothing is printed. There
+# Ranks wait for one another. If one does not arrive, the others wait forever; nothing breaks, nothing is printed. There
 # are three kinds. Here a wait has a short limit, and ends with a sentence (`tells_how_it_ended` prints it).
 #
-# **One: a rank that does not come.** Who, according to the sentence, and where was it last?
+# **One: a rank that does not arrive.** Who, according to the sentence, and where was it last?
 
 # %%
 # %%px
@@ -495,7 +495,7 @@ lab.quiz("03")
 # - Small arrays: rounds count (recursive doubling). Large ones: bytes count (ring: less than twice the array on any
 #   number of ranks).
 # - α + n β predicts the cost from two numbers; it leaves things out, and so does an emulation.
-# - A hang is a rank that does not come, ranks that disagree, or ranks that wait in a circle. Read the sentence; Stop;
+# - A hang is a rank that does not arrive, ranks that disagree, or ranks that wait in a circle. Read the sentence; Stop;
 #   `%px dtlib.reset()`.
 #
 # Now the [exercises](../exercises/03_collectives_exercises.ipynb): fix a ring, build one, and explain five hangs.

@@ -4,7 +4,7 @@
 
 
 def with_hooks(comm, module, act, broadcast=lambda module: [*module.parameters(), *module.buffers()], hooked=None):
-    """The right answer, with its pieces to turn: ``act(parameter)`` is called when a gradient has come."""
+    """The right answer, with its pieces to turn: ``act(parameter)`` is called when a gradient has arrived."""
 
     def gradient_has_come(parameter):
         act(parameter)  # a hook returns nothing

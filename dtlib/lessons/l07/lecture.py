@@ -167,7 +167,7 @@ lab.read(plain)
 lab.read(plain.order)
 
 # %% [markdown]
-# What travels: a header tells the next rank the shape and type of what will come. Each receive is started one message
+# What travels: a header tells the next rank the shape and type of what will arrive. Each receive is started one message
 # ahead:
 
 # %%

@@ -170,7 +170,7 @@ def observe_batch(step, comm):
 
 
 def _as_microbatches(kind, comm, events):
-    """Inputs on rank 0, elsewhere room for what will come: with values that nobody can take for others."""
+    """Inputs on rank 0, elsewhere room for what will arrive: with values that nobody can take for others."""
     import torch
 
     inputs, targets = make_batch(kind, comm.size)

@@ -185,7 +185,7 @@ class SkipsTheMiddle(Step):
 
 
 class ComputesBeforeItReceives(Step):
-    """The stage gets an empty room; what has come is there when it is too late."""
+    """The stage gets an empty room; what has arrived is there when it is too late."""
 
     def forward(self, m):
         self.outputs[m] = self.stage(self.inputs[m].clone().requires_grad_())

@@ -77,7 +77,7 @@ def judge_resuming(observations) -> None:
             _judge_again(run, order, before, now, got, number, runs)
         if lost := [n for n in order if n not in seen]:
             first, last = runs[0][0], runs[-1][0]
-            came = f"{len(lost)} never came, in {len(runs)} runs that resumed one another: {lost[:5]}"
+            came = f"{len(lost)} never arrived, in {len(runs)} runs that resumed one another: {lost[:5]}"
             everything = "Save how many samples *all* ranks have taken, not one rank's batches or samples."
             if any(steps == 0 for _, _, steps in runs):
                 raise Wrong("saved-unread", None, f"all {samples} samples", came, UNREAD, "Count from __init__ on.")

@@ -217,7 +217,7 @@ training.end()
 assert found(r"The gradient of rank (\d) is not finite in step (\d+)") == [1, 12]
 
 # %% [markdown]
-# A rank that is stopped is the worst: MPI has no word for "alive, but it does not come". The only help is a limit on
+# A rank that is stopped is the worst: MPI has no word for "alive, but it does not arrive". The only help is a limit on
 # waiting (`comm.time_limit`), or somebody who looks at the processes.
 
 # %% tags=["nbval-ignore-output"]
@@ -226,8 +226,8 @@ training = fault_lab.Training("shrink", ranks=2, steps=20, time_limit=3, faults=
 training.end()
 
 # %% tags=["statement"]
-# "A rank that is stopped is the worst: MPI has no word for "alive, but it does not come"."
-assert count("is stopped, by SIGSTOP") == 1 and count("rank 1 has not come") == 1
+# "A rank that is stopped is the worst: MPI has no word for "alive, but it does not arrive"."
+assert count("is stopped, by SIGSTOP") == 1 and count("rank 1 has not arrived") == 1
 
 # %% [markdown]
 # ## Which one?

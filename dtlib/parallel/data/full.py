@@ -38,7 +38,7 @@ class GradientBucket:
 
 
 class DataParallel(nn.Module):
-    """Data parallelism in buckets that travel during the backward pass; when ``backward()`` returns, all have come.
+    """Data parallelism in buckets that travel during the backward pass; when ``backward()`` returns, all have arrived.
 
     Args:
         module: the model; every rank has it, with the same parameters in the same order. Rank 0's values are

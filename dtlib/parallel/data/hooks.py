@@ -1,6 +1,6 @@
 """Communication hooks: how the gradients of a bucket are averaged is a function's choice, with torch's signature.
 
-    gradients of a bucket have come   hook(state, bucket) -> future
+    gradients of a bucket have arrived   hook(state, bucket) -> future
     end of the backward pass          future.wait() is the average, of the bucket's length
 
 A hook gets this rank's own gradients, and has to divide by the number of ranks itself. Which parameters ranks have used

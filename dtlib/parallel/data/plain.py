@@ -11,9 +11,9 @@ When do the gradients of layers 4, 3, 2 and 1 travel, and in how many messages?
 
     DataParallelNaive      computes   B4 B3 B2 B1               one a parameter, after the backward pass
                            sends                  4  3  2  1
-    DataParallelHooks      computes   B4 B3 B2 B1               each as soon as it has come
+    DataParallelHooks      computes   B4 B3 B2 B1               each as soon as it has arrived
                            sends         4  3  2  1
-    DataParallelBuckets    computes   B4 B3 B2 B1               several together, as soon as the last has come
+    DataParallelBuckets    computes   B4 B3 B2 B1               several together, as soon as the last has arrived
                            sends            43    21
 """
 

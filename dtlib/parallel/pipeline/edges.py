@@ -85,7 +85,7 @@ class Activations:
             self.alike.append(self._announced - len(self.alike) - 1)
 
     def _next_header(self, wait: bool) -> bool:
-        """Ask for it, and read it if it has come."""
+        """Ask for it, and read it if it has arrived."""
         if self._header is None:
             header = torch.zeros(HEADER, dtype=torch.int64)
             self._header = header, self.comm.recv(header, self.source, self.tag, async_op=True)

@@ -5,8 +5,8 @@
     between            schedule.step()
     the last rank      schedule.step(target=y, losses=losses)
 
-A rank works off its list in order. For each action it takes what has come, computes, and sends on without waiting for
-it to arrive; what its next actions need is asked for beforehand.
+A rank works off its list in order. For each action it takes what has arrived, computes, and sends on without waiting;
+what its next actions need is asked for beforehand.
 """
 
 import torch
@@ -234,7 +234,7 @@ class ScheduleZeroBubbleH1(_Schedule):
 
 def _planned(actions: list) -> list[tuple]:
     """Of each action, the actions whose messages are asked for just before it: as early as AHEAD allows, those of a
-    backward pass not before its forward pass, which tells what will come."""
+    backward pass not before its forward pass, which tells what will arrive."""
     places = {action: place for place, action in enumerate(actions)}
     asked_for = [[] for _ in actions]
     for place, action in enumerate(actions):

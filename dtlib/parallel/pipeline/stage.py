@@ -207,7 +207,7 @@ class RunningStage:
 
 
 def _entry(received):
-    """What has come, in the same memory, but neither a leaf of the graph nor a view of one: a layer may change it in
+    """What has arrived, in the same memory, but neither a leaf of the graph nor a view of one: a layer may change it in
     place."""
     return torch.ops.aten._unsafe_view(received, received.shape)
 

@@ -193,7 +193,7 @@ class ZeroOptimizer(optim.Optimizer):
             bucket.check(self._names)
 
     def _in_the_middle(self) -> bool:
-        """Gradients have come, and wait for the step."""
+        """Gradients have arrived, and wait for the step."""
         waiting = any(parameter.grad is not None for parameter in self._shard_of)
         return waiting or self._reduced or bool(self._reducer and self._reducer.passes)
 

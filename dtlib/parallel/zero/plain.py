@@ -79,7 +79,7 @@ class Stage1:
 
 
 class Stage2(Stage1):
-    """Gradients in shards too: those of a unit are reduced, and go, as soon as the last of them has come."""
+    """Gradients in shards too: those of a unit are reduced, and go, as soon as the last of them has arrived."""
 
     def gradient_has_come(self, unit: Unit, parameter) -> None:
         super().gradient_has_come(unit, parameter)

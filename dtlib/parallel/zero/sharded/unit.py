@@ -224,7 +224,7 @@ class Flat:
                 view.copy_(piece.grad)
 
     def finish(self, used) -> None:
-        """All averages have come. A parameter that no rank has used keeps what it had."""
+        """All averages have arrived. A parameter that no rank has used keeps what it had."""
         for piece, view in zip(self.pieces, self.averages, strict=True):
             if next(used):
                 piece.grad = view
