@@ -1,6 +1,8 @@
 """``dtlib train decoder`` on every mesh of four ranks: one curve, held memory, a limit that is enforced."""
 
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from dtlib.planner import DEVICES, Model, Plan, PlanError
 from dtlib.planner.configs import for_dtlib
 from dtlib.planner.estimate import plans
 from dtlib.planner.exact import kept_of_decoder, of_decoder
-from dtlib.training.config import read
+from dtlib.training import config
 from dtlib.training.run import train
+from dtlib.training.run_config import read
 from dtlib.workloads import decoder
 from dtlib.workloads.shared_tokens import Shared
 from tests.ranks import on_ranks
@@ -57,6 +60,15 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
             assert abs(mine - theirs) < 1e-11, (mesh, found["losses"], expected["losses"])
         assert abs(found["test_loss"] - expected["test_loss"]) < 1e-6, mesh
         assert (found["tensor"], found["stages"]) == (mesh.get("tensor", 1), mesh.get("pipe", 1))
+
+    # Plans, as they are written down.
+    for plan in (
+        Plan(context=2, data=2, zero=1, batch=8, micro_batch=2, recompute="full"),
+        Plan(context=4, batch=8, micro_batch=4, context_algorithm="ulysses", recompute="selective"),
+        Plan(context=2, tensor=2, batch=8, micro_batch=4),
+    ):
+        found = train("decoder", {**for_dtlib(SIZES, plan), "run": CONFIG["run"], "optimizer": CONFIG["optimizer"]})
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-11), plan
 
     # Checkpoints of tensor ranks: from one mesh of data and pipe axes to another.
     folder = tmp_path
@@ -127,11 +139,30 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
     made = for_dtlib(SIZES, plan)
     assert made["tensor_parallel"] == {"autotp_size": 2} and made["pipeline"]["stages"] == 2
     assert made["workload"] == {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "recompute": "selective"}
-    for plan in plans(SIZES, 4, DEVICES["h100"], 8):  # whatever the planner proposes for four ranks
-        made = {
-            key: value for key, value in for_dtlib(SIZES, plan).items() if key not in ("workload", "tensor_parallel")
-        }
-        assert read(made, plan.data).train_micro_batch_size_per_gpu == plan.micro_batch
+    # Whatever the planner proposes for four ranks is written, or refused with its numbers; what is written is read.
+    refused = Counter()
+    for model in (SIZES, replace(SIZES, experts=4, active=2)):
+        for context in (1, 2, 4):
+            for plan in plans(model, 4, DEVICES["h100"], 16, context=context):
+                try:
+                    made = for_dtlib(model, plan)
+                except PlanError as problem:
+                    refused[str(problem).split(". Give a")[-1].split(": ")[-1]] += 1
+                    continue
+                made_by, _, rest, axes, sequences = read("decoder", made, SimpleNamespace(size=4), None, None, "dtlib")
+                assert made_by.keywords == {} and made_by.args == (made["workload"],)
+                asked = plan.pipe, plan.context, plan.expert, plan.tensor
+                assert tuple(axes[name] for name in ("pipe", "context", "expert", "tensor")) == asked
+                assert sequences.size == context
+                found = config.read(rest, plan.data * plan.context)
+                micro = plan.micro_batch / plan.context
+                assert (found.train_batch_size, found.train_micro_batch_size_per_gpu) == (16, micro)
+                assert found.gradient_accumulation_steps == plan.micro_batches
+                decoder.settings(made["workload"], decoder.DEFAULTS, "decoder")
+                refused["written"] += 1
+    assert refused["written"] > 100 and len(refused) == 4, refused
+    with pytest.raises(PlanError, match="seq is 8, and 8 context ranks of dtlib train take equal parts"):
+        for_dtlib(SIZES, Plan(context=8, batch=8, micro_batch=8))
     with pytest.raises(PlanError, match="give a pipe axis that divides the 3 layers"):
         of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)
 
@@ -141,11 +172,15 @@ def test_every_mesh_of_experts_has_the_curve_of_one_rank(world, tmp_path):
     """One micro-batch a step: the balance is that of a micro-batch."""
     config = {"workload": EXPERTS, "gradient_accumulation_steps": 1}
     expected = train("decoder", config_of(**config), comm=world.comm.split(world.rank))
-    for axes in ({}, {"expert": 2}, {"expert": 4}, {"expert": 2, "context": 2}):
-        found = train("decoder", config_of(**axes, **config))
+    mixture = replace(SIZES, experts=4, active=2)
+    plan = Plan(data=4, expert=2, batch=8, micro_batch=2, recompute="full")
+    written = {**for_dtlib(mixture, plan), "run": CONFIG["run"], "optimizer": CONFIG["optimizer"]}
+    for axes in ({}, {"expert": 2}, {"expert": 4}, {"expert": 2, "context": 2}, written):
+        found = train("decoder", axes if axes is written else config_of(**axes, **config))
         for mine, theirs in zip(found["losses"], expected["losses"], strict=True):
             assert abs(mine - theirs) < 1e-11, (axes, found["losses"], expected["losses"])
-        assert abs(found["test_loss"] - expected["test_loss"]) < 1e-6, axes
+        if axes is not written:  # it tests more samples
+            assert abs(found["test_loss"] - expected["test_loss"]) < 1e-6, axes
     folder = tmp_path
     train("decoder", config_of(expert=4, **config), save=folder, steps=2)
     resumed = train("decoder", config_of(expert=2, **config), save=folder, resume=True)

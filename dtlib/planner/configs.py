@@ -17,27 +17,42 @@ TITANS_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
 
 def for_dtlib(model: Model, plan: Plan) -> dict:
     """For `dtlib train --config FILE --ranks {plan.gpus}`; with a model's sizes, if `dtlib train decoder` has such."""
-    for axis in ("context", "expert"):
-        if getattr(plan, axis) > 1:
-            raise PlanError(
-                f"The plan has {getattr(plan, axis)} ranks on its {axis} axis, and dtlib train counts a batch otherwise"
-                f" there: write {axis}_parallel.size and the batch sizes into the config yourself."
-            )
+    own = is_decoder(model)
+    if not own and plan.tensor * plan.context * plan.expert > 1:
+        raise PlanError(
+            "dtlib train cuts layers, sequences and experts of its own decoder alone over ranks: a model of 256 words, "
+            "untied, with MLPs of four times its width."
+        )
     if plan.pipe > 1 and plan.zero == 3:
         raise PlanError("dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3: they have cut the parameters.")
-    config = _batch(plan) | {
+    if own and model.experts and (plan.zero or plan.pipe * plan.tensor > 1):
+        raise PlanError(
+            f"{plan}: dtlib train has experts on axes of data, context and experts, without ZeRO. Plan with zero=0, "
+            "pipe=1, tensor=1."
+        )
+    if plan.micro_batch % plan.context:
+        raise PlanError(
+            f"A micro-batch of {plan.micro_batch} does not divide by context {plan.context}: in dtlib train each of "
+            f"these ranks reads samples of its own. Give a multiple of {plan.context}."
+        )
+    if plan.context > 1 and model.seq % (2 * plan.context):
+        raise PlanError(
+            f"seq is {model.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
+            f"{2 * plan.context}."
+        )
+    config = _batch(replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)) | {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0003}},
         "zero_optimization": {"stage": plan.zero},
     }
-    if is_decoder(model):
+    if own:
         sizes = {name: getattr(model, name) for name in ("layers", "hidden", "heads", "seq")}
         config["workload"] = {**sizes, "recompute": _known(plan.recompute, OURS_RECOMPUTE, "dtlib train decoder")}
         config["tensor_parallel"] = {"autotp_size": plan.tensor}
-    elif plan.tensor > 1:
-        raise PlanError(
-            "dtlib train cuts the layers of its own decoder alone over tensor ranks: a model of 256 words, untied, "
-            "with an MLP of four times its width."
-        )
+        if model.experts:
+            config["workload"] |= {"experts": model.experts, "top": model.active}
+            config["expert_parallel"] = {"size": plan.expert}
+        if plan.context > 1:
+            config["context_parallel"] = {"size": plan.context, "method": plan.context_algorithm}
     elif plan.recompute not in ("none", "full") or (plan.recompute == "full" and plan.pipe == 1):
         raise PlanError(
             f"dtlib train recomputes the stages of a pipeline whole, or nothing: not {plan.recompute!r} here."
@@ -53,8 +68,10 @@ def is_decoder(model: Model | None) -> bool:
     """Whether `dtlib train decoder` has such a model (workloads/decoder.py)."""
     if model is None:
         return False
-    alike = replace(Model(model.layers, model.hidden, model.heads, 256, model.seq, tied=False), name=model.name)
-    return replace(model, ffn=model.mlp, kv_heads=model.kv) == replace(alike, ffn=alike.mlp, kv_heads=alike.kv)
+    if model.experts and model.active > 2:
+        return False
+    alike = replace(model, vocab=256, ffn=4 * model.hidden, kv_heads=model.heads, gated=False, tied=False)
+    return replace(model, ffn=model.mlp, kv_heads=model.kv) == alike
 
 
 def for_deepspeed(model: Model, plan: Plan) -> dict:
