@@ -60,6 +60,9 @@ def test_code_has_the_colours_of_the_page_and_each_kind_has_one(monkeypatch):
     for strategy in LESSONS.values():
         plain = importlib.import_module(f"dtlib.parallel.{strategy}.plain")
         reading.read(*[thing for thing in vars(plain).values() if inspect.isclass(thing)] or [plain.step])
+    scripts = ROOT / "notebooks" / "digits_serial.py", ROOT / "notebooks" / "digits_horovod.py"
+    reading.read_changes(*scripts)
+    assert shown[-1].count('<span class="gi">+') == 16 and shown[-1].count('<span class="gd">-') == 4
     html = "".join(shown)
     assert "color" not in html and 'class="highlight dtlib-code"' in html
     style = (server.SETTINGS / "custom" / "custom.css").read_text()

@@ -281,7 +281,8 @@ def test_seconds_count_until_a_step_that_had_not_been_done_before():
     name = figures.NAMES["checkpoint"]
     ordered = sorted(events, key=lambda event: event["at"])
     assert figures.times({"checkpoint": ordered}) == [(name, "3.00", "4 -> 3", 1)]
-    assert "<svg" in figures.picture({"checkpoint": ordered}, [0.5] * 5).svg
+    drawn, empty = (figures.picture({"checkpoint": events}, [0.5] * 5) for events in (ordered, []))
+    assert "<svg" in drawn.svg and f"{name}, 6 steps" in drawn.alt and "nothing else yet" in empty.alt
     assert predictions()["steps-done-twice"].came(ordered) == 1 and predictions()["ranks-left"].came(ordered) == 3
 
 

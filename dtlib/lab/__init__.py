@@ -19,6 +19,7 @@ _LAZY = {
     "progress": "dtlib.lab.checks.progress",
     "quiz": "dtlib.lab.checks.quiz",
     "read": "dtlib.lab.reading",
+    "read_changes": "dtlib.lab.reading",
     "read_end": "dtlib.lab.reading",
     "scores": "dtlib.lab.checks.progress",
     "solution": "dtlib.lab.checks.solutions",

@@ -2,13 +2,14 @@
 
 import csv
 import inspect
+from difflib import unified_diff
 from itertools import groupby
 from pathlib import Path
 
 from IPython.display import display
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer, TextLexer, get_lexer_for_filename
+from pygments.lexers import DiffLexer, PythonLexer, TextLexer, get_lexer_for_filename
 
 import dtlib
 from dtlib.lab.engines import workshop
@@ -45,6 +46,13 @@ def read_end(module) -> None:
     first = max(number for number, line in enumerate(lines) if not line.startswith("#")) + 1
     where = f"{_file(module)}, lines {first + 1} to {len(lines)}"
     _show(where, "\n".join(line.removeprefix("# ") for line in lines[first:]), TextLexer())
+
+
+def read_changes(before: Path, after: Path) -> None:
+    """Show the lines in which two files differ, below their first ones."""
+    texts = [path.read_text().splitlines()[1:] for path in (before, after)]
+    changes = [line for line in unified_diff(*texts, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
+    _show(f"{before.name} (-), {after.name} (+)", "\n".join(changes), DiffLexer())
 
 
 def published(name: str) -> list[dict[str, str]]:

@@ -417,14 +417,10 @@ assert [event.name for event in with_hooks.events if event.rank == 0].count("all
 # from `notebooks/digits_serial.py` to `digits_horovod.py`:
 
 # %% tags=["two-hours", "half-day"]
-import difflib
 from pathlib import Path
 
 folder = next(above for above in Path.cwd().parents if (above / "digits_serial.py").exists())
-scripts = [folder / "digits_serial.py", folder / "digits_horovod.py"]
-before, after = (script.read_text().splitlines()[1:] for script in scripts)
-changes = difflib.unified_diff(before, after, n=0, lineterm="")
-print(*(line for line in changes if not line.startswith(("---", "+++", "@@"))), sep="\n")
+lab.read_changes(folder / "digits_serial.py", folder / "digits_horovod.py")
 lab.push(folder=str(folder))
 
 # %% tags=["statement"]

@@ -67,7 +67,9 @@ def picture(histories: dict, undisturbed: list[float]) -> Picture:
     """The figure, with its table as text."""
     from matplotlib import rc_context
 
-    alt = f"Losses against steps, and steps against seconds, for each of: {', '.join(NAMES[by] for by in histories)}."
+    done = [f"{NAMES[by]}, {len(steps)} steps" for by, events in histories.items() if (steps := steps_of(events))]
+    alt = f"Losses against {len(undisturbed)} steps: undisturbed"
+    alt += f"; and these, below with the seconds of each step: {'; '.join(done)}." if done else ", nothing else yet."
     with rc_context(STYLE):
         return Picture(draw(histories, undisturbed), alt, Table(times(histories), HEADERS))
 
