@@ -70,15 +70,18 @@ def test_without_it_the_sentence_says_how_to_install_it(world):
 
 
 def python_with_deepspeed() -> str:
-    if told := os.environ.get("DTLIB_DEEPSPEED"):
-        return told
-    folder = Path("~/.cache/dtlib").expanduser() / PIN.replace("==", "-")
+    return os.environ.get("DTLIB_DEEPSPEED") or python_with(PIN)
+
+
+def python_with(pin: str, *more: str) -> str:
+    """A Python in ``~/.cache/dtlib`` that has this package beside what is installed here; ``more``: for pip."""
+    folder = Path("~/.cache/dtlib").expanduser() / pin.replace("==", "-")
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         beside = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages" / "beside.pth"
         beside.write_text(sysconfig.get_paths()["purelib"] + "\n")
-        command = [python, "-m", "pip", "install", "-q", PIN]
+        command = [python, "-m", "pip", "install", "-q", pin, *more]
         ran = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-2000:]
         (folder / "ready").write_text("")

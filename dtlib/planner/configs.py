@@ -95,8 +95,8 @@ def for_deepspeed(model: Model, plan: Plan) -> dict:
 
 
 def for_torchtitan(model: Model, plan: Plan) -> str:
-    """TOML, for `--job.config_file`. ZeRO's stage 3 is FSDP; 2 is FSDP that keeps parameters after the forward pass; 0
-    is replication; there is no stage 1."""
+    """TOML, for `--job.config_file` of torchtitan up to 0.2.2 (later ones are told in Python). ZeRO's stage 3 is FSDP;
+    2 is FSDP that keeps parameters after the forward pass; 0 is replication; there is no stage 1."""
     if model.name not in FLAVOURS:
         raise PlanError(
             f"torchtitan knows models by flavour, here {', '.join(FLAVOURS)}: not {model.name or 'sizes'!r}."

@@ -13,8 +13,10 @@ def best_rows(best: list[Estimate]) -> list[tuple]:
 
 
 def _rates(e: Estimate) -> tuple[str, str, str]:
-    mark = "~" if e.outside else ""
-    return f"{mark}{e.tokens / 1e3:,.0f} k", f"{mark}{e.mfu:.0%}", f"{e.memory.total / GIB:.1f}"
+    tokens, percent = e.tokens / 1e3, 100 * e.mfu
+    if e.outside:
+        return f"~{float(rounded(tokens)):,.0f} k", f"~{rounded(percent)}%", f"{e.memory.total / GIB:.1f}"
+    return f"{tokens:,.0f} k", f"{percent:.0f}%", f"{e.memory.total / GIB:.1f}"
 
 
 def time_of(e: Estimate) -> str:
@@ -48,8 +50,9 @@ def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
     rows += [("sent a rank, a step", ", ".join(f"{name} {sent / 1e9:.3g} GB" for name, sent in e.sent.items() if sent))]
     if tokens:
         took, low, high = (days_of(s, tokens, e.plan.batch * e.model.seq) for s in (e.seconds, e.low, e.high))
-        energy = energy_kwh(took, e.plan.gpus, e.device.watts)
-        says = f"{tokens:.3g} tokens: {plain(took)} days ({plain(low)} to {plain(high)}), {plain(energy / 1000)} MWh"
+        energy = energy_kwh(took, e.plan.gpus, e.device.watts) / 1000
+        took, low, high, energy = map(rounded if e.outside else plain, (took, low, high, energy))
+        says = f"{tokens:.3g} tokens: {'about ' * bool(e.outside)}{took} days ({low} to {high}), {energy} MWh"
         rows += [("run", says)]
     return rows + [("outside", sentence) for sentence in e.outside]
 
@@ -59,4 +62,9 @@ def summary(best: list[Estimate], tried: list[Estimate]) -> str:
     if not best:
         return f"None of {len(tried)} meshes fits. The smallest: {tried[0].plan}. {tried[0].why_not}"
     fit = sum(e.fits for e in tried)
-    return f"{fit} of {len(tried)} meshes fit; nine of ten steps are expected between the bounds of their band."
+    says = [f"{fit} of {len(tried)} meshes fit."]
+    if not all(e.outside for e in best):
+        says.append("Nine of ten steps are expected between the bounds of their band.")
+    if any(e.outside for e in best):
+        says.append("~: nothing like it was measured, and its bounds are a guess.")
+    return "\n".join(says)

@@ -32,23 +32,23 @@ MESHES = {
 }
 
 
-def held(plan: Plan) -> int:
+def held(plan: Plan, model: Model = MODEL) -> int:
     """Bytes of model states on the rank that holds most, exactly."""
-    return max(sum(of_decoder(MODEL, plan, rank)["held"].values()) for rank in range(plan.gpus))
+    return max(sum(of_decoder(model, plan, rank)["held"].values()) for rank in range(plan.gpus))
 
 
-def sent(plan: Plan) -> dict[str, int]:
+def sent(plan: Plan, model: Model = MODEL) -> dict[str, int]:
     """Payload bytes a step by axis, exactly, of the rank that sends most."""
-    each = [of_decoder(MODEL, plan, rank)["sent"] for rank in range(plan.gpus)]
+    each = [of_decoder(model, plan, rank)["sent"] for rank in range(plan.gpus)]
     return max(each, key=lambda by_axis: sum(by_axis.values()))
 
 
-def messages(plan: Plan) -> dict[str, int]:
+def messages(plan: Plan, model: Model = MODEL) -> dict[str, int]:
     """Messages one after the other: of a step on the data axis, of a micro-batch on the others."""
     d, t, m = plan.data, plan.tensor, plan.micro_batches
-    units = MODEL.layers + 2
+    units = model.layers + 2
     rings = {0: 2, 1: 2, 2: m + 1, 3: 3 * m * units}[plan.zero]
-    all_reduces = 4 * MODEL.layers // plan.pipe + (4 if plan.pipe == 1 else 3)  # embedding 1, head and loss 3
+    all_reduces = 4 * model.layers // plan.pipe + (4 if plan.pipe == 1 else 3)  # embedding 1, head and loss 3
     return {
         "data": rings * (d - 1),
         "tensor": all_reduces * int(log2(t)),
@@ -65,14 +65,14 @@ def predicted(plan: Plan, sample: float, bubble: bool = True) -> float:
     return turns * (compute + per_turn) + count["data"] * LATENCY + travels["data"] / BANDWIDTH
 
 
-def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, **run) -> dict:
+def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, model: Model = MODEL, **run) -> dict:
     """For ``dtlib train decoder``, on this task's link and under its limit."""
     run = {"steps": steps, **run}
     if limit:
         run["memory_limit"] = LIMIT
     if link:
         run |= {"link_latency": LATENCY, "link_bandwidth": BANDWIDTH}
-    made = {**for_dtlib(MODEL, plan), "run": run}
+    made = {**for_dtlib(model, plan), "run": run}
     made["optimizer"]["params"]["eps"] = (
         1e-4  # with less, Adam makes steps of rounding noise, and no two runs are alike
     )
