@@ -193,10 +193,10 @@ def test_files_are_short_enough_to_read():
     assert not unclear, f"these names do not say what is inside: {unclear}"
 
 
-def test_walks_of_contributing_lead_where_they_say():
+def test_walks_of_the_docs_lead_where_they_say():
     """A step is written as `dtlib/file.py:12` `name`: line 12 of that file has the name."""
-    steps = re.findall(r"`(dtlib/[\w/]+\.py):(\d+)` `(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
-    assert steps, "CONTRIBUTING.md has no walk"
+    steps = re.findall(r"`(dtlib/[\w/]+\.py):(\d+)` `(\w+)`", (ROOT / "docs" / "how_it_works.md").read_text())
+    assert steps, "the page has no walk"
     wrong = []
     for name, line, word in steps:
         lines = (ROOT / name).read_text().splitlines()
@@ -206,7 +206,7 @@ def test_walks_of_contributing_lead_where_they_say():
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("page", ("CONTRIBUTING.md", "README.md"))
+@pytest.mark.parametrize("page", ("CONTRIBUTING.md", "README.md", "docs/how_it_works.md", "docs/how_to_add.md"))
 def test_files_and_names_that_are_spoken_of_exist(page):
     """A file by its path from the root, or by the end of its path in dtlib/; a folder; `dtlib.name`."""
     text = (ROOT / page).read_text()
