@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from dtlib.errors import DtlibError
+from dtlib.lab.engines import heartbeats
 
 c = get_config()  # noqa: F821
 site = tomllib.loads((Path(__file__).parent / "site.toml").read_text())
@@ -43,7 +44,8 @@ def address_for_nodes() -> str:
 
 c.Cluster.engine_launcher_class = "mpi"
 c.Cluster.engine_timeout = 120
-c.Cluster.controller_args = ["--HeartMonitor.period=100", "--HeartMonitor.max_heartmonitor_misses=300"]
+heartbeats.slow_down()
+c.Cluster.controller_args = heartbeats.ARGUMENTS
 c.MPIEngineSetLauncher.engine_cmd = [sys.executable, "-m", "ipyparallel.engine"]
 
 c.IPController.enable_curve = True

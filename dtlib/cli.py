@@ -35,6 +35,7 @@ def main(arguments=None) -> int:
         epilog="Other arguments are JupyterLab's, such as --port=8890.",
     )  # fmt: skip
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
+    lab.add_argument("--hub", action="store_true", help="for JupyterHub, which starts this for each learner")
 
     fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
     fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
@@ -119,9 +120,9 @@ def _doctor(options) -> int:
 
 
 def _lab(options) -> int:
-    from dtlib.lab.server import serve
+    from dtlib.lab import server
 
-    return serve(not options.no_browser, options.jupyter)
+    return server.serve_hub(options.jupyter) if options.hub else server.serve(not options.no_browser, options.jupyter)
 
 
 def _export(options) -> int:

@@ -82,7 +82,7 @@ class Slurm(hosts.Hosts):
 
     def _start_daemons(self) -> None:
         folder = self.folder
-        folder.chmod(0o700)  # munged refuses a key that others could have written
+        folder.chmod(0o755)  # munged refuses a key that others could have written; users ask it and read slurm.conf
         for name in ("state", "spool-h1", "spool-h2"):
             (folder / name).mkdir()
         (folder / "key").touch(0o600)

@@ -103,8 +103,9 @@ def test_profiles_start_ranks_where_they_should(no_job, tmp_path):
     for profile in ("profile_slurm", "profile_pbs", "profile_ssh"):
         told = PyFileConfigLoader("ipcontroller_config.py", str(PROFILES / profile)).load_config().IPController
         assert told.enable_curve and told.client_ip == "127.0.0.1" and told.engine_ip not in ("*", "0.0.0.0")
-    here = PyFileConfigLoader("ipcontroller_config.py", str(PROFILES / "profile_local_mpi")).load_config()
-    assert here.IPController.enable_curve
+    for profile in ("profile_local_mpi", "profile_gpus"):
+        here = PyFileConfigLoader("ipcontroller_config.py", str(PROFILES / profile)).load_config()
+        assert here.IPController.enable_curve
     assert IPController.enable_curve.default_value is False, "then the profile need not ask for it"
 
 

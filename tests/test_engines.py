@@ -1,4 +1,6 @@
+import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -9,12 +11,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import zmq
+from ipyparallel.controller.heartmonitor import HeartMonitor
 
-from dtlib.lab.engines import panel, starting, workshop
+from dtlib.lab.engines import crowd, heartbeats, panel, starting, workshop
 from dtlib.lab.engines.keeper import POLL_SECONDS
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.server import SETTINGS
 from dtlib.world import loopback
+from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, listening
 from tests.conftest import make_workshop
 from tests.kernels import Notebook
@@ -283,9 +287,64 @@ def test_what_a_cell_showed_is_shown_again(shared):
     assert f"Cell [{number}] is kept here" in notebook.run(f"lab.last({number})")
 
 
-def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder):
+@contextmanager
+def called(name, folder, count=1):
+    """Processes of this name that do nothing."""
+    (folder / name).symlink_to(shutil.which("sleep"))
+    started = [subprocess.Popen([str(folder / name), "100"]) for _ in range(count)]
+    yield started
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names of processes that all can read")
+def test_starts_take_turns_with_those_that_began_before(tmp_path, monkeypatch):
+    for name in ("WAITS", "STARTS"):  # no test beside this one has these
+        monkeypatch.setattr(crowd, name, f"{name} {os.getpid()}")
+    queue = crowd.Queue(at_once=1)
+    with ExitStack() as opened:
+        names = (crowd.WAITS, crowd.STARTS, "mine")
+        *_, (mine,) = [opened.enter_context(called(name, tmp_path)) for name in names]
+        assert queue.before() == 0, "nobody began before this process"
+        queue._me = Process.of(mine.pid)
+        assert wait_until(lambda: queue.before() == 2)
+        queue.at_once = 3
+        assert queue.before() == 0, "three may start at once"
+        queue.at_once = 1
+        monkeypatch.setattr(crowd, "LONGEST_START", 0)
+        assert queue.before() == 1, "who starts for too long is passed over"
+        monkeypatch.setattr(crowd, "LONGEST_WAIT", -1)
+        assert queue.before() == 0, "and nobody waits for ever"
+
+
+def test_time_limits_grow_with_the_load(monkeypatch):
+    cores = usable_cores()
+    for load, times in ((0, 1), (cores, 1), (3 * cores, 3), (1000 * cores, crowd.MOST_PATIENCE)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0, 0))
+        assert crowd.patience() == times
+
+
+def test_heartbeats_slow_down_once_all_engines_are_there(monkeypatch):
+    monkeypatch.setenv("DTLIB_RANKS", "2")
+    monkeypatch.setattr(HeartMonitor, "handle_new_hearts", lambda self, hearts: self.hearts.update(hearts))
+    heartbeats.slow_down()
+    monitor = SimpleNamespace(hearts=set(), caller=SimpleNamespace(callback_time=heartbeats.FAST))
+    found = []
+    for heart in "ab":
+        HeartMonitor.handle_new_hearts(monitor, {heart})
+        found.append(monitor.caller.callback_time)
+    assert found == [heartbeats.FAST, heartbeats.SLOW]
+    assert monitor.max_heartmonitor_misses * heartbeats.SLOW == heartbeats.SILENCE
+
+
+def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebooks, workshop_folder, tmp_path):
     first, second = notebooks("first.ipynb"), notebooks("second.ipynb")
-    first.run(ENGINES.format(2))
+    with called(crowd.STARTS, tmp_path, crowd.Queue().at_once) as others:
+        first.live = []
+        meanwhile(lambda: "first" in str(first.live), lambda: [other.kill() or other.wait() for other in others])
+        first.run(ENGINES.format(2))
+    assert any("on this machine start" in line for line in first.live) == (sys.platform == "linux"), first.live
     first.run("%px x = 1; from dtlib.lab.engines import panel")
     assert first.run("lab.panel(); from dtlib.lab.engines import panel") == ""
     pids = engine_pids(workshop_folder)

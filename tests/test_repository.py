@@ -65,7 +65,10 @@ TESTED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
 
 
 def test_the_lock_has_what_the_project_asks_for():
-    asked = [*TESTED, *PROJECT["optional-dependencies"]["browser"], *PROJECT["optional-dependencies"]["book"]]
+    asked = [
+        *TESTED,
+        *(each for extra in ("browser", "book", "hub") for each in PROJECT["optional-dependencies"][extra]),
+    ]
     for each in map(Requirement, asked):
         assert each.specifier, f"{each}: say which versions it may run beside"
         assert LOCKED[canonicalize_name(each.name)] in each.specifier, f"{each} is not what is locked: make lock"

@@ -11,6 +11,7 @@ A small record says what was laid out, so that a new version of the course repla
 import json
 import os
 import shutil
+from contextlib import suppress
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -35,7 +36,7 @@ def working_folder() -> Path:
     """Where a learner who is here works: there may be nothing in it yet."""
     here = workshop.current_folder()
     for candidate in (here, *here.parents):
-        if (candidate / workshop.PROFILE / "ipcluster_config.py").is_file():
+        if workshop.is_workshop(candidate):
             return candidate / "work" if (candidate / "notebooks" / "source").is_dir() else candidate
     return here
 
@@ -58,6 +59,8 @@ def open_folder() -> tuple[Path, str]:
 def lay_out(folder: Path) -> str:
     """Copy to ``folder`` what is missing there and what is old and untouched; returns a sentence about it, or ''."""
     record, copied, newer = _read_record(folder), 0, []
+    if not record:
+        _close(folder)
     for name, source in sources().items():
         copy, digest, before = folder / name, _digest(source), record.get(name)
         there = _digest(copy) if copy.is_file() else None
@@ -146,9 +149,16 @@ def _number(name: str) -> str:
 def _is_empty(folder: Path) -> bool:
     """But for what belongs to the installation: hidden files, virtual environments, wheels."""
     return all(
-        path.name.startswith(".") or path.suffix == ".whl" or (path / "pyvenv.cfg").exists()
+        path.name.startswith(".") or path.suffix == ".whl" or os.path.exists(path / "pyvenv.cfg")
         for path in folder.iterdir()
     )
+
+
+def _close(folder: Path) -> None:
+    """Cells, outputs and predictions are their owner's: where a disk has no modes, `dtlib doctor` says so."""
+    with suppress(OSError):  # who copies to it says what is wrong
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
 
 
 def _free_name(path: Path) -> Path:

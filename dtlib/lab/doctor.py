@@ -167,6 +167,8 @@ def _workshop() -> str:
 
     folder = course.working_folder()
     laid_out = (folder / course.START_PAGE).is_file()
+    if laid_out and folder.stat().st_mode & 0o077:
+        return f"{folder}, which other users can read: chmod 700 closes it"
     return str(folder) if laid_out else f"none yet; `dtlib lab` lays one out in {folder}, if nothing else is there"
 
 

@@ -1,24 +1,31 @@
-"""``dtlib lab``: JupyterLab, opened on the workshop."""
+"""``dtlib lab``: JupyterLab, opened on the workshop; ``dtlib lab --hub``: the same for a learner of a JupyterHub."""
 
+import importlib.util
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from IPython.paths import get_ipython_dir
 from jupyter_core.paths import jupyter_runtime_dir
 
+from dtlib.errors import DtlibError
 from dtlib.lab import course
 from dtlib.lab.checks import progress
 from dtlib.world.launch import start_zygote
 
 SETTINGS = Path(__file__).with_name("settings")
+FIRST_PAGE = f"/lab/tree/{course.START_PAGE.as_posix()}"
+COURSE = "course"  # the folder in a learner's home that `dtlib lab --hub` lays out
+TOLD_BY_A_HUB = "JUPYTERHUB_API_TOKEN"
 
 
-def command(folder: Path, browser: bool, extra: list[str]) -> list[str]:
+def command(folder: Path, browser: bool, extra: list[str], program: str = "jupyterlab") -> list[str]:
     """The command line of JupyterLab on the workshop in ``folder``, with this Python's kernels."""
     line = [
-        sys.executable, "-m", "jupyterlab",
+        sys.executable, "-m", program,
         f"--ServerApp.root_dir={folder}",
-        f"--LabApp.default_url=/lab/tree/{course.START_PAGE.as_posix()}",
+        f"--LabApp.default_url={FIRST_PAGE}",
         # No question about news and updates in front of the first lesson.
         f"--LabApp.app_settings_dir={SETTINGS}",
         # A kernel whose notebook is closed ends when it has done nothing for an hour.
@@ -28,7 +35,7 @@ def command(folder: Path, browser: bool, extra: list[str]) -> list[str]:
         f"--ServerApp.tornado_settings=static_custom_path={SETTINGS / 'custom'}",
     ]  # fmt: skip
     line.append(f"--KernelManager.transport={transport()}")
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
+    if hasattr(os, "geteuid") and os.geteuid() == 0 and program == "jupyterlab":
         line.append("--allow-root")
     if not browser:
         line.append("--no-browser")
@@ -45,11 +52,35 @@ def transport() -> str:
 
 def serve(browser: bool, extra: list[str]) -> int:
     """Lay out the course where it is missing or old, and become JupyterLab; does not return."""
+    return _become("jupyterlab", browser, extra)
+
+
+def serve_hub(extra: list[str]) -> int:
+    """What a hub starts for a learner: the course in the home folder, in the hub's server; does not return.
+
+    Raises:
+        DtlibError: where JupyterHub is missing, or has not started this.
+    """
+    if importlib.util.find_spec("jupyterhub") is None:
+        raise DtlibError("--hub needs JupyterHub, which is not installed here: pip install 'dtlib[hub]'.")
+    if TOLD_BY_A_HUB not in os.environ:
+        raise DtlibError("--hub is for a hub, which starts it for each learner (docs/hub.md): leave --hub away.")
+    home = Path.home() / COURSE
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        os.chdir(home)
+    except OSError as problem:
+        raise DtlibError(f"{home} cannot be used for the course ({problem.strerror}): rename what is there.") from None
+    return _become("jupyterhub.singleuser", False, [f"--ServerApp.default_url={FIRST_PAGE}", *extra])
+
+
+def _become(program: str, browser: bool, extra: list[str]) -> int:
+    _keep_private()
     folder, said = course.open_folder()
     progress.write_start_page(folder)
     if said:
         print(said, flush=True)
-    line = command(folder, browser, extra)
+    line = command(folder, browser, extra, program)
     # Kernels with %%px from the start: here python3 is found before the environment's own of that name.
     os.environ["JUPYTER_PATH"] = os.pathsep.join(
         filter(None, [str(SETTINGS / "jupyter"), os.environ.get("JUPYTER_PATH")])
@@ -58,3 +89,12 @@ def serve(browser: bool, extra: list[str]) -> int:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     start_zygote()  # ready when the first cell runs; it ends with JupyterLab, which this process becomes
     os.execv(line[0], line)
+
+
+def _keep_private() -> None:
+    """What is written from now on, cells and outputs and IPython's history of them, is for its owner alone."""
+    os.umask(0o077)
+    with suppress(OSError):  # a disk without modes
+        ipython = Path(get_ipython_dir())
+        ipython.mkdir(exist_ok=True)
+        ipython.chmod(0o700)

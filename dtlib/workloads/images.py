@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pickle
 import zlib
 from math import prod
@@ -35,9 +36,9 @@ def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     for place in (top, *sorted(each for each in top.rglob("*") if each.is_dir())):
         if _find(place, "train-images-idx3-ubyte", "train-images.idx3-ubyte"):
             return _mnist(place, "train"), _mnist(place, "t10k"), tuple("0123456789")
-        if (place / "data_batch_1.bin").exists():
+        if os.path.exists(place / "data_batch_1.bin"):
             read, ending = _cifar_binary, ".bin"
-        elif (place / "data_batch_1").exists():
+        elif os.path.exists(place / "data_batch_1"):
             read, ending = _cifar_pickled, ""
         else:
             continue
@@ -48,7 +49,9 @@ def read_folder(folder: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 
 def _find(place: Path, *names: str) -> Path | None:
-    return next((path for name in names for end in ("", ".gz") if (path := place / (name + end)).exists()), None)
+    # os.path: below a folder that is closed to this user, Path.exists raises an error.
+    paths = (place / (name + end) for name in names for end in ("", ".gz"))
+    return next(filter(os.path.exists, paths), None)
 
 
 def _there(path: Path) -> Path:

@@ -14,7 +14,7 @@ import functools
 import os
 import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
@@ -73,10 +73,10 @@ def mpiexec_inside(mpiexec: str) -> bool:
         return False
     for settings in (Path(mpiexec).resolve().parents[1] / "etc", Path("/etc/openmpi"), Path("/etc/prte")):
         for hosts in settings.glob("*default-hostfile"):
-            if any(
-                line.strip() and not line.startswith("#") for line in hosts.read_text(errors="replace").splitlines()
-            ):
-                return False
+            with suppress(OSError):  # closed to mpiexec, too
+                lines = hosts.read_text(errors="replace").splitlines()
+                if any(line.strip() and not line.startswith("#") for line in lines):
+                    return False
     if "SLURM_JOB_ID" in os.environ:  # SLURMD_NODENAME: this is the node, and no login node
         return os.environ.get("SLURM_JOB_NUM_NODES") == "1" and "SLURMD_NODENAME" in os.environ
     return not any(name in os.environ for name in SCHEDULERS)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,42 +21,51 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        return cls(pid, _created(pid))
+        return cls(pid, look(pid)[2])
 
     def find(self) -> psutil.Process | None:
         """The process if it lives; None once it has ended, even if nobody has collected its status."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            if _created(self.pid) == self.created and process.status() != psutil.STATUS_ZOMBIE:
+            if look(self.pid)[2] == self.created and process.status() != psutil.STATUS_ZOMBIE:
                 return process
         return None
 
 
-def _created(pid: int) -> float:
-    """When a process started: on Linux in ticks since the machine did, as the time of day may be set meanwhile."""
+def look(pid: int) -> tuple[str, int, float]:
+    """A process's name, its parent, and when it started.
+
+    On Linux that is in ticks since the machine did, as the time of day may be set meanwhile.
+
+    Raises:
+        psutil.Error: where it has ended, or may not be looked at.
+    """
     if sys.platform != "linux":
-        return psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        return process.name(), process.ppid(), process.create_time()
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    except (FileNotFoundError, ProcessLookupError):
+        begin, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         raise psutil.NoSuchProcess(pid) from None
-    return float(after_name.split()[19])  # field 22 of the line, of which the first two are cut off
+    fields = rest.split()  # from the third on
+    return begin.partition("(")[2], int(fields[1]), float(fields[19])
 
 
 def with_descendants(process: Process) -> list[Process]:
     """A process and all that it has started, down to the last generation, with the ranks that were forked for it."""
-    found = process.find()
-    if found is None:
+    if process.find() is None:
         return []
-    family, members = [], [found]
-    with suppress(psutil.Error):
-        members += found.children(recursive=True)
-    for member in members:
+    known, started, family = {}, defaultdict(list), [process.pid]
+    for pid in psutil.pids():  # looked at once: on a hub there are hundreds
         with suppress(psutil.Error):
-            family.append(Process.of(member.pid))
-            if member.name().startswith(STANDS_FOR):
-                family += with_descendants(Process.of(int(member.name().removeprefix(STANDS_FOR))))
-    return family
+            name, parent, created = look(pid)
+            known[pid] = Process(pid, created)
+            started[parent].append(pid)
+            if name.startswith(STANDS_FOR):
+                started[pid].append(int(name.removeprefix(STANDS_FOR)))
+    for member in family:  # it grows meanwhile
+        family += [pid for pid in started[member] if pid in known and pid not in family]
+    return [process, *(known[pid] for pid in family[1:])]
 
 
 def listening(process: Process) -> list[tuple[str, str, int]]:

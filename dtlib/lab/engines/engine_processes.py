@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.lab.engines import crowd
 from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
@@ -27,7 +28,7 @@ def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
     log = record.profile / "log"
     command = [*python_of_a_rank(), "-m", "dtlib.lab.engines.keeper", str(record.profile), str(ranks)]
     try:
-        log.mkdir(exist_ok=True)
+        log.mkdir(mode=0o700, exist_ok=True)
         with open(log / "keeper.log", "w") as output:
             status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
         said = (log / "keeper.log").read_text(errors="replace").split("\n") if status else []
@@ -44,15 +45,19 @@ def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
         )
     import ipyparallel  # noqa: F401  (takes half a second, which the keeper needs too)
 
-    deadline = time.monotonic() + START_SECONDS
-    while not record.read("set.json").get("connection"):
-        if problem := record.read("set.json").get("error"):
+    limit = crowd.Limit(START_SECONDS)
+    while not (note := record.read("set.json")).get("connection"):
+        if problem := note.get("error"):
             record.remove("set.json")
             raise DtlibError(problem)
-        if not record.keeper() or time.monotonic() > deadline:
+        if before := note.get("before"):
+            limit = crowd.Limit(START_SECONDS)
+            say(f"{before} other{'s' * (before > 1)} on this machine start{'s' * (before == 1)} first")
+        else:
+            say("their controller starts")
+        if not record.keeper() or limit.is_over():
             why = f"{log / 'keeper.log'} says why" if (log / "keeper.log").stat().st_size else f"look into {log}"
             raise DtlibError(f"The engines did not start: {why}, or run the cell again.")
-        say("their controller starts")
         time.sleep(0.02)
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import on_ranks, workshop
+from dtlib.lab.engines import crowd, on_ranks, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, warning, why_new
@@ -226,21 +226,21 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
     import ipyparallel as ipp
 
     note = record.read("set.json")
-    seconds = START_SECONDS + SECONDS_A_RANK * note["ranks"]
-    deadline = time.monotonic() + seconds
-    while not Path(note["connection"]).exists() and record.keeper() and time.monotonic() < deadline:
+    limit = crowd.Limit(START_SECONDS + SECONDS_A_RANK * note["ranks"])
+    while not Path(note["connection"]).exists() and record.keeper() and not limit.is_over():
         time.sleep(0.02)
     client = None
     while client is None or len(client.ids) < note["ranks"]:
-        if not record.keeper() or time.monotonic() > deadline:
+        if not record.keeper() or limit.is_over():
             came = len(client.ids) if client else 0
             if client:
                 client.close()
-            raise DtlibError(too_few(came, note["ranks"], seconds if record.keeper() else None, record.profile / "log"))
+            seconds = limit.passed() if record.keeper() else None
+            raise DtlibError(too_few(came, note["ranks"], seconds, record.profile / "log"))
         if client is None:
             # In short attempts: the controller may end while this waits for it.
             with suppress(TimeoutError):
-                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS)
+                client = ipp.Client(note["connection"], timeout=CONNECT_SECONDS * crowd.patience())
         else:
             say(f"{len(client.ids)} of {note['ranks']} are there")
             time.sleep(0.02)
@@ -271,7 +271,7 @@ def _join_world(found: EngineSet, record, note):
     try:
         _clean(found)
         joined = found.view.apply_async(on_ranks.join, str(record.state), os.getcwd())
-        rows = sorted(joined.get(START_SECONDS), key=lambda row: row["rank"])
+        rows = sorted(joined.get(START_SECONDS * crowd.patience()), key=lambda row: row["rank"])
     except (ipp.error.TimeoutError, ipp.error.RemoteError, ipp.error.CompositeError):
         return None
     record.write("ranks.json", {"name": note["name"], "places": [(row["host"], row["pid"]) for row in rows]})
@@ -285,7 +285,7 @@ def _clean(found: EngineSet) -> None:
     for tries_left in (1, 0):
         clean = found.view.execute("get_ipython().run_line_magic('reset', '-f')", silent=True, block=False)
         try:
-            return clean.get(ANSWER_SECONDS)
+            return clean.get(ANSWER_SECONDS * crowd.patience())
         except (ipp.error.RemoteError, ipp.error.CompositeError):
             if not tries_left:
                 raise

@@ -6,30 +6,34 @@ but its process id: a kernel that is killed is noticed like one that ends. Life 
     notebook                     keeper                            engines
     write attached/PID.json
     start the keeper ----------> set.json: here I am
+                                 wait for starts of others
                                  start controller, mpiexec ------> register
                                  set.json: connection file
-    connect, use ...             is anyone attached alive? ...
+    connect, use ...             wait until somebody ends ...
     (ends, however that ends)    nobody: remove set.json, end ---> gone
 """
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
 from dtlib.errors import DtlibError
+from dtlib.lab.engines import crowd
 from dtlib.lab.engines.workshop import PROFILE, Record
 from dtlib.world.launch import python_of_a_rank, rank_environment, start_zygote
 from dtlib.world.processes import Process, end_processes, with_descendants
 from dtlib.world.until_parent_ends import ends_with_this_process
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # between two looks, until the ranks have joined; and where the system tells of no ends
+LOOK_SECONDS = 10
 
 
 def main() -> None:
@@ -65,6 +69,8 @@ def main() -> None:
 def _keep(record: Record, ranks: int, name: str) -> None:
     me, started = Process.of(os.getpid()), set()
     try:
+        if not _wait_for_turn(record):
+            return
         cluster = _start(record.profile, ranks, name)
         try:
             launchers = [Process.of(launcher.pid) for launcher in (cluster.controller, *cluster.engines.values())]
@@ -72,7 +78,7 @@ def _keep(record: Record, ranks: int, name: str) -> None:
             raise DtlibError(
                 f"The engines ended as soon as they had started: {record.profile / 'log'} says why."
             ) from None
-        note = record.read("set.json")
+        note = {key: value for key, value in record.read("set.json").items() if key != "before"}
         note["connection"] = str(record.profile / "security" / f"ipcontroller-{name}-client.json")
         _watch(record, note, launchers, started)
     except DtlibError as problem:
@@ -82,6 +88,22 @@ def _keep(record: Record, ranks: int, name: str) -> None:
     finally:
         end_processes([*started, *with_descendants(me)[1:]])
         _clean(record.profile, f"security/*{name}*", f"pid/*{name}*", "state/torch-*")
+
+
+def _wait_for_turn(record: Record) -> bool:
+    """Whether anybody still wants the engines then."""
+    crowd.name_this_process(crowd.WAITS)
+    queue, note = crowd.Queue(), record.read("set.json")
+    while before := queue.before():
+        if not record.attached():
+            record.remove("set.json")
+            return False
+        if note.get("before") != before:
+            note["before"] = before
+            record.write("set.json", note)
+        time.sleep(POLL_SECONDS)
+    crowd.name_this_process(crowd.STARTS)
+    return True
 
 
 def _clean(profile: Path, *patterns: str) -> None:
@@ -132,7 +154,24 @@ def _watch(record: Record, note: dict, launchers: list[Process], started: set) -
                 if not needed():  # a notebook may have attached between the look and the lock
                     record.remove("set.json")
                     return
-        time.sleep(POLL_SECONDS)
+        joined = record.read("ranks.json").get("name") == note["name"]
+        if joined:
+            crowd.name_this_process(crowd.KEEPS)
+        notebooks = [Process(each["pid"], each["created"]) for each in record.attached()]
+        _until_one_ends([*launchers, *notebooks], LOOK_SECONDS if joined else POLL_SECONDS)
+
+
+def _until_one_ends(processes: list[Process], seconds: float) -> None:
+    """Wait until the system says that one of these has ended, at most so long: that costs nothing."""
+    if not hasattr(os, "pidfd_open"):
+        return time.sleep(POLL_SECONDS)
+    ends = select.poll()
+    with ExitStack() as opened, suppress(OSError):  # it has ended already
+        for process in processes:
+            handle = os.pidfd_open(process.pid)
+            opened.callback(os.close, handle)
+            ends.register(handle, select.POLLIN)
+        ends.poll(1000 * seconds)
 
 
 if __name__ == "__main__":

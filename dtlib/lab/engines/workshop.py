@@ -28,11 +28,16 @@ def current_folder() -> Path:
         raise DtlibError("The folder that you are in has been deleted: change to one that exists.") from None
 
 
+def is_workshop(folder: Path) -> bool:
+    # os.path: where a folder is closed to this user, Path.is_file raises an error.
+    return os.path.isfile(folder / PROFILE / "ipcluster_config.py")
+
+
 def folder() -> Path:
     """The workshop folder: the nearest one above this notebook, else the one that holds this package."""
     here = current_folder()
     for candidate in [here, *here.parents, Path(__file__).resolve().parents[3]]:
-        if (candidate / PROFILE / "ipcluster_config.py").is_file():
+        if is_workshop(candidate):
             return candidate
     raise DtlibError(
         f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
@@ -64,7 +69,8 @@ class Record:
         self.profile = Path(profile)
         self.state = self.profile / "state"
         try:
-            (self.state / "attached").mkdir(parents=True, exist_ok=True)
+            for folder in (self.state, self.state / "attached"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.state / "writable").write_text("")
         except OSError as problem:
             raise self._cannot_be_written(problem) from None
