@@ -15,7 +15,7 @@ from dtlib.lab import course, server
 from tests import hub, slurm
 from tests.conftest import ROOT, wait_until
 from tests.hosts import NETWORK, Hosts
-from tests.users import Users
+from tests.users import TMP, Users
 
 needs_hub = pytest.mark.skipif(bool(hub.missing()), reason=hub.missing())
 SECRET = "ada's own words"
@@ -60,7 +60,7 @@ def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     shown = ada.runs(
         "import os; from dtlib import lab; lab.engines(4); print(os.getcwd(), os.environ['OMP_NUM_THREADS'])"
     )
-    assert "/tmp/home/ada/course/notebooks/lectures 1\n" in shown
+    assert shown == f"{TMP}/home/ada/course/notebooks/lectures 1\n"
     assert ada.runs(SUM) == "ranks 0 to 3 | tensor(6)\n"
     lines = running.processes("ada").values()
     assert any("ranks are forked" in line for line in lines) and any("jupyterhub.singleuser" in line for line in lines)

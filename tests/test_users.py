@@ -8,7 +8,7 @@ import pytest
 
 from tests import hosts
 from tests.hosts import Hosts
-from tests.users import Users
+from tests.users import TMP, Users
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())]
 
@@ -65,7 +65,7 @@ def machine(tmp_path_factory):
 
 def test_what_root_has_left_in_shared_places_stops_no_start(machine):
     (machine.users.tmp / "learner.py").write_text(LEARNER)
-    said = machine.run("h1", machine.users.as_user("ada", [sys.executable, "/tmp/learner.py"]), timeout=170)
+    said = machine.run("h1", machine.users.as_user("ada", [sys.executable, f"{TMP}/learner.py"]), timeout=170)
     scripts = [line for line in said.splitlines() if line.startswith("script")]
     assert len(scripts) == 2 and all(line.count("3.0 ") == 2 for line in scripts), said
     parents = re.findall(r"ranks 0 and 1 \|\S* 3\.0 (\d+)", said)

@@ -15,6 +15,7 @@ FIRST_ID = 61_001
 PASSWORD = "four-ranks"
 HASHED = "$6$dtlib$1zSv/EwrQ2Ky7RXbJVfu9DOxg.pJhS0nOtLPWNEMv0fzz.W6rBfTXvMtPjANxPErgSf5BnIaGogk8Ftkw98.s1"
 OTHERS_MAY_ENTER = 0o001
+TMP = Path("/tmp")
 
 
 class Users:
@@ -30,7 +31,7 @@ class Users:
         self.tmp.mkdir()
         self.tmp.chmod(0o1777)
         lines = {
-            "passwd": "{name}:x:{id}:{id}::/tmp/home/{name}:/bin/bash\n", "group": "{name}:x:{id}:\n",
+            "passwd": f"{{name}}:x:{{id}}:{{id}}::{TMP}/home/{{name}}:/bin/bash\n", "group": "{name}:x:{id}:\n",
             "shadow": "{name}:" + HASHED + ":20000:0:99999:7:::\n",
         }  # fmt: skip
         for file, line in lines.items():
@@ -48,7 +49,7 @@ class Users:
 
     def as_user(self, name: str, command: list[str], **settings: str) -> list[str]:
         """``command`` as this user runs it in the home folder, with a plain environment and these settings."""
-        home, number = f"/tmp/home/{name}", self.ids[name]
+        home, number = f"{TMP}/home/{name}", self.ids[name]
         told = {"HOME": home, "USER": name, "LOGNAME": name, "PATH": os.environ["PATH"], "LANG": "C.UTF-8", **settings}
         become = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
         return [*become, "env", "-i", f"--chdir={home}", *(f"{key}={value}" for key, value in told.items()), *command]
@@ -56,10 +57,10 @@ class Users:
     def _moves(self, hosts: Hosts, etc: Path) -> list[str]:
         """The old tree is kept at /mnt meanwhile: what is needed of folders that are replaced is shown there again."""
         needed = {ROOT, Path(sys.prefix), Path(sys.base_prefix), hosts.folder}
-        replaced = {Path("/tmp"), *filter(None, map(_closed_above, needed - {hosts.folder}))}
+        replaced = {TMP, *filter(None, map(_closed_above, needed - {hosts.folder}))}
         lines = ["mount --rbind / /mnt"]
         for folder in sorted(replaced):
-            what = f"--bind /mnt{self.tmp}" if folder == Path("/tmp") else "-t tmpfs -o mode=755 tmpfs"
+            what = f"--bind /mnt{self.tmp}" if folder == TMP else "-t tmpfs -o mode=755 tmpfs"
             lines.append(f"mount {what} {folder}")
         for path in sorted(needed):
             if any(folder in path.parents for folder in replaced):
