@@ -82,7 +82,7 @@ def report(running):
     found = {}
     for spy in ("eve", "bob"):
         command = running.users.as_user(
-            spy, [sys.executable, "/tmp/spy.py", *(victims if spy == "eve" else victims[:1])]
+            spy, [sys.executable, f"{TMP}/spy.py", *(victims if spy == "eve" else victims[:1])]
         )
         with running.machine.start(
             "h1", command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
