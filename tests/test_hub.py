@@ -54,7 +54,7 @@ def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     page = ada.there(ada.web.get, f"{running.url}/user/ada/", timeout=60)
     assert page.status_code == 200 and page.url.endswith(f"/user/ada/lab/tree/{course.START_PAGE}"), page.url
     settings = ada.asks("GET", "/user/ada/lab/api/settings/@jupyterlab/apputils-extension:notification").json()
-    assert settings["settings"]["fetchNews"] == "false", "those of dtlib lab"
+    assert settings["schema"]["properties"]["fetchNews"]["default"] == "false", "those of dtlib lab"
     ada.opens()
     assert "Run lab.engines(4) first" in ada.runs("%%px\n1"), "the kernel of dtlib lab"
     shown = ada.runs(
