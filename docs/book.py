@@ -47,7 +47,7 @@ SETTINGS = {
 }
 BESIDE = (
     "cheat_sheet.md", "glossary.md", "instructor/guide.md", "instructor/before.md", "instructor/wrong_answers.md",
-    "instructor/discussions.md", "decision_chart.md", "planner.md", "laptop.md", "hub.md",
+    "instructor/discussions.md", "instructor/wall.md", "decision_chart.md", "planner.md", "laptop.md", "hub.md",
 )  # fmt: skip
 # What a page needs to be drawn. A link that is only followed when clicked may lead anywhere.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']((?:https?:)?//[^"']+)|"""

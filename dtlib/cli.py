@@ -1,4 +1,4 @@
-"""The command line: dtlib doctor | lab | fresh | tour | pi | train | plan | export | browser."""
+"""The command line: dtlib doctor | lab | wall | fresh | tour | pi | train | plan | export | browser."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import dtlib
+from dtlib import wall
 from dtlib.errors import DtlibError
 from dtlib.export import EXPORTS, exported
 from dtlib.lab.engines.workshop import current_folder
@@ -37,6 +38,7 @@ def main(arguments=None) -> int:
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
     lab.add_argument("--hub", action="store_true", help="for JupyterHub, which starts this for each learner")
 
+    wall.add_arguments(commands.add_parser("wall", help="show on a page where learners are, and who is stuck"))
     fresh = commands.add_parser("fresh", help="give the notebooks of a lesson anew, and keep yours beside them")
     fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
 
@@ -82,9 +84,7 @@ def main(arguments=None) -> int:
         "--write", metavar="FILE", action="append", help="as x.dtlib.json, .deepspeed.json, .torchtitan.toml"
     )
     plan.add_argument("--json", action="store_true", help="print the best plans as JSON")
-    plan.add_argument(
-        "--measure", action="store_true", help="calibrate on four ranks here, and say how far off that is"
-    )
+    plan.add_argument("--measure", action="store_true", help="calibrate on four ranks; say how far off that is")
 
     export = commands.add_parser("export", help="write a strategy's plain core as one file that needs torch alone")
     export.add_argument("strategy", choices=EXPORTS)
@@ -295,5 +295,5 @@ def _ranks(text: str) -> int:
 
 _COMMANDS = {
     "doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train, "plan": _plan,
-    "export": _export, "browser": _browser,
+    "export": _export, "browser": _browser, "wall": wall.run,
 }  # fmt: skip

@@ -44,7 +44,7 @@ FLOORS = (
     ("training", "workloads", "storage"),
     ("lab",),
     ("lessons",),
-    ("tour", "export", "browser"),
+    ("tour", "export", "browser", "wall"),
     ("cli", "__main__"),
 )
 

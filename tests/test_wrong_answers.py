@@ -36,6 +36,8 @@ def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
     judged = homes()[case.exercise].parent.name < "l08" and verdict.mistake != "waited"  # whose hint is recorded
     assert len(verdict.hints) >= 1 + judged and all(verdict.hints)
     assert (verdict.mistake, verdict.rank, verdict.ranks) == (then["mistake"], then["rank"], case.ranks)
+    said = verdict.without_code()
+    assert said and ".py" not in said and "in line" not in said, "what others may read of it"
     if case.mistake == "other-size":
         assert "ranks 0 and 1 alone" in verdict.expected and len(verdict.hints) == 2
     if inspect.isroutine(case.answer) and not case.by_comm:

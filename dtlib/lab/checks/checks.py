@@ -23,6 +23,7 @@ from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.registry import EXERCISES, homes, no_exercise, present
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.reports import report
 from dtlib.world.launch import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
@@ -62,6 +63,7 @@ def _tell(verdict: Verdict) -> None:
     if code != verdict.code:
         tries = 0
     verdict.note = _of_a_failed_cell(EXERCISES[verdict.exercise].name)
+    report("verdict", exercise=verdict.exercise, mistake=verdict.mistake, says=verdict.without_code())
     if verdict.passed:
         progress.done(verdict.exercise)
     if verdict.scored:

@@ -1,5 +1,6 @@
 """What predictions and exercises are made of, and what a judge says: shared by all lessons."""
 
+import builtins
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
@@ -110,6 +111,16 @@ class Verdict:
             return note
         hints = [("hint", self.hints[min(attempt, len(self.hints) - 1)])] if self.hints else []
         return [*note, ("expected", self.expected), ("got", self.came), *hints]
+
+    def without_code(self) -> str:
+        """A sentence for others than the learner: what went wrong, without a line or a value of the answer."""
+        if self.passed:
+            return ""
+        says = self.hints[0] if self.hints else self.expected
+        if self.mistake == "raised":  # its message, and the hint with the line, are the learner's
+            kind = self.came.partition(":")[0]
+            says = f"{kind if hasattr(builtins, kind) else 'An error'} was raised."
+        return says if self.rank is None else f"Rank {self.rank}: {says}"
 
     def _score(self) -> str:
         return f" {self.score}" if self.score else ""

@@ -20,6 +20,7 @@ from dtlib.lab.checks import progress
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.rendering import show_sentence
 from dtlib.lab.engines.extension import magic_first
+from dtlib.lab.reports import report
 from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
 
@@ -58,6 +59,7 @@ def predict(name: str, guess) -> None:
         _outcomes[name] = "no answer of its kind"
     elif runs_first(prediction):
         _noted[name] = guess
+        report("guess", name=name, guess=guess, compared=False)
         _outcomes[name] = "not compared with any run"
         print(fold(f"Noted: {guess}. It is compared when the next run brings the figure."))
         if shell := _shell():
@@ -169,6 +171,7 @@ def _value_of(name: str, on_ranks: bool):
 def _compare(name: str, guess, came) -> None:
     prediction = predictions()[name]
     progress.done(name)
+    report("guess", name=name, guess=guess, compared=True)
     if isinstance(came, dict) and (not isinstance(guess, dict) or guess.keys() != came.keys()):
         print(fold(f"Predict a value for each of {', '.join(map(repr, came))}: you wrote {guess!r}."))
         _outcomes[name] = "no answer of its kind"

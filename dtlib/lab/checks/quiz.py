@@ -7,6 +7,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab.checks import progress
 from dtlib.lab.checks.questions import Option, Quiz, as_html, quizzes
 from dtlib.lab.checks.rendering import NOT_YET, PASSED
+from dtlib.lab.reports import report
 from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
 
@@ -50,6 +51,7 @@ def _has_a_page() -> bool:
 def _choose(quiz: Quiz, number: int, letter: str) -> Option:
     """What was chosen. First choices count, so who has read an explanation gains nothing by another one."""
     _first.setdefault((quiz.name, number), letter)
+    report("quiz", quiz=quiz.name, number=number, letter=letter)
     if (right := _right_at_first(quiz)) is not None:
         progress.answered(quiz.name, right, len(quiz.questions))
     return quiz.questions[number].chosen(letter)

@@ -7,7 +7,7 @@ The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from dtlib.errors import DtlibError
-from dtlib.lab import last_outputs
+from dtlib.lab import last_outputs, reports
 
 
 @magics_class
@@ -41,3 +41,4 @@ def load_ipython_extension(shell) -> None:
         shell.register_magics(MagicsBeforeEngines)
     if kernel := getattr(shell, "kernel", None):
         last_outputs.install(kernel)
+        reports.follow(shell)

@@ -11,6 +11,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
+from dtlib.lab import reports as wall
 from dtlib.lab.colours import RANK_COLOURS, rank_prefix
 from dtlib.lab.drawing import STYLE, Picture, subplots
 
@@ -34,7 +35,7 @@ class LiveView:
         self._began = self._drawn = time.monotonic()
         self._display = self._picture = self._curve = None
         self._pictured = -PICTURE_SECONDS
-        self._text = ""
+        self._text = self._reported = ""
 
     def show(self, ranks: list[int], running: list[bool], texts: list[str], reports: list[dict]) -> None:
         """Draw anew, if there is something new: for each rank whether it still runs, its output, what it reports."""
@@ -45,6 +46,10 @@ class LiveView:
             self.waited, self._waited_at = f"{ranks_in_words(waiting)} for {sentence}.", now
         elif now - self._waited_at > FORGET_SECONDS:  # not at once: Stop ends a wait before it ends the cell
             self.waited = ""
+        said = _waits_in_words(waiting, reports) if waiting else self._reported * bool(self.waited)
+        if said != self._reported:
+            wall.report("waits", says=said)
+            self._reported = said
         if not self._watched or now - self._began < FIRST_SECONDS or now - self._drawn < EVERY_SECONDS:
             return
         self._drawn = now
@@ -138,6 +143,16 @@ def _progress(ranks, running, reports) -> str:
         if report.get("doing"):
             said.append(report["doing"])
     return "; ".join(said)
+
+
+def _waits_in_words(waiting: list[int], reports: list[dict]) -> str:
+    """Who waits for whom in which operation, without a line of the cell: ``ranks 0 and 1 wait for rank 2 (send)``."""
+    waits = [report["waits"] for report in reports if report.get("waits")]
+    others = sorted({rank for _, missing in waits for rank in missing} - set(waiting))
+    operations = ", ".join(sorted({operation for operation, _ in waits}))
+    whom = ranks_in_words(others) if others else "one another" if len(waiting) > 1 else "messages"
+    who = f"{ranks_in_words(waiting)} wait{'s' * (len(waiting) == 1)} for {whom}"
+    return f"{who} ({operations})" if operations else who
 
 
 def whereabouts(cell, client) -> dict[int, str]:
