@@ -196,7 +196,10 @@ def test_progress_and_scores_of_a_learner(learners_folder, capsys):
 
     # The certificate names what was done here, and nothing else; it is one file.
     progress.keep("capstone", {"plan": "pipe 4 <", "steps": 8, "rows": [["ms a step", "230", "<250>"]]})
-    page = lab.certificate("A & B").read_text(encoding="utf-8")
+    lab.certificate("your name")
+    assert "Put your own name" in capsys.readouterr().out and not (learners_folder / "certificate.html").exists()
+    lab.certificate("A & B")
+    page = (learners_folder / "certificate.html").read_text(encoding="utf-8")
     done = ("A &amp; B", "pi-streams", "first-sum", "5 of 5", "350 bytes", "pipe 4 &lt;", "&lt;250&gt;")
     assert all(each in page for each in done)
     others = ("pi-on-ranks", "06 ZeRO", "14 Capstone", "http", "src=", "url(", "<script")

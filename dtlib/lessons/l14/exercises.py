@@ -87,6 +87,29 @@ lab.check("choose-build")
 # Write `my_plan()`, which returns the fields of your `Plan` for the task of the lecture: four ranks, 16 samples, 6,000,000
 # bytes. The check trains three steps with it, counts what ranks hold and send, and gives the seconds of a step by the formula
 # of the lecture, for cores of its own with 20 ms a sample. Par is the lecture's `pipe 4`. `lab.scores()` keeps your best.
+#
+# Try plans here, as often as you like:
+
+# %% tags=["stub"]
+from dtlib.lessons.l14 import brief
+from dtlib.planner import Plan
+
+plan = Plan(data=4, zero=3, batch=16, micro_batch=4)  # yours
+print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms a step, {brief.held(plan):,} bytes held")
+print("messages", brief.messages(plan))
+print("bytes   ", brief.sent(plan))
+
+# %% tags=["solution"]
+from dtlib.lessons.l14 import brief
+from dtlib.planner import Plan
+
+plan = Plan(data=2, pipe=2, zero=1, batch=16, micro_batch=2)
+print(f"{1000 * brief.predicted(plan, sample=0.02):.0f} ms a step, {brief.held(plan):,} bytes held")
+print("messages", brief.messages(plan))
+print("bytes   ", brief.sent(plan))
+
+# %% [markdown]
+# Then hand the best one in:
 
 # %% tags=["stub"]
 # %%px
@@ -104,6 +127,6 @@ lab.check("capstone-race")
 # %% [markdown]
 # ## If you have time
 #
-# - Halve the latency, then the bandwidth, in `brief.py`'s formula: which mesh wins now?
+# - Halve `brief.LATENCY`, then `brief.BANDWIDTH`, in the cell that tries plans: which mesh wins now?
 # - Plan your own model: `lab.plan("config.json of transformers", gpus)`.
 # - On a machine with four free cores, run the lecture's comparison once more. Where are the pipelines now?

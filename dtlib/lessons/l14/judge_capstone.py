@@ -43,7 +43,9 @@ def judge_held(observations) -> None:
     for mistake, (held, *hints) in OTHERS.items():
         if all(_close(each, held(*case)) for each, case in zip(seen, CASES, strict=True)):
             raise Wrong(mistake, 0, what, f"{came:,.0f}", *hints)
-    raise Wrong("other-bytes", 0, what, f"{came:,.0f}", "4 bytes of parameters, 4 of gradients, 8 of states.")
+    hint = "From stage 1 on states are shared out, from 2 on gradients, from 3 on parameters."
+    hint = hint if zero else "4 bytes of parameters, 4 of gradients, 8 of states."
+    raise Wrong("other-bytes", 0, what, f"{came:,.0f}", hint)
 
 
 def _close(came, wanted: float) -> bool:
@@ -102,20 +104,20 @@ _PLANS = {
 }
 # limit, seconds a sample, latency, bandwidth; each tells one mistake from the others
 TASKS = {
-    "memory": (_PLANS, 6e6, 0.02, 0.002, 20e6),
-    "at the limit": (_PLANS, 4e6, 0.02, 0.002, 20e6),
-    "no room": (_PLANS, 3e6, 0.02, 0.002, 20e6),
-    "all fit": (_PLANS, 1e9, 0.02, 0.002, 20e6),
-    "bubble": (
+    "plans differ by their memory": (_PLANS, 6e6, 0.02, 0.002, 20e6),
+    "a plan holds exactly the limit": (_PLANS, 4e6, 0.02, 0.002, 20e6),
+    "no plan fits": (_PLANS, 3e6, 0.02, 0.002, 20e6),
+    "all plans fit": (_PLANS, 1e9, 0.02, 0.002, 20e6),
+    "plans differ by their bubble": (
         {"sharded": _plan(1, 4, 1, 1, 1, 6, 0), "stages": _plan(1, 4, 4, 4, 1, 0, 0)}, 2, 0.02, 0.002, 20e6,
     ),
-    "latency": (
+    "plans differ by their latency": (
         {"many": _plan(1, 4, 1, 1, 1, 90, 1e6), "few": _plan(1, 4, 1, 1, 1, 2, 2e6)}, 2, 0.02, 0.005, 20e6,
     ),
-    "bandwidth": (
+    "plans differ by their bandwidth": (
         {"few, large": _plan(1, 4, 1, 1, 1, 2, 9e6), "many, small": _plan(1, 4, 1, 1, 1, 90, 1e6)}, 2, 0.02, 1e-5, 20e6,
     ),
-    "compute": (
+    "plans differ by their compute": (
         {"one rank": _plan(1, 16, 1, 1, 1, 0, 0), "cut": _plan(1, 16, 1, 1, 4, 10, 1e6)}, 2, 0.05, 0.002, 20e6,
     ),
 }  # fmt: skip
@@ -159,6 +161,11 @@ HINTS = {
     "compute-alone": ("What does the link cost?", "messages * latency + sent / bandwidth"),
     "slowest": ("Which one is wanted, the longest or the shortest step?", "min(...)"),
 }
+FIRST = {  # where an answer with several mistakes is wrong first: by which of them
+    "plans differ by their memory": "ignores-the-limit", "a plan holds exactly the limit": "below-the-limit",
+    "plans differ by their bubble": "no-bubble", "plans differ by their latency": "no-latency",
+    "plans differ by their bandwidth": "no-bandwidth", "plans differ by their compute": "whole-model-each",
+}  # fmt: skip
 
 
 def judge_choice(observations) -> None:
@@ -167,7 +174,7 @@ def judge_choice(observations) -> None:
         return
     at = next(number for number, (came, wanted) in enumerate(zip(seen, right, strict=True)) if came != wanted)
     name, came = list(TASKS)[at], seen[at]
-    expected = f"{right[at]!r} where plans differ by their {name}" if right[at] else "None, where no plan fits"
+    expected = f"{right[at]!r}, where {name}"
     if isinstance(came, list):
         raise Wrong("type", 0, expected, came[0], "Return a name of plans, or None.")
     if right[at] is None:
@@ -177,8 +184,8 @@ def judge_choice(observations) -> None:
     for mistake, hints in HINTS.items():
         if seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()]:
             raise Wrong(mistake, 0, expected, repr(came), *hints)
-    hint = "Seconds of a step: turns, messages x latency, bytes / bandwidth."
-    raise Wrong("other-choice", 0, expected, repr(came), hint)
+    general = ("Seconds of a step: turns, messages x latency, bytes / bandwidth.",)
+    raise Wrong("other-choice", 0, expected, repr(came), *HINTS.get(FIRST.get(name), general))
 
 
 # The race
@@ -186,8 +193,12 @@ def judge_choice(observations) -> None:
 
 def observe_race(my_plan, comm):
     came = my_plan()
+    came = vars(came) if isinstance(came, Plan) else came
     if not isinstance(came, dict):
         return {"type": f"{came!r:.60}"}
+    fields = Plan.__dataclass_fields__
+    if unknown := [name for name in came if name not in fields]:
+        return {"refused": f"{unknown[0]!r} is nothing of a plan: it has {', '.join(list(fields)[:9])}."}
     try:
         plan = Plan(**{"batch": brief.BATCH, **came})
         brief.config(plan)
@@ -210,7 +221,7 @@ def judge_race(observations) -> Score:
         if "refused" in seen:
             raise Wrong(
                 "cannot-be", rank, f"a plan for {brief.RANKS} ranks and {brief.BATCH} samples", seen["refused"],
-                "Which number does the sentence name?", "data x micro_batch divides 16; heads are 4, layers 4.",
+                "What does the sentence name?", "data x micro_batch divides 16; heads are 4, layers 4.",
             )  # fmt: skip
         if "ranks" in seen:
             raise Wrong(
@@ -233,7 +244,7 @@ def judge_race(observations) -> Score:
     if took > 1.001 * par:
         raise Wrong(
             "over-par", 0, f"at most {par:.0f} ms a step", f"{took:.0f} ms",
-            "Where do the seconds go: turns, messages, bytes? Print brief.messages(plan) and brief.sent(plan).",
+            "Where do the seconds go: turns, messages, bytes? The cell above says so of any plan.",
             "On a slow link activations are cheaper than parameters: a pipeline, and short turns.", score=score,
         )  # fmt: skip
     return score

@@ -91,6 +91,13 @@ def nothing_yet(plans, limit, sample, latency, bandwidth):
     return None
 
 
+def two_mistakes(plans, limit, sample, latency, bandwidth):
+    """No bubble, and strictly below the limit: first the plan at the limit is missing."""
+    fitting = [name for name, plan in plans.items() if plan["held"] < limit]
+    key = lambda name: seconds_of(plans[name], sample, latency, bandwidth, "no-bubble")  # noqa: E731
+    return min(fitting, key=key, default=None)
+
+
 def smallest(plans, limit, sample, latency, bandwidth):
     return min(fitting_of(plans, limit), key=lambda name: plans[name]["held"], default=None)
 
@@ -130,6 +137,10 @@ def in_deepspeeds_words():
     return {"stages": 4, "micro_batch": 4}
 
 
+def with_a_slip():
+    return {"pipe": 4, "microbatch": 4}
+
+
 def a_plan_in_words():
     return "pipe 4"
 
@@ -152,6 +163,7 @@ WRONG = {
         slowest: "slowest",
         gives_the_plan: "type",
         nothing_yet: "never-chooses",
+        two_mistakes: "other-choice",
         smallest: "other-choice",
     },
     "capstone-race": {
@@ -163,6 +175,7 @@ WRONG = {
         three_stages: "cannot-be",
         zero_3_in_stages: "cannot-be",
         in_deepspeeds_words: "cannot-be",
+        with_a_slip: "cannot-be",
         a_plan_in_words: "type",
     },
 }
