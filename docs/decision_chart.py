@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from dtlib.lab import decision_chart as letters_of
-from dtlib.lab.decision_chart import BRANCHES, ELSE, chart
+from dtlib.lab.decision_chart import BRANCHES, ELSE, LETTERS, chart
 
 HERE = Path(__file__).parent
 PICTURE, PAGE = HERE / "decision_chart.svg", HERE / "decision_chart.md"
@@ -14,9 +13,8 @@ def main() -> None:
     PICTURE.write_text(drawn.svg + "\n", encoding="utf-8")
     rows = ["| question | yes, if | then | measured in |", "| --- | --- | --- | --- |"]
     rows += ["| " + " | ".join(cell.replace("\n", " ") for cell in row) + " |" for row in BRANCHES]
-    letters = " ".join(letters_of.__doc__.partition("\n\n")[2].split())
     PAGE.write_text(
-        f"# Which cut when\n\n{letters} In a notebook: `lab.chart()`; with your numbers: `lab.plan()`.\n\n"
+        f"# Which cut when\n\n{LETTERS} In a notebook: `lab.chart()`; with your numbers: `lab.plan()`.\n\n"
         f"![{drawn.alt}](decision_chart.svg)\n\n" + "\n".join(rows) + f"\n\nElse: {ELSE[0].lower()}{ELSE[1:]}.\n\n"
         "How far off the planner's figures are: [planner.md](planner.md).\n",
         encoding="utf-8",

@@ -5,6 +5,8 @@ rank, h hidden, k the width of keys and values, s tokens of a sample; F operatio
 a second of the link. 16 bytes a parameter are those of mixed precision with Adam.
 """
 
+from textwrap import fill
+
 from dtlib.lab.drawing import POINTS, shown, subplots
 from dtlib.lab.tables import Table
 
@@ -46,6 +48,7 @@ BRANCHES = (
     ),
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes a parameter"
+LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
 QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 
@@ -53,9 +56,9 @@ QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 def chart():
     """Draw the chart; each question is asked if the one above it was answered with no, or was not enough."""
     rows = len(BRANCHES)
-    figure, axes = subplots(height=1.02 * rows + 0.5)
+    figure, axes = subplots(height=1.02 * rows + 1.5)
     axes.set_xlim(0, 10)
-    axes.set_ylim(rows + 0.45, 0)
+    axes.set_ylim(rows + 1.45, 0)
     axes.axis("off")
     for y, (question, rule, cut, where) in enumerate(BRANCHES):
         _box(axes, 0.05, y, 3.1, question, QUESTION)
@@ -66,9 +69,10 @@ def chart():
         axes.annotate("", (0.7, y + 1.06), (0.7, y + 0.8), arrowprops={"arrowstyle": "->", "color": LINE})
         axes.text(0.85, y + 0.93, "no, or not enough", va="center", fontsize=POINTS, color=LINE)
     axes.text(0.1, rows + 0.25, ELSE, va="center", fontsize=POINTS)
+    axes.text(0.1, rows + 0.5, fill(LETTERS, 84), va="top", fontsize=POINTS, color=LINE)
     said = "; ".join(f"{_line(q)} If {_line(rule)}: {_line(cut)}" for q, rule, cut, _ in BRANCHES)
     table = Table([tuple(map(_line, row)) for row in BRANCHES], ("question", "yes, if", "then", "measured in"))
-    return figure, f"A chart of {rows} questions, from top to bottom. {said}. Else: {ELSE}.", table
+    return figure, f"A chart of {rows} questions, from top to bottom. {said}. Else: {ELSE}.", table, fill(LETTERS, 94)
 
 
 def _box(axes, x, y, width, text, colour):
