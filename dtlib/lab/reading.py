@@ -19,7 +19,7 @@ ROOT = Path(dtlib.__file__).parents[1]
 # Of 120 letters beside JupyterLab's file browser, at 1,280 pixels; a longer line goes on below.
 LINES = (
     "white-space: pre-wrap; word-break: normal; overflow-wrap: break-word; "
-    "font-size: 11.5px; line-height: 1.4; margin: 0; padding: 6px"
+    "font-size: 11.2px; line-height: 1.4; margin: 0; padding: 6px"
 )
 
 
