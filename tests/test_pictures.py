@@ -61,10 +61,14 @@ def test_a_projector_has_larger_letters_until_it_is_taken_back():
     assert shown(l04.data_parallelism).svg == before.svg
 
 
-def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale():
+def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale(monkeypatch):
     kinds = ("phase", "operation", "wait")
     events = [Event(0, kind, kind, float(at), at + 1.0) for at, kind in enumerate(kinds)]
-    picture = shown(pictures.timeline, Timeline([Trace(0, 0.0, events)]))
+    record = Timeline([Trace(0, 0.0, events)])
+    picture = shown(pictures.timeline, record)
+    monkeypatch.setattr(pictures, "_timeline_of", lambda name: record)
+    named = shown(pictures.timeline, "inline")
+    assert ">inline<" in named.svg and named.alt == f"inline: w{picture.alt[1:]}" and ">inline<" not in picture.svg
     drawn = {kind: to_hex(pictures._paler(rank_colour(0), pictures._STRENGTH[kind])) for kind in kinds}
     assert all(colour in picture.svg for colour in drawn.values()), drawn
     light = [oklab(drawn[kind])[0] for kind in kinds]

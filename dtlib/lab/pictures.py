@@ -193,10 +193,9 @@ def timeline(record):
             "zorder": 2 - number / (number + 1),  # who came first is in front
         }
         axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, 0.42), **style)
-        name = next(filter(lambda text: fits(text, inches * (end - begin)), _labels(event)), None)
-        if name:
+        if said := next(filter(lambda text: fits(text, inches * (end - begin)), _labels(event)), None):
             label = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
-            axes.text((begin + end) / 2 * scale, top + 0.21, name, **label)
+            axes.text((begin + end) / 2 * scale, top + 0.21, said, **label)
     axes.set(
         xlim=(0, right * scale), ylim=(len(record.ranks), 0), xlabel=f"time in {unit}",
         yticks=[i + 0.48 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
@@ -214,9 +213,8 @@ def timeline(record):
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     rows, headers, align = (_every_event if len(record.events) <= MOST_ROWS else _sums_of_events)(record)
     emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""
-    alt = (
-        f"What ranks {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}".rstrip()
-    )
+    did = f"what ranks {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}"
+    alt = f"{name}: {did}".rstrip() if name else f"W{did[1:]}".rstrip()
     return figure, alt, Table(rows, headers, emulated, align=align)
 
 

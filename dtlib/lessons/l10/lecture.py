@@ -67,7 +67,7 @@ assert result["accuracy"] > 0.95
 if comm.rank == 0:
     print(f"{result['steps']} steps on {result['ranks']} ranks, accuracy {result['accuracy']:.3f}")
 
-# %% tags=["half-day"]
+# %%
 figures.curves({"vision": lab.values("result")[0]}, title="784-128-10 on digits")
 
 # %% [markdown]

@@ -10,7 +10,6 @@ from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 import tempfile
 from pathlib import Path
 
-from dtlib.lab.lessons.l10 import figures
 from dtlib.storage import Loader, mlperf, open_samples, page_cache, write
 from dtlib.storage.utilisation import EmulatedAccelerator, measure
 
