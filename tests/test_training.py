@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, MasterWeights, clip_by_norm
+from dtlib.storage import Loader, open_samples, write
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
@@ -108,9 +110,40 @@ def test_train_batch_takes_its_micro_batches_from_the_training_data(world):
     losses = [engine.train_batch(loss_fn=nn.functional.mse_loss).item() for _ in range(40)]
     assert losses[-1] < 0.1 * losses[0]
     assert len(set(world.comm.all_gather_object(losses[-1]))) == 1
-    assert loader.epoch == math.ceil(80 / len(loader))
+    assert loader.epoch == 80 // len(loader)
     with pytest.raises(DtlibError, match="train_batch\\(\\) has no data"):
         dtlib.initialize(model=nn.Linear(1, 1), config=config)[0].train_batch()
+
+
+@on_ranks(1, 2, 3)
+def test_samples_in_files_feed_the_engine_and_go_on_in_the_middle_of_an_epoch(world, tmp_path):
+    dtype = np.dtype([("x", "f4", (1,)), ("y", "f4", (1,))])
+    if world.rank == 0:
+        records = np.zeros(50, dtype)
+        records["x"] = records["y"] = np.arange(50.0)[:, None] / 50
+        write(tmp_path / "samples", records, dtype, "shards", per_shard=16)
+    world.comm.barrier()
+    reader = open_samples(tmp_path / "samples")
+
+    def start():
+        torch.manual_seed(0)
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD}
+        engine, _, loader, _ = dtlib.initialize(model=nn.Linear(1, 1), config=config, training_data=reader)
+        return engine, loader, lambda: engine.train_batch(loss_fn=nn.functional.mse_loss).item()
+
+    engine, loader, step = start()
+    stored = Loader(reader, 2, world.rank, world.size, drop_last=True)
+    for _ in range(2):
+        for (x, y), same in zip(loader, stored, strict=True):
+            assert torch.equal(x, same["x"]) and torch.equal(y, same["y"])
+    engine, _, step = start()
+    for _ in range(30 // world.size):
+        step()
+    engine.save_checkpoint(tmp_path / "saved")
+    unbroken = [step() for _ in range(6)]
+    again, _, step = start()
+    again.load_checkpoint(tmp_path / "saved")
+    assert [step() for _ in range(6)] == unbroken and len(set(unbroken)) == 6
 
 
 def test_ranks_share_a_data_set_and_reshuffle_it_alike():
@@ -592,7 +625,7 @@ def test_a_pass_that_was_left_is_over_and_positions_survive_being_loaded_twice()
         again = loader()
         again.load_state_dict(state)
         state = again.state_dict()
-        assert state == {"epoch": 1, "samples": 8}
+        assert state == {"epoch": 0, "samples": 8, "of": 24, "seed": 0, "shuffle": True, "block": 1, "window": 1}
     rest = list(again)
     assert torch.equal(torch.get_rng_state(), state_before_random)
     assert sorted(int(i) for b in [*taken, *rest] for i in b) == sorted(int(i) for b in loader() for i in b)

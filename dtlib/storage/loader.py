@@ -102,10 +102,10 @@ class Loader:
                 f"{different[0]['samples']} of epoch {different[0]['epoch']}: save after the same number of batches."
             )
         for name, ours in {"of": len(self.reader), **self._order}.items():
-            if states[0][name] != ours:
+            if states[0].get(name) != ours:
                 raise DtlibError(
-                    f"The state has {name}={states[0][name]} and this loader {ours}, so that its order is another one "
-                    "and samples would come twice, or not at all: make the loader alike."
+                    f"The state has {name}={states[0].get(name)} and this loader {ours}, so that its order is another "
+                    "one and samples would come twice, or not at all: make the loader alike."
                 )
         self._epoch, self._taken = states[0]["epoch"], states[0]["samples"]
         self._begin = self._taken
@@ -113,10 +113,7 @@ class Loader:
     def __iter__(self):
         self._epoch, self._taken = self._position()
         self._begin = min(self._begin, self._taken)
-        numbers = np.arange(len(self.reader))
-        if self._order["shuffle"]:
-            of_it = (self._order[name] for name in ("block", "window"))
-            numbers = order(len(numbers), self._order["seed"], self._epoch, *of_it)
+        numbers = self._numbers() if self._order["shuffle"] else np.arange(len(self.reader))
         together = self.batch_size * self.ranks
         firsts = range(self._taken, self._end, together)
         batches = self._read(self._steps(numbers, firsts), len(firsts))
@@ -133,6 +130,14 @@ class Loader:
             self.skipped += skipped
             yield batch
 
+    def _numbers(self) -> np.ndarray:
+        """The order of this epoch."""
+        return order(len(self.reader), self._order["seed"], self._epoch, self._order["block"], self._order["window"])
+
+    def _slice(self, numbers, first: int):
+        """This rank's samples of the step that begins there."""
+        return slice_of_rank(numbers, first, self.batch_size, self.rank, self.ranks)
+
     def _steps(self, numbers, firsts):
         """For each step the numbers that this rank reads, and those that the system may read ahead.
 
@@ -143,8 +148,7 @@ class Loader:
         for first in firsts:
             ahead = first + self.batch_size * self.ranks if self._order["block"] > 1 else 0
             until = max(announced, -(-ahead // piece) * piece)
-            mine = slice_of_rank(numbers, first, self.batch_size, self.rank, self.ranks)
-            yield mine.tolist(), numbers[announced:until]
+            yield self._slice(numbers, first).tolist(), numbers[announced:until]
             announced = until
 
     def _read(self, steps, count: int):

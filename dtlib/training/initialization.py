@@ -39,7 +39,8 @@ def initialize(
             torch's that was made for ``model``'s parameters, where they are not in 16 bits; its states are rank 0's.
         model_parameters: what is trained, if not all of it; or groups of it, for the config's optimizer, as torch's
             optimizers take them.
-        training_data: a ``Dataset``; ``dataloader`` then gives this rank's slice in micro-batches, else it is None.
+        training_data: a ``Dataset``, or a reader of ``dtlib.storage``, of which a batch is the tuple of its fields;
+            ``dataloader`` then gives this rank's slice in micro-batches, else it is None.
         lr_scheduler: instead of the config's: a function of the optimizer that returns a scheduler, or one that was
             made for the ``optimizer`` that is passed.
         args: what a script was called with, for ``args.deepspeed_config``: the path of a config, instead of ``config``.
