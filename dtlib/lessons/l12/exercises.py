@@ -160,8 +160,8 @@ lab.check("balance-fix")
 # `x`.
 #
 # - A row travels to its expert, and what is computed of it travels back. No other row travels.
-# - `comm.all_to_all(out, tensor)` exchanges equal pieces; `comm.all_to_all(out, tensor, come, sent)` as many rows as
-#   two lists say: `sent[r]` rows go to rank r, `come[r]` arrive from it.
+# - `comm.all_to_all(out, tensor)` exchanges equal pieces; `comm.all_to_all(out, tensor, received, sent)` as many rows as
+#   two lists say: `sent[r]` rows go to rank r, `received[r]` arrive from it.
 
 # %% tags=["stub"]
 # %%px
@@ -174,10 +174,10 @@ def dispatch(comm, x, chosen, expert):
     order = chosen.argsort(stable=True)
     counts = chosen.bincount(minlength=comm.size)
     sent = counts.tolist()
-    come = comm.all_to_all(torch.empty_like(counts), counts).tolist()
-    arrived = comm.all_to_all(x.new_empty(sum(come), x.shape[1]), x[order], come, sent)
+    received = comm.all_to_all(torch.empty_like(counts), counts).tolist()
+    arrived = comm.all_to_all(x.new_empty(sum(received), x.shape[1]), x[order], received, sent)
     out = torch.empty_like(x)
-    out[order] = comm.all_to_all(torch.empty_like(x), expert(arrived), sent, come)
+    out[order] = comm.all_to_all(torch.empty_like(x), expert(arrived), sent, received)
     return out
 
 # %%

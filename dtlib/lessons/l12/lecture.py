@@ -2,11 +2,11 @@
 # # 12 Long sequences and experts
 #
 # Forty-five minutes, in two halves that stand alone. First you cut the *sequence*: attention over tokens that other
-# ranks have. Then you cut the *experts*: tokens travel to the rank that has theirs. In the end all axes of the course
-# stand in two tables, each cell from a run.
+# ranks have. Then you share out *experts*: a token travels to the rank that has its expert. At the end, two tables
+# compare all axes of the course; each number is from a run.
 #
-# **Questions.** Who waits in a ring, and what does another order change? Which gradients are wrong although every output
-# is right? What do experts send, and who divides by the number of ranks?
+# **Questions.** Which rank is the bottleneck of a ring, and what does another order change? Which gradients are wrong
+# although every output is right? What do experts send, and what has to be divided by the number of ranks?
 #
 # **Afterwards you can** run attention in a ring or by exchanges of heads; put a mixture of experts on ranks; count what
 # both send; say what each axis cuts.
@@ -45,12 +45,13 @@ def equal(a, b):
 # %% [markdown]
 # ## First half: long sequences
 #
-# A layer works token by token; attention does not. A query looks at the keys of all tokens before it: out = Σ exp(score)
-# · value / Σ exp(score). Cut a sequence of a million tokens into slices, a slice a rank: how does a query see keys that other
-# ranks have?
+# The activations of a text of a million tokens fit on no GPU. So each rank gets a slice of it. Most layers work token by
+# token, and do not notice. Attention does: a query looks at the keys of all tokens before it, and out = Σ exp(score)
+# · value / Σ exp(score). How does a query see keys that other ranks have?
 #
-# Over one block of keys, attention gives an average and the logarithm of its denominator, the *log-sum-exp*. That is
-# enough to merge two blocks. Here are eight keys, in blocks of five and three:
+# For one block of keys, attention gives an average of values; the logarithm of its denominator is the *log-sum-exp*. In a
+# merged average each block counts in proportion to its denominator. That is enough to merge two blocks. Here are eight
+# keys, in blocks of five and three:
 
 # %%
 torch.manual_seed(0)
@@ -70,8 +71,9 @@ print("merged, and all at once: " + ("equal to 1e-12" if apart < 1e-12 else "not
 assert count("all at once: equal to 1e-12") == 1
 
 # %% [markdown]
-# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has those of rank r - s, and merges
-# what it computes of them. Attention is *causal*: no query looks at later tokens, and a block that is all later is no work.
+# So keys and values travel round a ring, as gradients do in lesson 03. In step s, rank r has those of rank r - s (modulo N),
+# and merges what they add into its result. Attention is *causal*: no query looks at later tokens. So a block of keys that
+# are all later is no work.
 #
 # **Predict.** Four ranks with contiguous slices. Which ranks have nothing to do in step 2? Write a list.
 
@@ -117,8 +119,7 @@ both = [rows(f"{rank}", "zigzag: quarter") for rank in range(4)]
 assert [zigzag for _, zigzag in both] == [[2, 2, 2, 2]] * 4 and sum(sum(one) for one, _ in both) == 32
 
 # %% [markdown]
-# The same work, 32 quarter blocks, and nobody is idle. Now on ranks that exist. The next keys travel while a block is
-# computed:
+# The same work, 32 quarter blocks, and nobody is idle. Now on real ranks. The next keys travel while a block is computed:
 
 # %%
 lab.read(plain.round_the_ring, plain.RingAttention.forward)
@@ -171,8 +172,9 @@ if comm.rank == 0:
 assert found(r"forward \((\d+), (\d+)\) backward \((\d+), (\d+)\)")[::2] == [3, 7]
 
 # %% [markdown]
-# 2N - 1: keys and values once more, N - 1 times, and their gradients N times. These travel one step behind, each rank adds its own,
-# and the last hop brings them home:
+# 2N - 1: keys and values once more, N - 1 times, and their gradients N times. These travel one step behind; each rank adds
+# its part, and the last hop takes them to their owner. Probabilities were not kept: as in FlashAttention, `p` is computed
+# again from scores and `lse`:
 
 # %%
 lab.read(plain.RingAttention.backward)
@@ -185,6 +187,8 @@ lab.read(plain.RingAttention.backward)
 # **Discuss.** Your ring has a wrong dk, and the loss falls nicely. Which test would have seen it?
 #
 # ### Heads in place of a ring: Ulysses
+#
+# Another way needs no ring. For a moment, each rank trades its tokens of most heads for all tokens of a few heads:
 
 # %%
 lab.read(plain_ulysses)
@@ -219,8 +223,8 @@ ring, ulysses = row("ring", "bytes of its queries"), row("Ulysses", "bytes of it
 assert ring == [3, 6, 7, 14] and ulysses == [6, 3, 6, 3] and 6 / 20 < 1 / 3
 
 # %% [markdown]
-# On four ranks, Ulysses sends less than a third of the bytes. But its messages cannot travel while it computes, and there
-# may be no more ranks than heads. Models with few heads of keys, and very long sequences, take the ring, or both at once.
+# On four ranks, Ulysses sends less than a third of the bytes. But nothing is computed while they travel, and a rank needs
+# at least one head. Models with few heads of keys, and very long sequences, take the ring, or both at once.
 #
 # ### What is kept, and which mean
 
@@ -241,7 +245,8 @@ assert abs(long[0] / middle[0] - 4) < 0.02 and abs(long[0] / long[2] - 4) < 0.02
 # No scores are kept: four times the tokens take four times the memory, not sixteen times. And N ranks keep a part in N each.
 #
 # In a model, `ContextParallel(module, comm)` does all this for torch's attention. One trap is left. Twelve of 32 tokens are
-# padding, so ranks have different numbers of tokens that count. Compare the gradients of two losses with one process:
+# padding and do not count, so some ranks have fewer tokens in their loss. Which mean is right? Two losses, and how far their
+# gradients are from those of one process:
 
 # %%
 # %%px
@@ -273,14 +278,14 @@ if comm.rank == 0:
 assert row("mean of the ranks' means", "gradient off by")[0] > 1 and row("mean_over_tokens", "gradient off by")[0] == 0
 
 # %% [markdown]
-# The sum over all tokens has to be divided *before* the backward pass: gradients of keys carry other ranks' losses, and no
-# weight afterwards puts that right.
+# The sum over all tokens has to be divided *before* the backward pass. A key's gradient already adds up parts of all ranks'
+# losses: afterwards no weight can separate them.
 #
 # ## Second half: experts
 #
-# A model with eight times the parameters, and no more work a token: in place of one perceptron there are several, the
-# *experts*, and a *gate* sends each token to one of them, or two. Ranks share the experts out. So tokens travel to the rank
-# that has theirs, and what is computed of them travels back.
+# How can a model have eight times the parameters, and no more work a token? In place of one perceptron there are several, the
+# *experts*, and a *gate* sends each token to one of them, or two. Ranks share the experts out. So a token travels to the rank
+# of its expert, and the result travels back.
 
 # %%
 lab.read(expert_plain.Rows, expert_plain.MixtureOfExperts.through_experts)
@@ -317,13 +322,13 @@ factor = float((on_ranks / this.weight.grad).mean())
 print(f"times too large: {factor:.6f}")
 
 # %% tags=["statement"]
-# "They arrive as a sum of N losses, and it is the mean that counts: divide by N once."
+# "An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once."
 assert count("times too large: 4.000000") == 1
 
 # %% [markdown]
-# They arrive as a sum of N losses, and it is the mean that counts: divide by N once. DeepSpeed #5618 forgot it (4 times too
-# large), and pytorch #160285 reports 2 times. With Adam nobody sees it in the loss: a factor cancels, until gradients are
-# clipped. Our layer divides, and no strategy averages experts again. Here is the picture, and a layer against one process:
+# An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once. DeepSpeed #5618 forgot it (4
+# times too large), and pytorch #160285 reports 2 times. With Adam nobody sees it in the loss: a factor cancels, until gradients
+# are clipped. Our layer divides, and no strategy averages experts again. Here is the whole layer as a picture, then a test of it:
 
 # %%
 lab.read(expert_plain)
@@ -367,12 +372,12 @@ lab.table(rows, ("rank", *ways), "Bytes of numbers, in so many messages")
 assert all(one[:2] == one[2:] for one in all_sent)
 
 # %% tags=["statement"]
-# "Four exchanges, N - 1 messages each; gradients weigh what their rows did."
+# "Four exchanges, N - 1 messages each; gradients have as many bytes as their rows."
 assert all(row(f"{rank}", "in so many messages")[1::2] == [3, 3, 3, 3] for rank in range(4))
 assert count("'output': True, 'gate': True, 'expert': True") == 1
 
 # %% [markdown]
-# Four exchanges, N - 1 messages each; gradients weigh what their rows did. Ranks send different numbers of bytes: that is
+# Four exchanges, N - 1 messages each; gradients have as many bytes as their rows. Ranks send different numbers of bytes: that is
 # the trouble with experts.
 #
 # ### Balance
@@ -429,7 +434,8 @@ assert shares[3] > 50 and shares[1] < 15 and all(15 < balanced < 40 for _, balan
 # tokens, attached to the graph, and scaled once. It was never attached in NeMo Automodel (#1408), and scaled by another axis
 # in Megatron-LM (#5047), and every output was right.
 #
-# A *capacity* makes messages equally long: each expert has places for so many tokens, and who finds none is dropped.
+# A *capacity* makes messages equally long: each expert has so many places, and a token that finds none is dropped. At 1.0
+# there are as many places as an even share needs:
 
 # %%
 # %%px
@@ -483,12 +489,11 @@ assert count(r"(?m)^data +- +1 all_reduce +- ") == 1
 # %% [markdown]
 # Read them by columns. Only ZeRO 3, tensors, the pipeline and experts cut parameters; `data` and `context` cut activations
 # alone. What is sent *inside* a layer is waited for (tensor, sequence, Ulysses, experts); gradients travel during the backward
-# pass. `sequence` is `tensor` with less kept between the layers; its messages are the ring's, and an `all_reduce` of so few
-# bytes is done by doubling, with a third more. And the model is small: gradients grow with the square of its width, activations
-# with the tokens.
+# pass. `sequence` is `tensor` with less kept between the layers. By a ring both send the same; so small an `all_reduce` goes by
+# doubling, which sends a third more. And the model is small: gradients grow with the square of its width, activations with
+# the tokens.
 #
-# **Discuss.** 128,000 tokens, a model of 70 billion parameters, 64 GPUs in eight machines. Which axes, how long, and which
-# of them inside a machine?
+# **Discuss.** Texts become ten times as long. Which rows of the second table grow, which do not, and what would you change?
 #
 # ## Summary
 #

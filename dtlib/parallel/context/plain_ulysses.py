@@ -3,11 +3,10 @@
 Every rank has a contiguous slice of each sequence. Heads know nothing of each other: so ranks exchange some tokens of
 all heads for all tokens of some heads, compute ordinary attention, and exchange back. Two ranks, four heads a b c d:
 
-                    heads                                    heads                                heads
-                   a b c d                                  a b                                  a b c d
-    rank 0  tokens 0 1      --.                .--> tokens 0 1 2 3 --> attention --.         .--> tokens 0 1
-                              |-- all_to_all --|             c d                   |-- all_to_all --|
-    rank 1  tokens 2 3      --'                '--> tokens 0 1 2 3 --> attention --'         '--> tokens 2 3
+              heads a b c d                    attention of             heads a b c d
+    rank 0  tokens 0 1 --.                .-- a b: 0 1 2 3 --.                .-- 0 1
+                         |-- all_to_all --|                  |-- all_to_all --|
+    rank 1  tokens 2 3 --'                '-- c d: 0 1 2 3 --'                '-- 2 3
 
 Q, K and V travel as one tensor of 3n bytes, the output has n: each rank sends 4n (N-1)/N bytes in 2 (N-1) messages
 forward, and as many backward, as the reverse of an exchange is an exchange.

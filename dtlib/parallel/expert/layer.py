@@ -18,12 +18,12 @@ from dtlib.gradients.same_model import check_same_values
 
 
 class _Rows(torch.autograd.Function):
-    """``sent[r]`` rows of x to rank r, ``come[r]`` rows from it. Backward: their gradients, the same way back."""
+    """``sent[r]`` rows of x to rank r, ``received[r]`` rows from it. Backward: their gradients, the same way back."""
 
     @staticmethod
-    def forward(ctx, x, comm, sent, come):
-        ctx.rest = comm, come, sent
-        return comm.all_to_all(x.new_empty(sum(come), *x.shape[1:]), x, come, sent)
+    def forward(ctx, x, comm, sent, received):
+        ctx.rest = comm, received, sent
+        return comm.all_to_all(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -161,12 +161,12 @@ class MixtureOfExperts(nn.Module):
     def _through_experts(self, rows, counts):
         """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
-        sent, come = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = _Rows.apply(rows, self.comm, sent, come).split(theirs.flatten().tolist())
+        sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        arrived = _Rows.apply(rows, self.comm, sent, received).split(theirs.flatten().tolist())
         done, here = [None] * len(arrived), len(self.experts)
         for e, expert in enumerate(self.experts.values()):  # its rows of every rank, if only none
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return _Rows.apply(torch.cat(done), self.comm, come, sent)
+        return _Rows.apply(torch.cat(done), self.comm, received, sent)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:

@@ -3,15 +3,15 @@
 A gate sends each token to one or two of E experts, of which every rank has E/N. Tokens travel to the ranks that have
 their experts, and what these compute of them travels back:
 
-    rank 0   tokens a b c d --.                 .-- expert 0: a d e g --.                 .-- a b c d
-                              |-- all_to_all  --|                       |-- all_to_all  --|    each times its
-    rank 1   tokens e f g h --'                 '-- expert 1: b c f h --'                 '-- e f g h   weight
+    rank 0  a b c d --.              .-- expert 0: a d e g --.              .-- a b c d
+                      |- all_to_all -|                       |- all_to_all -|    each times
+    rank 1  e f g h --'              '-- expert 1: b c f h --'              '-- e f g h  its weight
 
 How many go where is known only when the gate has chosen, and so counts travel first. With a capacity C, each rank has
 C places for each expert, and all messages are equally long: empty places are zeros, and tokens without a place are
 dropped. Their output is zero, and a residual connection carries them on:
 
-    expert 0, C = 3   places [a d .]  of rank 0, [e g .] of rank 1          expert 1   [b c .]   [f h .]
+    C = 3   expert 0: [a d .] of rank 0, [e g .] of rank 1    expert 1: [b c .], [f h .]
 
 Each rank's loss is of its own tokens, and an experiment's is the mean of all ranks'. A weight that every rank has gets
 the mean of N gradients. An expert is on one rank, and backward sends it gradients of all N losses: they arrive as a sum
@@ -28,12 +28,12 @@ from dtlib.errors import DtlibError
 
 
 class Rows(torch.autograd.Function):
-    """``sent[r]`` rows of x to rank r, ``come[r]`` rows from it. Backward: their gradients, the same way back."""
+    """``sent[r]`` rows of x to rank r, ``received[r]`` rows from it. Backward: their gradients, the same way back."""
 
     @staticmethod
-    def forward(ctx, x, comm, sent, come):
-        ctx.rest = comm, come, sent
-        return comm.all_to_all(x.new_empty(sum(come), *x.shape[1:]), x, come, sent)
+    def forward(ctx, x, comm, sent, received):
+        ctx.rest = comm, received, sent
+        return comm.all_to_all(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -91,12 +91,12 @@ class MixtureOfExperts(nn.Module):
     def through_experts(self, rows, counts):
         """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
-        sent, come = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = Rows.apply(rows, self.comm, sent, come).split(theirs.flatten().tolist())
+        sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        arrived = Rows.apply(rows, self.comm, sent, received).split(theirs.flatten().tolist())
         done, here = [None] * len(arrived), len(self.experts)
         for e, expert in enumerate(self.experts):  # its rows of every rank
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return Rows.apply(torch.cat(done), self.comm, come, sent)
+        return Rows.apply(torch.cat(done), self.comm, received, sent)
 
     def balance_of(self, probabilities, chosen):
         """E * sum over experts of (share of all ranks' choices) * (mean probability): 1 where all experts get as much.
