@@ -8,6 +8,7 @@ a message         = latency + bytes / bandwidth
 import time
 from itertools import pairwise
 from math import log2
+from statistics import median
 
 from dtlib.planner import Model, Plan
 from dtlib.planner.configs import for_dtlib
@@ -100,9 +101,9 @@ def measured(plan: Plan, steps: int = 4, comm=None, **asked) -> dict:
     trace = None
 
     result = train("decoder", config(plan, max(3, steps), **asked), comm=comm, after_step=after_step)
-    took = sorted(b - a for a, b in pairwise(ends[1:]))
+    took = median(b - a for a, b in pairwise(ends[1:]))
     payload = sum(event.bytes for event in trace.events if event.kind == "operation" and event.bytes > HEADER)
-    return {"held": result["bytes_per_rank"], "sent": payload, "seconds": took[len(took) // 2], "loss": result["loss"]}
+    return {"held": result["bytes_per_rank"], "sent": payload, "seconds": took, "loss": result["loss"]}
 
 
 HEADER = 600  # bytes: flags, losses and what announces a micro-batch are messages of their own
