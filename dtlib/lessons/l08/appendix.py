@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 08b TF-Replicator's model
 #
-# Thirty minutes. Lesson 08 asks a lot of somebody who only wants to train a model. Here you write a training step once,
-# and it runs on many processes or in one graph.
+# Thirty minutes. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of *one*
+# replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so in 2019, for
+# TensorFlow 1. That version is gone, the way to program is not: TensorFlow 2 and JAX have it, with the same limits.
 #
-# **Questions.** Can code that knows nothing of ranks train on many of them? What is a graph of four replicas, and
-# what can it not hold?
+# **Questions.** Can code that knows nothing of ranks train on many of them? How do four replicas become one graph? What can
+# such a graph not hold?
 #
-# **Afterwards you can** read and write a program for TF-Replicator's model; say what is exchanged in a step; say what
-# captured graphs refuse, and why.
+# **Afterwards you can** write a step for many replicas without a rank in it; say what is exchanged in a step; say which
+# Python a captured graph refuses, and why; recognise the same calls in TensorFlow 2 and JAX.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
 # parallelism](04_data_parallel.ipynb); nothing of lesson 08.
@@ -31,10 +32,10 @@ from dtlib.parallel.replicator import Replicator
 # %% [markdown]
 # ## The step of one replica
 #
-# A *replica* trains the model on its own slice of the data. With TF-Replicator (P. Buchlovsky et al., 2019) you write
-# what *one* replica reads and does, and the library runs it on all of them. Here is a program in that style for
-# TensorFlow 1. It was written for this lesson, and does not run here. `input_fn`, `step_fn`, `run` and
-# `wrap_optimizer` are TF-Replicator's names.
+# A *replica* trains the model on its own slice of the data. With TF-Replicator (P. Buchlovsky et al., 2019) you write two
+# functions: `input_fn`, what one replica reads, and `step_fn`, what it does with it. The library runs them on all replicas.
+# Here is a program in that style for TensorFlow 1. It was written for this lesson, and does not run here. Look for a rank, or
+# for a message: there is none. Where do the gradients of the four replicas meet?
 #
 # ```python
 #  1   replicator = MultiGpuReplicator(num_gpus=4)
@@ -59,7 +60,8 @@ from dtlib.parallel.replicator import Replicator
 # 20           session.run(loss)
 # ```
 #
-# Line by line, beside ours:
+# In line 14: the wrapped optimizer averages before it steps. Line by line, beside ours, where `input_fn`, `step_fn`, `run` and
+# `wrap_optimizer` have kept their names:
 #
 # | there | here | |
 # |---|---|---|
@@ -73,10 +75,9 @@ from dtlib.parallel.replicator import Replicator
 # | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | there you build a graph, then run it; here it runs at once |
 
 # %% [markdown]
-# `map_reduce` combines the tensors of all replicas: below, it counts what all of them got right. `map_gather` puts
-# the tensors one after the other. Gradients flow back through both, to every replica. (A proposal for TensorFlow of
-# 2018, by authors of TF-Replicator, calls such exchanges `all_sum`, `all_min`, `all_max`, `all_gather` and
-# `broadcast`. It asks for the same as we do here: all replicas make them, in the same order.)
+# Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: below, it counts what
+# all of them got right. `map_gather` puts the tensors one after the other. Gradients flow back through both, to every
+# replica. As with collectives on ranks, all replicas must call them in the same order.
 
 # %%
 # %%px --local
@@ -105,7 +106,8 @@ def program(replicator):
     return replicator.run(step_fn, input_fn)
 
 # %% [markdown]
-# **Between-graph replication**: one process per replica, on our ranks. Each exchange is a collective operation.
+# The same `program` runs in two ways. The first is **between-graph replication**: one process per replica, on our ranks. Each
+# exchange is a collective operation.
 
 # %%
 # %%px
@@ -125,8 +127,9 @@ assert found(r"all_reduce\(mean\) of \((\d+),\) float64 all_reduce\(sum\)") == [
 # The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). Then come
 # the hits.
 #
-# **In-graph replication**: one process, this notebook's own, holds all four replicas. The engines do nothing. Each
-# replica's step is *captured* as a graph, gradients included (by torch's `make_fx`). In this graph an exchange is
+# The second is **in-graph replication**: one process, this notebook's own, holds all four replicas. The engines do nothing.
+# Why would one want that? Who has the whole step as one graph can plan it: order it, fuse it, place each replica on a device.
+# Each replica's step is *captured* as a graph, gradients included (by torch's `make_fx`). In this graph an exchange is
 # only a mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the
 # replicas.
 #
@@ -155,9 +158,9 @@ lab.table(rows, headers)
 assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4, 9))
 
 # %% [markdown]
-# Each replica has the same losses both ways, to 1e-12. Here is the rewired graph. (Operations that only give a tensor
-# another shape or name are left out; `print(replicator.graph())` counts all of them, and `graph().dot()` is for
-# Graphviz.)
+# Each replica has the same losses both ways, to 1e-12. Here is the rewired graph, from top to bottom. Look at the bars that
+# cross all four columns: these are the exchanges. (Operations that only give a tensor another shape or name are left out;
+# `print(replicator.graph())` counts all of them.)
 
 # %%
 figures.rewired(replicator.graph())
@@ -169,7 +172,7 @@ assert count(r"==== all_reduce") == 2
 
 # %% [markdown]
 # Replicas go from exchange to exchange together. When `apply_gradients` changes the shared variables, every replica
-# has read the old ones, and none has read the new ones.
+# has read the old ones, and none has read the new ones. The hits are counted from scores of *before* this change.
 #
 # **Predict.** Replica r of four adds up every fourth of the numbers 0 to 11, from r on. What does `map_reduce` give?
 
@@ -194,7 +197,7 @@ print(f"of replicas 0 to 3: {sums[0].tolist()}")
 # ## What a graph cannot hold
 #
 # A graph does the same operations every time. Think of a Python `if` on a value, a random number, or a counter: the
-# graph would keep what it was at capture, and would be wrong without a word. So such a step is refused, and the
+# graph would keep what it was at capture, and every later step would be silently wrong. So such a step is refused, and the
 # message names the line:
 
 # %%
@@ -219,9 +222,24 @@ for step_fn in (step_with_a_branch, step_with_a_coin):
 assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [2]
 
 # %% [markdown]
-# Both work with one process per replica, because there Python runs in every step. Every system that captures graphs
-# makes this trade. There is one difference from the original: its in-graph replicas have a device each, and ours take
-# turns on one. So our graph shows what happens, but is no faster.
+# Both work with one process per replica, because there Python runs in every step. Our graph differs from the original in one
+# thing: TF-Replicator's in-graph replicas have a device each, and ours take turns on one. So ours shows what happens, but is
+# no faster.
+#
+# ## Where you meet it today
+#
+# | here | TensorFlow 2 | JAX |
+# |---|---|---|
+# | `run(step_fn, input_fn)` | `strategy.run(step_fn, args)` | `jax.shard_map(step_fn, mesh=...)` |
+# | `input_fn(replica_id)` | `strategy.distribute_datasets_from_function` | arrays cut along an axis of the mesh |
+# | `map_reduce(x)` | `ReplicaContext.all_reduce(op, x)` | `jax.lax.psum(x, axis)` |
+# | `map_gather(x)` | `ReplicaContext.all_gather(x, axis)` | `jax.lax.all_gather(x, axis)` |
+# | `wrap_optimizer` | `apply_gradients`, which adds up gradients | nothing: you call `psum` on the gradients |
+# | captured once | `tf.function` | `jax.jit` |
+# | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
+#
+# torch goes between: `torch.compile` captures what it can. At such an `if` it ends the graph, lets Python decide, and begins
+# another one.
 #
 # **Discuss.** Where else have you met the trade between a graph that is captured once and Python that runs every time?
 
@@ -237,6 +255,7 @@ lab.quiz("08b")
 # - `input_fn`, `step_fn`, `wrap_optimizer`, `map_reduce`, `map_gather`: a step of one replica, and no rank in it.
 # - Between graphs: a process per replica, and each exchange is a collective. In one graph: captured, then rewired.
 # - The losses are equal, to 1e-12. A graph refuses what it would freeze: branches on values, random numbers, counters.
+# - TensorFlow 2 and JAX have the same model of programming: a step of one replica, and named exchanges.
 #
 # Now the last of the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb).
 #
