@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 04b Data parallelism: odd batches and buckets
 #
-# Thirty minutes, an appendix to [04 Data parallelism](04_data_parallel.ipynb). Batches that do not divide evenly, the
-# size and the order of buckets, and an old TensorFlow template that you may still meet.
+# Thirty minutes, an appendix to [04 Data parallelism](04_data_parallel.ipynb). Real batches are too large, or do not divide
+# evenly; here is what to do. Then the size and the order of buckets, and an old TensorFlow template that you may inherit.
 #
 # **Questions.** What if a batch does not fit into memory, or ranks have different numbers of images? How large is a good
-# bucket? What did synchronous training look like with parameter servers?
+# bucket? What takes the place of a parameter server's script?
 #
 # **Afterwards you can** accumulate gradients without waste, weight uneven batches, and choose a bucket size by measuring.
 #
@@ -41,8 +41,8 @@ def fresh_net():
 #
 # **Accumulation.** If a batch does not fit into memory, add up the gradients of several backward passes. To average
 # each of them would be a waste: inside `no_sync()` gradients stay on the rank, and the first backward pass after it
-# averages them all. **Predict:** four backward passes, the last one outside `no_sync()`; four gradients in one bucket.
-# How many all-reduces?
+# averages them all. Each loss is divided by the number of passes, or the sum is as many times too large. **Guess:** four
+# backward passes, the last one outside `no_sync()`; four gradients in one bucket. How many all-reduces?
 
 # %%
 # %%px
@@ -64,7 +64,8 @@ assert found(r"(\d) backward passes, (\d) all_reduce") == [4, 1]
 
 # %% [markdown]
 # **Uneven batches.** The mean of means is the mean over all images only if the slices are equally large. At the end of
-# an epoch they often are not. Here rank r has r + 1 images. Tell the model the number, and it weights the gradients:
+# an epoch they often are not. Here rank r has r + 1 images. Tell the model the number, and it weights the gradients. (With
+# torch's DDP you multiply the loss yourself, by your images times the ranks over all images.)
 
 # %%
 # %%px
@@ -89,7 +90,7 @@ assert found(r"unweighted: off by (\d+)%; weighted: less than 1e-12")[0] > 10
 
 # %% [markdown]
 # **Uneven numbers of batches.** A rank that has one batch more than the others waits for them forever. Inside `join()`,
-# ranks that have finished take part with zeros until all have. Rank r has r + 1 batches:
+# ranks that have finished take part with zeros until all have. torch's DDP has the same `join()`. Rank r has r + 1 batches:
 
 # %%
 # %%px
@@ -113,8 +114,8 @@ assert count(r"[1-4] steps here; all ranks end with the same weights") == 4
 # ## How large is a bucket?
 #
 # Small buckets travel early, and pay the latency of a ring each time. One bucket for everything pays it once, but
-# starts only when the backward pass is over. **Predict** the shape of the curve, then run. The accelerator and the
-# network are EMULATED, as in lesson 04: sixteen layers of 0.25 MiB.
+# starts only when the backward pass is over. **Guess** the shape of the curve from 0.25 MiB to 4 MiB, then run. The
+# accelerator and the network are EMULATED, as in lesson 04: sixteen layers of 0.25 MiB.
 
 # %%
 # %%px
@@ -152,15 +153,16 @@ print(f"Best of these: {best:g} MiB.")
 assert min(seconds) < best < max(seconds)
 
 # %% [markdown]
-# The best size depends on latency, bandwidth and the time of the backward pass: measure on your own machine. The
-# default of torch and of dtlib, 25 MiB, was chosen for the networks of data centres.
+# The curve has a lowest point between the two. Where it lies depends on latency, bandwidth and the time of the backward
+# pass: measure on your own machine. The default of torch and of dtlib, 25 MiB, was chosen for the networks of data centres.
 #
 # **Your turn.** Set `latency=0.0001` where `slow` is made. Which way does the best size move, and why?
 #
 # ## Buckets in the wrong order
 #
-# **Change a line.** Here the buckets are in the order of the forward pass, the first layer's bucket first. The result
-# is the same. When does the first bucket leave?
+# Collectives must be called in one order on all ranks, so buckets leave in the order of their list: normally the last
+# layer's first, as its gradient is ready first. **Change a line.** Here the list is reversed. The result is the same. When
+# does the first bucket leave?
 
 # %%
 # %%px
@@ -184,12 +186,14 @@ last = max(event.start for event in mine if event.kind == "phase")  # the first 
 assert all(event.start > last for event in mine if event.name == "all_reduce")
 
 # %% [markdown]
-# The first layer's gradient comes last, and buckets leave in their order: so everything waits for it.
+# Look at where the bars of `all_reduce` begin: above, below each layer; below, after the last one. The first layer's gradient
+# is ready last, and all others wait for it.
 #
-# ## The TensorFlow template
+# ## An old template: TensorFlow 1
 #
-# This is how a script of TensorFlow 1 was built. We show it as text only: TensorFlow 2 keeps most of these names under
-# `tf.compat.v1`, for old code.
+# Parameter servers, which lesson 04 builds and leaves, live on in old scripts. This is how one of TensorFlow 1 was built, as
+# text only (TensorFlow 2 keeps most of these names under `tf.compat.v1`). You need not learn it. Find the four numbered parts
+# in a script that you inherit; the table says what takes their place.
 #
 #     1  cluster = tf.train.ClusterSpec({"ps": ps_hosts, "worker": worker_hosts})
 #     2  server = tf.train.Server(cluster, job_name=job_name, task_index=task_index)
@@ -229,7 +233,7 @@ assert all(event.start > last for event in mine if event.name == "all_reduce")
 # - `no_sync()` for accumulation; `batch_size` for uneven batches; `join()` for uneven numbers of them.
 # - A bucket too small pays latency, one too large starts late: the cheaper a message, the smaller the best bucket. The
 #   last layer's bucket leaves first.
-# - Asynchronous workers give a result that depends on who comes first, and that no single process would give.
+# - Asynchronous workers give a result that depends on who is quick, and that no single process would give.
 #
 # ## References
 #
