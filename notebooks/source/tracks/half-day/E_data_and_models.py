@@ -1,17 +1,22 @@
 # %% [markdown]
 # # E Feed them, and train by a config
 #
-# Fifteen minutes. Fast accelerators starve on slow input. Then one file trains a model that reads digits; and the quiz.
+# Twenty minutes, then the quiz. Fast accelerators starve on slow input: you see one starve, and what helps. Then one file
+# with the keys of DeepSpeed trains a model that reads digits, and one page says which cut suits which model.
+#
+# **Questions.** How many bytes per second does a model need? What is in a config? Which cut is for your own model?
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 
 # %%
+import json
 import tempfile
 from pathlib import Path
 
 from dtlib.storage import Loader, mlperf, open_samples, page_cache, write
 from dtlib.storage.utilisation import EmulatedAccelerator, measure
+from dtlib.training.run import CONFIGS
 
 lab_folder = tempfile.TemporaryDirectory(prefix="dtlib-09-")
 folder = Path(lab_folder.name)
@@ -28,8 +33,18 @@ comm = world.comm
 # 09_data_input
 
 # %% [markdown]
-# [Lesson 09](../../lectures/09_data_input.ipynb) measures what helps: other formats, workers and threads that read
-# ahead, a copy nearby.
+# The fast one waits for most of its time: you paid for ten times the speed. One remedy is *prefetch*: a thread reads the next
+# batches while this one computes.
+#
+# **Guess.** Which of the two does it help more?
+
+# %% tags=["nbval-ignore-output"]
+for name, seconds in (("the slow one", 0.06), ("the fast one", 0.006)):
+    print(f"{name}, two batches ahead: {fed(shards, large, compute=seconds, prefetch=2)}")
+
+# %% [markdown]
+# Prefetch hides reading behind computing, and the fast one computes too little to hide much: it needs faster storage.
+# [Lesson 09](../../lectures/09_data_input.ipynb) measures other formats, workers, and a copy nearby.
 
 # %% [raw]
 # 10_two_models
@@ -37,10 +52,17 @@ comm = world.comm
 # %% [markdown]
 # ## Which cut, when?
 #
-# All of it on one page: read from top to bottom, and stop where it fits.
+# The cuts of this half-day and two more, as questions. Read from top to bottom: where the answer is yes, go right; where that
+# is not enough, go on down. Two minutes, with your neighbour: a model of 13 billion parameters, mixed-precision Adam, eight GPUs
+# of 80 GB in one machine. What does the first question say, and where do you stop?
 
 # %%
 lab.chart()
+
+# %% [markdown]
+# 16 bytes a parameter make 208 GB: no GPU holds that. With ZeRO-1 a GPU holds 52 + 156/8 = 72 GB, with ZeRO-2
+# 26 + 182/8 = 49 GB. So stop at ZeRO-2, if 31 GB are enough for the activations: it sends no more than data parallelism.
+# Then ask the same of your own model.
 
 # %% [markdown]
 # ## Quiz
