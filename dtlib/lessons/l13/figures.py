@@ -63,7 +63,7 @@ def bytes_needed(results: dict):
         found, colour = against_ddp(results, name), RANK_COLOURS[STYLES[name][0]]
         if found is None:
             there = sum(kb < math.inf for kb in results[name].until())
-            axes.text(0.95, place, f"{there} of {len(race.SEEDS)} seeds arrived", va="center", ha="right")
+            axes.text(0.95, place, f"{there} of {len(race.SEEDS)} seeds reached it", va="center", ha="right")
             continue
         middle, low, high = found
         off = [[middle - low], [high - middle]]
@@ -85,4 +85,4 @@ def table(results: dict) -> Table:
         ratio = "-" if found is None else f"{found[0]:.2f} ({found[1]:.2f} to {found[2]:.2f})"
         mean = f"{sum(reached) / len(reached):,.0f}" if reached else "-"
         rows.append((name, f"{result.rate:g}", len(reached), mean, ratio))
-    return Table(rows, ("method", "rate", "seeds that arrived", "kB", "over DDP (interval)"), align="lrrrr")
+    return Table(rows, ("method", "rate", "seeds that reached it", "kB", "over DDP (interval)"), align="lrrrr")

@@ -2,7 +2,7 @@
 # # 13 When the network is slow
 #
 # Thirty-five minutes. Between clusters, clouds and homes a link has a thousandth of the bandwidth that a step wants. You
-# send less: seldom, or little. Then you race eight ways for the fewest bytes, and see what such a race may claim.
+# send less: seldom, or little. Then you race eight ways for the fewest bytes, and see how little such a race proves.
 #
 # **Questions.** What do ranks lose that train alone for a while? What may be left out of a gradient, and where does it go?
 # Do 8 bits always pay? When may one say that a method is better?
@@ -86,8 +86,9 @@ assert row("formula", "bytes of an epoch")[0] == 20 * 53820 and abs(20 * 53820 /
 #
 # ## Seldom: local steps
 #
-# **Local SGD**: H steps alone, and then everybody takes the mean of all parameters. **DiLoCo** looks at the *way* from where
-# the round began to that mean. It is treated as a gradient, for a second, *outer* optimizer with Nesterov momentum.
+# **Local SGD**: each rank makes H steps alone; then all take the mean of their parameters. **DiLoCo** goes further: the
+# parameters at the beginning of the round, minus that mean, are treated as a gradient. A second, *outer* optimizer makes a step
+# with it, and its Nesterov momentum remembers earlier rounds.
 
 # %%
 from dtlib.parallel.local import plain as local_plain
@@ -131,13 +132,14 @@ assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 
 # %% [markdown]
 # It is data parallelism, with the product of the two rates: an identity, to the last digits. From H = 2 on it is something
-# else: a rank's second step is taken where its first one led, and nobody else was there.
+# else: a rank's second gradient is taken at a place where only this rank has been.
 #
 # **Discuss.** Ranks train alone for 500 steps, and one of them dies at step 400. What is lost?
 #
 # ## Little: gradients made small
 #
-# `register_comm_hook`, here as in torch, puts a function in place of the all-reduce. **Top-k** sends the largest
+# `register_comm_hook`, here as in torch, puts a function in place of the all-reduce. The simplest halves the bytes: torch's
+# `bf16_compress_hook` sends 16 bits a number. Who needs more has to leave something out. **Top-k** sends the largest
 # elements, with their places. What it leaves out is *kept*, and added to the next gradient: **error feedback**.
 
 # %%
@@ -196,9 +198,9 @@ top, bits = found(r"(?m)top 1 % +(\S+) +0 \(to 1e-12\)"), found(r"(?m)8 bits +(\
 assert top[0] > 10 * bits[0] > 0 and bits[0] == bits[1]
 
 # %% [markdown]
-# Top-k is far off in each step and exact in the sum. 8 bits are near in each step, and their errors stay: a rank could keep
-# its own rounding, but the mean is rounded once more, and that error belongs to nobody. PowerSGD keeps like
-# top-k, and is exact where the *averaged* gradient has no higher rank than P.
+# Top-k is far off in each step and exact in the sum. 8 bits are near in each step, and their errors stay. A rank could keep
+# its own rounding, but the mean is rounded once more, and that error belongs to nobody. PowerSGD keeps what it leaves out, as
+# top-k does, and is exact where the *averaged* gradient has no higher rank than P.
 #
 # ## Do 8 bits pay?
 #
@@ -267,11 +269,11 @@ assert many[1] > 2 * many_8[1]
 #
 # ## The race
 #
-# Eight ways, digits, four ranks (PLAYED in one process, so that hundreds of runs take seconds; tests hold them to the hooks
+# Eight ways, digits, four ranks (SIMULATED in one process, so that hundreds of runs take seconds; tests hold them to the hooks
 # above). Who needs the fewest bytes until the training loss is 0.1? Indices, scales and padding count.
 #
 # Each way has its own best rate, so all are **tuned by one rule**: of the same five rates, take the one with which most of
-# four *other* seeds arrive, and of several such the one with the fewest bytes. Then run eight new seeds.
+# four *other* seeds reach that loss, and of several such the one with the fewest bytes. Then run eight new seeds.
 
 # %%
 # %%px
@@ -291,8 +293,8 @@ figures.losses(raced)
 figures.bytes_needed(raced)
 
 # %% tags=["claim"]
-# "All five that arrived need fewer bytes than DDP: no interval reaches 1."
-# "Without feedback, top-k and PowerSGD did not arrive with all seeds."
+# "All five that reached it need fewer bytes than DDP: no interval reaches 1."
+# "Without feedback, top-k and PowerSGD did not reach it with all seeds."
 ratios = {name: figures.against_ddp(raced, name) for name in raced if name != "DDP"}
 assert sorted(name for name, found in ratios.items() if found is None) == [
     "PowerSGD, no feedback",
@@ -301,8 +303,8 @@ assert sorted(name for name, found in ratios.items() if found is None) == [
 assert all(found[2] < 1 for found in ratios.values() if found)
 
 # %% [markdown]
-# All five that arrived need fewer bytes than DDP: no interval reaches 1. Without feedback, top-k and PowerSGD did not
-# arrive with all seeds.
+# All five that reached it need fewer bytes than DDP: no interval reaches 1. Without feedback, top-k and PowerSGD did not
+# reach it with all seeds.
 #
 # **Discuss.** Whose intervals overlap? Which orders would you not print?
 #

@@ -1,6 +1,6 @@
 """The race of lesson 13: which way of sending less reaches a loss with the fewest bytes?
 
-Four ranks are PLAYED in one process, so that hundreds of runs take seconds: the networks of all seeds and rates are one
+Four ranks are SIMULATED in one process, so that hundreds of runs take seconds: networks of all seeds and rates are one
 stack (dtlib/workloads/digits.py), in which those of local SGD and DiLoCo are there once a rank. Bytes are counted by
 the formulas of ``dtlib.theory``, with indices, scales and padding; all_reduce goes by the ring. A test holds what is
 computed here to the hooks and classes of ``dtlib.parallel`` on real ranks.
