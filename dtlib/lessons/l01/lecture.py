@@ -16,17 +16,7 @@
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
 # %%
-import csv
-from pathlib import Path
-
-from dtlib.lab.lessons.l01 import claims, figures
-
-
-def published(name):
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        if (file := folder / "data" / name).exists():
-            return list(csv.DictReader(file.open(newline="")))
-    raise FileNotFoundError(f"data/{name}")
+from dtlib.lessons.l01 import claims, figures
 
 # %% [markdown]
 # ## What does not fit
@@ -63,7 +53,7 @@ lab.predict("years-on-one-gpu", 71)
 # We can check the rule of 6 P where both sides of it are published:
 
 # %%
-models = published("models.csv")
+models = lab.published("models.csv")
 rows = []
 for row in models:
     if row["tokens_billion"] and row["training_flops"]:
@@ -77,7 +67,7 @@ lab.table(rows, ("model", "6 x parameters x tokens", "published operations"))
 #
 # Two claims from a lecture of 2023: the compute of the largest runs doubles every 3.5 months, and language models get
 # ten times larger every year. We draw them **as claimed**, from the first model in each series, beside what was
-# published.
+# published. From which year on do the line and the dots part?
 
 # %%
 compute = {}
@@ -123,7 +113,7 @@ assert 1 < llama[0] / gpt3[0] < 15_600 / 300
 
 # %%
 columns = ("work", "batch_size", "processor", "processors", "library", "time", "top1_accuracy_pct")
-rows = [[row[column] for column in columns] for row in published("resnet50_imagenet.csv")]
+rows = [[row[column] for column in columns] for row in lab.published("resnet50_imagenet.csv")]
 lab.table(rows, ("", "batch", "processor", "how many", "library", "time", "right (%)"))
 
 # %% [markdown]
@@ -166,14 +156,14 @@ lab.predict("days-on-1536", {"PTD": 23, "ZeRO-3": 74})
 
 # %%
 table = {}
-for row in published("megatron_ptd_vs_zero3.csv"):
+for row in lab.published("megatron_ptd_vs_zero3.csv"):
     name = f"{row['scheme'].split()[0]}, {float(row['params_billion']):.0f} billion"
     table.setdefault(name, {})[int(row["gpus"])] = float(row["achieved_tflops_per_gpu"])
 figures.throughput(table)
 
 # %% tags=["claim"]
 # "take 84 days with PTD, and 90 with ZeRO-3"
-runs = published("megatron_ptd_vs_zero3.csv")
+runs = lab.published("megatron_ptd_vs_zero3.csv")
 days = {(row["scheme"][:3], row["gpus"], row["params_billion"]): row["days_for_300B_tokens"] for row in runs}
 assert [days[way, "384", "174.6"] for way in ("PTD", "ZeR")] == ["84", "90"]
 
@@ -183,7 +173,7 @@ assert [days[way, "384", "174.6"] for way in ("PTD", "ZeR")] == ["84", "90"]
 
 # %%
 worst = 0
-for row in published("megatron_ptd_vs_zero3.csv"):
+for row in lab.published("megatron_ptd_vs_zero3.csv"):
     work = 8 * 1e9 * float(row["params_billion"]) * 300e9
     days = work / (float(row["achieved_tflops_per_gpu"]) * 1e12 * int(row["gpus"])) / 86_400
     worst = max(worst, abs(days / float(row["days_for_300B_tokens"]) - 1))
@@ -257,6 +247,17 @@ held = {
 # | pipeline | activations at the cuts, and their gradients | GPipe (Google, 2018), PipeDream (Microsoft, 2018) |
 # | tensor | activations in every layer | Megatron-LM (NVIDIA, 2019); Mesh-TensorFlow (Google, 2018) |
 # | any of them | | TF-Replicator (DeepMind, 2019): one step function, on any number of devices |
+#
+# Three of the four keep equally few weights. What travels, and how often, decides between them:
+#
+# | what stops you | look first at |
+# |---|---|
+# | the model fits, training takes too long | data |
+# | the weights fit, Adam's states do not | sharded data (ZeRO) |
+# | one layer is too large, links inside the machine are fast | tensor |
+# | many layers, slow links between machines | pipeline |
+#
+# Lessons 04, 06, 08 and 07 measure them in this order; [11](11_beyond_one_machine.ipynb) has the whole chart.
 #
 # Horovod also runs under Keras and TensorFlow 2, with the same steps. Old torch tutorials build pipelines from remote
 # calls (RPC); `torch.distributed.pipelining` has replaced them.
@@ -357,7 +358,7 @@ lab.predict("verdicts", {
 # %%
 rows = [
     (" ".join(filter(None, (row["claim"], row["figure"], row["unit"]))), *verdict)
-    for row, verdict in zip(published("claims.csv"), claims.OF_THE_TEXTS, strict=True)
+    for row, verdict in zip(lab.published("claims.csv"), claims.OF_THE_TEXTS, strict=True)
 ]
 lab.table(rows, ("claim", "verdict", "how we know"))
 

@@ -7,6 +7,9 @@
 # **Questions.** Why does an estimate of pi get better so slowly? How do ranks divide work without talking? How much
 # faster are they, and what sets the limit? Can we believe a published speed-up?
 #
+# **Afterwards you can** divide independent work over ranks so that the sum equals the serial one; say how far to trust a Monte
+# Carlo estimate; read a speed-up, and find what is missing in one that is published.
+#
 # **You need** [00 Start here](00_start_here.ipynb).
 
 # %% tags=["nbval-ignore-output"]
@@ -284,8 +287,7 @@ assert lab.values("estimate")[0].inside == pi.count_numpy(0, 10**6)
 folder.cleanup()
 
 # %% [markdown]
-# mpi4py's own example for pi, `cpi.py`, adds up intervals instead of darts. There, too, a rank's number alone says
-# which of them it takes: on N ranks every N-th one.
+# The same count again, from a file that no rank has read as a whole.
 
 # %% [markdown]
 # ## A GPU
