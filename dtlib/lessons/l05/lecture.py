@@ -68,7 +68,7 @@ assert row("1", "steps in 20")[1] == 16 * row("16", "steps in 20")[1]
 # ## Ranks or one large batch: the same
 #
 # Does it matter that the batch is spread over ranks? Four ranks train on 64 images each. The config has the keys of
-# DeepSpeed, Microsoft's library for large models. The learning rate grows from 0.02 to 0.32: this *warm-up* is
+# DeepSpeed. The learning rate grows from 0.02 to 0.32, a *warm-up*,
 # explained below.
 
 # %%
@@ -193,7 +193,7 @@ large_batches.rates(lab.values("schedules")[0])  # for batch 256
 #
 # The networks are small (64-64-64-10), the data are scikit-learn's digits, and one run proves nothing: we want 32 seeds
 # for each batch and each rule. Networks with the same batch are trained together: every parameter gets one more
-# dimension, and the loss is the sum of all networks' losses. They share no parameters, so each gets its own gradient.
+# dimension. They share no parameters, so each gets its own gradient.
 
 # %%
 from dtlib.workloads import digits
@@ -203,8 +203,7 @@ lab.read(digits.forward, digits.losses)
 # %% [markdown]
 # A *seed* decides which 1280 images are for training (the other 517 are the test), where the network starts, and in
 # which order it sees the images. With the same seed, all rules and batches share all three: their runs are *paired*.
-# Every run sees each image twenty times; a larger batch cuts the same sequence into fewer steps. Each rank takes 8 of
-# the 32 seeds, with one collective at the end.
+# Every run sees each image twenty times. Each rank takes 8 of the 32 seeds.
 #
 # **Predict.** Batch 256 is 16 times the base. Which rule, "no scaling", "square root" or "linear", ends with the lowest
 # test error? And at batch 512? (The run takes up to a minute.)
@@ -268,7 +267,7 @@ for batch in (256, 512):
     assert intervals.difference(best, second)[2] < 0 and intervals.difference(second, last)[2] < 0
 
 # %% tags=["statement"]
-# "the one interval without 0 ends too near it"
+# "At this size warm-up has not been shown to help at any batch, nor to hurt."
 # "In sixteen such comparisons"
 # "Both rules win much of that back, the linear rule more."
 # "At batch 512 the order has changed: the linear rule is behind the square-root rule."
@@ -361,9 +360,8 @@ assert count(r"Batch \d+: the rule with warm-up and the rule without: not separa
 
 # %% [markdown]
 # Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where the
-# sentences say "not separated", warm-up has not been shown to help at this size.** The table of sharpness suggests a
-# reason: this network starts in a flat place and gets steeper as it learns, so a slow start may delay the trouble
-# without preventing it. That is a guess.
+# sentences say "not separated", warm-up has not been shown to help at this size.** A guess: this network
+# starts in a flat place and gets steeper as it learns, so a slow start only delays the trouble.
 
 # %% [markdown] tags=["half-day"]
 # Where warm-up did help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
@@ -472,9 +470,15 @@ assert count("is higher than batch 16 by") == 4
 
 # %% [markdown]
 # With wrong labels to learn by heart, batch 600 does worse on new images than batch 16, and lies in a sharper valley,
-# at the same training loss. That both come together does not prove that one causes the other: sharpness can be changed
-# without changing what a network computes (L. Dinh et al., 2017). And it is one task, made hard on purpose; Goyal et
-# al. find no gap up to 8192 once the rate is right. **Discuss:** do Keskar's table and Goyal's contradict each other?
+# at the same training loss. This does not prove that one causes the other: sharpness can be changed without changing what a
+# network computes (L. Dinh et al., 2017). And it is one task, made hard; Goyal et al. find no gap up to 8192 once the rate is
+# right. **Discuss:** do Keskar's table and Goyal's contradict each other?
+#
+# ## Beyond SGD
+#
+# With Adam, which divides by the gradients' size, the square-root rule fits better (S. Malladi et al., 2022). LARS and
+# LAMB give each layer its own rate, for batches of 32,768 and more (Y. You et al., 2017, 2020). And every task has a *critical
+# batch*: beyond it, more samples hardly save steps (S. McCandlish et al., 2018).
 
 # %% [markdown]
 # ## Quiz
@@ -488,8 +492,8 @@ lab.quiz("05")
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
 # - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
-# - At this size warm-up has not been shown to help at any batch, nor to hurt: the one interval without 0 ends too near
-#   it. For ResNet-50 at batch 8192 warm-up is worth a point.
+# - At this size warm-up has not been shown to help at any batch, nor to hurt. For ResNet-50 at batch 8192 it is worth a
+#   point.
 # - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and scale a rate.
@@ -497,7 +501,7 @@ lab.quiz("05")
 # ## References
 #
 # - P. Goyal et al.: Accurate, large minibatch SGD: training ImageNet in 1 hour. arXiv:1706.02677, 2017.
-# - A. Krizhevsky: One weird trick for parallelizing convolutional neural networks. arXiv:1404.5997, 2014.
 # - N. S. Keskar et al.: On large-batch training for deep learning: generalization gap and sharp minima. ICLR 2017.
 # - L. Dinh et al.: Sharp minima can generalize for deep nets. ICML 2017.
+# - S. McCandlish et al.: arXiv:1812.06162. S. Malladi et al.: arXiv:2205.10287. Y. You et al.: arXiv:1708.03888, 1904.00962.
 # - E. B. Wilson: Probable inference, the law of succession, and statistical inference. JASA 22, 1927.

@@ -83,7 +83,7 @@ assert count(r"complete without an all_reduce: \{'columns': True, 'rows': False\
 # %% [markdown]
 # Cut by columns, a rank has some outputs, complete. Cut by rows, it has a summand of every output.
 #
-# Now the backward pass. The gradient G of Y comes in, and each rank computes the gradient of its shard of A by
+# Now the backward pass. The gradient G of Y arrives, and each rank computes the gradient of its shard of A by
 # itself. The layer before needs the gradient of X, which is G Aᵀ. **Predict:** for which cut does *that* need an
 # `all_reduce`?
 
@@ -428,8 +428,8 @@ assert whole[1] == cut[1] == 1.57 and abs(cut[0] - whole[0] / 4) < 0.01
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
 #
-# Kinds of parallelism combine: ranks stand on a grid, the *mesh*, whose axes have names. Along `tensor`, ranks share
-# layers; along `data`, the batch.
+# Tensors end at a machine's edge, data at the largest useful batch. So kinds combine: ranks stand on a grid, the *mesh*,
+# whose axes have names. Along `tensor`, ranks share layers; along `data`, the batch.
 
 # %% [markdown]
 # `world.mesh(data=2, tensor=2)` makes a communicator (a group of ranks that talk with each other) for every line of
@@ -457,8 +457,8 @@ rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(lab.
 lab.table(rows, ("rank", "group along data", "group along tensor"))
 
 # %% [markdown]
-# A perceptron for the digits is cut along `tensor`; around it is the plain class of lesson 04 along `data`. Neither
-# knows of the other: each gets a communicator of its own.
+# A perceptron for the digits is cut along `tensor`; around it is the plain class of lesson 04 along `data`. Each
+# gets a communicator of its own.
 
 # %%
 # %%px
@@ -571,7 +571,7 @@ tensor_figures.mesh(data=2, pipe=2, tensor=2)
 # ## Pipelines with data parallelism and ZeRO
 #
 # Two pipelines of two stages, side by side. The config chooses the stage of ZeRO (lesson 06) for the optimizer along
-# `data`. DeepSpeed allows stage 1 here, and refuses stages 2 and 3 together with a pipeline. See what stage 2 costs.
+# `data`. DeepSpeed allows stage 1 here, and refuses stages 2 and 3 together with a pipeline.
 #
 # **Predict.** A step has four micro-batches. Stage 1 reduces gradients once per step. How many times as many bytes does
 # stage 2 send for `reduce_scatter`?

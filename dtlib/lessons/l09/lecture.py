@@ -123,7 +123,8 @@ assert binary > raw
 #
 # The formats are *one file per sample*; *shards*, files with many records each; *tar*, the same in the archives that
 # webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its number.
-# This is all that reading a shard takes; a multiplication gives the place of a record.
+# In a shard a multiplication gives the place of a record: `_read_into` is all that reading takes. `_check` makes sure, once a
+# file, that no record has another length, as all behind it would be read at the wrong place:
 
 # %%
 lab.read(readers.RawReader)
@@ -202,8 +203,8 @@ written("large samples", large, "files", "tar")
 workloads = {"large samples": large, "small samples": small}
 
 # %% [markdown] tags=["half-day"]
-# An honest measurement begins *cold*. The operating system keeps in memory what was read, and then every format looks
-# good. So we empty that cache, and check that it is empty.
+# An honest measurement begins *cold*. The operating system keeps in memory what was read, and from memory every format looks
+# good. So we empty that cache before each measurement, and check that it is empty.
 
 # %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
@@ -284,9 +285,9 @@ slow, fast = (found(f"the {which} one: AU \\d+%, ([\\d,]+) samples/s")[0] for wh
 assert fast < 6 * slow
 
 # %% [markdown]
-# An accelerator that is ten times as fast gets far less than ten times the samples. On the ranks it looks like this: each
-# feeds an accelerator of its own, and waits for the others at a barrier after each step. Where a rank's line is empty,
-# its accelerator starves.
+# An accelerator that is ten times as fast gets far less than ten times the samples. Now on four ranks: each feeds an
+# accelerator of its own, and waits for the others at a barrier after each step. In the timeline, look at the gaps between the
+# bars of `computes`: there the accelerator starves.
 
 # %%
 lab.push(shards=str(shards))
@@ -470,12 +471,12 @@ every = [text for of_rank in comm.all_gather_object(seen) for text in of_rank]
 
 # %%
 every = lab.values("every")[0]
-print(f"{len(every)} samples came, {len(set(every))} different ones")
+print(f"{len(every)} samples arrived, {len(set(every))} different ones")
 assert len(every) == len(set(every)) == 1920
 
 # %% tags=["statement"]
 # "without losing a sample"
-assert found(r"(\d+) samples came, (\d+) different ones") == [1920, 1920]
+assert found(r"(\d+) samples arrived, (\d+) different ones") == [1920, 1920]
 
 # %% [markdown]
 # Other libraries have broken here. Some save a position *per worker*, so that as many workers must come back; some count
@@ -494,18 +495,20 @@ try:
 except StorageError as error:
     print(f"{Path(error.file).name}: sample {error.sample}, at byte {error.offset:,}")
 tolerant = Loader(open_samples(folder / "shards", damaged="skip"), 32)
-came = sum(len(batch["label"]) for batch in tolerant)
-print(f"{came} samples came, {len(tolerant.skipped)} were skipped")
-assert came + len(tolerant.skipped) == 1920
+arrived = sum(len(batch["label"]) for batch in tolerant)
+print(f"{arrived} samples arrived, {len(tolerant.skipped)} were skipped")
+assert arrived + len(tolerant.skipped) == 1920
 
 # %% tags=["statement"]
-# "Why byte 1,041,180, if the file ends at 1,000,000? In the epoch's order this is the first sample that is missing."
+# "Why byte 1,041,180, if the file ends at 1,000,000?"
+# "of the 63 missing samples, this one's turn was first"
 sample, byte = found(r"sample (\d+), at byte ([\d,]+)")
-assert byte == (sample - 2 * 384) * 3108 == 1_041_180 and found(r"(\d+) samples came, (\d+) were skipped") == [1857, 63]
+assert byte == (sample - 2 * 384) * 3108 == 1_041_180 and found(r"(\d+) samples arrived, (\d+) were skipped") == [1857, 63]
 assert 384 - 1_000_000 // 3108 == 63
 
 # %% [markdown]
-# Why byte 1,041,180, if the file ends at 1,000,000? In the epoch's order this is the first sample that is missing.
+# Why byte 1,041,180, if the file ends at 1,000,000? The epoch has an order of its own: of the 63 missing samples, this one's
+# turn was first.
 #
 # ## Seven characteristics, and where you saw them
 #

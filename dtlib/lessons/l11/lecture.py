@@ -7,7 +7,7 @@
 # **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
 # what stops it? What does "90 % on 512 GPUs" say?
 #
-# **Afterwards you can** start one script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use
+# **Afterwards you can** start a script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use
 # Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
@@ -79,9 +79,16 @@ print(figures.job_script("slurm", ["pi_mpi4py.py"]))
 
 # %% [markdown]
 # Lines with `#SBATCH` are the request; below them is what runs, on the first node. mpiexec asks Slurm for the other
-# nodes. What differs between sites is in one short file, `cluster_profiles/site.toml`. The page beside it shows PBS,
-# ssh, torchrun and DeepSpeed's launcher.
-#
+# nodes. What differs between sites is in `cluster_profiles/site.toml`. Under PBS, and with torchrun, which starts programs of
+# torch, these lines differ:
+
+# %%
+of_slurm = figures.job_script("slurm", ["pi_mpi4py.py"])
+for name in ("pbs", "torchrun"):
+    lines = figures.job_script(name, ["train.py"]).splitlines()
+    print(*(line for line in lines if line not in of_slurm and line[:2] != "# "), "", sep="\n")
+
+# %% [markdown]
 # **Discuss.** torchrun starts processes, but no MPI. What would `pi_mpi4py.py` print under `torchrun --nproc-per-node 2`?
 #
 # ## Strong and weak scaling
@@ -93,7 +100,7 @@ print(figures.job_script("slurm", ["pi_mpi4py.py"]))
 # %%
 # %%px
 def seconds_on(k, points):
-    """The first k ranks count points together while the others nap: the fastest of three."""
+    """The first k ranks count points together while the others wait: the fastest of three."""
     team = comm.split(0 if comm.rank < k else 1)
     runs = []
     for _ in range(3):
@@ -359,10 +366,12 @@ assert 6 * (crossing + megabyte) == 330 < crossing + 2 * 4 * megabyte == 405 and
 
 # %% [markdown]
 # The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times, one after
-# another, and doubling once. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and
+# another. Doubling crosses once. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and
 # 5 + 400 for doubling, whose two arrays share the link. A round of the ring took 107 ms, not 55: over TCP a message
-# costs more than α + n β. Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB,
-# leave in 2, 8 or 64 buckets, after it ("then") or during it ("meanwhile"):
+# costs more than α + n β.
+#
+# Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB, leave in 2, 8 or 64 buckets, after
+# it ("then") or during it ("meanwhile"):
 
 # %%
 lab.table(*figures.milliseconds_of(measured, "backward pass"))

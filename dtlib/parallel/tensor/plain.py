@@ -25,7 +25,7 @@ from dtlib.gradients.contract import check_input
 
 
 class CopyToRanks(torch.autograd.Function):
-    """Megatron-LM's f. Each rank used the same X with other weights: X's gradient is the sum of what came of each."""
+    """Megatron-LM's f. Each rank used the same X with other weights: X's gradient is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx, x, comm):
