@@ -352,7 +352,7 @@ lab.predict("verdicts", {
 })
 
 # %% [markdown]
-# And here are the fourteen, each with a verdict and a reason. You may disagree: most of them come back in a later
+# And here are the fourteen, each with a verdict and a reason. You may disagree: most of them return in a later
 # lesson.
 
 # %%

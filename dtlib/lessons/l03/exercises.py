@@ -110,7 +110,7 @@ ring.show_all(3)
 #
 # 1. Cut the tensor into `comm.size` chunks that are views of it.
 # 2. In N - 1 steps: start to send a chunk to the right (`async_op=True`), receive one from the left into a new tensor,
-#    wait for the send, add what came.
+#    wait for the send, add what arrived.
 # 3. In N - 1 more steps pass complete chunks on; receive each straight into its place.
 #
 # It must be right for every length: one that does not divide evenly by the number of ranks, one shorter than the number

@@ -154,7 +154,7 @@ for name in ("naive", "tree"):
 # In the ring all ranks send all the time, but little at once. Cut the array into as many chunks as there are ranks. In
 # every step each rank sends one chunk to its right neighbour and receives one from its left.
 #
-# - **Reduce-scatter**, N - 1 steps on N ranks: add what comes to your own chunk, and pass on the sum. Then each rank
+# - **Reduce-scatter**, N - 1 steps on N ranks: add to your own chunk what arrives, and pass on the sum. Then each rank
 #   has one complete chunk.
 # - **All-gather**, N - 1 steps: pass complete chunks on.
 #
@@ -415,8 +415,8 @@ comm = dtlib.reset().comm
 print(comm.all_reduce(torch.tensor(1)))
 
 # %% [markdown]
-# **Two: ranks that disagree.** All come, but not to the same operation. In a notebook, ranks compare what they call
-# before each collective, so the error comes at once. Without that, an all-reduce would meet a broadcast: a hang, or
+# **Two: ranks that disagree.** All arrive, but not at the same operation. In a notebook, ranks compare what they call
+# before each collective, so the error appears at once. Without that, an all-reduce would meet a broadcast: a hang, or
 # worse, a wrong sum. (`dtlib.reset()` comes first: it gives a clean communicator after an interrupted operation.)
 
 # %%

@@ -304,7 +304,7 @@ assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
 
 # %% [markdown]
 # It says `while`, and not `if`, because autograd may call hooks in another order on another rank, and **all ranks must
-# send in the same order**: a gradient that comes early waits for those before it. In the third class neighbours travel
+# send in the same order**: a gradient that is early waits for those before it. In the third class neighbours travel
 # together.
 
 # %%
@@ -433,7 +433,7 @@ assert count(r"(?m)^ *(.*# )?[1-7]\. |# \d\. |: +# 7\.") == 7
 
 # %% [markdown]
 # The fourth change is a rule of thumb; lesson 05 has its limits. Behind `step()` stand two ideas. *Negotiation*: gradients
-# come in no fixed order, so ranks agree in rounds on which are complete everywhere (`dtlib/horovod/negotiation.py`).
+# are ready in no fixed order, so ranks agree in rounds on which are complete everywhere (`dtlib/horovod/negotiation.py`).
 # *Tensor fusion*: those travel as one buffer (`execution.py`).
 #
 # **Predict.** The Horovod script runs on four ranks with 24 images per rank and rate 0.02. With which batch size and

@@ -131,7 +131,7 @@ assert error < 0.2
 # %% [markdown]
 # ## If you have time
 #
-# - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate comes out, and is it beyond
+# - Give each rank twice as many samples (`train_batch_size` 384, `batch` 128). Which rate results, and is it beyond
 #   the elbow?
 # - In the lecture, try a rate *between* the two rules at batch 512: k to the power 0.75. Compare it on paired seeds.
 # - Which rule would you try first with Adam, which divides a gradient by its own size? Try it, with several seeds.

@@ -225,7 +225,7 @@ lab.check("gather-on-demand")
 # %% [markdown]
 # To free means here that a local name goes out of scope. In training autograd would keep `weight` until the backward
 # pass, and all layers would be whole at the end of the forward pass. So `fully_shard` empties the storage behind the
-# tensor that autograd keeps, and fills it again, with another `all_gather`, when the backward pass comes back to the
+# tensor that autograd keeps, and fills it again, with another `all_gather`, when the backward pass returns to the
 # layer.
 
 # %% [markdown] tags=["two-hours", "half-day"]

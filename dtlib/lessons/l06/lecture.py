@@ -314,7 +314,7 @@ assert [numbers[-1] for numbers in rows("published", "on each of 64 ranks")][1:]
 
 # %% [markdown]
 # What rank 0 holds does not depend on the others: `dtlib.comm.solo(0, 64)` is a communicator whose other ranks do not
-# exist. **SIMULATED:** its values mean nothing, its bytes do. Our small net, scaled up, comes out a little higher: padding
+# exist. **SIMULATED:** its values mean nothing, its bytes do. Our small net, scaled up, is a little higher: padding
 # and step counters weigh more.
 
 # %%
@@ -329,7 +329,7 @@ if comm.rank == 0:
     lab.table(rows, headers, floats=".1f")
 
 # %% tags=["statement"]
-# "Our small net, scaled up, comes out a little higher"
+# "Our small net, scaled up, is a little higher"
 scaled = [row(name, "SIMULATED")[-1] for name in ("stage 1", "stage 2", "stage 3")]
 assert all(0 <= ours - paper < 0.2 for ours, paper in zip(scaled, (31.4, 16.6, 1.9), strict=True))
 
@@ -411,7 +411,7 @@ assert [round(one, 2) for one in units.values()] == [2, 2, 2, 3]
 # %% [markdown]
 # Stages 1 and 2 send what data parallelism sends; stage 3 sends half as much again, because parameters travel twice.
 #
-# **Predict.** Now the batch comes in four *micro-batches*, whose gradients add up before one step. Stage 1 sends them
+# **Predict.** Now the batch is cut into four *micro-batches*, whose gradients add up before one step. Stage 1 sends them
 # once per step. Stage 2 frees them, so it sends in every backward pass. How many units does stage 2 send?
 
 # %% tags=["stub"]

@@ -479,7 +479,7 @@ assert len(every) == len(set(every)) == 1920
 assert found(r"(\d+) samples arrived, (\d+) different ones") == [1920, 1920]
 
 # %% [markdown]
-# Other libraries have broken here. Some save a position *per worker*, so that as many workers must come back; some count
+# Other libraries have broken here. Some save a position *per worker*, so that a resumed run needs as many workers; some count
 # what was read ahead. You write your own in the exercises.
 #
 # ## What is damaged

@@ -231,7 +231,7 @@ lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "m
 #
 # The second model summarises. Its data is the documentation of fifty-odd Python libraries: the description of a
 # function is the article, the line above it the *reference*. The model is a transformer of 2.6 million parameters
-# that can also copy words of the article. It comes trained on most libraries. We go on with one that it has not seen,
+# that can also copy words of the article. It is already trained on most libraries. We go on with one that it has not seen,
 # for two minutes at most.
 #
 # So small a model is good for the whole way of a real one (tokens, a start from a checkpoint, beam search, a measure), in

@@ -92,7 +92,7 @@ lab.read(shrink.train_and_shrink, shrink.shrunk)
 
 # %% [markdown]
 # Two things make it so short. The *batch belongs to the step*, not to a rank: each rank takes its slice, and with three
-# ranks the slices are larger. And a *step is done as a whole or not at all*: an error comes before anything has changed.
+# ranks the slices are larger. And a *step is done as a whole or not at all*: an error is raised before anything has changed.
 
 # %%
 lab.read(replica.Replica.step)

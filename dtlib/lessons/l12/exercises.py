@@ -189,4 +189,4 @@ lab.check("dispatch-build")
 # - Put your `merge` into the ring: `plain.merge = merge`, with `from dtlib.parallel.context import plain`, and run
 #   `plain.ring_attention`. There `out` has more dimensions: `[..., None]` in place of `[:, None]`.
 # - `dispatch` has no gradients: make them travel, by a `torch.autograd.Function` whose backward is the reverse exchange.
-# - Give each expert places for four tokens of each rank, and drop the others: what do messages weigh now?
+# - Give each expert places for four tokens of each rank, and drop the others: how long are messages now?

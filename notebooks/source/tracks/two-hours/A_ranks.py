@@ -9,5 +9,5 @@
 # %% [markdown]
 # ## So far
 #
-# A *rank* is a process with a number. Ranks share no memory and work together through *collectives*. If one rank does
-# not come, the others hang: press Stop, then run `%px dtlib.reset()`.
+# A *rank* is a process with a number. Ranks share no memory and work together through *collectives*. If one rank is
+# missing, the others hang: press Stop, then run `%px dtlib.reset()`.
