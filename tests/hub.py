@@ -6,6 +6,7 @@
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ PROXY = "configurable-http-proxy@5.3.0"
 PROXY_FOLDER = ROOT / "build" / "hub"
 TOKEN = "0123456789abcdef0123456789abcdef"
 CLONE_NEWNET = 0x40000000
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What tests add to the configuration of the course: a service that may start servers and look into them.
 CONFIGURATION = """
 load_subconfig({name!r}, {folder!r})
@@ -142,11 +144,11 @@ class Learner:
     def there(self, function, *arguments, **named):
         return self.pool.submit(function, *arguments, **named).result()
 
-    def asks(self, method: str, path: str, **body):
+    def asks(self, method: str, where: str, **body):
         """What the hub, or a server, answers to one with a token."""
         head = {"Authorization": f"token {TOKEN}"}
         ask = {"headers": head, "timeout": 320, "allow_redirects": False, **({"json": body} if body else {})}
-        return self.there(requests.request, method, self.hub.url + path, **ask)
+        return self.there(requests.request, method, self.hub.url + where, **ask)
 
     def logs_in(self, password: str = PASSWORD) -> requests.Response:
         """With name and password, on the page for it; where they are right, the server is asked for."""
@@ -189,7 +191,7 @@ class Learner:
 
     def runs(self, code: str) -> str:
         """All that a cell shows in the end, an error too."""
-        return self.there(self._run, code)
+        return COLOUR.sub("", self.there(self._run, code))
 
     def _run(self, code: str) -> str:
         number, shown = uuid.uuid4().hex, []
@@ -203,8 +205,8 @@ class Learner:
         }  # fmt: skip
         message = {"header": head, "parent_header": {}, "metadata": {}, "content": content, "buffers": []}
         self.channels.send(json.dumps({**message, "channel": "shell"}))
-        self.failed = None
-        while self.failed is None:
+        self.failed, idle = None, False
+        while self.failed is None or not idle:
             said = self.channels.recv()
             if isinstance(said, bytes) or not said:
                 continue
@@ -218,6 +220,8 @@ class Learner:
                 shown.append(content["data"].get("text/plain", "") + "\n")
             elif kind == "error":
                 shown.append("\n".join(content["traceback"]) + "\n")
+            elif kind == "status":
+                idle = content["execution_state"] == "idle"
             elif kind == "execute_reply":
                 self.failed = content["status"] != "ok"
         return "".join(shown)
@@ -284,7 +288,7 @@ def measure(count: int, folder: Path, what: list[str]) -> None:
                     ]
                     print(notebook, f"{time.monotonic() - began:.0f} s, failed:", failed, flush=True)
             if "idle" in what:
-                time.sleep(30)
+                time.sleep(20)
                 for _ in range(3):
                     before = {name: {pid: cost([pid])[0] for pid in hub.processes(name)} for name in names}
                     time.sleep(30)

@@ -60,7 +60,7 @@ def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     shown = ada.runs(
         "import os; from dtlib import lab; lab.engines(4); print(os.getcwd(), os.environ['OMP_NUM_THREADS'])"
     )
-    assert shown == f"{TMP}/home/ada/course/notebooks/lectures 1\n"
+    assert shown.endswith(f"{TMP}/home/ada/course/notebooks/lectures 1\n")
     assert ada.runs(SUM) == "ranks 0 to 3 | tensor(6)\n"
     lines = running.processes("ada").values()
     assert any("ranks are forked" in line for line in lines) and any("jupyterhub.singleuser" in line for line in lines)

@@ -23,6 +23,7 @@ from dtlib.world.loopback import mpiexec_inside
 from dtlib.world.machine import gpu_names
 
 VARIABLE = "DTLIB_ZYGOTE"
+ALONE = "DTLIB_ZYGOTE_ALONE"  # where set, there is no second zygote: 0.2 GB less
 PREFIX = "dtlib-zygote-"
 FIRST, SECOND = "0", "1"  # sockets in the zygote's folder; ranks with odd numbers ask for the second
 BEGINS = 60  # seconds in which a new folder is let alone

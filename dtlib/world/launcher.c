@@ -21,7 +21,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PATIENCE = 20, MOMENT = 5 }; /* seconds: for a zygote that still imports; for the status of a rank that has ended */
+enum { PATIENCE = 40, MOMENT = 5 }; /* seconds: for a zygote that still imports; for the status of a rank that has ended */
 enum { FORKED = 1, ENDED = 2 };     /* what a message says */
 typedef struct { int32_t what, value; } Message;
 

@@ -62,7 +62,8 @@ class Zygote:
         self.events = select.epoll()
         self.environment = forked.environment_of("self")  # imports change it
         self.again = [sys.executable, *sys.orig_argv[1:]]
-        self.quiet = [self.load_later] + [self.start_second] * (name == forking.FIRST)  # to be done in time
+        starts_second = name == forking.FIRST and forking.ALONE not in os.environ
+        self.quiet = [self.load_later] + [self.start_second] * starts_second  # to be done in time
 
     def load(self) -> None:
         for name in (*IMPORTS, *self.imports):
