@@ -301,8 +301,8 @@ def measure(count: int, folder: Path, what: list[str]) -> None:
                     print(f"  {cost([pid])[1]:5.0f} MB {spent.get(pid, 0) / 0.3:5.2f} % {name:16}{lines[pid][:90]}")
             for each in learners:
                 each.stops()
-        hub_left = {name: hub.processes(name) for name in names}
-        print("left after the hub:", hub_left, flush=True)
+        time.sleep(10)
+        print("left after the hub:", [line for name in names for line in hub.processes(name).values()], flush=True)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from shutil import which
@@ -96,8 +98,8 @@ def answers(port: int) -> list[str]:
     return found
 
 
-def unix_sockets() -> list[str]:
-    """Sockets of others that let us in: those with a path, and those in the kernel's own name space."""
+def unix_sockets(victims: set[int]) -> list[str]:
+    """Sockets of theirs that let us in: those with a path, and those in the kernel's own name space."""
     found = []
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         name = line.split(maxsplit=7)[7] if len(line.split()) > 7 else ""
@@ -105,7 +107,8 @@ def unix_sockets() -> list[str]:
             with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(0.2)
                 connection.connect(name.replace("@", "\0", 1))
-                found.append(name)
+                _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                found += [name] * (user in victims)
     return found
 
 
@@ -126,12 +129,18 @@ def main() -> None:
     with suppress(PermissionError):
         socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)).close()
         report["sniffs"] = True
-    report["http"] = {port: answers(port) for port in listening}
+    with ThreadPoolExecutor(16) as together:
+        report["http"] = dict(zip(listening, together.map(answers, listening), strict=True))
     print("listens", flush=True)
     until = time.monotonic() + 120
     while not select.select([sys.stdin], [], [], 0)[0] and time.monotonic() < until:
         heard += [re.sub(r"[^ -~]", ".", repr(each.recv_multipart())) for each, _ in listeners.poll(200)]
-    report |= {"heard": heard, "sockets": unix_sockets(), "files": files(victims), "processes": processes(victims)}
+    report |= {
+        "heard": heard,
+        "sockets": unix_sockets(victims),
+        "files": files(victims),
+        "processes": processes(victims),
+    }
     context.destroy(0)
     print(json.dumps(report), flush=True)
 

@@ -34,6 +34,7 @@ lines = [f"#SBATCH --{option}={value}" for option, value in ask.items() if value
 
 c.JupyterHub.hub_bind_url = f"http://{address()}:8081"
 c.JupyterHub.spawner_class = "batchspawner.SlurmSpawner"
+c.Spawner.env_keep.append("SLURM_CONF")
 c.Spawner.ip = "0.0.0.0"  # on a node, for the hub's proxy
 c.Spawner.mem_limit = c.Spawner.cpu_limit = None  # the job's
 c.BatchSpawnerBase.batchspawner_singleuser_cmd = str(Path(sys.executable).with_name("batchspawner-singleuser"))
