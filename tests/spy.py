@@ -105,6 +105,8 @@ def unix_sockets(victims: set[int]) -> list[str]:
         name = line.split(maxsplit=7)[7] if len(line.split()) > 7 else ""
         if name.startswith(("@", "/tmp", "/run")):
             with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+                if name[0] != "@" and os.lstat(name).st_uid not in victims:
+                    continue  # the spy's own would hear of it
                 connection.settimeout(0.2)
                 connection.connect(name.replace("@", "\0", 1))
                 _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
