@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -222,6 +223,29 @@ def test_a_socket_for_its_owner_alone():
             folder.chmod(0o700)
             (folder / "0").chmod(0o600)
     assert the_zygote() == ours
+
+
+def test_who_connects_and_goes_at_once_ends_nothing():
+    """Ends of a rank and of its launcher that are heard at once are told apart."""
+    serve = """if True:
+        import sys
+        from dtlib.world import forked, forking, zygote
+        ours = zygote.Zygote(sys.argv[1], "0", forking.listen(sys.argv[1], "0"), [])
+        ours.quiet, ours.files, ours.state = [], [], zygote._state([])
+        large = bytearray(200_000_000)  # so that a fork takes as long as with torch
+        large[::4096] = b"x" * len(large[::4096])
+        print("here", flush=True)
+        forked.live(*ours.serve(), ours.pid)"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", serve, folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+            assert process.stdout.readline() == "here\n"
+            for _ in range(100):
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(f"{folder}/0")
+            assert run([str(compiled("launcher.c")), sys.executable], "print(1)", env={"DTLIB_ZYGOTE": folder})
+            assert process.poll() is None
+            process.kill()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")

@@ -57,7 +57,7 @@ def with_descendants(process: Process) -> list[Process]:
         return []
     known, started, family = {}, defaultdict(list), [process.pid]
     for pid in psutil.pids():  # looked at once: on a hub there are hundreds
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, ValueError):  # any user may call a process so
             name, parent, created = look(pid)
             known[pid] = Process(pid, created)
             started[parent].append(pid)

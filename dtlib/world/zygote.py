@@ -102,7 +102,8 @@ class Zygote:
                 if handle == wake.fileno():
                     wake.recv(4096)
                     self.bury()
-                elif handle != self.listener.fileno():
+                    break  # what else was heard may be of connections that are closed now
+                if handle != self.listener.fileno():
                     self.kill(handle)
                 elif (accepted := self.accept()) is not None:
                     connection, launcher = accepted
