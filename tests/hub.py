@@ -120,12 +120,13 @@ class Hub:
         return self.learners[-1]
 
     def processes(self, name: str) -> dict[int, str]:
-        """Command lines of the processes of a user."""
+        """Command lines of the processes of a user, on these hosts: users of other tests may have the same number."""
         found, number = {}, self.users.ids[name]
-        for path in Path("/proc").glob("[0-9]*"):
+        for process in self.machine.inside():
+            path = Path(f"/proc/{process.pid}")
             try:
                 if path.stat().st_uid == number:
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[process.pid] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
         return found

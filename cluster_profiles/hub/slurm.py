@@ -39,5 +39,6 @@ c.Spawner.ip = "0.0.0.0"  # on a node, for the hub's proxy
 c.Spawner.mem_limit = c.Spawner.cpu_limit = None  # the job's
 c.BatchSpawnerBase.batchspawner_singleuser_cmd = str(Path(sys.executable).with_name("batchspawner-singleuser"))
 c.BatchSpawnerBase.exec_prefix = "runuser -u {username} --"
-lines += ["#SBATCH --chdir={{homedir}}", "#SBATCH --export={{keepvars}}", site["prepare"], "{{cmd}}"]
+lines += ["#SBATCH --chdir={{homedir}}", "#SBATCH --export={{keepvars}}", site["prepare"]]
+lines += ["export SLURM_EXPORT_ENV=ALL", "{{cmd}}"]  # what mpiexec starts on other nodes has the job's environment
 c.SlurmSpawner.batch_script = "\n".join(["#!/bin/bash", *lines, ""])
