@@ -1,104 +1,100 @@
-"""Ten meshes of four ranks, predicted before they are run.
+"""Meshes of four ranks, predicted before they are run.
 
-    python -m docs.laptop predict    four numbers are measured here, and docs/laptop.json says what each mesh will hold,
-                                     send and take
-    python -m docs.laptop measure    they are run, and docs/laptop.md has both side by side
+    python -m docs.laptop predict    meshes of CALIBRATION are run, and docs/laptop.json says what each of MESHES will
+                                     hold, send and take
+    python -m docs.laptop measure    those are run, and docs/laptop.md has both side by side
+    python -m docs.laptop page       the page alone, from what was measured
 
-The model and the meshes are lesson 14's, without its emulated link. A step is predicted to take
+Ten of the meshes are lesson 14's, without its emulated link; the others are of other sizes. Seconds of a step are
 
-    compute    max(turns x micro-batch x s / (pipe x tensor), batch x s / cores)    s: a sample's passes on its own core
-    update     u x parameters whose states a rank has x max(1, ranks / cores)       u: AdamW, a parameter
-    messages   latency and bytes / bandwidth, one after the other, as in dtlib/lessons/l14/brief.py
+    turn x passes + operation x operations + update x parameters + message x messages + byte x bytes + step
 
-so a bubble costs nothing while other ranks have use for the core. Memory and bytes have no clock in them.
+with six coefficients that are not negative, of least relative error on the meshes of CALIBRATION. Amounts are those of
+the busiest core: passes of a micro-batch through the whole model, so a bubble costs nothing while other ranks have use
+for the core; messages one after the other, as in dtlib/lessons/l14/brief.py. Memory and bytes have no clock in them.
 """
 
 import json
 import sys
-import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
 from dtlib.lessons.l14 import brief
+from dtlib.planner import Model, Plan
 from dtlib.planner.exact import of_decoder
 from dtlib.world.launch import run_ranks
 from dtlib.world.machine import usable_cores
 
-PREDICTED, PAGE = Path(__file__).with_name("laptop.json"), Path(__file__).with_name("laptop.md")
-BAND = 1.5
-STEPS = 12
+HERE = Path(__file__).parent
+PREDICTED, MEASURED, PAGE = HERE / "laptop.json", HERE / "laptop_measured.json", HERE / "laptop.md"
+BAND, STEPS = 1.5, 12
+UNITS = (
+    (1e3, "ms a pass"), (1e12, "ps an operation"), (1e9, "ns a parameter"), (1e3, "ms a message"), (1e9, "ns a byte"),
+    (1e3, "ms a step"),
+)  # fmt: skip
+MODELS = {width: Model(4, width, 4, 256, 64, tied=False) for width in (64, 128, 256)}
+NEW = {
+    "data 4, 32 samples": (128, Plan(data=4, batch=32, micro_batch=8)),
+    "data 4, ZeRO-2, 4 micro-batches": (128, Plan(data=4, zero=2, batch=16, micro_batch=1)),
+    "data 2, tensor 2, 4 micro-batches": (128, Plan(data=2, tensor=2, batch=16, micro_batch=2)),
+    "data 2, pipe 2, GPipe, 32 samples": (128, Plan(data=2, pipe=2, batch=32, micro_batch=4, schedule="gpipe")),
+    "pipe 4, 8 micro-batches": (128, Plan(pipe=4, batch=16, micro_batch=2)),
+    "tensor 4, 4 micro-batches": (128, Plan(tensor=4, batch=16, micro_batch=4)),
+    "width 256: data 4, ZeRO-1": (256, Plan(data=4, zero=1, batch=16, micro_batch=4)),
+    "width 256: data 4, ZeRO-3": (256, Plan(data=4, zero=3, batch=16, micro_batch=4)),
+    "width 256: pipe 4": (256, Plan(pipe=4, batch=16, micro_batch=4)),
+    "width 256: pipe 2, tensor 2": (256, Plan(pipe=2, tensor=2, batch=16, micro_batch=4)),
+}
+MESHES = {name: (128, plan) for name, plan in brief.MESHES.items()} | NEW
+CALIBRATION = {
+    f"{number}": mesh
+    for number, mesh in enumerate((
+        (128, Plan(data=4, batch=12, micro_batch=3)), (128, Plan(data=4, zero=1, batch=24, micro_batch=6)),
+        (128, Plan(data=4, zero=2, batch=24, micro_batch=3)), (128, Plan(data=4, zero=3, batch=12, micro_batch=3)),
+        (128, Plan(data=4, zero=3, batch=24, micro_batch=3)), (128, Plan(data=2, tensor=2, batch=12, micro_batch=3)),
+        (128, Plan(tensor=4, batch=12, micro_batch=6)), (128, Plan(data=2, pipe=2, zero=1, batch=12, micro_batch=2)),
+        (128, Plan(pipe=4, batch=12, micro_batch=3)), (128, Plan(pipe=4, batch=12, micro_batch=2)),
+        (128, Plan(pipe=2, tensor=2, batch=12, micro_batch=3)), (64, Plan(data=4, batch=12, micro_batch=3)),
+        (64, Plan(data=4, zero=3, batch=12, micro_batch=3)), (64, Plan(pipe=4, batch=12, micro_batch=3)),
+    ))
+}  # fmt: skip
 
 
-def median(seconds) -> float:
-    return sorted(seconds)[len(seconds) // 2]
-
-
-def calibrate() -> dict:
-    """On four ranks at once: seconds of a sample and of a parameter's update, of a short message, bytes a second."""
-    import torch
-
-    import dtlib
-    from dtlib.workloads import decoder
-
-    comm = dtlib.init().comm
-    crowd = max(1.0, comm.size / usable_cores())
-    work = decoder.workload({"layers": brief.MODEL.layers})
-    x, y = torch.utils.data.default_collate([work.train[place] for place in range(4)])
-    optimizer = torch.optim.AdamW(work.model.parameters())
-
-    def timed(what, times) -> float:
-        took = []
-        for _ in range(times):
-            comm.barrier()
-            began = time.perf_counter()
-            what()
-            comm.barrier()
-            took.append(time.perf_counter() - began)
-        return median(took)
-
-    def exchange(count):
-        buffer, other = torch.zeros(count), comm.rank ^ 1
-        if comm.rank < 2:
-            for turn in range(20):
-                if turn % 2 == comm.rank:
-                    comm.send(buffer, other)
-                else:
-                    comm.recv(buffer, other)
-
-    sample = timed(lambda: work.loss_fn(work.model(x), y).backward(), 12) / len(x)
-    update = timed(optimizer.step, 12) / brief.MODEL.parameters
-    short, long = (timed(lambda count=count: exchange(count), 9) / 20 for count in (2, 2**18))
-    return {
-        "cores": usable_cores(), "sample": sample / crowd, "update": update / crowd,
-        "latency": short, "bandwidth": 4 * (2**18 - 2) / max(long - short, 1e-9),
-    }  # fmt: skip
-
-
-def seconds(plan, found: dict) -> float:
-    m, cores = plan.micro_batches, found["cores"]
-    turns, travels, count = m + plan.pipe - 1, brief.sent(plan), brief.messages(plan)
-    own = turns * plan.micro_batch * found["sample"] / (plan.pipe * plan.tensor)
-    together = plan.batch * found["sample"] / cores
-    states = max(of_decoder(brief.MODEL, plan, rank)["held"]["optimizer_states"] for rank in range(plan.gpus)) / 8
-    update = states * found["update"] * max(1.0, plan.gpus / cores)
+def amounts(model: Model, plan: Plan, cores: int) -> list[float]:
+    """Passes, operations, parameters, messages, bytes and 1, of a step of the busiest core."""
+    m, travels, count = plan.micro_batches, brief.sent(plan, model), brief.messages(plan, model)
+    turns = m + plan.pipe - 1
+    passes = max(turns, plan.gpus * m / cores) / plan.pipe
+    operations = passes * plan.micro_batch * model.operations(model.seq) / plan.tensor
+    states = max(of_decoder(model, plan, rank)["held"]["optimizer_states"] for rank in range(plan.gpus)) / 8
     messages = count["data"] + turns * (count["tensor"] + count["pipe"])
     sent = travels["data"] + turns / m * (travels["tensor"] + travels["pipe"])
-    return max(own, together) + update + messages * found["latency"] + sent / found["bandwidth"]
+    return [passes, operations, states * max(1.0, plan.gpus / cores), messages, sent, 1.0]
 
 
-def on_this_rank(what: str, path: str) -> None:
+def fitted(found: dict, cores: int) -> tuple[list[float], float]:
+    """Coefficients, and the mean error of each mesh of CALIBRATION, predicted from the others."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    rows = [amounts(MODELS[width], plan, cores) for width, plan in CALIBRATION.values()]
+    shares = np.array(rows) / np.array([found[name]["seconds"] for name in CALIBRATION])[:, None]
+    everything, off = range(len(rows)), []
+    for out in everything:
+        rest = [row for row in everything if row != out]
+        off.append(abs(float(shares[out] @ nnls(shares[rest], np.ones(len(rest)))[0]) - 1))
+    return nnls(shares, np.ones(len(rows)))[0].tolist(), sum(off) / len(off)
+
+
+def on_this_rank(meshes: dict, path: str) -> None:
     import dtlib
 
-    comm = dtlib.init().comm
-    if what == "calibrate":
-        found = calibrate()
-    else:
-        found = {}
-        for name, plan in brief.MESHES.items():
-            with redirect_stderr(StringIO()):  # progress bars
-                mine = brief.measured(plan, STEPS, limit=False, link=False)
-            found[name] = {**mine, "sent": comm.all_gather_object(mine["sent"])}
+    comm, found = dtlib.init().comm, {}
+    for name, (width, plan) in meshes.items():
+        with redirect_stderr(StringIO()):  # progress bars
+            mine = brief.measured(plan, STEPS, limit=False, link=False, model=MODELS[width])
+        found[name] = {**mine, "sent": comm.all_gather_object(mine["sent"])}
     if comm.rank == 0:
         Path(path).write_text(json.dumps(found))
 
@@ -114,54 +110,70 @@ def on_ranks(what: str):
 
 
 def predictions(found: dict) -> dict:
-    meshes = {}
-    for name, plan in brief.MESHES.items():
-        ranks = [of_decoder(brief.MODEL, plan, rank) for rank in range(plan.gpus)]
+    cores, meshes = usable_cores(), {}
+    coefficients, error = fitted(found, cores)
+    for name, (width, plan) in MESHES.items():
+        ranks = [of_decoder(MODELS[width], plan, rank) for rank in range(plan.gpus)]
+        took = amounts(MODELS[width], plan, cores)
         meshes[name] = {
             "held": [sum(rank["held"].values()) for rank in ranks],
             "sent": [sum(rank["sent"].values()) for rank in ranks],
-            "seconds": seconds(plan, found),
+            "seconds": sum(a * b for a, b in zip(coefficients, took, strict=True)),
         }
-    return {"calibration": found, "band": BAND, "meshes": meshes}
+    measured = {name: each["seconds"] for name, each in found.items()}
+    calibration = {"cores": cores, "coefficients": coefficients, "error": error, "seconds": measured}
+    return {"calibration": calibration, "band": BAND, "meshes": meshes}
 
 
 def page(said: dict, found: dict) -> str:
-    rows, inside, ratios, exact = [], 0, [], 0
+    rows, exact, ratios = [], 0, {}
     for name, mesh in said["meshes"].items():
         came = found[name]
         equal = mesh["held"] == came["held"], mesh["sent"] == came["sent"]
-        ratio = came["seconds"] / mesh["seconds"]
-        inside += 1 / said["band"] <= ratio <= said["band"]
+        ratios[name] = came["seconds"] / mesh["seconds"]
         exact += all(equal)
-        ratios.append(ratio)
         rows.append(
             f"| {name} | {max(mesh['held']):,} | {'equal' if equal[0] else max(came['held'])} | {max(mesh['sent']):,} "
             f"| {'equal' if equal[1] else max(came['sent'])} | {1000 * mesh['seconds']:.0f} "
-            f"| {1000 * came['seconds']:.0f} | {ratio:.2f} |"
+            f"| {1000 * came['seconds']:.0f} | {ratios[name]:.2f} |"
         )
-    known = said["calibration"]
-    error = sum(abs(1 / ratio - 1) for ratio in ratios) / len(ratios)
-    text = Path(__file__).with_name("laptop_text.md").read_text(encoding="utf-8")
-    table = (
-        "| mesh | bytes held | found | bytes sent | found | ms, predicted | measured | ratio |\n| --- " + "| ---: " * 7
+    headers = (
+        "| mesh | bytes held | found | bytes sent | found | ms, predicted | measured | ratio |\n| ---" + " | ---:" * 7
     )
+    known, old = said["calibration"], [ratios[name] for name in brief.MESHES]
+    new = [ratio for name, ratio in ratios.items() if name not in brief.MESHES]
+
+    def inside(some) -> str:
+        return f"{sum(1 / said['band'] <= ratio <= said['band'] for ratio in some)} of {len(some)}"
+
+    def error(some) -> str:
+        return f"{100 * sum(abs(1 / ratio - 1) for ratio in some) / len(some):.0f} %"
+
+    text = Path(__file__).with_name("laptop_text.md").read_text(encoding="utf-8")
     return text.format(
-        table=table + "|\n" + "\n".join(rows), cores=known["cores"], sample=1000 * known["sample"],
-        update=1e9 * known["update"], latency=1e6 * known["latency"], bandwidth=known["bandwidth"] / 1e9,
-        band=said["band"], inside=inside, count=len(rows), error=f"{100 * error:.0f} %", exact=exact,
+        table=headers + " |\n" + "\n".join(rows), exact=exact, count=len(rows), band=said["band"],
+        inside_old=inside(old), inside_new=inside(new), error_old=error(old), error_new=error(new),
+        cores=known["cores"], meshes=len(CALIBRATION), held_out=f"{100 * known['error']:.0f} %",
+        coefficients=", ".join(
+            f"{scale * value:.3g} {unit}"
+            for value, (scale, unit) in zip(known["coefficients"], UNITS, strict=True)
+        ),
     )  # fmt: skip
 
 
 def main() -> None:
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     if what.startswith("_"):
-        on_this_rank(what[1:], sys.argv[2])
+        on_this_rank({"_calibrate": CALIBRATION, "_measure": MESHES}[what], sys.argv[2])
     elif what == "predict":
         PREDICTED.write_text(json.dumps(predictions(on_ranks("calibrate")), indent=1) + "\n")
-    elif what == "measure":
-        PAGE.write_text(page(json.loads(PREDICTED.read_text()), on_ranks("measure")), encoding="utf-8")
+    elif what in ("measure", "page"):
+        if what == "measure":
+            MEASURED.write_text(json.dumps(on_ranks("measure")) + "\n")
+        said, found = json.loads(PREDICTED.read_text()), json.loads(MEASURED.read_text())
+        PAGE.write_text(page(said, found), encoding="utf-8")
     else:
-        raise SystemExit("python -m docs.laptop predict, or measure")
+        raise SystemExit("python -m docs.laptop predict, or measure, or page")
 
 
 if __name__ == "__main__":
