@@ -28,7 +28,7 @@ from dtlib.world.machine import usable_cores
 
 HERE = Path(__file__).parent
 PREDICTED, MEASURED, PAGE = HERE / "laptop.json", HERE / "laptop_measured.json", HERE / "laptop.md"
-BAND, STEPS = 1.5, 12
+BAND, STEPS = 1.5, 7
 UNITS = (
     (1e3, "ms a pass"), (1e12, "ps an operation"), (1e9, "ns a parameter"), (1e3, "ms a message"), (1e9, "ns a byte"),
     (1e3, "ms a step"),
