@@ -32,10 +32,11 @@ def test_without_jupyterhub_and_without_a_hub_one_sentence_each(monkeypatch, cap
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """A hub for ada and bob; eve has an account on the machine, and is not on the list."""
+    """A hub for ada and bob; tess teaches; eve has an account on the machine, and is not on the list."""
     with Hosts(tmp_path_factory.mktemp("hub")) as machine:
-        users = Users(machine, "ada", "bob", "eve")
-        with hub.Hub(machine, users, ["ada", "bob"]) as started:
+        users = Users(machine, "ada", "bob", "eve", "tess")
+        site = ("teachers = []", 'teachers = ["tess"]'), ('wall = ""', 'wall = "tess"')
+        with hub.Hub(machine, users, ["ada", "bob"], site=site) as started:
             yield started
         wait_until(lambda: not any(map(started.processes, users.ids)))
     assert not machine.inside(), "a process is left over"
@@ -65,6 +66,38 @@ def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     lines = running.processes("ada").values()
     assert any("ranks are forked" in line for line in lines) and any("jupyterhub.singleuser" in line for line in lines)
     ada.stops()
+    wait_until(lambda: not running.processes("ada"))
+
+
+@pytest.mark.slow
+@needs_hub
+def test_the_wall_is_a_service_that_shows_learners_to_teachers_alone(running):
+    ada, tess = running.learner("ada"), running.learner("tess")
+    where = f"{running.url}/services/wall/"
+    (file,) = running.users.home("tess").glob(".local/share/jupyter/dtlib-wall/*.json")
+    secret = json.loads(file.read_text())
+    assert file.stat().st_uid == running.users.ids["tess"] and file.stat().st_mode & 0o777 == 0o600
+    ada.logs_in()
+    running.wait_until(ada.is_ready, 120)
+    ada.opens()
+    assert "on the wall" in ada.runs(f"from dtlib import lab; lab.join('{secret['code']}@{where}', 'heron')")
+    assert ada.there(ada.web.get, where, timeout=60).status_code == 403
+    page = tess.there(tess.web.get, where, timeout=60)
+    assert "/hub/login" in page.url and secret["key"] not in page.text + page.url
+    tess.logs_in()
+    page = tess.there(tess.web.get, where, timeout=60)
+    assert page.url == f"{where}page.html#{secret['key']}" and "The wall" in page.text
+
+    def room(key):
+        head = {"Authorization": f"Bearer {key}"}
+        return tess.there(tess.web.get, f"{where}room", headers=head, timeout=60)
+
+    assert room("wrong").status_code == 403
+    wait_until(lambda: [tile["alias"] for tile in room(secret["key"]).json()["tiles"]] == ["heron"])
+    ada.runs("lab.leave()")
+    assert room(secret["key"]).json()["tiles"] == []
+    for each in (ada, tess):
+        each.stops()
     wait_until(lambda: not running.processes("ada"))
 
 

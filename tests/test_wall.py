@@ -318,6 +318,7 @@ def test_who_joined_yesterday_has_left(learner):
         ("ABCDEF@127.0.0.1:9", "x" * 25, "1 to 24 letters"),
         ("ABCDEF@127.0.0.1:9", "a\u202eb", "1 to 24 letters"),
         ("ABCDEF@127.0.0.1:9", "heron", "No wall answers at http://127.0.0.1:9"),
+        ("ABCDEF@127.0.0.1:99999", "heron", "No wall answers at http://127.0.0.1:99999"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_with_a_sentence(learner, where, alias, words):
@@ -360,6 +361,16 @@ def test_forged_flooded_and_malformed(wall):
     wall.ask("leave", {}, token)
     with pytest.raises(HTTPError, match="410"):  # a message that was on its way
         wall.ask("tell", Learner("heron").message(), token)
+
+
+def test_who_connects_and_says_nothing_fills_no_wall(wall):
+    token, silent = wall.token(), []
+    for _ in range(server.MOST_CONNECTIONS + 20):
+        silent.append(socket.create_connection(("127.0.0.1", wall.port)))
+    wait_until(lambda: wall.status("tell", Learner("heron").message(), token) == 0)
+    for each in silent:
+        each.close()
+    wait_until(lambda: wall.status("tell", Learner("heron").message(), token) == 200)
 
 
 def test_a_room_has_an_end_and_who_is_gone_leaves_it():
@@ -479,7 +490,7 @@ def test_real_kernels_and_ranks_tell_who_is_stuck_wrong_done_idle_and_away(tmp_p
 
 def test_the_guide_says_what_is_sent_and_how_to_leave():
     guide = " ".join((ROOT / "docs" / "instructor" / "wall.md").read_text().split())
-    for word in ("dtlib wall", "lab.join(", "lab.leave()", "--keep", "--delete", reports.FILE, "JupyterHub.services"):
+    for word in ("dtlib wall", "lab.join(", "lab.leave()", "--keep", "--delete", reports.FILE, "services/wall"):
         assert word in guide, word
     assert kept.SECRET_SECONDS == 24 * 3600 and "for a day" in guide
     assert reports.JOINED_SECONDS == 12 * 3600 and "twelve hours" in guide

@@ -41,3 +41,7 @@ c.JupyterHub.load_roles = [
 ]
 idle = [sys.executable, "-m", "jupyterhub_idle_culler", f"--timeout={60 * hub['idle_minutes']}"]
 c.JupyterHub.services = [{"name": "culler", "command": idle}]
+if hub["wall"]:  # for teachers, at /services/wall/
+    wall = {"name": "wall", "url": "http://127.0.0.1:8790", "user": hub["wall"], "oauth_no_confirm": True}
+    wall["command"] = [str(Path(sys.executable).with_name("dtlib")), "wall", "--no-browser"]
+    c.JupyterHub.services.append(wall)

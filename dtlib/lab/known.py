@@ -109,8 +109,8 @@ def _places(book: str) -> dict[str, list[str]]:
                 title = heading[2][:SHORT]
             else:
                 section = heading[2][:SHORT]
-        found[cell["id"]] = [title, section, last]
-        here.append(cell["id"])
+        found[cell.get("id")] = [title, section, last]
+        here.append(cell.get("id"))
         if cell["cell_type"] == "code" and (asked := _CHECK.search(text)):
             last = asked[1]
             for name in here:

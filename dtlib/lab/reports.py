@@ -64,10 +64,10 @@ def join(where: str, alias: str) -> None:
     address = f"{scheme or 'http'}://{host}{(path or '').rstrip('/')}"
     try:
         token = _asked(address, "join", {"code": code})["token"]
-    except HTTPError as problem:
-        why = "it is asked too often, so try again in a minute" if problem.code == 429 else f"it refuses {code!r}"
-        raise DtlibError(f"The wall at {address} did not let you in: {why}.") from None
-    except (OSError, ValueError, LookupError, TypeError) as problem:
+    except Exception as problem:  # of the network, or of whatever else answers there
+        why = {403: f"refuses the code {code!r}", 429: "is asked too often: try again in a minute"}
+        if (status := getattr(problem, "code", None)) in why:
+            raise DtlibError(f"The wall at {address} {why[status]}.") from None
         raise DtlibError(
             f"No wall answers at {address} ({problem}): ask for its address; everything else works without it."
         ) from None
@@ -154,7 +154,7 @@ def _noted(events: list) -> dict | None:
     """What is known with these events; None where this learner is on no wall any more."""
     with _lock():
         note, now = _read(), time.time()
-        if note is None or not 0 <= now - note["joined"] < JOINED_SECONDS:
+        if note is None or now - note["joined"] > JOINED_SECONDS:
             _file().unlink(missing_ok=True)
             return None
         state = note["state"]

@@ -20,8 +20,11 @@ FORM = "dtlib wall 1"  # how a file that was kept begins
 def folder() -> Path:
     """Where codes are, for their owner alone."""
     found = Path(jupyter_data_dir()) / "dtlib-wall"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found.chmod(0o700)
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found.chmod(0o700)
+    except OSError as problem:
+        raise DtlibError(f"{found} cannot be made ({problem.strerror}): name another in JUPYTER_DATA_DIR.") from None
     return found
 
 
@@ -44,11 +47,9 @@ def save(room: Room, path: Path) -> None:
 
 def load(room: Room, path: Path) -> None:
     """What was kept, if anything was."""
-    if not path.exists():
-        return _write(path, {"form": FORM, "learners": {}, "left": []})
-    found = _kept(path)
-    room.learners = {number: (checked(message), when) for number, (message, when) in found["learners"].items()}
-    room.left = set(found["left"])
+    if path.exists():
+        room.learners, room.left = _kept(path)
+    save(room, path)  # or it is said now that this cannot be
 
 
 def delete(path: Path | None) -> int:
@@ -64,14 +65,17 @@ def delete(path: Path | None) -> int:
     return 0
 
 
-def _kept(path: Path) -> dict:
+def _kept(path: Path) -> tuple[dict, set]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["form"] == FORM:
-            return found
+            learners = {
+                number: (checked(message), float(when)) for number, (message, when) in found["learners"].items()
+            }
+            return learners, set(found["left"])
     except OSError as problem:
         raise DtlibError(f"{path} cannot be read ({problem.strerror}): name the file that --keep named.") from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         pass
     raise DtlibError(f"{path} was not made by dtlib wall, so it is left alone: name the file that --keep named.")
 

@@ -4,6 +4,7 @@
     POST tell   a message, with the token   -> {}
     POST leave  the token                   -> {}
     GET  room   with the instructor's key   -> what the page shows; the page itself shows nothing without
+    GET         of a hub's service          -> the page with its key, to those of the hub who may see it
 
 Code, key and the seal's secret lie in a file that only their owner can read, for a day: a wall that was killed and
 started again lets the same learners in, and they have told it all within seconds.
@@ -17,6 +18,7 @@ import re
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 import webbrowser
@@ -172,14 +174,28 @@ class Server(httpserver.HTTPServer):
             super().handle_stream(stream, address)
 
 
-def application(wall: Wall, prefix: str = "/") -> web.Application:
+def application(wall: Wall, prefix: str = "/", of_hub: bool = False) -> web.Application:
     routes = {"join": Join, "tell": Tell, "leave": Leave, "room": Shown}
     site = {"path": str(Path(__file__).with_name("site")), "default_filename": "page.html"}
     return web.Application(
         [(re.escape(prefix) + name, handler, {"wall": wall}) for name, handler in routes.items()]
+        + (entrance(wall, prefix) if of_hub else [])
         + [(re.escape(prefix) + r"((?:page\.\w+)?)", Site, site)],
+        cookie_secret=secrets.token_bytes(32),
         log_function=lambda handler: None,  # no address of a learner
     )
+
+
+def entrance(wall: Wall, prefix: str) -> list:
+    """The front door of a hub's service: it gives the page's key to who has logged in and may, as teachers may."""
+    from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
+
+    class Entrance(HubOAuthenticated, web.RequestHandler):
+        @web.authenticated
+        def get(self):
+            self.redirect(f"{prefix}page.html#{wall.secret['key']}")
+
+    return [(re.escape(prefix), Entrance), (re.escape(prefix) + "oauth_callback", HubOAuthCallbackHandler)]
 
 
 def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
@@ -203,13 +219,13 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
     print(f"The page, for you and your projector: {page}", flush=True)
     said = f"It is kept in {keep}: dtlib wall --delete {keep} deletes it." if keep else "Nothing is kept."
     print(f"{said} Ctrl-C ends the wall.", flush=True)
-    asyncio.run(_serve(wall, prefix, sockets, keep, page if browser else None))
+    asyncio.run(_serve(wall, application(wall, prefix, bool(url)), sockets, keep, page if browser else None))
     return 0
 
 
-async def _serve(wall, prefix, sockets, keep, page) -> None:
+async def _serve(wall, served, sockets, keep, page) -> None:
     server = Server(
-        application(wall, prefix), max_body_size=MOST_BYTES, max_buffer_size=2 * MOST_BYTES, max_header_size=8192,
+        served, max_body_size=MOST_BYTES, max_buffer_size=2 * MOST_BYTES, max_header_size=8192,
         body_timeout=10, idle_connection_timeout=30,
     )  # fmt: skip
     server.add_sockets(sockets)
@@ -224,7 +240,10 @@ async def _serve(wall, prefix, sockets, keep, page) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), KEEP_SECONDS)
         if keep:
-            kept.save(wall.room, keep)
+            try:
+                kept.save(wall.room, keep)
+            except DtlibError as problem:  # a full disk, say: the page goes on
+                print(problem, file=sys.stderr, flush=True)
     server.stop()
 
 

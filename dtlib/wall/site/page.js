@@ -43,7 +43,7 @@ function show(id, ...parts) {
 }
 
 function draw(room) {
-  at("join").textContent = `lab.join("${room.code}@${room.address || location.origin + location.pathname}", "your alias")`;
+  at("join").textContent = `lab.join("${room.code}@${room.address || location.origin + location.pathname.replace("page.html", "")}", "your alias")`;
   const count = Object.keys(SIGNS).map((kind) => [kind, room.tiles.filter((learner) => learner.kind === kind).length]);
   show("counts", count.filter(([, number]) => number).map(([kind, number]) => made("li", `${SIGNS[kind]} ${number} ${kind}`)));
   const columns = Math.max(5, Math.ceil(Math.sqrt(room.tiles.length * 1.1)));
