@@ -49,7 +49,10 @@ function draw(room) {
   const columns = Math.max(5, Math.ceil(Math.sqrt(room.tiles.length * 1.1)));
   const style = document.documentElement.style;
   style.setProperty("--columns", columns);
-  style.setProperty("--letters", `${Math.max(11, Math.min(19, Math.round(110 / columns)))}px`);
+  const letters = Math.max(11, Math.min(17, Math.round(110 / columns)));
+  const tall = Math.min(220, document.querySelector("main").clientHeight / Math.ceil(room.tiles.length / columns) - 9);
+  style.setProperty("--letters", `${letters}px`);
+  style.setProperty("--lines", Math.max(1, Math.floor((tall - 26) / (1.3 * letters) - 4)));  // four stand above what is said
   const order = new Intl.Collator(undefined, { numeric: true });
   show("tiles", room.tiles.sort((a, b) => order.compare(a.alias, b.alias)).map(tile));
   show("times", rows(room.times.map(([name, seconds, people]) => [name, seconds, `${long(seconds)}, ${people} at it`])));
