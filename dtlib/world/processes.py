@@ -1,5 +1,6 @@
 """Processes: told apart for certain, and ended without a remainder."""
 
+import os
 import sys
 import time
 from collections import defaultdict
@@ -66,6 +67,16 @@ def with_descendants(process: Process) -> list[Process]:
     for member in family:  # it grows meanwhile
         family += [pid for pid in started[member] if pid in known and pid not in family]
     return [process, *(known[pid] for pid in family[1:])]
+
+
+def in_groups_of(processes: list[Process]) -> list[Process]:
+    """Who is in a process group that one of these leads or, having ended, has led."""
+    found, leaders = [], {process.pid for process in processes}
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):
+            if os.getpgid(pid) in leaders:
+                found.append(Process.of(pid))
+    return found
 
 
 def listening(process: Process) -> list[tuple[str, str, int]]:

@@ -29,7 +29,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab.engines import crowd
 from dtlib.lab.engines.workshop import PROFILE, Record
 from dtlib.world.launch import python_of_a_rank, rank_environment, start_zygote
-from dtlib.world.processes import Process, end_processes, with_descendants
+from dtlib.world.processes import Process, end_processes, in_groups_of, with_descendants
 from dtlib.world.until_parent_ends import ends_with_this_process
 
 POLL_SECONDS = 0.5  # between two looks, until the ranks have joined; and where the system tells of no ends
@@ -86,7 +86,9 @@ def _keep(record: Record, ranks: int, name: str) -> None:
     except Exception as problem:
         record.write("set.json", {"error": f"The engines did not start ({type(problem).__name__}: {problem})."})
     finally:
-        end_processes([*started, *with_descendants(me)[1:]])
+        family = [*started, *with_descendants(me)[1:]]
+        end_processes(family)
+        end_processes(in_groups_of(family))  # a controller that was still starting processes
         _clean(record.profile, f"security/*{name}*", f"pid/*{name}*", "state/torch-*")
 
 
