@@ -38,16 +38,15 @@ comm = world.comm
 # ## One config
 #
 # A config says which model and data (`workload`), how long (`run`), and how to train, in the keys of DeepSpeed. How many
-# ranks there are it need not say. The file is in `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a
-# terminal does the same as the cells below.
+# ranks there are it need not say: `train_batch_size` is that of all together, 32 images each on two ranks. The file is in
+# `notebooks/configs`; `dtlib train vision --config FILE --ranks 2` in a terminal does the same as the cells below.
 
 # %% tags=["half-day"]
 vision = json.loads((CONFIGS / "vision.json").read_text())
 print(json.dumps(vision, indent=1))
 
 # %% [markdown]
-# `train_batch_size` is that of all ranks together: on two ranks, 32 images each. The net is the usual one of tutorials: 784
-# inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
+# The net is the usual one of tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
 #
 # **Predict.** What fraction of 357 digits that it has never seen does it get right, after thirty passes? (0 to 1)
 

@@ -32,6 +32,10 @@ comm = world.comm
 # %% [raw]
 # 09_data_input
 
+# %% tags=["statement"]
+# "The fast one waits for most of its time"
+assert found(r"the fast one: AU (\d+)%")[0] < 50
+
 # %% [markdown]
 # The fast one waits for most of its time: you paid for ten times the speed. One remedy is *prefetch*: a thread reads the next
 # batches while this one computes.
@@ -41,6 +45,11 @@ comm = world.comm
 # %% tags=["nbval-ignore-output"]
 for name, seconds in (("the slow one", 0.06), ("the fast one", 0.006)):
     print(f"{name}, two batches ahead: {fed(shards, large, compute=seconds, prefetch=2)}")
+
+# %% tags=["statement"]
+# "the fast one computes too little to hide much"
+slow, fast = (found(f"the {which} one, two batches ahead: AU (\\d+)%")[0] for which in ("slow", "fast"))
+assert fast < 50 < slow
 
 # %% [markdown]
 # Prefetch hides reading behind computing, and the fast one computes too little to hide much: it needs faster storage.
