@@ -222,8 +222,8 @@ lab.predict("faster-than-planned", "idle stages leave their core to others")
 figures.times(sample, everyones[0], bubble=False)
 
 # %% [markdown]
-# Where is the diamond of `pipe 4` now? If it was left of its bar's end and is now right of it, the explanation holds in part:
-# idle stages lend their cores, but not all of the bubble disappears. If your ranks have a core each, the first picture is
+# Where is the diamond of `pipe 4` now? If it is closer to the end of its bar than before, the explanation holds at least in
+# part: idle stages lend their cores, and much of the bubble disappears. If your ranks have a core each, the first picture is
 # right as it was. A mesh that is slower in both pictures has another cause, for instance the cost of small micro-batches,
 # which nobody measured. A GPU lends its idle time to nobody. So **a pipeline that looks good on a busy laptop says nothing
 # about GPUs**: the formula with the bubble is the one to scale.
