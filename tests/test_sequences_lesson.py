@@ -5,7 +5,7 @@ import torch
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lessons.l12 import axes, judge_context, judge_experts, work
+from dtlib.lessons.l12 import axes, judge_context, judge_experts, judge_home, work
 from dtlib.parallel.context import plain
 from dtlib.parallel.expert import plain as expert_plain
 from tests.ranks import on_ranks
@@ -91,7 +91,7 @@ def test_right_answers_in_other_words_are_accepted(world):
 
 
 def test_each_exercise_has_a_right_answer_here():
-    assert RIGHT.keys() == {**judge_context.EXERCISES, **judge_experts.EXERCISES}.keys()
+    assert RIGHT.keys() == {**judge_context.EXERCISES, **judge_home.EXERCISES, **judge_experts.EXERCISES}.keys()
 
 
 @on_ranks(4)

@@ -71,12 +71,16 @@ def _advice(error: BaseException) -> str:
     said = f"{error}"
     if isinstance(error, NameError):
         return "That name is not known there: has the cell that makes it run, on this side (with %%px: on the ranks)?"
+    if "should return None" in said:
+        return "A function that is to return nothing returns something: a lambda returns what it computes."
     if "NoneType" in said or " None" in said:
         return "Something is None there: who should have made it, or returned it?"
     if isinstance(error, ZeroDivisionError):
         return "What is zero there, and in which case may it be?"
     if isinstance(error, (IndexError, KeyError)):
         return "What is looked up there, and what is there to find?"
+    if "empty sequence" in said:
+        return "What is empty there, and in which case may it be?"
     if isinstance(error, ImportError):
         return "What is imported there is not installed, or has another name."
     if any(word in said for word in ("shape", "size", "dimension", "elements", "bytes", "dtype", "float", "overflow")):

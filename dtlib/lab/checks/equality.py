@@ -12,6 +12,15 @@ def same(came, expected) -> bool:
     return came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-8, atol=1e-10)
 
 
+def factors(came, *parts) -> list | None:
+    """The numbers by which these parts, of the same shape, add up to what came; None where none do."""
+    import torch
+
+    columns = torch.stack([part.expand_as(came).flatten() for part in parts], 1)
+    numbers = torch.linalg.lstsq(columns, came.flatten()).solution
+    return numbers.tolist() if same(columns @ numbers, came.flatten()) else None
+
+
 def rounded(came: float, wanted: float) -> bool:
     """Whether one number is the other with fewer digits, in all or behind the point."""
     shorter = [float(f"{wanted:.{digits}{kind}}") for digits in range(12) for kind in "ef"]

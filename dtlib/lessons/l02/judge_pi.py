@@ -78,7 +78,7 @@ def judge_estimate(observations) -> None:
         if isinstance(came, float) and size > 1 and abs(came - size * expected) < 0.1:
             raise Wrong(
                 "summed-estimates", wrong[0], expected_text, f"{came:.8f}, about {size} times too much",
-                "all_reduce works in place: is it called twice, or are estimates added?",
+                "Is all_reduce called twice, or are estimates added, or is it divided by this rank's points alone?",
                 "Sum the counts, then compute pi once.",
             )  # fmt: skip
         inside = pi.count_numpy(0, points)

@@ -48,6 +48,12 @@ def _judge_errors(cases) -> None:
             "A tensor may have another type: where does the code take one for granted?",
             "torch.empty_like(chunk) has the type of the chunk.",
         )  # fmt: skip
+    if "more came" in came:
+        raise Wrong(
+            "other-chunk", rank, "messages of the chunk that the receiver has room for", came,
+            "Two ranks mean different chunks: which one does the left neighbour send in this step? An empty one, too?",
+            "In every step of both halves each rank sends to the right and receives from the left: one chunk each.",
+        )  # fmt: skip
     if length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited:
         raise Wrong(
             "remainder", rank, f"no error with {length} elements on {len(cases)} ranks", came,
@@ -63,7 +69,7 @@ def _judge_errors(cases) -> None:
     if waited:
         raise Wrong(
             "waited", rank, "a send for every receive", came,
-            "Does every rank that receives have a left neighbour that sends, in the same step?",
+            "Does every rank that receives have a left neighbour that sends, in the same step and with the same tag?",
             "In a step all ranks send and receive: start the send with async_op=True, receive, then wait for the send.",
             "right = (comm.rank + 1) % comm.size, left = (comm.rank - 1) % comm.size: send right, receive from left.",
         )  # fmt: skip
@@ -71,6 +77,8 @@ def _judge_errors(cases) -> None:
 
 
 def _judge_values(cases) -> None:
+    import torch
+
     size, length, dtype = len(cases), cases[0]["length"], cases[0]["dtype"]
     expected = _expected(size, length, dtype)
     wrong = {rank: case for rank, case in cases.items() if case["values"] != expected}
@@ -124,6 +132,16 @@ def _judge_values(cases) -> None:
             "divided", rank, what, f"1/{size} of it: a mean over ranks", "The sum is asked for: who divides?",
             "Add what is received, and leave it at that.",
         )  # fmt: skip
+    columns = torch.stack([input_of(r, length, size, dtype).double() for r in range(size)])
+    came_everywhere = torch.tensor([case["values"] for case in cases.values()], dtype=torch.float64)
+    for op in ("amax", "amin", "prod"):
+        if torch.allclose(came_everywhere, getattr(columns, op)(0).expand_as(came_everywhere)):
+            raise Wrong(
+                "other-op", rank, what, f"the {op.strip('a')} over ranks, complete on all of them",
+                "The way round the ring is right. What becomes of a chunk that arrives in the first half?",
+                "Chunks are added: incoming += received.",
+            )  # fmt: skip
+    sent = [sum(name == "send" for name, *_ in case["operations"]) for case in cases.values()]
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     if None in everything:
         raise Wrong(
@@ -138,7 +156,20 @@ def _judge_values(cases) -> None:
             "place of what is there.",
             "Add in the first N-1 steps alone; in the other N-1 copy.",
         )  # fmt: skip
+    if all(sum(times) == 1 for times in everything):
+        raise Wrong(
+            "one-rank-each", rank, what, f"{came}, and nowhere those of two ranks",
+            "Is the sum made in the tensor itself, and is the complete chunk passed on, or is it written over?",
+            "incoming += received adds in the view, incoming = incoming + received makes a new tensor. In the second "
+            "half the first chunk to be sent is the one that was completed last.",
+        )  # fmt: skip
     complete = sum(times == (1,) * size for times in everything)
+    if complete == length and set(sent) == {size - 1}:
+        raise Wrong(
+            "half-a-ring", rank, what, f"{came}; each rank has one chunk complete, after {size - 1} messages",
+            "The first half of the ring is right. How do the others get the chunk that a rank has complete?",
+            "N-1 steps more, in which complete chunks are passed on and received straight into their place.",
+        )  # fmt: skip
     raise Wrong(
         "incomplete", rank, what, f"{came}; {complete} of {size * length} elements of all ranks are complete",
         "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first, and then, in "
@@ -200,8 +231,9 @@ def _judge_cost(cases) -> None:
         )  # fmt: skip
     if sums[rank][1] > most:
         raise Wrong(
-            "bytes", rank, f"at most {most:,} bytes from each rank, for {length} elements", f"{sums[rank][1]:,} bytes",
-            "The values are right, but this rank sends too much: nobody needs to send whole arrays.",
+            "bytes", rank, f"at most {most:,} bytes from each rank, for {length} elements",
+            f"{sums[rank][1]:,} bytes in {sums[rank][0]} messages",
+            "The values are right, but this rank sends too much: whole arrays, or in more steps than it takes?",
             "Each step sends one chunk, a comm.size-th of the tensor: 2 (N-1) steps, 2 (N-1)/N of the tensor.",
         )  # fmt: skip
     if length != lengths(size)[0]:

@@ -6,7 +6,7 @@ The last entry of each is the number of ranks from which on the mistake shows: t
 import torch
 
 
-def ring(comm, tensor, chunks, first=1, second=0, add=True, steps=None):
+def ring(comm, tensor, chunks, first=1, second=0, add=True, steps=None, combine=torch.Tensor.add_):
     """A ring with its indices to turn: in step s it sends chunk (rank - s - first), later chunk (rank - s - second)."""
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -18,7 +18,7 @@ def ring(comm, tensor, chunks, first=1, second=0, add=True, steps=None):
             comm.recv(received, left)
             sending.wait()
             if phase == "reduce":
-                incoming += received
+                combine(incoming, received)
             elif add:
                 incoming.copy_(received)
             else:
@@ -275,6 +275,40 @@ def a_mean(comm, tensor):
     tensor /= comm.size
 
 
+def takes_the_largest(comm, tensor):
+    chunks = torch.tensor_split(tensor, comm.size)
+    return ring(comm, tensor, chunks, combine=lambda a, b: torch.maximum(a, b, out=a))
+
+
+def adds_to_a_new_tensor(comm, tensor):
+    return ring(comm, tensor, torch.tensor_split(tensor, comm.size), combine=torch.Tensor.add)
+
+
+def first_half_alone(comm, tensor):
+    """Each rank has one chunk complete, and keeps it to itself."""
+    rank, size, chunks = comm.rank, comm.size, torch.tensor_split(tensor, comm.size)
+    for step in range(size - 1):
+        incoming = chunks[(rank - step - 1) % size]
+        received = torch.empty_like(incoming)
+        sending = comm.send(chunks[(rank - step) % size], (rank + 1) % size, async_op=True)
+        comm.recv(received, (rank - 1) % size)
+        sending.wait()
+        incoming += received
+
+
+def skips_empty_chunks(comm, tensor):
+    """Who sends leaves them out, and who receives does not."""
+    rank, size, chunks = comm.rank, comm.size, torch.tensor_split(tensor, comm.size)
+    for step in range(2 * (size - 1)):
+        outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        received = torch.empty_like(incoming)
+        sending = comm.send(outgoing, (rank + 1) % size, async_op=True) if len(outgoing) else None
+        comm.recv(received, (rank - 1) % size)
+        if sending:
+            sending.wait()
+        incoming.copy_(received + incoming * (step < size - 1))
+
+
 def ring_in_three_chunks(comm, tensor):
     return ring(comm, tensor, torch.tensor_split(tensor, 3))
 
@@ -311,6 +345,10 @@ WRONG = {
         takes_float64_for_granted: ("other-type", 2),
         element_by_element: ("messages", 2),
         a_mean: ("divided", 2),
+        takes_the_largest: ("other-op", 2),
+        adds_to_a_new_tensor: ("one-rank-each", 2),
+        first_half_alone: ("half-a-ring", 2),
+        skips_empty_chunks: ("other-chunk", 3),
         straight_to_the_owner: ("no-ring", 4),  # with fewer ranks everybody is a neighbour
         ring_in_three_chunks: "other-size",
     },

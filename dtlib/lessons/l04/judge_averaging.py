@@ -9,6 +9,7 @@ from dtlib.lessons.l04.observe_averaging import (
     joined_gradients,
     observe_buckets,
     observe_hooks,
+    values_of,
 )
 
 
@@ -24,16 +25,22 @@ def judge(observations) -> None:
 def _judge_beginning(cases) -> None:
     if cases[0]["kind"] in GOES_ON:
         return
-    truth = {name: tensor.flatten().tolist() for name, tensor in MODELS[cases[0]["model"]](seed=0).state_dict().items()}
+    of_ranks = [values_of(MODELS[cases[0]["model"]](seed=rank)) for rank in range(len(cases))]
+    truth = of_ranks[0]
+    if (begins := cases[0]["begins"]) in of_ranks[1:] and all(case["begins"] == begins for case in cases):
+        raise Wrong(
+            "other-root", 0, "rank 0's values on every rank", f"those of rank {of_ranks.index(begins)}",
+            "All ranks have the same values now. Whose?", "comm.broadcast(tensor), or root=0: it is rank 0's.",
+        )  # fmt: skip
     for rank, case in enumerate(cases):
         for name, expected in truth.items():
             if case["begins"][name] == expected:
                 continue
             what = f"{name}, of the {case['model']} net: rank 0's values on every rank"
-            if name == "shift":
+            if name in ("shift", "scale"):
                 raise Wrong(
                     "buffers-not-broadcast", rank, what, "other values: a buffer of this rank's own",
-                    "state_dict() has more than parameters: what else does the output depend on?",
+                    "The output depends on more than parameters, and a buffer need not be in the state_dict().",
                     "Broadcast module.buffers() as well as module.parameters(), from rank 0.",
                 )  # fmt: skip
             if name.startswith("frozen"):
@@ -84,7 +91,11 @@ def _judge_values(cases, moved: bool) -> None:
             "Nothing may set parameter.grad to None after backward(): copy the average into it.",
         )  # fmt: skip
     _judge_roots(cases, wrong, where, expected)
-    if all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected):
+    everywhere = [(r, n) for r in range(size) for n in expected if expected[n] is not None]
+    ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
+    same = set(ratios.values())
+    ratio = same.pop() if len(same) == 1 else None
+    if ratio is None and all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected):
         raise Wrong(
             "rounded", rank, f"{where} in float64, as the gradients are", "nearly that: it was rounded on its way",
             "In which type does the flat tensor travel?",
@@ -96,20 +107,22 @@ def _judge_values(cases, moved: bool) -> None:
             "What is left over from the first step? After zero_grad() parameter.grad is another tensor, or None.",
             "Look up parameter.grad in each step anew.",
         )  # fmt: skip
-    everywhere = [(r, n) for r in range(size) for n in expected if expected[n] is not None]
     if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r, n in everywhere):
         came = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
         raise Wrong(
             "not-averaged", rank, f"{where}: the same on all ranks", came,
-            "Does what was averaged find its way back into parameter.grad?" if calls else "Who averages?",
+            "Does the average come back into parameter.grad, and is it waited for?" if calls else "Who averages?",
             "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).",
         )  # fmt: skip
-    ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
+    if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r in wrong for n in wrong[r]):
+        raise Wrong(
+            "left-out", rank, f"{where}: the same on all ranks", f"this rank's own, and so of {', '.join(wrong[rank])}",
+            "Others are averaged. What becomes of these: of the last bucket, of large ones, of biases?",
+            "Each gradient belongs to a bucket, or has a hook, and each bucket is reduced: the one left over, too.",
+        )  # fmt: skip
     tied = [(r, n) for r, n in everywhere if n == "inside.weight"]
     if model == "awkward" and all(ratios[pair] == 1 for pair in everywhere if pair not in tied):
         raise Wrong("tied-twice", rank, f"{where}, once", _times(ratios[tied[0]]), *TIED)
-    same = set(ratios.values())
-    ratio = same.pop() if len(same) == 1 else None
     if kind == "regrouped":
         counts = ", ".join(f"{case['samples']}" for case in cases)
         raise Wrong(
@@ -120,15 +133,16 @@ def _judge_values(cases, moved: bool) -> None:
         )  # fmt: skip
     if kind == "uneven":
         _judge_weights(cases, rank, where, ratio, everywhere)
+    weights = (
+        "The ranks' weights should sum to 1: print samples, and what it is divided by, on every rank.",
+        "A rank's weight is samples / total, where total is the *sum* of all ranks' samples.",
+    )
     if ratio in (size, size * EVEN):
-        hints = (
-            "A sum over ranks is as a learning rate that grows with their number.",
-            'Average: op="mean", or divide by comm.size once.',
-        )
-        if not cases[0]["hooks"]:
+        hints = weights
+        if cases[0]["hooks"]:
             hints = (
-                "The ranks' weights should sum to 1: print samples, and what it is divided by, on every rank.",
-                "A rank's weight is samples / total, where total is the *sum* of all ranks' samples.",
+                "A sum over ranks is as a learning rate that grows with their number.",
+                'Average: op="mean", or divide by comm.size once.',
             )
         raise Wrong("not-divided", rank, f"{where}: the mean over all samples", _times(ratio), *hints)
     if ratio in (1 / size, 1 / size / EVEN, 1 / size**2):
@@ -147,10 +161,13 @@ def _judge_values(cases, moved: bool) -> None:
                 'comm.all_reduce(parameter.grad, op="mean").',
             )  # fmt: skip
     if ratio is not None and ratio != 1:
-        raise Wrong(
-            "scaled", rank, f"{where}: the mean over all samples", _times(ratio),
+        hints = (
             "The direction is right and the length is not: what multiplies or divides?",
             'op="mean" divides by the number of ranks, and nothing else does.',
+        )
+        raise Wrong(
+            "scaled", rank, f"{where}: the mean over all samples", _times(ratio),
+            *(hints if cases[0]["hooks"] else weights),
         )  # fmt: skip
     if cases[0]["hooks"]:
         raise Wrong(

@@ -32,9 +32,10 @@ def awkward(seed: int):
             self.outside = nn.Linear(10, 10, bias=False)
             self.outside.weight = self.inside.weight  # tied
             self.register_buffer("shift", torch.randn(10))
+            self.register_buffer("scale", torch.rand(10), persistent=False)  # not in the state_dict
 
         def forward(self, x):
-            return self.outside(torch.tanh(self.frozen(self.inside(x)))) + self.shift
+            return self.outside(torch.tanh(self.frozen(self.inside(x)))) * self.scale + self.shift
 
     torch.manual_seed(seed)
     return Awkward().double()
@@ -68,6 +69,10 @@ def loss_of(net, x):
     return (net(x) - 1).square().mean()
 
 
+def values_of(net) -> dict:
+    return {name: tensor.flatten().tolist() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
+
+
 def gradients_of(net) -> dict:
     return {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in net.named_parameters()}
 
@@ -96,10 +101,11 @@ def _observe(wrap, comm, hooks):
         net, wrapped = nets[model]
         x = batch_of(model, kind, comm.rank, comm.size)
         case = {"model": model, "kind": kind, "hooks": hooks, "samples": len(x)}
-        case["begins"] = {name: tensor.flatten().tolist() for name, tensor in net.state_dict().items()}
+        case["begins"] = values_of(net)
         net.zero_grad()
         local = MODELS[model](seed=comm.rank)
-        local.load_state_dict(net.state_dict())
+        for mine, theirs in zip(*([*each.parameters(), *each.buffers()] for each in (local, net)), strict=True):
+            mine.data.copy_(theirs.data)
         loss_of(local, x).backward()
         case["local"] = gradients_of(local)
         with recording() as events:

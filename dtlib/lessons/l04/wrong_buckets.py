@@ -281,6 +281,42 @@ class OnlyRank0Reduces(Right):
             self.comm.all_reduce(flat)
 
 
+class LastBucketForgotten(Right):
+    def buckets(self):
+        return list(super().buckets())[:-1]
+
+
+class LargeOnesSkipped(Right):
+    def parameters(self):
+        return [parameter for parameter in super().parameters() if parameter.nbytes <= self.bucket_bytes]
+
+
+class WeightRounded(Right):
+    def weight(self, samples):
+        return round(super().weight(samples), 2)
+
+
+class CountsAsOneSample(Right):
+    def weight(self, samples):
+        return super().weight(samples) / samples
+
+
+class BroadcastFromTheLast(Right):
+    """All ranks have the same, and not rank 0's."""
+
+    def broadcast(self):
+        for tensor in super().broadcast():
+            self.comm.broadcast(tensor, root=self.comm.size - 1)
+        return []
+
+
+class StateDictBroadcast(Right):
+    """A buffer need not be in the state_dict()."""
+
+    def broadcast(self):
+        return list(self.module.state_dict().values())
+
+
 class MeanOfThree(Right):
     def weight(self, samples):
         return super().weight(samples) * 3
@@ -320,6 +356,12 @@ WRONG = {
         OnlyRank0Reduces: "waited",
         ReducedToRank0: "only-root",
         Broadcast: "one-rank's",
+        LastBucketForgotten: "left-out",
+        LargeOnesSkipped: "left-out",
+        WeightRounded: "scaled",
+        CountsAsOneSample: "scaled",
+        BroadcastFromTheLast: "other-root",
+        StateDictBroadcast: "buffers-not-broadcast",
         MeanOfThree: "other-size",
     },
 }

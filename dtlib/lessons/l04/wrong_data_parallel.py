@@ -104,6 +104,12 @@ def hooks_in_half_precision(comm, module):
     return with_hooks(comm, module, act)
 
 
+def hooks_on_weights_alone(comm, module):
+    return with_hooks(
+        comm, module, lambda parameter: comm.all_reduce(parameter.grad, op="mean") if parameter.dim() > 1 else None
+    )
+
+
 def hooks_divide_by_three(comm, module):
     def act(parameter):
         comm.all_reduce(parameter.grad)
@@ -137,6 +143,7 @@ WRONG = {
         hooks_in_half_precision: "rounded",
         hooks_reduce_to_rank_0: "only-root",
         hooks_broadcast_rank_0: "one-rank's",
+        hooks_on_weights_alone: "left-out",
         hooks_divide_by_three: "other-size",
         hooks_on_the_world: "other-size",
     },

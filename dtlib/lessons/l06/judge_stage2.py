@@ -102,6 +102,12 @@ def _judge_shards(seen, step: int) -> None:
             if one["shards"][i] is None:
                 raise Wrong("no-shard", rank, what, "no tensor", *_no_shard(name))
             came = torch.tensor(one["shards"][i], dtype=torch.float64)
+            if len(came) < len(expected):
+                raise Wrong(
+                    "tail-forgotten", rank, f"{what}: {length_of(len(average), ranks)} elements", f"{len(came)}",
+                    f"{len(average)} elements do not divide by {ranks}: who has the last ones?",
+                    "length is rounded up, -(-parameter.numel() // comm.size), and flat is padded with zeros.",
+                )  # fmt: skip
             padding, came = came[len(expected) :], came[: len(expected)]
             if same(came, expected):
                 _judge_padding(padding, length_of(len(average), ranks) - len(expected), len(expected), rank, what)

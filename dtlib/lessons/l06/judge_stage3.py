@@ -1,6 +1,6 @@
 """Lesson 06: a layer that is whole only while it computes, and a large model that must fit, judged by the formulas."""
 
-from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.judge_adam import judge_errors
@@ -11,10 +11,7 @@ LAYERS = {"even": (31, 24), "uneven": (24, 23)}  # 768 parameters divide by 2, 3
 CALLS = 3
 ROOM = 64  # bytes, for the padding of two shards and shapes: a whole bias is larger
 NO_OUTPUT = ("__call__ returns the output: a tensor.", "return linear(x, weight, bias), with what was gathered.")
-BIAS = (
-    "A linear layer has a weight and a bias.",
-    "The bias follows the weight in the flat tensor.",
-)
+BIAS = "A linear layer has a weight and a bias.", "The bias follows the weight in the flat tensor."
 EACH = ("Replace each None by a number.", 'Such as fit = {"stage": 1, "ranks": 4, "gigabytes": 12.5}.')
 WHOLE = ("Both are whole numbers.", "stage is 0, 1, 2 or 3; ranks is how many share the model.")
 PARAMETERS, BUDGET = 7_500_000_000, 16 * GB
@@ -109,13 +106,36 @@ def _judge_output(case, rank: int, ranks: int) -> None:
                 f"The layer has {count} parameters, which do not divide by {ranks}: padding belongs to no parameter.",
                 "Padding stands at the end, after weight and bias; cut it off again after all_gather.",
             )  # fmt: skip
-        if came.shape == expected.shape and same(came + layer.bias.detach(), expected):
-            raise Wrong("no-bias", rank, what, "that without the bias", *BIAS)
+        if came.shape == expected.shape:
+            _explain_output(came, expected, x, layer, rank, what)
         raise Wrong(
             "other-values", rank, what, f"something of shape {tuple(came.shape)}",
             "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
             "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).",
         )  # fmt: skip
+
+
+def _explain_output(came, expected, x, layer, rank: int, what: str) -> None:
+    """Of the right size, and wrong."""
+    import torch
+
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    if same(came + bias, expected):
+        raise Wrong("no-bias", rank, what, "that without the bias", *BIAS)
+    if found := factors(came, expected - bias, bias):
+        told = f"{found[0]:.3g} times x @ weight.T, and {found[1]:.3g} times the bias"
+        raise Wrong("other-sum", rank, what, told, "How often does each of the two count?", *BIAS)
+    front, rest = torch.cat([weight.flatten(), bias]).split([len(bias), weight.numel()])
+    for told, w, b in (
+        ("that of a bias cut from the front", rest.view_as(weight), front),
+        ("that of a weight of (inputs, outputs)", weight.reshape(weight.T.shape).T, bias),
+    ):
+        if same(came, x @ w.T + b):
+            raise Wrong(
+                "cut-otherwise", rank, what, told,
+                "Is the flat tensor cut as it was joined: which comes first, and which shape has a weight?",
+                "whole[:n].view(self.shape), (outputs, inputs); the bias follows.",
+            )  # fmt: skip
 
 
 def _judge_memory(case, rank: int, ranks: int) -> None:

@@ -93,15 +93,22 @@ def _train(cls, comm, kind: str) -> dict:
 
 
 def in_one_process(
-    kind: str, ranks: int, factor: float = 1, only: int | None = None, steps: int = STEPS, optimizer="AdamW", but=()
+    kind: str,
+    ranks: int,
+    factor: float = 1,
+    only: int | None = None,
+    steps: int = STEPS,
+    optimizer="AdamW",
+    but=(),
+    **added,
 ):
     """Parameters after each step on the gradients of all ranks, or ``only`` of one, times ``factor``; the moments.
 
-    Of another ``optimizer``, or with torch's own values of the settings ``but``."""
+    Of another ``optimizer``, with torch's own values of the settings ``but``, or with others ``added``."""
     import torch
 
     net = make_net(kind)
-    settings = {key: value for key, value in SETTINGS.items() if key not in but}
+    settings = {key: value for key, value in SETTINGS.items() if key not in but} | added
     adam = getattr(torch.optim, optimizer)(net.parameters(), **settings)
     after = []
     for step in range(steps):

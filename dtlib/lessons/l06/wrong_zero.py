@@ -376,6 +376,37 @@ class Thirds(Right):
         return -(-self.count // 3)
 
 
+class GradientsClearedFirst(Right):
+    def gradients(self):
+        return super().gradients().zero_()
+
+
+class GathersHalves(Right):
+    """The shard is updated in float64, and travels in bfloat16."""
+
+    def gather(self):
+        whole = torch.empty_like(self.flat, dtype=torch.bfloat16)
+        self.flat.copy_(self.comm.all_gather(whole, self.shard(self.flat).bfloat16()))
+
+
+class RateSharedOut(Right):
+    def prepare(self):
+        self.settings["lr"] /= self.comm.size
+        super().prepare()
+
+
+class Uphill(Right):
+    def prepare(self):
+        self.settings["maximize"] = True
+        super().prepare()
+
+
+class WithAmsgrad(Right):
+    def prepare(self):
+        self.settings["amsgrad"] = True
+        super().prepare()
+
+
 WRONG = {
     "sharded-adam": {
         WholeStates: "whole-states",
@@ -400,6 +431,11 @@ WRONG = {
         SettingsForgotten: "settings-lost",
         WeightDecayForgotten: "settings-lost",
         AdamNotAdamW: "other-optimizer",
+        GradientsClearedFirst: "no-gradient",
+        GathersHalves: "rounded",
+        RateSharedOut: "other-rate",
+        Uphill: "settings-added",
+        WithAmsgrad: "settings-added",
         OnlyRank0Steps: "waited",
         GradientsZeroed: "zeroed-not-freed",
         ModelKeepsItsMemory: "parameters-twice",

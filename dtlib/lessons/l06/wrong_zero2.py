@@ -186,6 +186,18 @@ def shards_for_three(comm, module):
     return shards
 
 
+def shards_cut_off(comm, module):
+    """Shards are rounded down: the last elements are nobody's."""
+
+    def act(parameter, flat, length):
+        length = parameter.numel() // comm.size
+        shard = scattered(comm, parameter.grad.flatten()[: length * comm.size].clone(), length)
+        parameter.grad = None
+        return shard
+
+    return with_hooks(comm, module, act)
+
+
 WRONG = {
     "zero2-fix": {
         shards_as_it_was: "all-reduced",
@@ -200,6 +212,7 @@ WRONG = {
         shards_the_next_shard: "other-shard",
         shards_nothing: "no-shard",
         shards_memory_by_length: "shared-memory",
+        shards_cut_off: "tail-forgotten",
         shards_without_padding: "no-padding",
         shards_with_ones_as_padding: "padding-not-zero",
         shards_and_keeps_arrays: "memory-kept",

@@ -48,6 +48,26 @@ class KeptInSinglePrecision(RightLayer):
         return super().gather().double()
 
 
+class BiasTwice(RightLayer):
+    def __call__(self, x):
+        return super().__call__(x) + self.bias(self.gather())
+
+
+class BiasFromTheFront(RightLayer):
+    def bias(self, whole):
+        return whole[: self.shape[0]]
+
+    def __call__(self, x):
+        whole = self.gather()
+        return linear(x, whole[self.shape[0] : self.total].view(self.shape), self.bias(whole))
+
+
+class WeightTurnedRound(RightLayer):
+    def __call__(self, x):
+        whole = self.gather()
+        return x @ whole[: self.count].view(self.shape[1], self.shape[0]) + self.bias(whole)
+
+
 class NotFreed(RightLayer):
     def gather(self):
         self.whole = super().gather()
@@ -288,6 +308,9 @@ WRONG = {
         BiasFromTheEnd: "padding",
         ShardsAdded: "other-values",
         BiasForgotten: "no-bias",
+        BiasTwice: "other-sum",
+        BiasFromTheFront: "cut-otherwise",
+        WeightTurnedRound: "cut-otherwise",
         FreesItsPart: "second-call",
         KeptInSinglePrecision: "rounded",
         AThirdOfTheLayer: "other-size",

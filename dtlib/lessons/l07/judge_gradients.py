@@ -97,6 +97,12 @@ def _tell_mixed_up(rank: int, what: str, cases) -> None:
             "Messages from one rank come in the order in which they were sent: let all ranks go through the "
             "micro-batches in the same order.",
         )  # fmt: skip
+    if cases[rank]["kind"] == "split":  # where the library runs the passes
+        raise Wrong(
+            "other-loss", rank, what, "something else: no sum of the gradients of the micro-batches",
+            "Is it still the mean of squares, over all features of all samples?",
+            "(output - target).square().mean(), and nothing else in loss_fn.",
+        )  # fmt: skip
     raise Wrong(
         "mixed-up", rank, what, "something else: no sum of the gradients of the micro-batches",
         "Do the tensors of a backward pass belong to one micro-batch: its input, its output, its target, its gradient?",

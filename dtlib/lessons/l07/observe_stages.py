@@ -259,6 +259,6 @@ def _let_messages_leave(events, seconds: float = 1.0) -> None:
 
 def _as_number(came):
     try:
-        return float(came)
+        return float(came.detach() if hasattr(came, "detach") else came)
     except (TypeError, ValueError, RuntimeError):
         return None

@@ -63,6 +63,10 @@ def trains_with_a_sum_of_squares(comm, stage, x, target):
     train(comm, stage, x, target, lambda output, wanted: (output - wanted).square().sum() / 4)
 
 
+def trains_with_another_loss(comm, stage, x, target):
+    train(comm, stage, x, target, lambda output, wanted: (output - wanted).abs().mean())
+
+
 def trains_on_three_ranks(comm, stage, x, target):
     """The number of stages is written in."""
     schedule = ScheduleGPipe(PipelineStage(stage, comm.rank, 3, comm), 4, mean_square)
@@ -252,6 +256,7 @@ WRONG = {
         trains_with_a_sum_over_features: ("scaled", 2),
         trains_with_a_mean_of_means: ("scaled", 2),
         trains_with_a_sum_of_squares: ("scaled", 2),
+        trains_with_another_loss: ("other-loss", 2),
         trains_on_three_ranks: ("other-size", 3),
     },
     "gpipe-build": {

@@ -1,6 +1,6 @@
 """Lesson 08: layers cut over ranks, judged by values, by gradients, by bytes sent, and by what is held."""
 
-from dtlib.lab.checks.equality import NUMBER, SPARE, same
+from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
 from dtlib.lessons.l08.observe_layers import PASSES, expected, make_input, observe_mlp, observe_row
 
@@ -100,12 +100,18 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
     for name, other in ways["activations"].items():
         if same(came, other):
             raise Wrong(
-                "other-activation", rank, what, f"that with {name} between the two layers",
-                "What stands between linear1 and linear2?", "torch.nn.functional.gelu, called without options.",
+                "other-activation", rank, what, f"that with {name}",
+                "What stands between the two products, and what behind them?",
+                "linear1 with its bias, torch.nn.functional.gelu without options, linear2, the sum, its bias.",
             )  # fmt: skip
+    if found := factors(came, out - bias, bias) if came.shape == out.shape else None:
+        raise Wrong(
+            "other-sum", rank, what, f"{found[0]:.3g} times the products, and {found[1]:.3g} times the bias",
+            "How often does each of the two count?", "The sum over ranks of the products, and then the bias, once.",
+        )  # fmt: skip
     raise Wrong(
         "other-values", rank, what, f"others, of shape {tuple(came.shape)}",
-        "Rank r has consecutive features, slice r of them. Do both weights use the same ones?",
+        "Rank r has consecutive features, slice r of them. Do both weights use the same, with one sum, at the end?",
         "torch keeps a weight as (outputs, inputs): columns of A are its rows.",
     )  # fmt: skip
 
@@ -121,6 +127,17 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
     came = as_tensor(one["x"])
     if same(came, right):
         return
+    weight, of_weight = next(iter(ways["parameters"][rank].values()))
+    weight_is_right = any(
+        same(as_tensor(g), of_weight) for p, g in one["parameters"] if g is not None and same(as_tensor(p), weight)
+    )
+    twice = [ranks * right] * weight_is_right + [sum(late) for late in zip(*ways["x_late"], strict=True)]
+    if any(same(came, added_up) for added_up in twice):
+        raise Wrong(
+            "f-twice", rank, what, "what is added up over the ranks on its way back, and then once more",
+            "How often does backward add up over the ranks between the output and x?",
+            "copy_to_ranks, f, once, before the first product; reduce_from_ranks, g, once, after the second.",
+        )  # fmt: skip
     if same(came, ranks * right):
         raise _reduces_too(rank, what, ranks)
     if same(came, summand):

@@ -126,12 +126,14 @@ def expected(kind: str, ranks: int, step: int) -> dict:
 
 
 def _with_others(linear1, linear2, x) -> dict:
-    """The output with another activation than GELU."""
+    """The output with something else than GELU between the two layers, or with it elsewhere."""
     from torch.nn import functional
 
-    others = {name: getattr(functional, name) for name in ("relu", "sigmoid", "silu", "tanh")}
+    others = {f"{name} for gelu": getattr(functional, name) for name in ("relu", "sigmoid", "silu", "tanh")}
     others |= {"no activation": lambda x: x, "the approximate gelu": lambda x: functional.gelu(x, approximate="tanh")}
-    return {name: linear2(activation(linear1(x))).detach() for name, activation in others.items()}
+    others["no bias in the first layer"] = lambda x: functional.gelu(x - linear1.bias)
+    found = {name: linear2(activation(linear1(x))).detach() for name, activation in others.items()}
+    return found | {"gelu behind the second layer": functional.gelu(linear2(linear1(x))).detach()}
 
 
 def _with_f_late(linear1, linear2, x, gradient, rank: int, ranks: int) -> list:

@@ -51,6 +51,27 @@ class WithoutF(RightMLP):
         return x
 
 
+class FTwice(RightMLP):
+    def f(self, x):
+        return super().f(super().f(x))
+
+
+class FBeforeEachProduct(RightMLP):
+    def forward(self, x):
+        hidden = gelu(linear(self.f(x), self.weight1, self.bias1))
+        return self.g(linear(self.f(hidden), self.weight2)) + self.bias2
+
+
+class WithoutFirstBias(RightMLP):
+    def forward(self, x):
+        return self.g(linear(gelu(linear(self.f(x), self.weight1)), self.weight2)) + self.bias2
+
+
+class GeluBehindTheSum(RightMLP):
+    def forward(self, x):
+        return gelu(self.g(linear(linear(self.f(x), self.weight1, self.bias1), self.weight2)) + self.bias2)
+
+
 class FAndGTurnedRound(RightMLP):
     def f(self, x):
         return reduce_from_ranks(x, self.comm)
@@ -219,6 +240,10 @@ WRONG = {
         WithRelu: "other-activation",
         WithoutActivation: "other-activation",
         WithoutF: "f-missing",
+        FTwice: "f-twice",
+        FBeforeEachProduct: "f-twice",
+        WithoutFirstBias: "other-activation",
+        GeluBehindTheSum: "other-activation",
         FAndGTurnedRound: "other-values",
         GReducesToo: "g-reduces-too",
         ReducesOnlyInTraining: "no-grad",

@@ -31,6 +31,11 @@ class BiasOnEveryRank(RightRow):
         return reduce_from_ranks(linear(x_slice, self.weight, self.bias), self.comm)
 
 
+class APartOfTheBias(RightRow):
+    def forward(self, x_slice):
+        return reduce_from_ranks(linear(x_slice, self.weight), self.comm) + self.bias / self.comm.size
+
+
 class NotReduced(RightRow):
     def forward(self, x_slice):
         return linear(x_slice, self.weight, self.bias)
@@ -182,6 +187,7 @@ WRONG = {
     "row-fix": {
         BiasOnEveryRank: "bias-once-a-rank",
         NotReduced: "not-reduced",
+        APartOfTheBias: "other-sum",
         BiasDivided: "gradient-scaled",
         BiasOnRank0: "no-gradient",
         BiasZeroOnOthers: "shard-values",

@@ -87,7 +87,10 @@ def judge_cost(observations) -> None:
                 (1000 * wanted, "milliseconds", "These are milliseconds: seconds are asked for."),
                 (wanted / samples, "of-one-sample", "This is the time of one sample: all are read."),
             ]  # fmt: skip
-            if form != "files":
+            if form == "files":
+                mistakes = [(math.ceil(samples / per_shard) / opens + size / speed, "files-in-shards",
+                             'A file for each sample: per_shard says nothing of "files".'), *mistakes]  # fmt: skip
+            else:
                 read = (wanted - files / opens) * files * per_shard / samples
                 mistakes += [(files / opens + read, "whole-shards",
                               "The last shard has what is left: only samples that are there are read.")]  # fmt: skip

@@ -18,9 +18,12 @@ def order_of(samples: int) -> list[int]:
 
 
 def observe_split(my_samples, comm):
-    return [
-        [numbers_of(my_samples(order_of(samples), rank, ranks)) for rank in range(ranks)] for samples, ranks in SPLITS
-    ]
+    """Of each case what each rank gets, asked twice."""
+
+    def asked(samples, ranks):
+        return [numbers_of(my_samples(order_of(samples), rank, ranks)) for rank in range(ranks)]
+
+    return [(asked(*case), asked(*case)) for case in SPLITS]
 
 
 def numbers_of(values):
@@ -33,8 +36,14 @@ def numbers_of(values):
 
 def judge_split(observations) -> None:
     """Together the ranks have every sample of the order once, and none has two more than another."""
-    for (samples, ranks), of_ranks in zip(SPLITS, observations[0], strict=True):
+    for (samples, ranks), (of_ranks, again) in zip(SPLITS, observations[0], strict=True):
         case = f"{samples} samples on {ranks} ranks"
+        if again != of_ranks:
+            raise Wrong(
+                "by-chance", None, f"{case}: the same samples each time", "others when it was asked again",
+                "Each rank asks for itself: how would two of them draw the same numbers?",
+                f"No random number here: the order is shuffled already. {DEAL}",
+            )  # fmt: skip
         for rank, mine in enumerate(of_ranks):
             if isinstance(mine, str):
                 raise Wrong("type", rank, "a list of this rank's sample numbers", mine, "Return a part of order.", DEAL)

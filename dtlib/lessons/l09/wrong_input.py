@@ -1,6 +1,7 @@
 """Plausible wrong answers to lesson 09, and the mistake that the check must recognise in each."""
 
 import math
+import random
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -22,6 +23,10 @@ def pads_like_a_distributed_sampler(order, rank, ranks):
     each = math.ceil(len(order) / ranks)
     padded = (list(order) * 2)[: each * ranks]
     return padded[rank::ranks]
+
+
+def shuffles_for_itself(order, rank, ranks):
+    return random.sample(order, len(order))[rank::ranks]
 
 
 def one_too_many(order, rank, ranks):
@@ -199,6 +204,7 @@ NAMED = {
         "free bytes": (_cost(size=lambda *_: 0), "no-bytes"),
         "an open a sample": (_cost(opens=lambda form, samples, _: samples), "opens-of-samples"),
         "shards rounded down": (_cost(opens=_shards(math.floor)), "shards-rounded-down"),
+        "files in shards": (_cost(opens=lambda _, samples, per: math.ceil(samples / per)), "files-in-shards"),
         "half a shard": (_cost(opens=_shards(float)), "shards-not-whole"),
         "the larger of two": (_cost(combine=max), "larger-of-two"),
         "tar without headers": (_cost(size=lambda f, n, b, c, s: n * b if f == "tar" else s), "no-headers"),
@@ -235,6 +241,7 @@ WRONG = {
         rest_to_the_last: "uneven",
         pads_like_a_distributed_sampler: "overlap",
         one_too_many: "overlap",
+        shuffles_for_itself: "by-chance",
         shares_nothing: "all-on-every-rank",
         places_not_numbers: "strange-samples",
         by_remainders: "uneven",

@@ -1,124 +1,7 @@
 """Lesson 10: a workload of one's own, judged by its parts, by how it judges other models, and by training."""
 
-import hashlib
-
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lab.checks.given import OfTheWorld, world_out_of_reach
-
-STEPS = 25
-# Which test images a model is right about: of n, by place.
-KNOWN = {
-    "all": lambda places, n: places >= 0,
-    "the first": lambda places, n: places == 0,
-    "the last two": lambda places, n: places >= n - 2,
-    "some": lambda places, n: places * places % 7 < 2,
-}
-
-
-def observe_workload(my_workload, comm) -> dict:
-    """Its parts; what ``evaluate`` says on all ranks, and on one less; and twenty-five steps of it."""
-    import torch
-
-    from dtlib.training.run import train
-    from dtlib.workloads.workload import Workload
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1000 + comm.rank)  # who sets no seed does not get the others' numbers
-        work = my_workload({})
-    if not isinstance(work, Workload):
-        return {"kind": type(work).__name__}
-    parts = {name: getattr(work, name) for name in ("model", "train", "test", "loss_fn", "evaluate")}
-    if missing := [name for name, part in parts.items() if part is None]:
-        return {"kind": "Workload", "odd": f"no {' and no '.join(missing)}"}
-    if not isinstance(work.model, torch.nn.Module):
-        return {"kind": "Workload", "odd": f"a {type(work.model).__name__} for a model, which is no nn.Module"}
-    collate = work.collate or torch.utils.data.default_collate
-    x, y = collate([work.train[place] for place in range(12)])
-    outputs = work.model(x).detach()
-    seen = {"kind": "Workload", "shape": list(outputs.shape), "parameters": _digest(work.model.state_dict().values())}
-    seen["image"] = list(x.shape[1:])
-    seen |= _losses(work.loss_fn, outputs, y)
-    images, labels = _all_of(work.test)
-    of_train = _all_of(work.train)[0]
-    seen["trains on"] = [len(of_train), _digest([of_train])]
-    seen["in train"] = sum(bool((of_train == image).flatten(1).all(1).any()) for image in images) / len(images)
-    if any(comm.all_gather_object(seen["in train"] > 0.1 or "losses" in seen)):
-        return seen
-    fewer = comm.split(comm.rank // max(1, comm.size - 1))
-    fewer.time_limit = comm.time_limit
-    seen["evaluated"] = [_evaluated(work, images, labels, on) for on in (comm, fewer)]
-    rows = outputs.sum(-1)
-    seen["probabilities"] = bool((outputs >= 0).all()) and torch.allclose(rows, torch.ones_like(rows), atol=1e-4)
-    if any(comm.all_gather_object(not seen["evaluated"][0]["figures"] or len(seen["shape"]) != 2)):
-        return seen
-    if len(set(comm.all_gather_object(f"{seen['parameters']} {seen['trains on']}"))) > 1:
-        return seen
-    config = {
-        "train_batch_size": 24 * comm.size, "run": {"steps": STEPS},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-    }  # fmt: skip
-    result = train(lambda own: my_workload({}), config, comm=comm)
-    losses = result["losses"]
-    return seen | {"first": losses[0], "last": sum(losses[-5:]) / 5, "accuracy": result["accuracy"]}
-
-
-def _digest(tensors) -> str:
-    values = [tensor.detach().double().numpy().tobytes() for tensor in tensors]
-    return hashlib.sha1(b"".join(values)).hexdigest()
-
-
-def _losses(loss_fn, outputs, y) -> dict:
-    """Of twelve samples, by its two parts, and with the targets of others."""
-    if (numbers := getattr(loss_fn(outputs, y), "numel", lambda: 1)()) != 1:
-        return {"losses": numbers}
-    parts = [float(loss_fn(outputs[part], y[part])) for part in (slice(0, 4), slice(4, 12))]
-    others = [float(loss_fn(outputs, y.roll(by, 0))) for by in (0, 1, 5)]
-    return {"whole": others[0], "mean": (4 * parts[0] + 8 * parts[1]) / 12, "with others": others[1:]}
-
-
-def _all_of(data) -> tuple:
-    import torch
-
-    images = torch.stack([data[place][0] for place in range(len(data))])
-    labels = torch.stack([torch.as_tensor(data[place][1]) for place in range(len(data))])
-    return images, labels if labels.dim() == 1 else labels.argmax(1)
-
-
-def _evaluated(work, images, labels, comm) -> dict:
-    """What ``evaluate`` says of models that are right about known images, and which images they were shown."""
-    import torch
-    from torch import nn
-
-    class Knows(nn.Module):
-        def __init__(self, places):
-            super().__init__()
-            self.places, self.seen, self.strange = places, set(), 0
-            self.weight = nn.Parameter(torch.zeros(1))  # some ask for the device of the first parameter
-
-        def forward(self, x):
-            same = (x.flatten(1)[:, None] == images.flatten(1)).all(-1)
-            self.strange += int((~same.any(1)).sum())
-            at = same.int().argmax(1)
-            self.seen |= set(same.nonzero()[:, 1].tolist())
-            right = torch.where(self.places[at] & same.any(1), labels[at], (labels[at] + 1) % 10)
-            return nn.functional.one_hot(right, 10).to(x.dtype)
-
-    n = len(images)
-    found = {"ranks": comm.size, "images": n, "figures": {}, "wanted": {}, "seen": [], "strange": 0}
-    for name, known in KNOWN.items():
-        model = Knows(known(torch.arange(n), n))
-        try:
-            with world_out_of_reach():
-                came = work.evaluate(model, comm)
-        except OfTheWorld as call:
-            return found | {"of the world": f"{call}"}
-        if not isinstance(came, dict) or "accuracy" not in came:
-            keys = f" with {', '.join(map(str, came)) or 'nothing'}" if isinstance(came, dict) else ""
-            return found | {"odd": f"a {type(came).__name__}{keys}"}
-        found["figures"][name] = float(came["accuracy"])
-        found["wanted"][name] = float(model.places.double().mean())
-        found["seen"], found["strange"] = sorted(model.seen), model.strange
-    return found
+from dtlib.lessons.l10.observe_workload import KNOWN, STEPS, observe_workload
 
 
 def judge_workload(seen: list) -> None:
@@ -171,18 +54,18 @@ def judge_workload(seen: list) -> None:
 
 
 def _judge_loss(it, rank: int) -> None:
+    hints = (
+        "Ranks average what each computes of its slice: of what must the loss be a mean, and who divides?",
+        "cross_entropy has reduction='mean' by default, and nothing else divides.",
+    )
     if "losses" in it:
-        raise Wrong(
-            "no-mean", rank, "one number: the mean over samples", f"{it['losses']} numbers",
-            "Ranks average what each computes of its slice: of what must the loss be a mean?",
-            "cross_entropy has reduction='mean' by default.",
-        )  # fmt: skip
+        raise Wrong("no-mean", rank, "one number: the mean over samples", f"{it['losses']} numbers", *hints)
     if abs(it["whole"] - it["mean"]) > 1e-4 * max(1, abs(it["whole"])):
-        raise Wrong(
-            "no-mean", rank, f"a mean over samples: {it['mean']:.4f} from two parts", f"{it['whole']:.4f}",
-            "Ranks average what each computes of its slice: of what must the loss be a mean?",
-            "cross_entropy has reduction='mean' by default.",
-        )  # fmt: skip
+        expected = f"a mean over samples: {it['mean']:.4f} from two parts"
+        raise Wrong("no-mean", rank, expected, f"{it['whole']:.4f}", *hints)
+    ratio = it["ratios"][0]
+    if abs(ratio - 1) > 1e-4 and all(abs(other - ratio) < 1e-4 for other in it["ratios"]):
+        raise Wrong("scaled", rank, "a mean over samples", f"{ratio:.3g} times the mean cross-entropy", *hints)
     if it["whole"] < 0:
         hint = "A cross-entropy is never negative: what does this loss want, scores or logarithms of probabilities?"
         if it.get("probabilities"):
@@ -217,6 +100,12 @@ def _judge_evaluate(found: list) -> None:
             )  # fmt: skip
         came, wanted = one["figures"], one["wanted"]
         if all(abs(came[name] - wanted[name]) < 1e-6 for name in KNOWN):
+            if one["trains"] and one["random"]:
+                raise Wrong(
+                    "training-mode", rank, "a model in eval mode while it is judged", f"training mode: {one['random']}",
+                    "What does such a layer do in training, and what when the model is asked?",
+                    "model.eval() in evaluate, before the images are shown.",
+                )  # fmt: skip
             continue
         name = next(name for name in KNOWN if abs(came[name] - wanted[name]) >= 1e-6)
         expected = f"{wanted[name]:.4f} of a model that is right about {name} of {n} test images{where}"
@@ -231,6 +120,11 @@ def _judge_evaluate(found: list) -> None:
                 "Each rank may look at a slice, but all return the figure of the whole.",
                 "comm.all_reduce(right), the number of right answers, and then / len(test_y).",
             )  # fmt: skip
+        if set(came.values()) == {1.0}:
+            raise Wrong(
+                "second-best", rank, expected, "1, of models whose second best answer is right",
+                "Which of ten scores is the answer?", "model(test_x).argmax(1) == test_y",
+            )  # fmt: skip
         if len(set(came.values())) == 1:
             raise Wrong(
                 "ignores-model", rank, expected, f"{came[name]:.4f}, as of every other model",
@@ -239,8 +133,11 @@ def _judge_evaluate(found: list) -> None:
             )  # fmt: skip
         if one["ranks"] == ranks and (lost := n - len(shown)):
             raise Wrong(
-                "left-out", rank, f"all {n} test images are looked at{where}", f"{lost} on no rank",
-                f"Does {n} divide by {ranks}? Who takes what is left?", "test_x[comm.rank :: comm.size]",
+                "left-out", rank, f"all {n} test images are looked at{where}",
+                f"{lost} on no rank, such as number {min(set(range(n)) - shown)}",
+                f"Does {n} divide by {ranks}? Who takes what is left?" if lost < ranks else
+                "Is a number of images written into it, or a batch size? All of them count.",
+                "test_x[comm.rank :: comm.size]",
             )  # fmt: skip
         _explain_figure(rank, expected, came, wanted, one["ranks"], n)
 
@@ -265,8 +162,9 @@ def _explain_figure(rank: int, expected: str, came: dict, wanted: dict, ranks: i
             raise Wrong(mistake, rank, expected, said, asks, says)
     if all(abs(came[name] - wanted[name]) < 0.02 for name in KNOWN):
         raise Wrong(
-            "mean-of-means", rank, expected, said, "Nearly: is it a mean of the ranks' accuracies? Slices may differ.",
-            "comm.all_reduce(right), the numbers, and then / len(test_y).",
+            "mean-of-means", rank, expected, said,
+            "Nearly: a mean of the ranks' accuracies, or of batches'? Not all have as many images.",
+            "Add up how many are right, over all batches and ranks; then / len(test_y).",
         )  # fmt: skip
     raise Wrong(
         "accuracy", rank, expected, said, "Which answers count as right, and of how many?",

@@ -126,6 +126,19 @@ def in_batches(model, comm, x, y):
     return {"accuracy": comm.all_reduce(torch.as_tensor(right)).item() / len(y)}
 
 
+def of_the_first_hundred(model, comm, x, y):
+    return shared(model, comm, x[:100], y[:100])
+
+
+def second_best_counts(model, comm, x, y):
+    with torch.no_grad():
+        return {"accuracy": (model(x).topk(2).indices == y[:, None]).any(1).double().mean().item()}
+
+
+def forgetful():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
+
+
 def small(wide=10):
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, wide))
 
@@ -205,6 +218,10 @@ NAMED = {
         "asks its own model": (a_workload(own=True), "ignores-model"),
         "accuracy of its own slice": (a_workload(evaluated=of_own_slice), "own-slice"),
         "the rest is left out": (a_workload(evaluated=without_the_rest), "left-out"),
+        "the first hundred": (a_workload(evaluated=of_the_first_hundred), "left-out"),
+        "second best counts": (a_workload(evaluated=second_best_counts), "second-best"),
+        "dropout while it is judged": (a_workload(make=forgetful), "training-mode"),
+        "a third of the mean": (a_workload(lambda out, y: cross_entropy(out, y) / 3), "scaled"),
         "the mean of ranks": (a_workload(evaluated=mean_of_ranks), "mean-of-means"),
         "all look, and add up": (a_workload(evaluated=whole_and_added_up), "added-up"),
         "in percent": (a_workload(evaluated=in_percent), "percent"),

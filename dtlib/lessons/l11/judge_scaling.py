@@ -49,18 +49,20 @@ def judge_efficiency(observations) -> None:
                     "return {n: ... for n, took in seconds.items()}",
                 )  # fmt: skip
             first = min(seconds)
-            for n, took in seconds.items():
-                strong = first * seconds[first] / (n * took)
-                weak = seconds[first] / took
-                wanted = strong if kind == "strong" else weak
-                if not _same(came[n], wanted):
-                    _explain_efficiency(rank, kind, seconds, n, wanted, came[n], strong, weak)
+            weak = {n: seconds[first] / took for n, took in seconds.items()}
+            strong = {n: first / n * weak[n] for n in seconds}
+            wanted = strong if kind == "strong" else weak
+            if wrong := [n for n in seconds if not _same(came[n], wanted[n])]:
+                digits = all(rounded(came[n], wanted[n]) for n in wrong)
+                n = wrong[0]
+                _explain_efficiency(rank, kind, seconds, n, wanted[n], came[n], strong[n], weak[n], digits)
 
 
-def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak) -> None:
+def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak, digits) -> None:
     first = min(seconds)
     expected = f"{wanted:.4g} on {n} ranks, {kind} scaling, with {seconds}"
     other, last = next(iter(seconds)), max(seconds)
+    before = max((fewer for fewer in seconds if fewer < n), default=first)
 
     def from_base(base):
         return seconds[base] / seconds[n] * (base / n if kind == "strong" else 1)
@@ -80,6 +82,8 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak) -> N
          "Not the longest time is the base: more ranks may take longer. Whose time is it?"),
         (min(seconds.values()) / seconds[n] * (first / n if kind == "strong" else 1), "shortest-time",
          "Not the shortest time is the base: more ranks may be quicker at as much work each. Whose time is it?"),
+        (from_base(before), "from-the-one-before", f"The base is {first} ranks in the whole table, and not {before}."),
+        (wanted / first**2, "base-divides", f"The base did not take {first} times as little: its work is n0 * t0."),
         (1 / wanted, "upside-down", "Efficiency falls as ranks are added."),
     ]  # fmt: skip
     if kind == "strong" and n % first:  # before this table, who takes weak for strong has been wrong already
@@ -91,7 +95,7 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak) -> N
     for value, mistake, hint in mistakes:
         if _same(came, value):
             raise Wrong(mistake, rank, expected, f"{came:.4g}", hint, _EFFICIENCY)
-    if rounded(came, wanted):
+    if digits:
         raise Wrong(
             "rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{came!r}",
             "The formula is right, and digits are missing: is there a round(), a // or an int()?",
@@ -177,6 +181,7 @@ def _least(**turned):
 
 _ALL = "The least of: ring 2(N-1)(a + n/(N B)), doubling log2 N (a + n/B), halving 2 log2 N a + 2(N-1)/N n/B."
 _ADD = "compute + seconds of the all-reduce"
+_LOG = "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks), in both formulas"
 # What somebody computed who made this mistake, and hints.
 _MISTAKES = {
     "no-compute": (lambda n, t, *network: _best(n, *network), "Where is the computing?", _ADD),
@@ -213,9 +218,7 @@ _MISTAKES = {
         lambda n, t, *network: t * n + _best(n, *network), "All ranks compute at the same time.", _ADD,
     ),
     "milliseconds": (lambda n, t, *network: 1000 * (t + _best(n, *network)), "These are milliseconds.", "Seconds."),
-    "mean-of-three": (
-        lambda n, t, *network: t + sum(_three(n, *network)) / 3, "One runs, the cheapest.", "min(...)",
-    ),
+    "mean-of-three": (lambda n, t, *network: t + sum(_three(n, *network)) / 3, "One runs, the cheapest.", "min(...)"),
     "slowest": (
         lambda n, t, *network: t + max(_three(n, *network)), "The cheapest of the three is asked for.", "min(...)",
     ),
@@ -233,8 +236,7 @@ _MISTAKES = {
         "Recursive doubling: log2 N rounds, each with all the bytes.",
     ),
     "whole-array": (
-        lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step of the ring sends an N-th of the array.",
-        "count / ranks",
+        lambda n, t, count, a, b: t + 2 * (n - 1) * (a + count / b), "A step sends an N-th of it.", "count / ranks",
     ),
     "whole-bytes": (
         _least(halving=lambda n, count, a, b: 2 * math.log2(n) * a + 2 * (n - 1) * (count // n) / b),
@@ -244,12 +246,9 @@ _MISTAKES = {
         _least(rounds=lambda n: n - 1),
         "After N - 1 rounds each rank has one sum of the ring. How do the others get it?", "2 * (ranks - 1) rounds",
     ),
-    "natural-log": (_least(log=math.log), "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks)"),
-    "decimal-log": (_least(log=math.log10), "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks)"),
-    "logarithm-of-one": (
-        _least(doubling=lambda n, count, a, b: math.log(n) * (a + count / b)),
-        "Doubling: 2, 4, 8 ... ranks. Which logarithm counts that?", "log2(ranks), in both formulas",
-    ),
+    "natural-log": (_least(log=math.log), *_LOG),
+    "decimal-log": (_least(log=math.log10), *_LOG),
+    "logarithm-of-one": (_least(doubling=lambda n, count, a, b: math.log(n) * (a + count / b)), *_LOG),
     "doubling-latency-once": (
         _least(doubling=lambda n, count, a, b: a + math.log2(n) * count / b),
         "Each of the log2 N rounds of doubling is a message, with its own latency.", "log2(ranks) * (latency + ...)",

@@ -29,6 +29,25 @@ def speed_ups(seconds, kind):
     return {n: seconds[first] / took * (n / first if kind == "weak" else 1) for n, took in seconds.items()}
 
 
+def from_the_one_before(seconds, kind):
+    found, before = {}, min(seconds)
+    for n in sorted(seconds):
+        found[n] = seconds[before] / seconds[n] * (before / n if kind == "strong" else 1)
+        before = n
+    return found
+
+
+def the_base_divides(seconds, kind):
+    first = min(seconds)
+    return {n: seconds[first] / took / (first * n if kind == "strong" else 1) for n, took in seconds.items()}
+
+
+def less_what_is_lost(seconds, kind):
+    """Nearly that, and at times it looks like fewer digits."""
+    first = min(seconds)
+    return {n: 2 - took / seconds[first] * (n / first if kind == "strong" else 1) for n, took in seconds.items()}
+
+
 def in_percent(seconds, kind):
     first = min(seconds)
     return {n: 100 * seconds[first] / took * (first / n if kind == "strong" else 1) for n, took in seconds.items()}
@@ -186,6 +205,9 @@ WRONG = {
         the_other_kind: "weak-for-strong",
         speed_ups: "speed-up",
         in_percent: "percent",
+        from_the_one_before: "from-the-one-before",
+        the_base_divides: "base-divides",
+        less_what_is_lost: "other-value",
         trusts_the_order: "first-key",
         whole_multiples: "whole-multiples",
         from_the_largest: "last-key",

@@ -1,4 +1,4 @@
-"""Lesson 12, long sequences: two blocks merged, a block taken in, and gradients that travel home."""
+"""Lesson 12, long sequences: two blocks merged, and a block taken in."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong
 
@@ -122,10 +122,18 @@ def judge_merge(observations) -> None:
                     "other-average", rank, expected, "another one", _WEIGHT, "exp(lse - total), for each block."
                 )
             if not same(total, right):
-                told = "of the old ones alone" if same(total, lse) else "another number"
+                said = {
+                    "lse-not-carried": (lambda old, new: old, "of the old ones alone"),
+                    "other-lse": (lambda old, new: new, "of the new block alone"),
+                    "largest-lse": (torch.maximum, "the larger of the two"),
+                }
+                everywhere = [(each[w][1], a, b) for r, each in enumerate(observations)
+                              for w, ((_, a), (_, b)) in pairs(r).items()]  # fmt: skip
+                found = [m for m, (of, _) in said.items() if all(same(c, of(a, b)) for c, a, b in everywhere)]
+                mistake = found[0] if found else "other-lse"
+                told = said[mistake][1] if found else "another number"
                 raise Wrong(
-                    "lse-not-carried" if same(total, lse) else "other-lse", rank,
-                    f"{what}: log-sum-exp of the scores of both", told,
+                    mistake, rank, f"{what}: log-sum-exp of the scores of both", told,
                     "The next block will be merged with this one. What will it have to know of it?",
                     "return out, torch.logaddexp(lse, block_lse)",
                 )  # fmt: skip
@@ -151,6 +159,7 @@ def taken_in(blocks, mistake: str = ""):
         rescaled = (top - new_top).exp()
         of_out = torch.ones_like(rescaled) if mistake in ("out-not-rescaled", "not-rescaled") else rescaled
         of_total = torch.ones_like(rescaled) if mistake in ("total-not-rescaled", "not-rescaled") else rescaled
+        weights = weights * rescaled[:, None] if mistake == "new-rescaled" else weights
         if mistake == "top-not-carried":
             top = nothing()[1]
         total, out = total * of_total + weights.sum(-1), out * of_out[:, None] + weights @ values
@@ -191,6 +200,7 @@ def judge_take_in(observations) -> None:
         "out-not-rescaled": "total is rescaled when a larger score arrives. And out, which is made of the same?",
         "total-not-rescaled": "out is rescaled when a larger score arrives. And total, by which it is divided?",
         "not-rescaled": "A larger score arrives: by how much too large is what was added before?",
+        "new-rescaled": "Against which score is the new block's weight computed: has it to be rescaled, too?",
         "top-not-carried": "Against which score was the last block's weight computed: who remembers it?",
     }
     for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
@@ -207,79 +217,16 @@ def judge_take_in(observations) -> None:
                 raise Wrong(
                     "no-number" if first else "overflow", rank, expected, "NaN",
                     "Before the first block top is -inf: in which direction may it be subtracted?" if first
-                    else f"What is exp({LARGE:g})? Nothing may be larger than the largest score so far.",
+                    else f"What is exp({LARGE:g}), and what 0 / 0? Each query has a largest score so far of its own.",
                     _RESCALED,
                 )  # fmt: skip
-            raise Wrong("other-average", rank, expected, "another one", "Play two blocks by hand.", _RESCALED)
-
-
-# Gradients that travel home
-
-
-def summand(rank: int, owner: int):
-    """What a rank's queries add to the gradients of ``owner``'s keys and values."""
-    return numbers(rank, 2, KEYS, WIDTH, of=100 + owner)
-
-
-def observe_send_home(send_home, comm):
-    from dtlib.comm.watch.recorder import recording
-
-    def of(owner):
-        return summand(comm.rank, owner)
-
-    with recording() as events:
-        came = send_home(comm, of)
-    sent = sum(event.bytes for event in events if event.kind == "operation")
-    comm.barrier()
-    return {"sent": sent, "came": came.detach().clone() if is_like(came, 2, KEYS, WIDTH) else about(came)}
-
-
-def judge_send_home(observations) -> None:
-    ranks, size = len(observations), summand(0, 0).nbytes
-
-    def complete(owner):
-        return sum(summand(rank, owner % ranks) for rank in range(ranks))
-
-    for rank, seen in enumerate(observations):
-        came, expected = seen["came"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
-        if isinstance(came, str):
-            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", came, "Return what has come home.")
-        others = {
-            "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
-                                "Nothing is missing in them. Whose are they?",
-                                "After N steps, one hop more: return pass_on(comm, travelling)()"),
-            "one-hop-too-many": (complete(rank - 1), f"complete, and those of rank {(rank - 1) % ranks}",
-                                 "They were home, and went on.", "N hops for N ranks, the last after the last step."),
-            "alone": (summand(rank, rank), "this rank's summand alone",
-                      "Whose queries look at these keys? What they add has to arrive, too."),
-            "overwritten": (summand((rank - 1) % ranks, rank), "a single summand, another rank's",
-                            "What travels is to grow: each rank adds its own to what arrives.",
-                            "here = summand(owner) + pass_on(comm, travelling)()"),
-            "of-all": (sum(complete(owner) for owner in range(ranks)), "the sum of all ranks' gradients, of all keys",
-                       "Each rank has keys of its own."),
-            "divided": (complete(rank) / ranks, f"divided by {ranks}",
-                        "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
-        }  # fmt: skip
-        if not same(came, complete(rank)):
-            for mistake, (wrong, told, *hints) in others.items():
-                if same(came, wrong):
-                    raise Wrong(mistake, rank, expected, told, *hints)
             raise Wrong(
-                "other-gradients", rank, expected, "something else",
-                "In step s a rank has what began s steps ago, s ranks before it: whose is it?",
-                "owner = (comm.rank - step) % comm.size",
-            )  # fmt: skip
-    for rank, seen in enumerate(observations):
-        if seen["sent"] > ranks * size:
-            raise Wrong(
-                "too-many-bytes", rank, f"{ranks} hops of {size} bytes at most", f"{seen['sent']} bytes",
-                "The values are right. What has to travel: every summand, or sums of them?",
-                "One tensor in each hop, to which everybody adds.",
+                "other-average", rank, expected, "another one",
+                "Two blocks by hand: after each, total and out times exp(top) are plain sums. Of what?", _RESCALED,
             )  # fmt: skip
 
 
 EXERCISES = {
     "merge-build": Exercise("merge", observe_merge, judge_merge, any_size=True),
     "rescaling-fix": Exercise("take_in", observe_take_in, judge_take_in, any_size=True),
-    "last-hop-fix": Exercise("send_home", observe_send_home, judge_send_home, any_size=True),
 }

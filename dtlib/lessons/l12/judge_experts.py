@@ -58,6 +58,14 @@ def judge_balance(observations) -> None:
             of_all = sum(share_of(choices(each, top)[1]) for each in range(ranks)) / ranks
             expected = f"top {top}: experts / tokens * (share of all ranks' choices), for each token's probability"
             own = ones * share_of(choices(rank, top)[1])
+            everywhere = [(seen["seen"][at][1], at + 1) for seen in observations for at in (0, 1)]
+            of_one = [r for r in range(ranks) if all(same(c, ones * share_of(choices(r, t)[1])) for c, t in everywhere)]
+            if of_one and ranks > 1:
+                raise Wrong(
+                    "one-ranks-share", rank, expected, f"the share of rank {of_one[0]}'s choices, on all ranks",
+                    "All ranks use the same share now. Whose choices are in it?",
+                    "share = comm.all_reduce(share, op='mean')",
+                )  # fmt: skip
             if same(came, own) and not same(own, ones * of_all):
                 raise Wrong(
                     "own-share", rank, expected, "the share of this rank's choices alone",
@@ -93,6 +101,10 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
                  "chosen.numel(), not len(chosen)"),
         (ranks, ranks): ("summed", "Shares add up to one. And the sum of all ranks' shares?", "op='mean'"),
         (1 / ranks, 1 / ranks): ("divided-twice", "The mean is taken. Who divides again?", "op='mean', and no more"),
+        (TOKENS, TOKENS): ("sum-of-probabilities", "A share is between 0 and 1. And a mean probability?",
+                           "probabilities.mean(0)"),
+        (ranks / EXPERTS, ranks / EXPERTS): ("ranks-for-experts", "How many experts are there?",
+                                             "experts = probabilities.shape[1]; an expert need not have a rank."),
         (1 / EXPERTS, 1 / EXPERTS): ("without-experts", "It is 1 where all experts get as much. What is missing?",
                                      "experts * (...).sum()"),
     }  # fmt: skip

@@ -41,6 +41,11 @@ def merge_by_the_larger(out, lse, block_out, block_lse):
     return (lse - total).exp()[:, None] * out + (block_lse - total).exp()[:, None] * block_out, total
 
 
+def merge_that_tells_the_larger(out, lse, block_out, block_lse):
+    share, block_share, _ = shares(lse, block_lse)
+    return share * out + block_share * block_out, torch.maximum(lse, block_lse)
+
+
 def merge_that_forgets(out, lse, block_out, block_lse):
     share, block_share, _ = shares(lse, block_lse)
     return share * out + block_share * block_out, lse
@@ -187,6 +192,7 @@ WRONG = {
         merge_in_the_middle: "mean",
         merge_by_the_larger: "largest",
         merge_that_forgets: "lse-not-carried",
+        merge_that_tells_the_larger: "largest-lse",
         merge_of_the_new_one: "other-lse",
         merge_by_exponentials: "overflow",
         merge_by_logsigmoid: "no-number-at-first",

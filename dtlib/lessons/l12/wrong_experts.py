@@ -33,6 +33,22 @@ def shares_added(comm, probabilities, chosen):
     return experts * (comm.all_reduce(share_of(chosen, experts)) * probabilities.mean(0)).sum()
 
 
+def share_of_rank_0(comm, probabilities, chosen):
+    experts = probabilities.shape[1]
+    return experts * (comm.broadcast(share_of(chosen, experts)) * probabilities.mean(0)).sum()
+
+
+def sum_of_probabilities(comm, probabilities, chosen):
+    experts = probabilities.shape[1]
+    share = comm.all_reduce(share_of(chosen, experts), op="mean")
+    return experts * (share * probabilities.sum(0)).sum()
+
+
+def ranks_for_experts(comm, probabilities, chosen):
+    share = comm.all_reduce(share_of(chosen, probabilities.shape[1]), op="mean")
+    return comm.size * (share * probabilities.mean(0)).sum()
+
+
 def choices_over_tokens(comm, probabilities, chosen):
     experts = probabilities.shape[1]
     share = chosen.flatten().bincount(minlength=experts) / len(chosen)
@@ -168,6 +184,9 @@ WRONG = {
         averaged_by_hand: "detached",
         shares_added: "summed",
         choices_over_tokens: "of-tokens",
+        share_of_rank_0: "one-ranks-share",
+        sum_of_probabilities: "sum-of-probabilities",
+        ranks_for_experts: "ranks-for-experts",
         without_the_factor: "without-experts",
         divided_once_more: "divided-twice",
         no_choices_in_it: "probabilities-twice",

@@ -1,9 +1,11 @@
 """Lesson 13: an outer step, judged by where rounds begin on every rank."""
 
+from dtlib.lab.checks.equality import factors
 from dtlib.lab.checks.exercise import Exercise, Wrong
-from dtlib.lessons.l13.judge_slow import COUNT, STEPS, close, gradient_of, is_like
+from dtlib.lessons.l13.judge_slow import close
+from dtlib.lessons.l13.observe_slow import COUNT, STEPS, gradient_of, is_like
 
-RATE, MOMENTUM = 0.5, 0.8
+RATES, MOMENTUM = (0.5, 0.4, 0.3, 0.5), 0.8  # a rate for each round, as a schedule would have it
 
 
 def outer_played(ranks: int, mistake: str = "", rank: int = 0) -> list:
@@ -23,8 +25,9 @@ def outer_played(ranks: int, mistake: str = "", rank: int = 0) -> list:
             pace = MOMENTUM * pace + way
         else:
             pace = MOMENTUM * pace + way
+        rate = RATES[step]
         looked_ahead = pace if mistake == "heavy-ball" else way if mistake == "no-momentum" else way + MOMENTUM * pace
-        start = start + RATE * looked_ahead if mistake == "wrong-way" else start - RATE * looked_ahead
+        start = start + rate * looked_ahead if mistake == "wrong-way" else start - rate * looked_ahead
         start = start - gradient_of(rank, step) if mistake == "own-parameters" else start
         pace = MOMENTUM * pace if mistake == "momentum-twice" else pace
         starts.append(start.tolist())
@@ -37,7 +40,7 @@ def observe_outer(outer_step, comm):
     start, pace, starts = torch.zeros(COUNT).double(), torch.zeros(COUNT).double(), []
     for step in range(STEPS):
         parameters = start - gradient_of(comm.rank, step)
-        came = outer_step(comm, start.clone(), parameters, pace.clone(), RATE, MOMENTUM)
+        came = outer_step(comm, start.clone(), parameters, pace.clone(), RATES[step], MOMENTUM)
         if not (isinstance(came, tuple) and len(came) == 2 and all(is_like(each) for each in came)):
             return {"error": f"{came!r:.60}"}
         start, pace = (each.detach().clone() for each in came)
@@ -84,11 +87,29 @@ def judge_outer(observations) -> None:
         for mistake, said in hints.items():
             if close(seen["starts"], outer_played(ranks, mistake)):
                 raise Wrong(mistake, rank, what, "another step", *said)
+        came, wanted = _in_ways(seen["starts"], ranks), _in_ways(right, ranks)
+        first = [round(number, 4) for number in came[0]] == [round(number, 4) for number in wanted[0]]
         raise Wrong(
-            "other-step", rank, what, "another step",
-            "Three lines: the mean way, the pace, the start.",
+            "other-step", rank, f"{what}: {_told(wanted)}", _told(came) if came[0] + came[1] else "another step",
+            "In the first round the pace is the way: rate and momentum, how often does each count?" if not first
+            else "The first round is right. What is the pace that the second one gets, and what becomes of it?",
             "pace = momentum * pace + way; start = start - rate * (way + momentum * pace)",
         )  # fmt: skip
+
+
+def _in_ways(starts, ranks: int) -> tuple[list, list]:
+    """The first two steps, as multiples of the mean ways: of the first; of the second and the first."""
+    import torch
+
+    at = torch.tensor([[0.0] * COUNT, *starts[:2]], dtype=torch.float64)
+    ways = [sum(gradient_of(rank, step) for rank in range(ranks)) / ranks for step in (0, 1)]
+    return factors(at[0] - at[1], ways[0]) or [], factors(at[1] - at[2], ways[1], ways[0]) or []
+
+
+def _told(numbers) -> str:
+    one, two = ([f"{number:.3g}" for number in each] for each in numbers)
+    second = f"; round 2 {two[0]} times its way and {two[1]} times that of round 1" if two else ""
+    return f"round 1 goes back {one[0]} times the way{second}" if one else "no way of all ranks"
 
 
 EXERCISES = {"outer-fix": Exercise("outer_step", observe_outer, judge_outer, any_size=True)}

@@ -2,18 +2,9 @@
 
 import math
 
+from dtlib.lab.checks.equality import factors, same
 from dtlib.lab.checks.exercise import Exercise, Wrong
-
-COUNT, STEPS = 40, 4
-FRACTIONS = (0.1, 0.31)  # 4, and 12.4 elements of 40
-
-
-def gradient_of(rank: int, step: int):
-    """No two of its elements are alike in size, on any rank."""
-    import torch
-
-    chance = torch.Generator().manual_seed(31 * rank + step)
-    return torch.randn(COUNT, generator=chance, dtype=torch.float64) * torch.linspace(0.1, 2, COUNT).double()
+from dtlib.lessons.l13.observe_slow import COUNT, FRACTIONS, STEPS, gradient_of, observe_signs, observe_top_k
 
 
 def signs_of(wanted):
@@ -58,42 +49,6 @@ def played(
     return {"means": means, "kept": of_rank_0}
 
 
-def _feedback(answer, comm, *arguments) -> dict:
-    """Means and what this rank keeps, step by step; bytes of the last step."""
-    import torch
-
-    from dtlib.comm.watch.recorder import recording
-
-    kept, means, of_rank = torch.zeros(COUNT).double(), [], []
-    for step in range(STEPS):
-        gradient = gradient_of(comm.rank, step)
-        with recording() as events:
-            came = answer(comm, gradient, kept.clone(), *arguments)
-        if not (isinstance(came, tuple) and len(came) == 2 and all(is_like(each) for each in came)):
-            return {"error": f"{came!r:.60}", "ranks": comm.size}
-        if came[1].untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
-            return {"shared": True}
-        mean, kept = (each.detach().clone() for each in came)
-        means.append(mean.tolist())
-        of_rank.append(kept.tolist())
-    sent = sum(event.bytes for event in events if event.kind == "operation")
-    return {"means": means, "kept": of_rank, "bytes": sent, "ranks": comm.size}
-
-
-def is_like(tensor) -> bool:
-    import torch
-
-    return isinstance(tensor, torch.Tensor) and tensor.shape == (COUNT,) and tensor.is_floating_point()
-
-
-def observe_signs(compress, comm):
-    return _feedback(compress, comm)
-
-
-def observe_top_k(top_k, comm):
-    return [_feedback(top_k, comm, fraction) for fraction in FRACTIONS]
-
-
 def overwritten(sent, rank: int):
     """Where several ranks send an element, the last one counts."""
     mean = sum(sent) * 0
@@ -126,6 +81,18 @@ def of_top_k(fraction: float) -> dict:
     def floor(wanted):
         return largest_of(wanted, math.floor(fraction * COUNT) / COUNT)
 
+    def smallest(wanted):
+        return wanted * largest_of(1 / wanted, fraction).ne(0)
+
+    def k_shared_out(wanted, own):
+        return [largest_of(w, fraction / len(wanted)) for w in wanted]
+
+    def of_sizes(sent, rank):
+        return sum(one.abs() for one in sent) / len(sent)
+
+    def by_senders(sent, rank):
+        return sum(sent) / sum(one.ne(0) for one in sent).clamp(min=1)
+
     def by_gradient(wanted, own):
         return [w * largest_of(g, fraction).ne(0) for w, g in zip(wanted, own, strict=True)]
 
@@ -147,6 +114,14 @@ def of_top_k(fraction: float) -> dict:
                         "mean.index_add_(0, places, values / comm.size) adds; mean[places] = values overwrites."),
         "own-places": ({"send": largest, "mean_of": at_own_places}, "Each rank has other places: who tells the others?",
                        "all_gather the places, too."),
+        "unsigned": ({"send": largest, "mean_of": of_sizes}, "What travels: sizes, or values with their signs?",
+                     "places = wanted.abs().topk(k).indices; values = wanted[places]"),
+        "smallest": ({"send": smallest}, "Which elements are worth their bytes: the largest in size, or the smallest?",
+                     "wanted.abs().topk(k).indices"),
+        "by-senders": ({"send": largest, "mean_of": by_senders}, "The mean is over all ranks, those without it, too.",
+                       "mean.index_add_(0, places, values / comm.size)"),
+        "k-shared-out": ({"send": largest, "sent_of": k_shared_out}, "How many elements does each rank send?",
+                         "k = math.ceil(fraction * len(gradient)), on each rank."),
         "signed": ({"send": signed}, "Which is larger, -5 or 1? By size, not by sign.", "wanted.abs().topk(k).indices"),
     }  # fmt: skip
 
@@ -229,15 +204,42 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
             raise Wrong(mistake, rank, what, "right in the first step, and then others", *hints)
     first = close(came[:1], played(send, ranks)["means"][:1])
     since = "after the first step" if first else "from the first step on"
+    if all(abs(a - b) <= 0.02 for ones, more in zip(came, played(send, ranks)["means"], strict=True)
+           for a, b in zip(ones, more, strict=True)):  # fmt: skip
+        raise Wrong(
+            "rounded", rank, what, f"nearly that, {since}", "In which type do values travel?",
+            "They keep the type of the gradient; only places may be small.",
+        )  # fmt: skip
     for mistake, (settings, *hints) in others.items():
         if close(came, played(**settings, ranks=ranks, rank=rank)["means"]):
             raise Wrong(mistake, rank, what, f"others, {since}", *hints)
+    if not first and (found := factors(_tensor(came[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
+        raise Wrong(
+            "scaled", rank, what, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
+            "With what is that which is sent multiplied?",
+            "Signs times wanted.abs().mean(), which is one number of each rank; of top-k, the values as they are.",
+        )  # fmt: skip
+    own, sent = gradient_of(rank, 0), send(gradient_of(rank, 0))
+    keeps = factors(_tensor(seen["kept"][0]), own, sent)
+    if first and keeps and not same(_tensor(keeps), _tensor([1, -1])):
+        raise Wrong(
+            "kept-otherwise", rank, f"{what}: kept of the first step is the gradient, less what was sent",
+            f"{keeps[0]:.2f} times the gradient, {keeps[1]:+.2f} times what was sent",
+            "What is wanted and was not sent is kept, all of it and with its sign: nothing is divided or forgotten.",
+            "kept = wanted - sent",
+        )  # fmt: skip
     if close(came, _alone(send, rank)):
         raise Wrong("alone", rank, what, "what this rank sends, alone", "Where do the others come in?")
     raise Wrong(
         "other-values", rank, what, f"others, {since}",
         "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.",
     )  # fmt: skip
+
+
+def _tensor(numbers):
+    import torch
+
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _alone(send, rank: int) -> list:

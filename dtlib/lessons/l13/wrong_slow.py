@@ -37,6 +37,19 @@ def forgets_the_pace(comm, start, parameters, pace, rate, momentum):
     return start - rate * way, momentum * pace + way
 
 
+def rate_in_the_pace(comm, start, parameters, pace, rate, momentum):
+    """The same while the rate stays as it is."""
+    way = rate * comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return start - (way + momentum * pace), pace
+
+
+def way_and_pace_swapped(comm, start, parameters, pace, rate, momentum):
+    way = comm.all_reduce(start - parameters, op="mean")
+    pace = momentum * pace + way
+    return start - rate * (pace + momentum * way), pace
+
+
 def uphill(comm, start, parameters, pace, rate, momentum):
     way = comm.all_reduce(start - parameters, op="mean")
     pace = momentum * pace + way
@@ -125,6 +138,18 @@ def signs_in_place(comm, gradient, kept):
     return comm.all_reduce(sent, op="mean"), gradient
 
 
+def signs_that_fade(comm, gradient, kept):
+    wanted = gradient + kept
+    sent = signs(wanted)
+    return comm.all_reduce(sent.clone(), op="mean"), 0.9 * (wanted - sent)
+
+
+def signs_of_the_largest(comm, gradient, kept):
+    wanted = gradient + kept
+    sent = wanted.sign() * wanted.abs().max()
+    return comm.all_reduce(sent.clone(), op="mean"), wanted - sent
+
+
 def signs_added(comm, gradient, kept):
     wanted = gradient + kept
     sent = signs(wanted)
@@ -167,6 +192,35 @@ def top_k_sends_zeros_too(comm, gradient, kept, fraction):
     sent = torch.zeros_like(wanted)
     sent[places] = wanted[places]
     return comm.all_reduce(sent.clone(), op="mean"), wanted - sent
+
+
+def top_k_in_16_bits(comm, gradient, kept, fraction):
+    mean, rest = _exchanged(comm, (gradient + kept).bfloat16(), fraction)
+    return mean.double(), rest.double()
+
+
+def top_k_smallest(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    return _at_places(comm, wanted, wanted.abs().topk(math.ceil(fraction * len(wanted)), largest=False).indices)
+
+
+def top_k_shared_out(comm, gradient, kept, fraction):
+    return _exchanged(comm, gradient + kept, fraction / comm.size)
+
+
+def top_k_of_sizes(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    sizes, places = wanted.abs().topk(math.ceil(fraction * len(wanted)))
+    return _exchanged(comm, torch.zeros_like(wanted).index_put((places,), sizes), fraction)[0], wanted.index_fill(
+        0, places, 0
+    )
+
+
+def top_k_over_who_sends(comm, gradient, kept, fraction):
+    wanted = gradient + kept
+    mean, rest = _exchanged(comm, wanted, fraction)
+    senders = comm.all_reduce((rest != wanted).double())
+    return mean * comm.size / senders.clamp(min=1), rest
 
 
 def top_k_rounded_down(comm, gradient, kept, fraction):
@@ -247,6 +301,8 @@ WRONG = {
         without_looking_ahead: "heavy-ball",
         forgets_the_pace: "no-momentum",
         uphill: "wrong-way",
+        rate_in_the_pace: "other-step",
+        way_and_pace_swapped: "other-step",
         from_the_parameters: "other-step",
         from_its_own_parameters: "own-parameters",
         returns_a_smaller_pace: "momentum-twice",
@@ -263,6 +319,8 @@ WRONG = {
         signs_of_the_difference: "feedback-subtracted",
         signs_in_place: "kept-is-gradient",
         signs_added: "sum",
+        signs_that_fade: "kept-otherwise",
+        signs_of_the_largest: "scaled",
         signs_alone: "alone",
     },
     "top-k-build": {
@@ -271,6 +329,11 @@ WRONG = {
         top_k_added: "sum",
         top_k_sends_zeros_too: "too-many-bytes",
         top_k_rounded_down: "k-rounded",
+        top_k_in_16_bits: "rounded",
+        top_k_smallest: "smallest",
+        top_k_shared_out: "k-shared-out",
+        top_k_of_sizes: "unsigned",
+        top_k_over_who_sends: "by-senders",
         top_k_of_the_gradient: "by-gradient",
         top_k_of_rank_0: "rank-0-places",
         top_k_drops_the_others: "others-dropped",

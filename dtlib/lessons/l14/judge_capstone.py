@@ -1,8 +1,8 @@
-"""Lesson 14: memory of a mesh, the choice of one, and a plan that is run: judged by values, and by what ranks count."""
+"""Lesson 14: memory of a mesh, and the choice of one: judged by values in many cases."""
 
-from dtlib.lab.checks.exercise import Exercise, Score, Wrong
-from dtlib.lessons.l14 import brief
-from dtlib.planner import Plan, PlanError
+import random
+
+from dtlib.lab.checks.exercise import Exercise, Wrong
 
 # parameters, data, tensor, pipe, zero
 CASES = tuple(
@@ -10,13 +10,15 @@ CASES = tuple(
     for parameters, axes in ((1_048_576, (4, 1, 1)), (1_048_576, (2, 2, 1)), (4096, (4, 1, 2)), (65_536, (2, 4, 8)))
     for zero in range(4)
 )
-SAMPLE = 0.02  # seconds a sample, of the race
 
 
-def right_held(parameters, data, tensor, pipe, zero) -> float:
-    own = parameters / (tensor * pipe)
-    parts = 4 * own / (data if zero >= 3 else 1), 4 * own / (data if zero >= 2 else 1), 8 * own / (data if zero else 1)
-    return sum(parts)
+def right_held(
+    parameters, data, tensor, pipe, zero, own=lambda n, t, p: n / (t * p), ranks=lambda d, t, p: d, parts=(4, 4, 8),
+    shared_from=(3, 2, 1),
+) -> float:  # fmt: skip
+    """Bytes of parameters, gradients and states; what the last four say may be mistaken."""
+    each, among = own(parameters, tensor, pipe), ranks(data, tensor, pipe)
+    return sum(size * each / (among if zero >= stage else 1) for size, stage in zip(parts, shared_from, strict=True))
 
 
 def observe_held(held, comm):
@@ -40,47 +42,52 @@ def judge_held(observations) -> None:
     what, came = f"{right_held(*CASES[at]):,.0f} bytes: {mesh}", seen[at]
     if isinstance(came, str):
         raise Wrong("type", 0, what, came, "Return a number of bytes.")
-    for mistake, (held, *hints) in OTHERS.items():
-        if all(_close(each, held(*case)) for each, case in zip(seen, CASES, strict=True)):
-            raise Wrong(mistake, 0, what, f"{came:,.0f}", *hints)
-    hint = "From stage 1 on states are shared out, from 2 on gradients, from 3 on parameters."
-    hint = hint if zero else "4 bytes of parameters, 4 of gradients, 8 of states."
-    raise Wrong("other-bytes", 0, what, f"{came:,.0f}", hint)
+    for mistake, (mistaken, *hints) in OTHERS.items():
+        for one in mistaken:
+            if all(_close(each, right_held(*case, **one)) for each, case in zip(seen, CASES, strict=True)):
+                raise Wrong(mistake, 0, what, f"{came:,.0f}", *hints)
+    own = parameters / (tensor * pipe)
+    raise Wrong(
+        "other-bytes", 0, f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
+        f"{came:,.0f}; {came / own:.4g} for each", "Which of the parts are shared out here, and among how many ranks?",
+        "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.",
+    )  # fmt: skip
 
 
 def _close(came, wanted: float) -> bool:
     return not isinstance(came, str) and abs(came - wanted) <= 1e-6 * wanted
 
 
-def _shared(own, ranks, zero, parts=(4, 4, 8)) -> float:
-    kept = (3, 2, 1)
-    return sum(size * own / (ranks if zero >= stage else 1) for size, stage in zip(parts, kept, strict=True))
-
-
+_STAGES = "From stage 1 on states, from 2 on gradients, from 3 on parameters."
+_OWN = "own = parameters / (tensor * pipe)"
+# What is mistaken, in one of several ways, and hints.
 OTHERS = {
     "over-all-ranks": (
-        lambda n, d, t, p, zero: _shared(n / (t * p), d * t * p, zero),
+        [{"ranks": ranks} for ranks in (
+            lambda d, t, p: d * t * p, lambda d, t, p: d * t, lambda d, t, p: d * p, lambda d, t, p: t * p
+        )],
         "Which ranks have the same parameters to share out?",
         "ZeRO shares out over the data axis alone: divide by data.",
     ),
-    "whole-model": (
-        lambda n, d, t, p, zero: _shared(n, d, zero), "What of the model does a rank have, before ZeRO?",
-        "own = parameters / (tensor * pipe)",
+    "whole-model": ([{"own": lambda n, t, p: n}], "What of the model does a rank have, before ZeRO?", _OWN),
+    "one-axis-cuts": (
+        [{"own": lambda n, t, p: n / t}, {"own": lambda n, t, p: n / p}],
+        "Tensor ranks cut each layer, stages take some of the layers: what is left on a rank of both axes?", _OWN,
     ),
     "twice-cut": (
-        lambda n, d, t, p, zero: _shared(n / (t * p) ** 2, d, zero), "The parameters are divided twice.",
+        [{"own": lambda n, t, p: n / (t * p) ** 2}], "The parameters are divided twice.",
         "own is already this rank's part.",
     ),
-    "not-shared": (
-        lambda n, d, t, p, zero: 16 * n / (t * p), "Which stage shares out what?",
-        "From stage 1 on states, from 2 on gradients, from 3 on parameters.",
-    ),
+    "not-shared": ([{"ranks": lambda d, t, p: 1}], "Which stage shares out what?", _STAGES),
     "one-stage-off": (
-        lambda n, d, t, p, zero: _shared(n / (t * p), d, zero + 1), "Which stage shares out states: 0 or 1?",
-        "From stage 1 on states, from 2 on gradients, from 3 on parameters.",
+        [{"shared_from": (2, 1, 0)}], "Which stage shares out states: 0 or 1?", _STAGES,
+    ),
+    "other-stages": (
+        [{"shared_from": (a, b, c)} for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)],
+        "Each stage shares out one thing more: what does this one leave whole?", _STAGES,
     ),
     "mixed-precision": (
-        lambda n, d, t, p, zero: _shared(n / (t * p), d, zero, (2, 2, 12)), "These are the bytes of mixed precision.",
+        [{"parts": (2, 2, 12)}], "These are the bytes of mixed precision.",
         "In float32: 4, 4, and 8 for Adam's two states.",
     ),
 }  # fmt: skip
@@ -102,44 +109,89 @@ _PLANS = {
     "stages": _plan(4e6, 4, 4, 4, 1, 14, 2e6),
     "cut": _plan(4e6, 16, 1, 1, 4, 80, 18e6),
 }
-# limit, seconds a sample, latency, bandwidth; each tells one mistake from the others
+
+
+def _drawn(seed: int) -> tuple:
+    """Plans whose parts take about as long, so that whoever counts one of them otherwise chooses another plan."""
+    draw = random.Random(seed)
+    plans = {
+        name: _plan(
+            1e6 * draw.randint(1, 8), draw.choice((2, 4, 8)), draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4)),
+            draw.choice((1, 2, 4)), draw.randint(2, 90), 1e5 * draw.randint(1, 90),
+        )
+        for name in ("first", "second", "third", "fourth", "fifth")
+    }  # fmt: skip
+    return plans, 6e6, draw.uniform(0.005, 0.04), draw.uniform(0.0005, 0.005), draw.uniform(5e6, 50e6)
+
+
+# plans, limit, seconds a sample, latency, bandwidth
 TASKS = {
-    "plans differ by their memory": (_PLANS, 6e6, 0.02, 0.002, 20e6),
-    "a plan holds exactly the limit": (_PLANS, 4e6, 0.02, 0.002, 20e6),
-    "no plan fits": (_PLANS, 3e6, 0.02, 0.002, 20e6),
-    "all plans fit": (_PLANS, 1e9, 0.02, 0.002, 20e6),
-    "plans differ by their bubble": (
-        {"sharded": _plan(1, 4, 1, 1, 1, 6, 0), "stages": _plan(1, 4, 4, 4, 1, 0, 0)}, 2, 0.02, 0.002, 20e6,
+    "memory": (_PLANS, 6e6, 0.02, 0.002, 20e6),
+    "at the limit": (_PLANS, 4e6, 0.02, 0.002, 20e6),
+    "no room": (_PLANS, 3e6, 0.02, 0.002, 20e6),
+    **{f"drawn {seed}": _drawn(seed) for seed in range(120)},
+}
+_TURNS = "How many turns has a step of p stages?", "micro_batches + stages - 1 turns"
+_SHARE = "How much of the model does a rank compute?", "A turn takes samples * sample / (stages * tensor)."
+_OF_A_STEP = (
+    "Are messages and bytes those of a turn, of a micro-batch, or of a step?",
+    "messages and sent are of a whole step: they are added once, beside the turns.",
+)
+# m micro-batches, p stages and t tensor ranks: how often a turn's computing counts, a step's latency, and its bytes
+SECONDS = {
+    "": (lambda m, p, t: (m + p - 1, 1, 1),),
+    "no-bubble": (lambda m, p, t: (m, 1, 1), *_TURNS),
+    "a-turn-too-many": (lambda m, p, t: (m + p, 1, 1), *_TURNS),
+    "one-turn": (lambda m, p, t: (1, 1, 1), *_TURNS),
+    "whole-model-each": (lambda m, p, t: ((m + p - 1) * p * t, 1, 1), *_SHARE),
+    "stages-compute-all": (lambda m, p, t: ((m + p - 1) * p, 1, 1), *_SHARE),
+    "tensor-ranks-compute-all": (lambda m, p, t: ((m + p - 1) * t, 1, 1), *_SHARE),
+    "no-latency": (
+        lambda m, p, t: (m + p - 1, 0, 1), "Many small messages, or one large one?",
+        "messages * latency belongs to a step.",
     ),
-    "plans differ by their latency": (
-        {"many": _plan(1, 4, 1, 1, 1, 90, 1e6), "few": _plan(1, 4, 1, 1, 1, 2, 2e6)}, 2, 0.02, 0.005, 20e6,
+    "no-bandwidth": (
+        lambda m, p, t: (m + p - 1, 1, 0), "How long do the bytes take?", "sent / bandwidth belongs to a step.",
     ),
-    "plans differ by their bandwidth": (
-        {"few, large": _plan(1, 4, 1, 1, 1, 2, 9e6), "many, small": _plan(1, 4, 1, 1, 1, 90, 1e6)}, 2, 0.02, 1e-5, 20e6,
+    "messages-alone": (lambda m, p, t: (0, 1, 1), "Who computes?", _SHARE[1]),
+    "compute-alone": (
+        lambda m, p, t: (m + p - 1, 0, 0), "What does the link cost?", "messages * latency + sent / bandwidth",
     ),
-    "plans differ by their compute": (
-        {"one rank": _plan(1, 16, 1, 1, 1, 0, 0), "cut": _plan(1, 16, 1, 1, 4, 10, 1e6)}, 2, 0.05, 0.002, 20e6,
-    ),
+    "messages-of-a-turn": (lambda m, p, t: [m + p - 1] * 3, *_OF_A_STEP),
+    "latency-of-a-turn": (lambda m, p, t: (m + p - 1, m + p - 1, 1), *_OF_A_STEP),
+    "messages-of-a-micro-batch": (lambda m, p, t: (m + p - 1, m, m), *_OF_A_STEP),
+    "latency-of-a-micro-batch": (lambda m, p, t: (m + p - 1, m, 1), *_OF_A_STEP),
+    "bytes-of-a-micro-batch": (lambda m, p, t: (m + p - 1, 1, m), *_OF_A_STEP),
+    "bits": (lambda m, p, t: (m + p - 1, 1, 8), "sent is in bytes, and so is the bandwidth.", "sent / bandwidth"),
 }  # fmt: skip
 
 
-def seconds_of(plan, sample, latency, bandwidth, mistake: str = "") -> float:
-    """Of a step; ``mistake`` as planted."""
-    turns = plan["micro_batches"] + (plan["stages"] - 1 if mistake != "no-bubble" else 0)
-    ranks = plan["stages"] * plan["tensor"] if mistake != "whole-model-each" else 1
-    compute = turns * plan["samples"] * sample / ranks
-    link = plan["messages"] * (latency if mistake != "no-latency" else 0)
-    link += plan["sent"] / bandwidth if mistake != "no-bandwidth" else 0
-    return {"messages-alone": link, "compute-alone": compute}.get(mistake, compute + link)
+def _parts(plan, sample, latency, bandwidth, mistake: str = "") -> list:
+    """Seconds of a step's computing, latencies and bytes."""
+    micro_batches, stages, tensor = plan["micro_batches"], plan["stages"], plan["tensor"]
+    each = plan["samples"] * sample / (stages * tensor), plan["messages"] * latency, plan["sent"] / bandwidth
+    often = SECONDS.get(mistake, SECONDS[""])[0](micro_batches, stages, tensor)
+    return [times * part for times, part in zip(often, each, strict=True)]
+
+
+def seconds_of(*plan_and_link) -> float:
+    """Of a step; the last argument may be a mistake."""
+    return sum(_parts(*plan_and_link))
 
 
 def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
-    def fits(held):
+    def fits(name):
+        held = plans[name]["held"]
         return {"ignores-the-limit": True, "below-the-limit": held < limit}.get(mistake, held <= limit)
 
-    fitting = [name for name, plan in plans.items() if fits(plan["held"])]
-    pick = max if mistake == "slowest" else min
-    return pick(fitting, key=lambda name: seconds_of(plans[name], sample, latency, bandwidth, mistake), default=None)
+    def key(name):
+        seconds = seconds_of(plans[name], sample, latency, bandwidth, mistake)
+        of_others = {"slowest": -seconds, "the-first": 0, "smallest": plans[name]["held"]}
+        return of_others.get(mistake, seconds)
+
+    if mistake == "looks-afterwards":
+        return next((name for name in [min(plans, key=key)] if fits(name)), None)
+    return min(filter(fits, plans), key=key, default=None)
 
 
 def observe_choice(choose, comm):
@@ -150,22 +202,16 @@ def observe_choice(choose, comm):
     return found
 
 
+_FITTING = "min(fitting, key=seconds, default=None), where fitting are those with plan['held'] <= limit"
 HINTS = {
     "ignores-the-limit": ("Which of the plans fit at all?", "Leave out those with plan['held'] > limit."),
     "below-the-limit": ("A plan that holds exactly the limit: does it fit?", "held <= limit"),
-    "no-bubble": ("A pipeline of p stages: how many turns does it need?", "micro_batches + stages - 1"),
-    "whole-model-each": ("How much of a layer, and of how many, does a rank compute?", "/ (stages * tensor)"),
-    "no-latency": ("Many small messages, or one large one?", "messages * latency belongs to a step."),
-    "no-bandwidth": ("How long do the bytes take?", "sent / bandwidth belongs to a step."),
-    "messages-alone": ("Who computes?", "A turn takes samples * sample / (stages * tensor)."),
-    "compute-alone": ("What does the link cost?", "messages * latency + sent / bandwidth"),
+    "looks-afterwards": ("The fastest of all may not fit. What of those that do?", _FITTING),
+    "the-first": ("Several plans fit. Which of them is chosen?", _FITTING),
+    "smallest": ("Which is wanted: the plan that holds least, or the shortest step?", _FITTING),
     "slowest": ("Which one is wanted, the longest or the shortest step?", "min(...)"),
+    **{mistake: hints for mistake, (_, *hints) in SECONDS.items() if hints},
 }
-FIRST = {  # where an answer with several mistakes is wrong first: by which of them
-    "plans differ by their memory": "ignores-the-limit", "a plan holds exactly the limit": "below-the-limit",
-    "plans differ by their bubble": "no-bubble", "plans differ by their latency": "no-latency",
-    "plans differ by their bandwidth": "no-bandwidth", "plans differ by their compute": "whole-model-each",
-}  # fmt: skip
 
 
 def judge_choice(observations) -> None:
@@ -173,85 +219,34 @@ def judge_choice(observations) -> None:
     if seen == right:
         return
     at = next(number for number, (came, wanted) in enumerate(zip(seen, right, strict=True)) if came != wanted)
-    name, came = list(TASKS)[at], seen[at]
-    expected = f"{right[at]!r}, where {name}"
+    plans, limit, *link = list(TASKS.values())[at]
+    came, said = seen[at], repr(seen[at])
+    expected = f"{right[at]!r}" if right[at] else f"None: no plan holds {limit:,.0f} bytes or less"
     if isinstance(came, list):
-        raise Wrong("type", 0, expected, came[0], "Return a name of plans, or None.")
+        raise Wrong("type", 0, expected, came[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
     if right[at] is None:
         raise Wrong("always-chooses", 0, expected, repr(came), "What if no plan fits?", "min(..., default=None)")
     if all(each is None for each in seen):
         raise Wrong("never-chooses", 0, expected, "None", "Return a name.", "min(fitting, key=seconds)")
+    expected += _of(plans[right[at]], limit, link)
+    if came in plans:
+        said += _of(plans[came], limit, link)
     for mistake, hints in HINTS.items():
         if seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()]:
-            raise Wrong(mistake, 0, expected, repr(came), *hints)
-    general = ("Seconds of a step: turns, messages x latency, bytes / bandwidth.",)
-    raise Wrong("other-choice", 0, expected, repr(came), *HINTS.get(FIRST.get(name), general))
+            raise Wrong(mistake, 0, expected, said, *hints)
+    raise Wrong(
+        "other-choice", 0, expected, said, "Compute both by hand: which part do you count otherwise?",
+        "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth",
+    )  # fmt: skip
 
 
-# The race
-
-
-def observe_race(my_plan, comm):
-    came = my_plan()
-    came = vars(came) if isinstance(came, Plan) else came
-    if not isinstance(came, dict):
-        return {"type": f"{came!r:.60}"}
-    fields = Plan.__dataclass_fields__
-    if unknown := [name for name in came if name not in fields]:
-        return {"refused": f"{unknown[0]!r} is nothing of a plan: it has {', '.join(list(fields)[:9])}."}
-    try:
-        plan = Plan(**{"batch": brief.BATCH, **came})
-        brief.config(plan)
-        brief.held(plan)
-    except (TypeError, PlanError) as problem:
-        return {"refused": f"{problem}"}
-    if plan.gpus != comm.size or plan.batch != brief.BATCH:
-        return {"ranks": plan.gpus, "there": comm.size, "batch": plan.batch, "plan": str(plan)}
-    found = brief.measured(plan, steps=3, limit=False, link=False, comm=comm)
-    return {
-        "plan": str(plan), "held": max(found["held"]), "sent": found["sent"],
-        "ms": 1000 * brief.predicted(plan, SAMPLE),
-    }  # fmt: skip
-
-
-def judge_race(observations) -> Score:
-    for rank, seen in enumerate(observations):
-        if "type" in seen:
-            raise Wrong("type", rank, "a dictionary of fields of Plan", seen["type"], 'return {"data": 4, "zero": 3}')
-        if "refused" in seen:
-            raise Wrong(
-                "cannot-be", rank, f"a plan for {brief.RANKS} ranks and {brief.BATCH} samples", seen["refused"],
-                "What does the sentence name?", "data x micro_batch divides 16; heads are 4, layers 4.",
-            )  # fmt: skip
-        if "ranks" in seen:
-            raise Wrong(
-                "other-task", rank, f"axes that multiply to {seen['there']}, and a batch of {brief.BATCH}",
-                f"{seen['ranks']} ranks, a batch of {seen['batch']}: {seen['plan']}",
-                "data x tensor x pipe is the number of ranks. The task is made for four: lab.engines(4).",
-            )  # fmt: skip
-    most = max(seen["held"] for seen in observations)
-    if most > brief.LIMIT:
-        rank = next(rank for rank, seen in enumerate(observations) if seen["held"] == most)
-        raise Wrong(
-            "over-the-limit", rank, f"at most {brief.LIMIT:,} bytes of model states", f"{most:,} bytes",
-            "A higher stage of ZeRO, or more stages or tensor ranks, hold less.",
-            "ZeRO-3 on data 4, or ZeRO-1 on data 2 with pipe 2.",
-        )  # fmt: skip
-    took = observations[0]["ms"]
-    par = 1000 * brief.predicted(brief.MESHES["pipe 4"], SAMPLE)
-    words = f"{took:.0f} ms a step, par {par:.0f}: {observations[0]['plan']}"
-    score = Score(round(took, 1), round(par, 1), "ms", words)
-    if took > 1.001 * par:
-        raise Wrong(
-            "over-par", 0, f"at most {par:.0f} ms a step", f"{took:.0f} ms",
-            "Where do the seconds go: turns, messages, bytes? The cell above says so of any plan.",
-            "On a slow link activations are cheaper than parameters: a pipeline, and short turns.", score=score,
-        )  # fmt: skip
-    return score
+def _of(plan, limit, link) -> str:
+    turns, latencies, of_bytes = (f"{1000 * part:.1f}" for part in _parts(plan, *link))
+    held = f"{plan['held']:,.0f} bytes where {limit:,.0f} are allowed"
+    return f", of {held}: {turns} ms of turns, {latencies} of latency, {of_bytes} of bytes"
 
 
 EXERCISES = {
     "held-fix": Exercise("held", observe_held, judge_held, needs_ranks=False),
     "choose-build": Exercise("choose", observe_choice, judge_choice, needs_ranks=False),
-    "capstone-race": Exercise("my_plan", observe_race, judge_race),
 }

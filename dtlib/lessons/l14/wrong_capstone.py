@@ -1,6 +1,6 @@
 """Plausible wrong answers to lesson 14, and the mistake that the check must recognise in each."""
 
-from dtlib.lessons.l14.judge_capstone import seconds_of
+from dtlib.lessons.l14.judge_capstone import SECONDS, seconds_of
 
 # fix: held(parameters, data, tensor, pipe, zero)
 
@@ -29,6 +29,19 @@ def without_zero(parameters, data, tensor, pipe, zero):
 
 def a_stage_early(parameters, data, tensor, pipe, zero):
     return _zero(parameters / (tensor * pipe), data, zero + 1)
+
+
+def tensor_alone_cuts(parameters, data, tensor, pipe, zero):
+    return _zero(parameters / tensor, data, zero)
+
+
+def gradients_from_stage_1(parameters, data, tensor, pipe, zero):
+    own = parameters / (tensor * pipe)
+    return _zero(own, data, zero, (4, 0, 12))
+
+
+def half_the_states(parameters, data, tensor, pipe, zero):
+    return _zero(parameters / (tensor * pipe), data, zero, (4, 4, 4))
 
 
 def in_mixed_precision(parameters, data, tensor, pipe, zero):
@@ -98,6 +111,23 @@ def two_mistakes(plans, limit, sample, latency, bandwidth):
     return min(fitting, key=key, default=None)
 
 
+def fastest_if_it_fits(plans, limit, sample, latency, bandwidth):
+    name = fastest_of_all(plans, limit, sample, latency, bandwidth)
+    return name if plans[name]["held"] <= limit else None
+
+
+def first_that_fits(plans, limit, sample, latency, bandwidth):
+    return next(iter(fitting_of(plans, limit)), None)
+
+
+def hidden_behind_computing(plans, limit, sample, latency, bandwidth):
+    def key(name):
+        computing = seconds_of(plans[name], sample, latency, bandwidth, "compute-alone")
+        return max(computing, seconds_of(plans[name], sample, latency, bandwidth) - computing)
+
+    return min(fitting_of(plans, limit), key=key, default=None)
+
+
 def smallest(plans, limit, sample, latency, bandwidth):
     return min(fitting_of(plans, limit), key=lambda name: plans[name]["held"], default=None)
 
@@ -152,6 +182,9 @@ WRONG = {
         cut_twice: "twice-cut",
         without_zero: "not-shared",
         a_stage_early: "one-stage-off",
+        tensor_alone_cuts: "one-axis-cuts",
+        gradients_from_stage_1: "other-stages",
+        half_the_states: "other-bytes",
         in_mixed_precision: "mixed-precision",
         in_elements: "other-bytes",
         says_it_in_words: "type",
@@ -163,8 +196,11 @@ WRONG = {
         slowest: "slowest",
         gives_the_plan: "type",
         nothing_yet: "never-chooses",
+        smallest: "smallest",
+        fastest_if_it_fits: "looks-afterwards",
+        first_that_fits: "the-first",
+        hidden_behind_computing: "other-choice",
         two_mistakes: "other-choice",
-        smallest: "other-choice",
     },
     "capstone-race": {
         the_stub: ("over-par", 4),
@@ -179,16 +215,4 @@ WRONG = {
         a_plan_in_words: "type",
     },
 }
-NAMED = {
-    "choose-build": {
-        mistake: (with_a_mistake(mistake), mistake)
-        for mistake in (
-            "no-bubble",
-            "whole-model-each",
-            "no-latency",
-            "no-bandwidth",
-            "messages-alone",
-            "compute-alone",
-        )
-    },
-}
+NAMED = {"choose-build": {mistake: (with_a_mistake(mistake), mistake) for mistake in SECONDS if mistake}}

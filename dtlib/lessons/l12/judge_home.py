@@ -1,0 +1,83 @@
+"""Lesson 12, the backward ring: gradients that travel home."""
+
+from dtlib.lab.checks.equality import factors
+from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lessons.l12.judge_context import KEYS, WIDTH, about, is_like, numbers, same
+
+
+def summand(rank: int, owner: int):
+    """What a rank's queries add to the gradients of ``owner``'s keys and values."""
+    return numbers(rank, 2, KEYS, WIDTH, of=100 + owner)
+
+
+def observe_send_home(send_home, comm):
+    from dtlib.comm.watch.recorder import recording
+
+    def of(owner):
+        return summand(comm.rank, owner)
+
+    with recording() as events:
+        came = send_home(comm, of)
+    sent = sum(event.bytes for event in events if event.kind == "operation")
+    comm.barrier()
+    return {"sent": sent, "came": came.detach().clone() if is_like(came, 2, KEYS, WIDTH) else about(came)}
+
+
+def judge_send_home(observations) -> None:
+    ranks, size = len(observations), summand(0, 0).nbytes
+
+    def complete(owner):
+        return sum(summand(rank, owner % ranks) for rank in range(ranks))
+
+    for rank, seen in enumerate(observations):
+        came, expected = seen["came"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
+        if isinstance(came, str):
+            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", came, "Return what has come home.")
+        others = {
+            "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
+                                "Nothing is missing in them. Whose are they?",
+                                "After N steps, one hop more: return pass_on(comm, travelling)()"),
+            "one-hop-too-many": (complete(rank - 1), f"complete, and those of rank {(rank - 1) % ranks}",
+                                 "They were home, and went on.", "N hops for N ranks, the last after the last step."),
+            "alone": (summand(rank, rank), "this rank's summand alone",
+                      "Whose queries look at these keys? What they add has to arrive, too."),
+            "overwritten": (summand((rank - 1) % ranks, rank), "a single summand, another rank's",
+                            "What travels is to grow: each rank adds its own to what arrives.",
+                            "here = summand(owner) + pass_on(comm, travelling)()"),
+            "of-all": (sum(complete(owner) for owner in range(ranks)), "the sum of all ranks' gradients, of all keys",
+                       "Each rank has keys of its own."),
+            "divided": (complete(rank) / ranks, f"divided by {ranks}",
+                        "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
+        }  # fmt: skip
+        if not same(came, complete(rank)):
+            for mistake, (wrong, told, *hints) in others.items():
+                if same(came, wrong):
+                    raise Wrong(mistake, rank, expected, told, *hints)
+            raise Wrong(
+                "other-gradients", rank, expected, _in_words(came, ranks),
+                "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
+                "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.",
+            )  # fmt: skip
+    for rank, seen in enumerate(observations):
+        if seen["sent"] > ranks * size:
+            raise Wrong(
+                "too-many-bytes", rank, f"{ranks} hops of {size} bytes at most", f"{seen['sent']} bytes",
+                "The values are right. What has to travel: every summand, or sums of them?",
+                "One tensor in each hop, to which everybody adds.",
+            )  # fmt: skip
+
+
+def _in_words(came, ranks: int) -> str:
+    """Which summands are in it, and how often."""
+    each = [(rank, owner) for owner in range(ranks) for rank in range(ranks)]
+    often = factors(came, *(summand(*one) for one in each)) if len(each) <= came.numel() else None
+    if often is None:
+        return "something else than such summands"
+    of_keys = {owner: [] for owner in range(ranks)}
+    for (rank, owner), times in zip(each, often, strict=True):
+        if abs(times) > 1e-6:
+            of_keys[owner].append(f"rank {rank}'s" + (f" {times:.3g} times" if abs(times - 1) > 1e-6 else ""))
+    return "; ".join(f"of rank {owner}'s keys: {', '.join(found)}" for owner, found in of_keys.items() if found)
+
+
+EXERCISES = {"last-hop-fix": Exercise("send_home", observe_send_home, judge_send_home, any_size=True)}
