@@ -316,7 +316,7 @@ def ring_in_three_chunks(comm, tensor):
 WRONG = {
     "ring-fix": {
         as_it_was: ("incomplete", 2),
-        the_other_index_turned: ("incomplete", 2),
+        the_other_index_turned: ("one-rank-each", 2),
         adds_in_the_second_half: ("counted-twice", 2),
         first_half_moved_instead: ("incomplete", 3),  # on two ranks two chunks further is the same chunk
         one_step_short: ("incomplete", 3),
@@ -333,7 +333,7 @@ WRONG = {
         off_by_one_chunk: ("incomplete", 3),
         adds_in_the_second_half: ("counted-twice", 2),
         garbage_with_the_right_messages: ("other-values", 2),
-        receives_over_its_own: ("incomplete", 2),
+        receives_over_its_own: ("one-rank-each", 2),
         not_in_place: ("not-in-place", 2),
         another_memory: ("nothing-done", 2),
         everybody_receives_first: ("waited", 2),

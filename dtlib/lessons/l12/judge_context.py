@@ -129,7 +129,7 @@ def judge_merge(observations) -> None:
                 }
                 everywhere = [(each[w][1], a, b) for r, each in enumerate(observations)
                               for w, ((_, a), (_, b)) in pairs(r).items()]  # fmt: skip
-                found = [m for m, (of, _) in said.items() if all(same(c, of(a, b)) for c, a, b in everywhere)]
+                found = [m for m, (of, _) in said.items() if all(torch.allclose(c, of(a, b)) for c, a, b in everywhere)]
                 mistake = found[0] if found else "other-lse"
                 told = said[mistake][1] if found else "another number"
                 raise Wrong(

@@ -38,12 +38,6 @@ def share_of_rank_0(comm, probabilities, chosen):
     return experts * (comm.broadcast(share_of(chosen, experts)) * probabilities.mean(0)).sum()
 
 
-def sum_of_probabilities(comm, probabilities, chosen):
-    experts = probabilities.shape[1]
-    share = comm.all_reduce(share_of(chosen, experts), op="mean")
-    return experts * (share * probabilities.sum(0)).sum()
-
-
 def ranks_for_experts(comm, probabilities, chosen):
     share = comm.all_reduce(share_of(chosen, probabilities.shape[1]), op="mean")
     return comm.size * (share * probabilities.mean(0)).sum()
@@ -185,13 +179,12 @@ WRONG = {
         shares_added: "summed",
         choices_over_tokens: "of-tokens",
         share_of_rank_0: "one-ranks-share",
-        sum_of_probabilities: "sum-of-probabilities",
         ranks_for_experts: "ranks-for-experts",
         without_the_factor: "without-experts",
         divided_once_more: "divided-twice",
         no_choices_in_it: "probabilities-twice",
         first_choices_alone: "other-gradient",
-        not_a_mean: "other-factor",
+        not_a_mean: "sum-of-probabilities",
         one_less: "other-value",
         a_loss_each: "type",
     },

@@ -213,6 +213,8 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
     for mistake, (settings, *hints) in others.items():
         if close(came, played(**settings, ranks=ranks, rank=rank)["means"]):
             raise Wrong(mistake, rank, what, f"others, {since}", *hints)
+    if close(came, _alone(send, rank)):
+        raise Wrong("alone", rank, what, "what this rank sends, alone", "Where do the others come in?")
     if not first and (found := factors(_tensor(came[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
         raise Wrong(
             "scaled", rank, what, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
@@ -228,8 +230,6 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
             "What is wanted and was not sent is kept, all of it and with its sign: nothing is divided or forgotten.",
             "kept = wanted - sent",
         )  # fmt: skip
-    if close(came, _alone(send, rank)):
-        raise Wrong("alone", rank, what, "what this rank sends, alone", "Where do the others come in?")
     raise Wrong(
         "other-values", rank, what, f"others, {since}",
         "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.",
