@@ -57,7 +57,7 @@ def page() -> str:
     asked = "".join(source.read_text(encoding="utf-8") for source in notebooks().values())
     for exercise in sorted(homes(), key=lambda name: asked.index(f'lab.check("{name}")')):
         rows = [
-            f"| {_cell(_in_short(verdict.came))} | {_cell(verdict.hints[0])} | {_cell(verdict.hints[-1])} |"
+            f"| {_cell(_in_short(verdict.got))} | {_cell(verdict.hints[0])} | {_cell(verdict.hints[-1])} |"
             for mistake, (verdict, _) in mistakes(exercise).items() if mistake not in ("missing", "other-size")
         ]  # fmt: skip
         if not rows:
@@ -65,7 +65,7 @@ def page() -> str:
         number = homes()[exercise].parent.name[1:]
         if number != lesson:
             text, lesson = f"{text}\n## Lesson {number}\n", number
-        text += f"\n### {exercise}\n\n| what came | ask | say |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        text += f"\n### {exercise}\n\n| got | ask | say |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     return text
 
 

@@ -128,14 +128,14 @@ def predictions(found: dict) -> dict:
 def page(said: dict, found: dict) -> str:
     rows, exact, ratios = [], 0, {}
     for name, mesh in said["meshes"].items():
-        came = found[name]
-        equal = mesh["held"] == came["held"], mesh["sent"] == came["sent"]
-        ratios[name] = came["seconds"] / mesh["seconds"]
+        got = found[name]
+        equal = mesh["held"] == got["held"], mesh["sent"] == got["sent"]
+        ratios[name] = got["seconds"] / mesh["seconds"]
         exact += all(equal)
         rows.append(
-            f"| {name} | {max(mesh['held']):,} | {'equal' if equal[0] else max(came['held'])} | {max(mesh['sent']):,} "
-            f"| {'equal' if equal[1] else max(came['sent'])} | {1000 * mesh['seconds']:.0f} "
-            f"| {1000 * came['seconds']:.0f} | {ratios[name]:.2f} |"
+            f"| {name} | {max(mesh['held']):,} | {'equal' if equal[0] else max(got['held'])} | {max(mesh['sent']):,} "
+            f"| {'equal' if equal[1] else max(got['sent'])} | {1000 * mesh['seconds']:.0f} "
+            f"| {1000 * got['seconds']:.0f} | {ratios[name]:.2f} |"
         )
     headers = (
         "| mesh | bytes held | found | bytes sent | found | ms, predicted | measured | ratio |\n| ---" + " | ---:" * 7

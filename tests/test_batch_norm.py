@@ -47,8 +47,8 @@ def test_options_are_those_of_torch(world, momentum, affine, tracks):
         world.comm,
     )
     for _ in range(3):
-        expected, came = theirs(x), ours(slice_of((x, x[:, 0, 0]), world.rank, 2)[0])
-    torch.testing.assert_close(came, expected[world.rank * 4 : world.rank * 4 + 4], rtol=0, atol=1e-12)
+        expected, got = theirs(x), ours(slice_of((x, x[:, 0, 0]), world.rank, 2)[0])
+    torch.testing.assert_close(got, expected[world.rank * 4 : world.rank * 4 + 4], rtol=0, atol=1e-12)
     if tracks:
         torch.testing.assert_close(ours[0].running_var, theirs.running_var, rtol=0, atol=1e-12)
 

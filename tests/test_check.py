@@ -572,7 +572,7 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
         return estimate_right(points, comm)
 
     verdict = judged_soon("pi-on-ranks", {"estimate_pi": raises_on_rank_1}, 1)
-    assert (verdict.mistake, verdict.rank, verdict.came) == (
+    assert (verdict.mistake, verdict.rank, verdict.got) == (
         "raised",
         1,
         "ValueError: no points for me, in raises_on_rank_1(2000, comm) on 2 ranks",
@@ -584,7 +584,7 @@ def test_an_answer_that_is_missing_or_raises_on_one_rank_is_named_with_the_rank(
         raise MPI.Exception(MPI.ERR_TRUNCATE)
 
     verdict = judged_soon("pi-on-ranks", {"estimate_pi": ends_in_mpi}, 1)
-    assert verdict.mistake == "waited" and "MPI_ERR_TRUNCATE" in verdict.came and "different calls" in verdict.came
+    assert verdict.mistake == "waited" and "MPI_ERR_TRUNCATE" in verdict.got and "different calls" in verdict.got
     only_on_rank_0 = {"estimate_pi": estimate_right} if world.rank == 0 else {}
     verdict = judged_soon("pi-on-ranks", only_on_rank_0, 1)
     assert (verdict.mistake, verdict.rank) == ("missing", 1)
@@ -683,8 +683,8 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
     try:
         names["answer"](1)
     except Exception as problem:
-        came, hints = told(problem, names["answer"])
-    assert came.split(":")[0].endswith("Error")
+        got, hints = told(problem, names["answer"])
+    assert got.split(":")[0].endswith("Error")
     assert f"in line 2, `return {error}`" in hints[0] and words in hints[0]
     try:
         names["answer"]()

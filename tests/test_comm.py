@@ -216,8 +216,8 @@ def test_one_message_of_more_than_two_gibibytes(world):
     assert ends(comm.all_reduce(array)) == 6 * [4]
     state = array.tobytes() if world.rank == 0 else None
     del array
-    came = comm.broadcast_object(state)
-    assert len(came) == count and came[:1] == came[-1:] == bytes([4])
+    got = comm.broadcast_object(state)
+    assert len(got) == count and got[:1] == got[-1:] == bytes([4])
     comm._buffers.clear()
 
 

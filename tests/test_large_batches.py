@@ -45,7 +45,7 @@ def test_another_form_of_a_right_rate_passes(world):
 @pytest.mark.parametrize("exercise", sorted(wrong_large_batches.WRONG))
 def test_what_is_no_number_is_named(world, exercise):
     verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: lambda *_, **__: None})
-    assert (verdict.mistake, verdict.came) == ("type", "'None'" if exercise == "warmup-fix" else "None")
+    assert (verdict.mistake, verdict.got) == ("type", "'None'" if exercise == "warmup-fix" else "None")
 
 
 def test_intervals_are_those_of_the_tables():

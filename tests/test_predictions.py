@@ -17,15 +17,15 @@ from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
 PLANTED = {
-    "percent": Prediction(came=lambda: {8: 27.27, 32: 8.571, 128: 2.29}, tolerance=0.01),
-    "ten": Prediction(came=lambda: 10.0, tolerance=0.1, hint="Two hands."),
-    "which": Prediction(came=lambda: "rows", choices=("rows", "columns"), hint="A summand."),
-    "group": Prediction(came=lambda: [1, 3], kind=list),
-    "rounds": Prediction(came=lambda: {4: 2, 6: 4}, hint={6: "And 2 more."}),
-    "count": Prediction(came=lambda found: sum(found), within=1, hint="One a rank."),
-    "demand": Prediction(came=lambda: 13_016.5, tolerance=0.1),
-    "speed": Prediction(came=lambda: 1.4, of_this_computer=True),
-    "times": Prediction(came=lambda after, before: after / before),
+    "percent": Prediction(got=lambda: {8: 27.27, 32: 8.571, 128: 2.29}, tolerance=0.01),
+    "ten": Prediction(got=lambda: 10.0, tolerance=0.1, hint="Two hands."),
+    "which": Prediction(got=lambda: "rows", choices=("rows", "columns"), hint="A summand."),
+    "group": Prediction(got=lambda: [1, 3], kind=list),
+    "rounds": Prediction(got=lambda: {4: 2, 6: 4}, hint={6: "And 2 more."}),
+    "count": Prediction(got=lambda found: sum(found), within=1, hint="One a rank."),
+    "demand": Prediction(got=lambda: 13_016.5, tolerance=0.1),
+    "speed": Prediction(got=lambda: 1.4, of_this_computer=True),
+    "times": Prediction(got=lambda after, before: after / before),
 }
 
 
@@ -79,7 +79,7 @@ def test_what_a_guess_is_told_at_once(shell, capsys, name, guess, words):
     assert words in said
     assert "not right" in said or "Two hands" not in said, "a hint is for who was wrong"
     values = guess.values() if isinstance(guess, dict) else [guess]
-    assert None not in values or "came" not in said, "without a guess nothing is revealed"
+    assert None not in values or "got" not in said, "without a guess nothing is revealed"
 
 
 def test_a_guess_that_is_rounded_correctly_is_right_unless_that_loses_much(shell, capsys):
@@ -232,7 +232,7 @@ def test_what_is_computed_is_what_the_solution_says():
                 except ValueError:
                     continue  # made of names; the build judges it
                 if not runs_first(prediction):
-                    predictions._compare(name, guess, prediction.came())
+                    predictions._compare(name, guess, prediction.got())
                     assert predictions._outcomes[name] == "right", predictions._outcomes[name]
 
 

@@ -55,9 +55,9 @@ def check_outcome(folder, run, options) -> None:
     with safe_open(folder / PARAMETERS, "pt") as file:
         for name, expected in model.state_dict().items():
             assert (file.get_tensor(name) - expected).abs().max() < 1e-9, name
-        came = json.loads(file.metadata()["losses"])
-    assert len(came) == steps
-    assert max(abs(a - b) for a, b in zip(came, losses, strict=True)) < 1e-9
+        got = json.loads(file.metadata()["losses"])
+    assert len(got) == steps
+    assert max(abs(a - b) for a, b in zip(got, losses, strict=True)) < 1e-9
     assert nobody_lives(run)
 
 
@@ -283,7 +283,7 @@ def test_seconds_count_until_a_step_that_had_not_been_done_before():
     assert figures.times({"checkpoint": ordered}) == [(name, "3.00", "4 -> 3", 1)]
     drawn, empty = (figures.picture({"checkpoint": events}, [0.5] * 5) for events in (ordered, []))
     assert "<svg" in drawn.svg and f"{name}, 6 steps" in drawn.alt and "nothing else yet" in empty.alt
-    assert predictions()["steps-done-twice"].came(ordered) == 1 and predictions()["ranks-left"].came(ordered) == 3
+    assert predictions()["steps-done-twice"].got(ordered) == 1 and predictions()["ranks-left"].got(ordered) == 3
 
 
 def test_the_fault_lab_says_what_goes_on_and_when_to_kill():

@@ -436,8 +436,8 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
         alone.load_state_dict(wrapping.state_dict())
     wrapping(mine[0]).values.square().mean().backward()
     alone(batch[0]).values.square().mean().backward()
-    came = torch.cat(world.comm.all_gather_object(wrapping.layer.bias.grad.clone()))
-    torch.testing.assert_close(came, alone.layer.bias.grad, rtol=0, atol=1e-12)
+    got = torch.cat(world.comm.all_gather_object(wrapping.layer.bias.grad.clone()))
+    torch.testing.assert_close(got, alone.layer.bias.grad, rtol=0, atol=1e-12)
 
 
 @on_ranks(2, 3)

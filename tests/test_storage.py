@@ -512,8 +512,8 @@ def test_damage_is_told_with_file_and_offset_or_skipped_and_counted(
     assert "damaged='skip'" in str(raised.value)
 
     loaders = [Loader(open_samples(folder, damaged="skip"), 8, rank, 2, workers=workers) for rank in range(2)]
-    came = [numbers_in(loader) for loader in loaders]
-    assert sorted(flat(came)) == [number for number in range(SAMPLES) if number not in lost]
+    got = [numbers_in(loader) for loader in loaders]
+    assert sorted(flat(got)) == [number for number in range(SAMPLES) if number not in lost]
     skipped = [error for loader in loaders for error in loader.skipped]
     assert sorted(error.sample for error in skipped) == list(lost)
     assert all(error.file == str(folder / name) for error in skipped)

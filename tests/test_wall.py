@@ -232,12 +232,12 @@ def test_killed_and_started_again_nobody_notices(wall, learner, monkeypatch, cap
 @contextmanager
 def spy():
     """A server that takes everybody, and the requests that it gets."""
-    came = []
+    got = []
 
     class Spy(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            came.append((self.path, dict(self.headers), body.decode()))
+            got.append((self.path, dict(self.headers), body.decode()))
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b'{"token": "t"}')
@@ -249,7 +249,7 @@ def spy():
         thread = threading.Thread(target=served.serve_forever)
         thread.start()
         try:
-            yield served.server_address[1], came
+            yield served.server_address[1], got
         finally:
             served.shutdown()
             thread.join()
@@ -272,41 +272,41 @@ def test_nothing_is_sent_before_joining_and_neither_names_nor_code_after(learner
     monkeypatch.setattr(reports, "BETWEEN_SECONDS", 0.05)
     monkeypatch.setattr(quiz, "_first", {})
     threads = threading.active_count()
-    with spy() as (port, came):
+    with spy() as (port, got):
         hangs()
         works()
-        assert not came and threading.active_count() == threads + 1, "the spy's thread alone"
+        assert not got and threading.active_count() == threads + 1, "the spy's thread alone"
         reports.join(f"ABCDEF@127.0.0.1:{port}", "heron")
         said = " ".join(capsys.readouterr().out.split())
         assert "until lab.leave()" in said.lower() and "no name, no code and no output" in said.lower()
         hangs()
-        wait_until(lambda: any("ranks 0 and 1 wait for rank 2 (all_reduce(sum))" in body for _, _, body in came))
+        wait_until(lambda: any("ranks 0 and 1 wait for rank 2 (all_reduce(sum))" in body for _, _, body in got))
         works()
-        wait_until(lambda: any('"03/0"' in body for _, _, body in came))
-        last = json.loads(came[-1][2])
+        wait_until(lambda: any('"03/0"' in body for _, _, body in got))
+        last = json.loads(got[-1][2])
         assert (last["says"], last["kind"]) == ("Rank 1: KeyError was raised.", "wrong")
         assert last["guesses"] == {"tree-broadcast: messages": [7, True], "tree-broadcast: rounds": [3, True]}
-        everything = repr(came)
+        everything = repr(got)
         for private in ("my_code", str(learner), socket.gethostname(), f"/{getpass.getuser()}"):
             assert private not in everything
         reports.leave()
         reports._thread.join(30)
-        count = len(came)
+        count = len(got)
         works()
-        assert came[-1][0] == "/leave" and len(came) == count
+        assert got[-1][0] == "/leave" and len(got) == count
         assert not reports._thread.is_alive()
 
 
 def test_who_joined_yesterday_has_left(learner):
-    with spy() as (port, came):
+    with spy() as (port, got):
         reports.join(f"ABCDEF@127.0.0.1:{port}", "heron")
         reports._thread.join(30)
         note = json.loads((learner / reports.FILE).read_text())
         (learner / reports.FILE).write_text(json.dumps({**note, "joined": time.time() - reports.JOINED_SECONDS - 1}))
-        count = len(came)
+        count = len(got)
         reports.report("started")
         reports._thread.join(30)
-        assert len(came) == count and not (learner / reports.FILE).exists()
+        assert len(got) == count and not (learner / reports.FILE).exists()
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def _checked(name: str, code: str, tried: int) -> str:
         return sentence(f"Passed: {name}. {score or ''}", True)
     except Wrong as wrong:
         hint = wrong.hints[min(tried, len(wrong.hints) - 1)] if wrong.hints else ""
-        said = f"Not yet: {name}. Expected: {wrong.expected}. Got: {wrong.came}. Hint: {hint}"
+        said = f"Not yet: {name}. Expected: {wrong.expected}. Got: {wrong.got}. Hint: {hint}"
         return put("attempt", tried + 1) + sentence(said, False)
     except Exception as problem:
         return sentence(f"Not yet: {name}. Your function raised {type(problem).__name__}: {problem}", False)

@@ -38,5 +38,5 @@ def show(puzzle: str, order: str, attempt: str, pressed: str = "") -> str:
     except Wrong as wrong:
         where = "" if wrong.rank is None else f", on rank {wrong.rank}"
         hint = wrong.hints[min(tried, len(wrong.hints) - 1)] if wrong.hints else ""
-        said = f"Not yet{where}. Expected: {wrong.expected}. Got: {wrong.came}. Hint: {hint}"
+        said = f"Not yet{where}. Expected: {wrong.expected}. Got: {wrong.got}. Hint: {hint}"
         return sentence(said, False) + shown + put("attempt", tried + 1)

@@ -141,5 +141,5 @@ def _checked(ranks: Ranks) -> str:
         judge_total(observed)
         return sentence("Passed: first-sum.", True)
     except Wrong as wrong:
-        said = f"Not yet: first-sum, on rank {wrong.rank}. Expected: {wrong.expected}. Got: {wrong.came}. Hint: "
+        said = f"Not yet: first-sum, on rank {wrong.rank}. Expected: {wrong.expected}. Got: {wrong.got}. Hint: "
         return sentence(said + wrong.hints[0], False)

@@ -93,9 +93,9 @@ def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], lis
             while waits[rank] is not None and links[rank].all_done(waits[rank]):
                 waits[rank] = next(run, None)
         held = _held(arrays)
-        came = network.deliver()
-        found.append(Round(held, tuple(_sent(message, arrays[message.source]) for message in came)))
-        if not came:
+        got = network.deliver()
+        found.append(Round(held, tuple(_sent(message, arrays[message.source]) for message in got)))
+        if not got:
             return found, links
 
 

@@ -59,7 +59,7 @@ class Network:
 
     def deliver(self) -> list[Message]:
         """A round: what arrives in it, of what a rank has asked for."""
-        came, busy = [], set()
+        got, busy = [], set()
         for source, sent in enumerate(self._sent):
             for at, (tag, dest, request, place) in enumerate(sent):
                 if dest in busy or not (waiting := self._awaited.get((tag, source, dest))):
@@ -71,11 +71,11 @@ class Network:
                 received.numbers[:count] = request.numbers[:count]
                 received.done = request.done = True
                 received.other = request
-                came.append(Message(self.number, source, dest, place, request.what))
+                got.append(Message(self.number, source, dest, place, request.what))
                 break
         self.number += 1
-        self.arrived += came
-        return came
+        self.arrived += got
+        return got
 
 
 class TurnLink:

@@ -53,10 +53,10 @@ class Cached(Samples):
         if missing:
             batch, skipped = self.reader.read(missing)
             lost = {error.sample for error in skipped}
-            came = [number for number in missing if number not in lost]
+            got = [number for number in missing if number not in lost]
             for name, values in batch.items():
-                self._kept[name].numpy()[came] = values.numpy()
-            have[came] = True
+                self._kept[name].numpy()[got] = values.numpy()
+            have[got] = True
             numbers = [number for number in numbers if number not in lost]
         return {name: torch.from_numpy(kept.numpy()[numbers]) for name, kept in self._kept.items()}, skipped
 

@@ -128,8 +128,8 @@ class ColumnReader(Reader):
                     name, self.files.size(name), f"no column {column!r}, only {', '.join(schema.names)}"
                 )
             if schema.field(column).type != wanted:
-                came = schema.field(column).type
-                raise self._damaged(name, self.files.size(name), f"column {column!r} as {came} instead of {wanted}")
+                got = schema.field(column).type
+                raise self._damaged(name, self.files.size(name), f"column {column!r} as {got} instead of {wanted}")
 
     def _damaged(self, name: str, offset: int, problem) -> StorageError:
         path = self.files.path(name)

@@ -77,11 +77,11 @@ class Ranks:
             waiting.advance_all()
             moved = [rank.go_on() for rank in self.ranks if rank.can_go_on()]
             waiting.advance_all()
-            came = self.wires.network.deliver()
+            got = self.wires.network.deliver()
             waiting.advance_all()
             for rank in self.ranks:
                 rank.comm_ended()
-            if not moved and not came and not any(rank.can_go_on() for rank in self.ranks):
+            if not moved and not got and not any(rank.can_go_on() for rank in self.ranks):
                 stuck = True
                 self._say_who_waits()
         return stuck

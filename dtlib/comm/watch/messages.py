@@ -32,8 +32,8 @@ def receive_message(link, array, source, call, notes):
     else:
         yield [arriving]
     if link.length() != array.nbytes:
-        came = "more" if link.length() is None else f"{link.length()} bytes"
+        got = "more" if link.length() is None else f"{link.length()} bytes"
         raise CommunicationError(
-            f"{call}: {came} came, and this tensor has {array.nbytes} bytes; send and recv need the same shape and "
+            f"{call}: {got} came, and this tensor has {array.nbytes} bytes; send and recv need the same shape and "
             f"dtype. {RESET}"
         )

@@ -52,12 +52,12 @@ def _functions_of(thing) -> list:
 
 def told(error: BaseException, thing) -> tuple[str, tuple]:
     """What an error of an answer says, and hints that belong to its kind: where it happened, and what to look at."""
-    came = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    got = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)
     if place is None and isinstance(error, TypeError) and "argument" in f"{error}":
         asks = "It was not even called: do its parameters agree with the text, in number and in order?"
-        return came, (asks, ON_ITS_OWN)
-    return came, (f"{place or 'It happens in what it calls'}. {_advice(error)}", ON_ITS_OWN)
+        return got, (asks, ON_ITS_OWN)
+    return got, (f"{place or 'It happens in what it calls'}. {_advice(error)}", ON_ITS_OWN)
 
 
 def _place(error: BaseException, thing) -> str | None:

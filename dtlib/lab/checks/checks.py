@@ -166,7 +166,7 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
     if fewer.passed:
         return verdict
     return replace(
-        verdict, mistake="other-size", rank=fewer.rank, came=fewer.came, score="", scored=(),
+        verdict, mistake="other-size", rank=fewer.rank, got=fewer.got, score="", scored=(),
         expected=f"on {ranks_in_words(range(fewer.ranks))} alone, with a comm of size {fewer.ranks}: {fewer.expected}",
         hints=(
             f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not: is a number of ranks written into it?",
@@ -199,10 +199,10 @@ def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
         if problems:
             # A rank that waited in vain is a consequence; what another rank did wrong is the cause.
             first = min(problems, key=lambda problem: problem.mistake == "waited")
-            raise Wrong(first.mistake, first.rank, first.expected, first.came, *first.hints)
+            raise Wrong(first.mistake, first.rank, first.expected, first.got, *first.hints)
         score = exercise.judge(observations)
     except Wrong as wrong:
-        because = wrong.rank, wrong.mistake, wrong.expected, wrong.came, tuple(wrong.hints)
+        because = wrong.rank, wrong.mistake, wrong.expected, wrong.got, tuple(wrong.hints)
         return Verdict(name, line, ranks, *because, scored=_numbers(wrong.score), picture=picture, code=code)
     words = score.words if isinstance(score, Score) else score or ""
     return Verdict(name, line, ranks, score=words, scored=_numbers(score), picture=picture, code=code)
@@ -228,12 +228,12 @@ def _observe(exercise: Exercise, namespace: dict, rank: int | None, comm):
     except _errors_of_waiting(comm) as error:
         hint = "Every rank must call the same operations in the same order: is one of yours inside an if?"
         more = "Compare both ends: what this rank waits for, and the last line of the rank that the sentence names."
-        came = f"{error}"
+        got = f"{error}"
         if not isinstance(error, DtlibError):
-            came = (
+            got = (
                 f"MPI ended a call with an error ({error}): ranks were in different calls, or one of them had given up"
             )
-        return Problem("waited", rank, "ranks that call the same operations", came, (hint, more))
+        return Problem("waited", rank, "ranks that call the same operations", got, (hint, more))
     except Exception as error:
         return Problem("raised", rank, "no error", *told(error, namespace[exercise.name]))
 

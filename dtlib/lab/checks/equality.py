@@ -6,25 +6,25 @@ NUMBER = 8  # bytes of a float64
 SPARE = 32 * NUMBER  # step counters, flags
 
 
-def same(came, expected) -> bool:
+def same(got, expected) -> bool:
     import torch
 
-    return came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-8, atol=1e-10)
+    return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-8, atol=1e-10)
 
 
-def factors(came, *parts) -> list | None:
+def factors(got, *parts) -> list | None:
     """The numbers by which these parts, of the same shape, add up to what came; None where none do."""
     import torch
 
-    columns = torch.stack([part.expand_as(came).flatten() for part in parts], 1)
-    numbers = torch.linalg.lstsq(columns, came.flatten()).solution
-    return numbers.tolist() if same(columns @ numbers, came.flatten()) else None
+    columns = torch.stack([part.expand_as(got).flatten() for part in parts], 1)
+    numbers = torch.linalg.lstsq(columns, got.flatten()).solution
+    return numbers.tolist() if same(columns @ numbers, got.flatten()) else None
 
 
-def rounded(came: float, wanted: float) -> bool:
+def rounded(got: float, wanted: float) -> bool:
     """Whether one number is the other with fewer digits, in all or behind the point."""
     shorter = [float(f"{wanted:.{digits}{kind}}") for digits in range(12) for kind in "ef"]
     if abs(wanted) > 1:
         shorter += [math.floor(wanted), math.ceil(wanted)]
-    near = abs(came - wanted) < max(0.05 * abs(wanted), abs(wanted) > 1)
-    return near and came != wanted and any(math.isclose(came, each) for each in shorter)
+    near = abs(got - wanted) < max(0.05 * abs(wanted), abs(wanted) > 1)
+    return near and got != wanted and any(math.isclose(got, each) for each in shorter)

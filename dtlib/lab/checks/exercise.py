@@ -11,14 +11,14 @@ from typing import NamedTuple
 class Prediction:
     """What a learner guesses, and where the answer comes from.
 
-    ``came`` computes the answer, a dict where several are asked for. With parameters it is measured: they are names of
+    ``got`` computes the answer, a dict where several are asked for. With parameters it is measured: they are names of
     the notebook, and the answer is there when a cell has run that assigns the first of them. Where that was a ``%%px``
     cell, each is the list of what the name is on the ranks. A number is right within the fraction ``tolerance`` of the
     answer, or ``within`` so much of it. ``kind`` is the type of a guess, or it is one of ``choices``. ``hint`` is shown
     beside a wrong guess; a dict has one for each answer. ``of_this_computer``: a speed, for which no solution can be
     right everywhere, so the build of the notebooks does not insist."""
 
-    came: Callable
+    got: Callable
     hint: str | dict = ""
     tolerance: float = 0.0
     within: float = 0.0
@@ -43,9 +43,9 @@ class Wrong(Exception):
     wrong only because it is over par has a ``score``.
     """
 
-    def __init__(self, mistake: str, rank: int, expected: str, came: str, *hints: str, score: Score | None = None):
+    def __init__(self, mistake: str, rank: int, expected: str, got: str, *hints: str, score: Score | None = None):
         super().__init__(mistake)
-        self.mistake, self.rank, self.expected, self.came, self.hints = mistake, rank, expected, came, hints
+        self.mistake, self.rank, self.expected, self.got, self.hints = mistake, rank, expected, got, hints
         self.score = score
 
 
@@ -78,7 +78,7 @@ class Verdict:
     rank: int | None = None
     mistake: str = ""
     expected: str = ""
-    came: str = ""
+    got: str = ""
     hints: tuple = ()
     score: str = ""  # where one can do better than pass
     scored: tuple = ()  # value, par and unit, of those scores of which the best is kept
@@ -110,7 +110,7 @@ class Verdict:
         if self.passed:
             return note
         hints = [("hint", self.hints[min(attempt, len(self.hints) - 1)])] if self.hints else []
-        return [*note, ("expected", self.expected), ("got", self.came), *hints]
+        return [*note, ("expected", self.expected), ("got", self.got), *hints]
 
     def without_code(self) -> str:
         """A sentence for others than the learner: what went wrong, without a line or a value of the answer."""
@@ -118,7 +118,7 @@ class Verdict:
             return ""
         says = self.hints[0] if self.hints else self.expected
         if self.mistake == "raised":  # its message, and the hint with the line, are the learner's
-            kind = self.came.partition(":")[0]
+            kind = self.got.partition(":")[0]
             says = f"{kind if hasattr(builtins, kind) else 'An error'} was raised."
         return says if self.rank is None else f"Rank {self.rank}: {says}"
 
@@ -133,5 +133,5 @@ class Problem:
     mistake: str
     rank: int | None
     expected: str
-    came: str
+    got: str
     hints: tuple

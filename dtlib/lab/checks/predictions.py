@@ -65,7 +65,7 @@ def predict(name: str, guess) -> None:
         if shell := _shell():
             shell.events.register("post_run_cell", _after_cell)  # which IPython does once only
     else:
-        _compare(name, guess, prediction.came())
+        _compare(name, guess, prediction.got())
 
 
 @cache
@@ -81,7 +81,7 @@ def predictions() -> dict[str, Prediction]:
 
 def runs_first(prediction: Prediction) -> list[str]:
     """The names that a run must bring; the cell that assigns the first of them does. None where it is computed."""
-    return list(signature(prediction.came).parameters)
+    return list(signature(prediction.got).parameters)
 
 
 def assigns(source: str, name: str) -> bool:
@@ -152,13 +152,13 @@ def _after_cell(result) -> None:
         if not assigns(code, needed[0]):
             continue
         try:
-            came = predictions()[name].came(*(_value_of(each, on_ranks) for each in needed))
+            got = predictions()[name].got(*(_value_of(each, on_ranks) for each in needed))
         except Exception as problem:  # of a cell that the learner has changed; the guess stays noted
             cause = f"{type(problem).__name__}: {problem}"
             print(fold(f"Your prediction of {name!r} waits: what ran gave no figure ({cause})."))
             continue
         del _noted[name]
-        _compare(name, guess, came)
+        _compare(name, guess, got)
 
 
 def _value_of(name: str, on_ranks: bool):
@@ -168,16 +168,16 @@ def _value_of(name: str, on_ranks: bool):
     return values(name) if on_ranks else _shell().user_ns[name]
 
 
-def _compare(name: str, guess, came) -> None:
+def _compare(name: str, guess, got) -> None:
     prediction = predictions()[name]
     progress.done(name)
     report("guess", name=name, guess=guess, compared=True)
-    if isinstance(came, dict) and (not isinstance(guess, dict) or guess.keys() != came.keys()):
-        print(fold(f"Predict a value for each of {', '.join(map(repr, came))}: you wrote {guess!r}."))
+    if isinstance(got, dict) and (not isinstance(guess, dict) or guess.keys() != got.keys()):
+        print(fold(f"Predict a value for each of {', '.join(map(repr, got))}: you wrote {guess!r}."))
         _outcomes[name] = "no answer of its kind"
         return
-    answers = came if isinstance(came, dict) else {"": came}
-    guesses = guess if isinstance(came, dict) else {"": guess}
+    answers = got if isinstance(got, dict) else {"": got}
+    guesses = guess if isinstance(got, dict) else {"": guess}
     outcomes = []
     for key, one in guesses.items():
         if one is None:
@@ -189,24 +189,24 @@ def _compare(name: str, guess, came) -> None:
         said = f"{begin} predicted {one}, and it came out as {_shown(answers[key])}"
         show_sentence(outcomes[-1], f"{said}: right." if outcomes[-1] else f"{said}: not right. {hint}".rstrip())
     settled = all(outcomes) or prediction.of_this_computer
-    _outcomes[name] = "right" if settled else f"{guess} was predicted, {came} came"
+    _outcomes[name] = "right" if settled else f"{guess} was predicted, {got} came"
 
 
-def _shown(came) -> str:
+def _shown(got) -> str:
     """Four digits, and no power of ten: 13,020, as a page would have it."""
-    if not isinstance(came, float):
-        return f"{came}"
-    return f"{came:.4g}" if abs(came) < 1e4 else f"{float(f'{came:.4g}'):,.0f}"
+    if not isinstance(got, float):
+        return f"{got}"
+    return f"{got:.4g}" if abs(got) < 1e4 else f"{float(f'{got:.4g}'):,.0f}"
 
 
-def _is_right(guess, came, prediction: Prediction) -> bool:
-    if not isinstance(came, Number) or not isinstance(guess, Number):
-        return guess == came
-    near = max(prediction.within, prediction.tolerance * abs(came))
-    return guess == came or abs(guess - came) <= near or _is_rounded(guess, came)
+def _is_right(guess, got, prediction: Prediction) -> bool:
+    if not isinstance(got, Number) or not isinstance(guess, Number):
+        return guess == got
+    near = max(prediction.within, prediction.tolerance * abs(got))
+    return guess == got or abs(guess - got) <= near or _is_rounded(guess, got)
 
 
-def _is_rounded(guess, came) -> bool:
+def _is_rounded(guess, got) -> bool:
     """Whether a guess is the answer with fewer decimals: 9 of 8.571; not where that loses more than ``ROUNDED``."""
     decimals = len(f"{guess}".partition(".")[2])
-    return abs(guess - came) <= ROUNDED * abs(came) and float(guess) == round(float(came), decimals)
+    return abs(guess - got) <= ROUNDED * abs(got) and float(guess) == round(float(got), decimals)

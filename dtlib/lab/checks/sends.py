@@ -29,10 +29,10 @@ def watched_sends(comm):
     send, handles = comm.send, []
 
     def watched(tensor, dest, tag=0, async_op=False):
-        came = send(tensor, dest, tag, async_op)
+        got = send(tensor, dest, tag, async_op)
         if not async_op:
-            return came
-        handles.append(_Watched(came))
+            return got
+        handles.append(_Watched(got))
         return handles[-1]
 
     comm.send = watched

@@ -232,11 +232,11 @@ def _connect(record, say=lambda how_far: None) -> EngineSet | None:
     client = None
     while client is None or len(client.ids) < note["ranks"]:
         if not record.keeper() or limit.is_over():
-            came = len(client.ids) if client else 0
+            got = len(client.ids) if client else 0
             if client:
                 client.close()
             seconds = limit.passed() if record.keeper() else None
-            raise DtlibError(too_few(came, note["ranks"], seconds, record.profile / "log"))
+            raise DtlibError(too_few(got, note["ranks"], seconds, record.profile / "log"))
         if client is None:
             # In short attempts: the controller may end while this waits for it.
             with suppress(TimeoutError):

@@ -75,11 +75,11 @@ def why_new(note: dict, ranks: int | None, restart: bool) -> str:
     return "those that were there do not answer, as they are stuck, or as this machine is very busy."
 
 
-def too_few(came: int, ranks: int, seconds: float | None, log: Path) -> str:
+def too_few(got: int, ranks: int, seconds: float | None, log: Path) -> str:
     """Why a start has failed after so many seconds, or because the ranks ended (None), and what to do."""
     if seconds is None:
-        return f"The ranks ended while they started, after {came} of {ranks} had come up: {log} says why."
+        return f"The ranks ended while they started, after {got} of {ranks} had come up: {log} says why."
     return (
-        f"Only {came} of {ranks} ranks have come up in {seconds:.0f} s, as this machine is very busy: ask for fewer, "
+        f"Only {got} of {ranks} ranks have come up in {seconds:.0f} s, as this machine is very busy: ask for fewer, "
         f"such as lab.engines({max(1, min(suitable_number(), ranks - 1))}), or try again when less else runs."
     )

@@ -25,63 +25,63 @@ def judge_total(observations) -> None:
     """``total`` is the sum of the numbers of all ranks, on every rank, and ranks have talked to one another for it."""
     size = len(observations)
     expected = sum(range(size))
-    _judge_operation([came for came, _ in observations], expected)
-    for rank, (came, _) in enumerate(observations):
-        if came == expected:
+    _judge_operation([got for got, _ in observations], expected)
+    for rank, (got, _) in enumerate(observations):
+        if got == expected:
             continue
-        if isinstance(came, str):
+        if isinstance(got, str):
             raise Wrong(
-                "type", rank, f"a whole number, or a tensor of one: {expected}", came,
+                "type", rank, f"a whole number, or a tensor of one: {expected}", got,
                 "total is one number: what did the last line that assigns it put there?",
                 "Begin with total = torch.tensor(world.rank), then world.comm.all_reduce(total).",
             )  # fmt: skip
-        if came == rank:
+        if got == rank:
             raise Wrong(
-                "not-reduced", rank, f"{expected} on every rank", f"{came}",
+                "not-reduced", rank, f"{expected} on every rank", f"{got}",
                 "This rank still has its own number: who adds them?",
                 "Call world.comm.all_reduce(total): it changes total on every rank.",
             )  # fmt: skip
         what = f"{expected}, the sum of the ranks 0 to {size - 1}"
-        if came in (expected * size, expected * size**2):
+        if got in (expected * size, expected * size**2):
             raise Wrong(
-                "summed-twice", rank, what, f"{came}, {came // expected} times as much",
+                "summed-twice", rank, what, f"{got}, {got // expected} times as much",
                 "all_reduce works in place: a second call adds sums. Was the line run, or written, twice?",
                 "Run the whole cell again, from total = torch.tensor(world.rank) on, with one all_reduce.",
             )  # fmt: skip
         raise Wrong(
-            "other-sum", rank, what, f"{came}",
+            "other-sum", rank, what, f"{got}",
             "Is it world.rank that is summed, of these ranks? And all_reduce adds unless op= says otherwise.",
             "total = torch.tensor(world.rank), then world.comm.all_reduce(total), both on every rank, once.",
         )  # fmt: skip
-    for rank, (came, collectives) in enumerate(observations):
+    for rank, (got, collectives) in enumerate(observations):
         if collectives == 0 and size > 1:
             raise Wrong(
-                "nothing-sent", rank, "a sum that the ranks have computed together", f"{came}, and nothing was sent",
+                "nothing-sent", rank, "a sum that the ranks have computed together", f"{got}, and nothing was sent",
                 "The number is right. But how does this rank know the numbers of the others?",
                 "total = torch.tensor(world.rank), then world.comm.all_reduce(total).",
             )  # fmt: skip
 
 
-def _judge_operation(came: list, expected: int) -> None:
+def _judge_operation(got: list, expected: int) -> None:
     """An operation that is not the sum for all: what ranks have together tells which."""
-    size = len(came)
-    if size == 1 or came == list(range(size)) or expected in came[1:]:
+    size = len(got)
+    if size == 1 or got == list(range(size)) or expected in got[1:]:
         return
-    if came[0] == expected and came[1:] == list(range(1, size)):
+    if got[0] == expected and got[1:] == list(range(1, size)):
         raise Wrong(
-            "only-root", 1, f"{expected} on every rank", f"{came[1]}; rank 0 alone has the sum",
+            "only-root", 1, f"{expected} on every rank", f"{got[1]}; rank 0 alone has the sum",
             "The numbers are added, and rank 0 gets the sum. Who else wants it?",
             "reduce gives the result to its root, all_reduce to every rank.",
         )  # fmt: skip
-    if len(set(came)) == 1 and came[0] in (0, size - 1):
+    if len(set(got)) == 1 and got[0] in (0, size - 1):
         raise Wrong(
-            "not-added", 0, f"{expected}, the sum of the ranks 0 to {size - 1}", f"{came[0]} on every rank",
-            f"All ranks agree on rank {came[0]}'s number. Is anything added?",
+            "not-added", 0, f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]} on every rank",
+            f"All ranks agree on rank {got[0]}'s number. Is anything added?",
             'all_reduce adds. broadcast copies one number; op="min", "max" and "prod" do something else.',
         )  # fmt: skip
-    if len(set(came)) == 1 and came[0] == expected // size:
+    if len(set(got)) == 1 and got[0] == expected // size:
         raise Wrong(
-            "mean", 0, f"{expected}, the sum of the ranks 0 to {size - 1}", f"{came[0]}, which is their mean",
+            "mean", 0, f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]}, which is their mean",
             f"This is {expected} divided by {size}. Who divides?",
             "world.comm.all_reduce(total), without op: it adds.",
         )  # fmt: skip

@@ -23,21 +23,21 @@ def _zeros() -> float:
 
 PREDICTIONS = {
     "gpus-for-the-states": Prediction(
-        came=_gpus, tolerance=0.05, hint="Adam in mixed precision: 16 bytes a parameter, as lesson 06 counts them."
+        got=_gpus, tolerance=0.05, hint="Adam in mixed precision: 16 bytes a parameter, as lesson 06 counts them."
     ),
     "years-on-one-gpu": Prediction(
-        came=_years, tolerance=0.1, hint="6 x parameters x tokens, over 45 % of 312 TFLOP/s; a year has 3.2e7 seconds."
+        got=_years, tolerance=0.1, hint="6 x parameters x tokens, over 45 % of 312 TFLOP/s; a year has 3.2e7 seconds."
     ),
     "zeros-too-many": Prediction(
-        came=_zeros, within=0.5, hint="Twelve years are 41 doublings of 3.5 months, a factor of 10 to the 12.2."
+        got=_zeros, within=0.5, hint="Twelve years are 41 doublings of 3.5 months, a factor of 10 to the 12.2."
     ),
     "from-29-hours-to-72-seconds": Prediction(
-        came=lambda: {"processors": 2048 / 8, "speed": 29 * 3600 / 72},
+        got=lambda: {"processors": 2048 / 8, "speed": 29 * 3600 / 72},
         tolerance=0.02,
         hint={"processors": "8 in the first row, 2,048 in the last.", "speed": "29 hours over 1.2 minutes."},
     ),
     "days-on-1536": Prediction(
-        came=lambda: {"PTD": 23, "ZeRO-3": 74},
+        got=lambda: {"PTD": 23, "ZeRO-3": 74},
         tolerance=0.15,
         hint={
             "PTD": "Nearly four times as fast on four times as many.",
@@ -45,11 +45,11 @@ PREDICTIONS = {
         },
     ),
     "weights-on-rank-0": Prediction(
-        came=lambda held: held[0], hint="Only one of the four keeps the whole model on each rank."
+        got=lambda held: held[0], hint="Only one of the four keeps the whole model on each rank."
     ),
-    "gpus-of-two-nodes": Prediction(came=lambda: 2 * 8, hint="--num_gpus is per node."),
+    "gpus-of-two-nodes": Prediction(got=lambda: 2 * 8, hint="--num_gpus is per node."),
     "verdicts": Prediction(
-        came=lambda: {claim: verdict for claim, verdict, _ in claims.MORE},
+        got=lambda: {claim: verdict for claim, verdict, _ in claims.MORE},
         choices=claims.VERDICTS,
         hint={claim: how for claim, _, how in claims.MORE},
     ),

@@ -51,14 +51,14 @@ def judge_estimate(observations) -> None:
         size = len(estimates)
         expected = pi.Estimate(points, pi.count_numpy(0, points)).pi
         expected_text = f"{expected:.8f} from {points} points, on every rank"
-        for rank, came in enumerate(estimates):
-            if not isinstance(came, (int, float)):
+        for rank, got in enumerate(estimates):
+            if not isinstance(got, (int, float)):
                 raise Wrong(
-                    "type", rank, "a number: " + expected_text, f"{came}",
-                    "Return the estimate itself, on every rank." if came == "None" else "Return the number alone.",
+                    "type", rank, "a number: " + expected_text, f"{got}",
+                    "Return the estimate itself, on every rank." if got == "None" else "Return the number alone.",
                     "return 4 * inside.item() / points, as the last line, outside of any if.",
                 )  # fmt: skip
-        wrong = [rank for rank, came in enumerate(estimates) if abs(came - expected) > 1e-6]
+        wrong = [rank for rank, got in enumerate(estimates) if abs(got - expected) > 1e-6]
         if wrong and 0 not in wrong:
             raise Wrong(
                 "only-root", wrong[0], expected_text, f"{estimates[wrong[0]]}",
@@ -68,24 +68,24 @@ def judge_estimate(observations) -> None:
         _check_ranges(ranges, points)
         if not wrong:
             continue
-        came = estimates[wrong[0]]
+        got = estimates[wrong[0]]
         if points == MANY * size:
             raise Wrong(
-                "narrow-type", wrong[0], expected_text, f"{came}, and with fewer points it was right",
+                "narrow-type", wrong[0], expected_text, f"{got}, and with fewer points it was right",
                 "Which numbers can the tensor's type hold? 8 and 16 bits are too few for these counts.",
                 "Leave dtype out: a tensor of whole numbers is int64.",
             )  # fmt: skip
-        if isinstance(came, float) and size > 1 and abs(came - size * expected) < 0.1:
+        if isinstance(got, float) and size > 1 and abs(got - size * expected) < 0.1:
             raise Wrong(
-                "summed-estimates", wrong[0], expected_text, f"{came:.8f}, about {size} times too much",
+                "summed-estimates", wrong[0], expected_text, f"{got:.8f}, about {size} times too much",
                 "Is all_reduce called twice, or are estimates added, or is it divided by this rank's points alone?",
                 "Sum the counts, then compute pi once.",
             )  # fmt: skip
         inside = pi.count_numpy(0, points)
         mine = pi.count_numpy(*pi.slice_of(points, wrong[0], size))
-        if abs(came - _mean_of_estimates(points, size)) < 1e-9:
+        if abs(got - _mean_of_estimates(points, size)) < 1e-9:
             raise Wrong(
-                "averaged-estimates", wrong[0], expected_text, f"{came}, the mean of the ranks' own estimates",
+                "averaged-estimates", wrong[0], expected_text, f"{got}, the mean of the ranks' own estimates",
                 "Reduce the counts, not the estimates: unequal slices must not have equal weight.",
                 "Sum the counts, then compute pi once.",
             )  # fmt: skip
@@ -97,13 +97,13 @@ def judge_estimate(observations) -> None:
             expected / size: "This is divided by the number of ranks: points are those of all ranks already.",
             math.pi: "This is pi itself: the estimate from these points is wanted.",
         }
-        hint = next((said for value, said in hints.items() if abs(came - value) < 1e-6), None)
-        if hint is None and rounded(came, expected):
+        hint = next((said for value, said in hints.items() if abs(got - value) < 1e-6), None)
+        if hint is None and rounded(got, expected):
             hint = "Is it rounded, or counted in a type with few digits? Return all digits of 4 * inside / points."
         if hint is None:
             hint = "Which points were counted, what was added, and what was it divided by? Print each, on every rank."
         raise Wrong(
-            "other-estimate", wrong[0], expected_text, f"{came}", hint,
+            "other-estimate", wrong[0], expected_text, f"{got}", hint,
             "inside = torch.tensor(pi.count_compiled(start, stop)), all_reduce it, return 4 * inside.item() / points.",
         )  # fmt: skip
 
@@ -120,16 +120,16 @@ def _mean_of_estimates(points: int, size: int) -> float:
 def _observed(function, points, comm):
     with recorded_ranges(getattr(function, "__globals__", {})) as ranges:
         try:
-            came = function(points, comm)
+            got = function(points, comm)
         except Exception as error:
             error.add_note(f"in {function.__name__}({points}, comm) on {comm.size} ranks")
             raise
-    if isinstance(came, (int, float)):
-        return points, ranges, came
+    if isinstance(got, (int, float)):
+        return points, ranges, got
     try:
-        return points, ranges, came.item()  # a tensor or an array of one element
+        return points, ranges, got.item()  # a tensor or an array of one element
     except (AttributeError, ValueError, RuntimeError):
-        return points, ranges, f"{came!r:.80}"
+        return points, ranges, f"{got!r:.80}"
 
 
 def _cases(observations):
@@ -199,9 +199,9 @@ def _check_ranges(ranges_by_rank, points: int) -> None:
     for start, stop, rank in pieces:
         if start != position:
             twice = start < position
-            came = f"{start} to {position - 1} counted twice" if twice else f"{position} to {start - 1} by nobody"
+            got = f"{start} to {position - 1} counted twice" if twice else f"{position} to {start - 1} by nobody"
             raise Wrong(
-                "overlap" if twice else "gap", rank, expected, came,
+                "overlap" if twice else "gap", rank, expected, got,
                 "Where one rank stops the next must start.", SLICE_HINT,
             )  # fmt: skip
         position = stop

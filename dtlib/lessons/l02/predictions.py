@@ -12,23 +12,23 @@ _SQUARE_ROOT = "The number of points stands under a square root."
 
 PREDICTIONS = {
     "times-smaller": Prediction(
-        came=lambda more, estimate: estimate.standard_error / more.standard_error,
+        got=lambda more, estimate: estimate.standard_error / more.standard_error,
         tolerance=0.02,
         hint="Look at n under the square root.",
     ),
     "points-apart": Prediction(
-        came=lambda counts: max(counts) - min(counts),
+        got=lambda counts: max(counts) - min(counts),
         hint="Integers are not rounded.",
     ),
     "speed-up-of-four": Prediction(
-        came=lambda seconds: seconds[1] / seconds[4],
+        got=lambda seconds: seconds[1] / seconds[4],
         tolerance=0.25,
         hint="At most as many as there are cores; fewer where something else uses one.",
         of_this_computer=True,
     ),
     # The exercises
-    "error-of-a-million": Prediction(came=lambda: _standard_error(10**6), tolerance=0.1, hint=_SQUARE_ROOT),
+    "error-of-a-million": Prediction(got=lambda: _standard_error(10**6), tolerance=0.1, hint=_SQUARE_ROOT),
     "points-for-0.004": Prediction(
-        came=lambda: 10**4 * (_standard_error(10**4) / 0.004) ** 2, tolerance=0.1, hint=_SQUARE_ROOT
+        got=lambda: 10**4 * (_standard_error(10**4) / 0.004) ** 2, tolerance=0.1, hint=_SQUARE_ROOT
     ),
 }

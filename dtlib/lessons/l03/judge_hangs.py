@@ -144,24 +144,24 @@ def judge_hangs(observations) -> None:
             "The five keys are the numbers of the hangs; each value is a pair of a rank and a line.",
         )  # fmt: skip
     for number, hang in HANGS.items():
-        came = explained.get(number)
+        got = explained.get(number)
         if str(number) in explained:
             raise Wrong(
                 "quoted", 0, f"{number}: (rank, line), where {number} is a number", f'"{number}", a text',
                 "Write the hang's number without quotes.", f"Such as {number}: (0, 4).",
             )  # fmt: skip
-        if came is None or came == "None":
+        if got is None or got == "None":
             raise Wrong(
                 "unexplained", 0, f"who is to blame for hang {number}", "nothing",
                 f"explained[{number}] = (rank, line): run watch(hang_{number}) and read whom the others wait for.",
                 *hang.hints,
             )  # fmt: skip
-        if not isinstance(came, tuple):
+        if not isinstance(got, tuple):
             raise Wrong(
-                "type", 0, f"explained[{number}] = (rank, line)", came, "A pair: a rank, and a line's text or number.",
+                "type", 0, f"explained[{number}] = (rank, line)", got, "A pair: a rank, and a line's text or number.",
                 f'Such as {number}: (0, "comm.barrier()"), or {number}: (0, 4).',
             )  # fmt: skip
-        rank, line = came
+        rank, line = got
         lines = [wanted for culprit, wanted in hang.culprits if culprit == rank]
         if isinstance(rank, str):
             raise Wrong(

@@ -41,39 +41,39 @@ def _judge_errors(cases) -> None:
     if not failed:
         return
     waited, rank, case = min(failed, key=lambda entry: entry[:2])  # who raised before who waited for it
-    length, came = case["length"], f"{case['error']} (with {case['length']} elements)"
+    length, got = case["length"], f"{case['error']} (with {case['length']} elements)"
     if case["dtype"] == "float32":
         raise Wrong(
-            "other-type", rank, "no error with a tensor of float32", f"{came}, and with float64 it was right",
+            "other-type", rank, "no error with a tensor of float32", f"{got}, and with float64 it was right",
             "A tensor may have another type: where does the code take one for granted?",
             "torch.empty_like(chunk) has the type of the chunk.",
         )  # fmt: skip
-    if "more came" in came:
+    if "more came" in got:
         raise Wrong(
-            "other-chunk", rank, "messages of the chunk that the receiver has room for", came,
+            "other-chunk", rank, "messages of the chunk that the receiver has room for", got,
             "Two ranks mean different chunks: which one does the left neighbour send in this step? An empty one, too?",
             "In every step of both halves each rank sends to the right and receives from the left: one chunk each.",
         )  # fmt: skip
     if length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited:
         raise Wrong(
-            "remainder", rank, f"no error with {length} elements on {len(cases)} ranks", came,
+            "remainder", rank, f"no error with {length} elements on {len(cases)} ranks", got,
             "Lengths that divide by the number of ranks work: cut the others into unequal chunks.",
             "Chunk p goes from length * p // comm.size to length * (p + 1) // comm.size; chunks may be empty.",
         )  # fmt: skip
     if waited and length == lengths(len(cases))[-1]:
         raise Wrong(
-            "long-messages", rank, f"no hang with {length:,} elements on {len(cases)} ranks", came,
+            "long-messages", rank, f"no hang with {length:,} elements on {len(cases)} ranks", got,
             "Short messages leave at once, long ones wait until somebody receives them. Does anybody, while all send?",
             "Start the send with async_op=True, receive, then wait for the send: handle.wait().",
         )  # fmt: skip
     if waited:
         raise Wrong(
-            "waited", rank, "a send for every receive", came,
+            "waited", rank, "a send for every receive", got,
             "Does every rank that receives have a left neighbour that sends, in the same step and with the same tag?",
             "In a step all ranks send and receive: start the send with async_op=True, receive, then wait for the send.",
             "right = (comm.rank + 1) % comm.size, left = (comm.rank - 1) % comm.size: send right, receive from left.",
         )  # fmt: skip
-    raise Wrong("raised", rank, "no error", came, *case["hints"])
+    raise Wrong("raised", rank, "no error", got, *case["hints"])
 
 
 def _judge_values(cases) -> None:
@@ -87,14 +87,14 @@ def _judge_values(cases) -> None:
     first = lengths(size)[0]
     rank = min(wrong)
     if len(wrong[rank]["values"]) != length:
-        came = f"{len(wrong[rank]['values'])}"
-        raise Wrong("other-values", rank, f"a tensor of {length} elements", came, *RESIZED)
+        got = f"{len(wrong[rank]['values'])}"
+        raise Wrong("other-values", rank, f"a tensor of {length} elements", got, *RESIZED)
     place = next(i for i in range(length) if wrong[rank]["values"][i] != expected[i])
     value = wrong[rank]["values"][place]
     where = f"element {place} of {length}"
     what = f"in {where}: the values of each rank once"
     times = _times(value, place, size, dtype)
-    came = f"{value:g}" if times is None else _in_words(times)
+    got = f"{value:g}" if times is None else _in_words(times)
     if all(case["values"] == input_of(r, length, size, dtype).tolist() for r, case in cases.items()):
         if all(case["returned"] == expected for case in cases.values()):
             raise Wrong(
@@ -109,19 +109,19 @@ def _judge_values(cases) -> None:
         )  # fmt: skip
     if length != first:
         raise Wrong(
-            "remainder", rank, what, came,
+            "remainder", rank, what, got,
             f"{first} elements come out right, {length} do not: how long is each chunk then?",
             "Chunk p goes from length * p // comm.size to length * (p + 1) // comm.size; chunks may be empty.",
         )  # fmt: skip
     if 0 not in wrong and len(wrong) == size - 1 and size > 1:
         raise Wrong(
-            "only-root", rank, "the sum on every rank", f"rank 0 alone has it; here {where} has {came}",
+            "only-root", rank, "the sum on every rank", f"rank 0 alone has it; here {where} has {got}",
             "How do the other ranks get the result?",
             "The second half of a ring: N-1 more steps, in which complete chunks are passed on.",
         )  # fmt: skip
     if all(abs(a - b) <= 1e-2 * b for case in cases.values() for a, b in zip(case["values"], expected, strict=True)):
         raise Wrong(
-            "rounded", rank, f"{what}, in {dtype} as the tensor is", f"{came}, nearly the sum: it was rounded",
+            "rounded", rank, f"{what}, in {dtype} as the tensor is", f"{got}, nearly the sum: it was rounded",
             "In which type do chunks travel, and in which are they added?",
             "torch.empty_like(chunk) has the type of the chunk.",
         )  # fmt: skip
@@ -145,20 +145,20 @@ def _judge_values(cases) -> None:
     everything = [_times(case["values"][i], i, size, dtype) for case in cases.values() for i in range(length)]
     if None in everything:
         raise Wrong(
-            "other-values", rank, what, came,
+            "other-values", rank, what, got,
             "This is no sum of the ranks' values: does a receive write over what is still to be added, or sent?",
             "Receive into a tensor of its own, then add it to the chunk.",
         )  # fmt: skip
     if any(count > 1 for times in everything for count in times):
         raise Wrong(
-            "counted-twice", rank, what, came,
+            "counted-twice", rank, what, got,
             "A value is added more than once: in the second half chunks are complete, and received ones take the "
             "place of what is there.",
             "Add in the first N-1 steps alone; in the other N-1 copy.",
         )  # fmt: skip
     if all(sum(times) == 1 for times in everything):
         raise Wrong(
-            "one-rank-each", rank, what, f"{came}, and nowhere those of two ranks",
+            "one-rank-each", rank, what, f"{got}, and nowhere those of two ranks",
             "Is the sum made in the tensor itself, and is the complete chunk passed on, or is it written over?",
             "incoming += received adds in the view, incoming = incoming + received makes a new tensor. In the second "
             "half the first chunk to be sent is the one that was completed last.",
@@ -166,12 +166,12 @@ def _judge_values(cases) -> None:
     complete = sum(times == (1,) * size for times in everything)
     if complete == length and set(sent) == {size - 1}:
         raise Wrong(
-            "half-a-ring", rank, what, f"{came}; each rank has one chunk complete, after {size - 1} messages",
+            "half-a-ring", rank, what, f"{got}; each rank has one chunk complete, after {size - 1} messages",
             "The first half of the ring is right. How do the others get the chunk that a rank has complete?",
             "N-1 steps more, in which complete chunks are passed on and received straight into their place.",
         )  # fmt: skip
     raise Wrong(
-        "incomplete", rank, what, f"{came}; {complete} of {size * length} elements of all ranks are complete",
+        "incomplete", rank, what, f"{got}; {complete} of {size * length} elements of all ranks are complete",
         "Which chunk does a rank have complete after N-1 steps? That is the one it must pass on first, and then, in "
         "each step, the one that has just arrived.",
         "Step s of the first half: send chunk (rank - s - 1) % N, receive chunk (rank - s - 2) % N and add. "

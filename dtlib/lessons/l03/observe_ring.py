@@ -41,16 +41,16 @@ def _observed(all_reduce, length, dtype, comm):
     case = {"length": length, "dtype": dtype, "itemsize": tensor.element_size()}
     with recording() as events, watched_sends(comm) as handles:
         try:
-            came = all_reduce(comm, tensor)
+            got = all_reduce(comm, tensor)
         except (WaitTimeout, MPI.Exception) as error:
             case.update(error=str(error), waited=True)
         except Exception as error:
-            came, hints = told(error, all_reduce)
-            case.update(error=came, hints=hints, waited=False)
+            got, hints = told(error, all_reduce)
+            case.update(error=got, hints=hints, waited=False)
         else:
             case["sends"] = not_waited_for(handles)
             _let_messages_leave(events)
-            case.update(values=(memory if len(tensor) == length else tensor).tolist(), returned=_as_list(came))
+            case.update(values=(memory if len(tensor) == length else tensor).tolist(), returned=_as_list(got))
     case["operations"] = [
         (event.name, event.peer if event.name == "send" else None, event.messages, event.bytes)
         for event in events
@@ -79,5 +79,5 @@ def _let_messages_leave(events, seconds: float = 1.0) -> None:
         time.sleep(0.001)
 
 
-def _as_list(came):
-    return came.tolist() if hasattr(came, "tolist") else None
+def _as_list(got):
+    return got.tolist() if hasattr(got, "tolist") else None

@@ -27,9 +27,9 @@ def _crossing() -> int:
 _RING = "2 (N-1) steps, in each of them an N-th of the array."
 
 PREDICTIONS = {
-    "chunk-of-rank-1": Prediction(came=lambda: 2 + 4, hint="Rank 1 gets chunk 1: the second number of each rank."),
+    "chunk-of-rank-1": Prediction(got=lambda: 2 + 4, hint="Rank 1 gets chunk 1: the second number of each rank."),
     "naive-and-tree": Prediction(
-        came=lambda: {
+        got=lambda: {
             "messages, naive": theory.messages("all_reduce", "naive", 8),
             "messages, tree": theory.messages("all_reduce", "tree", 8),
             "rounds, naive": theory.rounds("all_reduce", "naive", 8),
@@ -42,22 +42,22 @@ PREDICTIONS = {
             "rounds, tree": "Up log2 8, down log2 8.",
         },
     ),
-    "steps-until-complete": Prediction(came=_step_of_a_complete_chunk, hint="Look for `all` in the picture."),
+    "steps-until-complete": Prediction(got=_step_of_a_complete_chunk, hint="Look for `all` in the picture."),
     "megabytes-of-a-ring": Prediction(
-        came=lambda: {ranks: _megabytes_of_ring(ranks) for ranks in (4, 1000)}, tolerance=0.01, hint=_RING
+        got=lambda: {ranks: _megabytes_of_ring(ranks) for ranks in (4, 1000)}, tolerance=0.01, hint=_RING
     ),
     "rounds-of-doubling": Prediction(
-        came=lambda: {ranks: theory.rounds("all_reduce", "recursive_doubling", ranks) for ranks in (4, 6, 1024)},
+        got=lambda: {ranks: theory.rounds("all_reduce", "recursive_doubling", ranks) for ranks in (4, 6, 1024)},
         hint="log2, and 2 more where N is no power of two.",
     ),
-    "crossing": Prediction(came=_crossing, tolerance=0.1, hint="2 α + 2 n β = 6 α + 1.5 n β: n = 8 α / β."),
+    "crossing": Prediction(got=_crossing, tolerance=0.1, hint="2 α + 2 n β = 6 α + 1.5 n β: n = 8 α / β."),
     # The exercises
     "tree-broadcast": Prediction(
-        came=lambda: {
+        got=lambda: {
             "messages": theory.messages("broadcast", "tree", 8),
             "rounds": theory.rounds("broadcast", "tree", 8),
         },
         hint="Every rank but the root receives it once; the number of ranks that have it doubles.",
     ),
-    "bytes-of-a-ring": Prediction(came=lambda sent_bytes: sent_bytes[0], hint=_RING),
+    "bytes-of-a-ring": Prediction(got=lambda sent_bytes: sent_bytes[0], hint=_RING),
 }

@@ -108,9 +108,9 @@ def _judge_values(cases, moved: bool) -> None:
             "Look up parameter.grad in each step anew.",
         )  # fmt: skip
     if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r, n in everywhere):
-        came = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
+        got = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
         raise Wrong(
-            "not-averaged", rank, f"{where}: the same on all ranks", came,
+            "not-averaged", rank, f"{where}: the same on all ranks", got,
             "Does the average come back into parameter.grad, and is it waited for?" if calls else "Who averages?",
             "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).",
         )  # fmt: skip
@@ -225,20 +225,20 @@ def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
     )  # fmt: skip
 
 
-def _close(came, expected, tolerance: float = 1e-9) -> bool:
-    if came is None or expected is None:
-        return came is expected
+def _close(got, expected, tolerance: float = 1e-9) -> bool:
+    if got is None or expected is None:
+        return got is expected
     largest = max(abs(value) for value in expected)
-    return len(came) == len(expected) and all(
-        abs(a - b) <= tolerance * largest + 1e-12 for a, b in zip(came, expected, strict=True)
+    return len(got) == len(expected) and all(
+        abs(a - b) <= tolerance * largest + 1e-12 for a, b in zip(got, expected, strict=True)
     )
 
 
-def _ratio(came, expected):
-    """``came / expected`` if that is one number, rounded; else None."""
-    product = sum(a * b for a, b in zip(came, expected, strict=True))
+def _ratio(got, expected):
+    """``got / expected`` if that is one number, rounded; else None."""
+    product = sum(a * b for a, b in zip(got, expected, strict=True))
     ratio = product / sum(b * b for b in expected)
-    if not _close(came, [ratio * b for b in expected]):
+    if not _close(got, [ratio * b for b in expected]):
         return None
     for whole in range(1, 200):
         for known in (whole, 1 / whole):

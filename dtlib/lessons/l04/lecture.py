@@ -278,11 +278,11 @@ lab.predict("first-layer-to-come", 2)
 
 # %% tags=["half-day"]
 # %%px
-net, came = fresh_net(), []
+net, got = fresh_net(), []
 for name, parameter in net.named_parameters():
-    parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    parameter.register_post_accumulate_grad_hook(lambda _, name=name: got.append(name))
 cross_entropy(net(x), y).backward()
-layers = [int(name[0]) for name in came]
+layers = [int(name[0]) for name in got]
 if world.rank == 0:
     print("layers in order of their gradients:", *layers)
 

@@ -12,29 +12,29 @@ def _hidden(timeline) -> int:
 
 PREDICTIONS = {
     "bytes-of-the-server": Prediction(
-        came=lambda sent_bytes: {"sent": sent_bytes[0][0], "received": sum(server for server, _ in sent_bytes[1:])},
+        got=lambda sent_bytes: {"sent": sent_bytes[0][0], "received": sum(server for server, _ in sent_bytes[1:])},
         hint="Each of three workers gets all weights, and sends all gradients.",
     ),
     "same-as-rate": Prediction(
-        came=lambda gaps: min(gaps[0], key=gaps[0].get), tolerance=1e-9, hint="The sum is four times the mean."
+        got=lambda gaps: min(gaps[0], key=gaps[0].get), tolerance=1e-9, hint="The sum is four times the mean."
     ),
     "serial-script": Prediction(
-        came=lambda: {"batch size": 4 * 24, "rate": 4 * 0.02},
+        got=lambda: {"batch size": 4 * 24, "rate": 4 * 0.02},
         tolerance=1e-9,
         hint={"batch size": "The mean is over the images of all ranks.", "rate": "Look at the fourth change."},
     ),
-    "first-layer-to-come": Prediction(came=lambda layers: layers[0][0], hint="Backward: last layer first."),
+    "first-layer-to-come": Prediction(got=lambda layers: layers[0][0], hint="Backward: last layer first."),
     "hidden-buckets": Prediction(
-        came=lambda with_thread: _hidden(with_thread),
+        got=lambda with_thread: _hidden(with_thread),
         hint="When the last bucket is full, there is nothing left to compute.",
     ),
-    "accumulation-steps": Prediction(came=lambda steps: steps[0], hint="96 = 12 x steps x 4 ranks."),
+    "accumulation-steps": Prediction(got=lambda steps: steps[0], hint="96 = 12 x steps x 4 ranks."),
     # The exercises
     "parameters-of-the-net": Prediction(
-        came=lambda counted: counted[0][0], hint="Inputs x outputs, and a bias for each output."
+        got=lambda counted: counted[0][0], hint="Inputs x outputs, and a bias for each output."
     ),
     "bytes-with-a-ring": Prediction(
-        came=lambda counted: counted[0][1], tolerance=1e-3, hint="2 (N-1)/N of the gradient."
+        got=lambda counted: counted[0][1], tolerance=1e-3, hint="2 (N-1)/N of the gradient."
     ),
-    "bytes-of-two-workers": Prediction(came=lambda counted: counted[0][2], hint="The weights, to each of two workers."),
+    "bytes-of-two-workers": Prediction(got=lambda counted: counted[0][2], hint="The weights, to each of two workers."),
 }

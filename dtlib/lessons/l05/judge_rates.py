@@ -25,8 +25,8 @@ def observe_settings(warmup_settings, comm):
     """For each warm-up: (step, rate, momentum, what else was set), step by step."""
     seen = []
     for warmup_steps, k in WARMUPS:
-        came = [(step, warmup_settings(step, warmup_steps, k)) for step in steps_of(warmup_steps)]
-        seen.append([(step, _number(_get(s, "lr")), _number(_get(s, "momentum")), _others(s)) for step, s in came])
+        got = [(step, warmup_settings(step, warmup_steps, k)) for step in steps_of(warmup_steps)]
+        seen.append([(step, _number(_get(s, "lr")), _number(_get(s, "momentum")), _others(s)) for step, s in got])
     return seen
 
 
@@ -61,9 +61,9 @@ def judge_settings(observations) -> None:
         for (warmup_steps, k), series in zip(WARMUPS, seen, strict=True):
             for step, rate, momentum, others in series:
                 if isinstance(rate, str) or isinstance(momentum, str):
-                    came = rate if isinstance(rate, str) else momentum
+                    got = rate if isinstance(rate, str) else momentum
                     raise Wrong(
-                        "type", rank, "a dictionary with the numbers lr and momentum", came,
+                        "type", rank, "a dictionary with the numbers lr and momentum", got,
                         'Return {"lr": ..., "momentum": ...}.', "Both are numbers in every step, also in step 0.",
                     )  # fmt: skip
                 if others:
@@ -97,9 +97,9 @@ def judge_scaled(observations) -> None:
     """The linear rule for the batch of all ranks, reached by gradual warm-up."""
     for rank, seen in enumerate(observations):
         for case, series in zip(SCALES, seen, strict=True):
-            for step, came in series:
-                if isinstance(came, str):
-                    raise Wrong("type", rank, f"a rate for step {step}: a number", came, *NO_NUMBER)
+            for step, got in series:
+                if isinstance(got, str):
+                    raise Wrong("type", rank, f"a rate for step {step}: a number", got, *NO_NUMBER)
             _judge_top(rank, case, series)
         for case, series in zip(SCALES, seen, strict=True):
             rate, ranks, batch, base_batch, warmup_steps = case
@@ -115,19 +115,19 @@ def _judge_top(rank, case, series) -> None:
     """The rate long after the warm-up tells which rule it is."""
     rate, ranks, batch, base_batch, warmup_steps = case
     k = ranks * batch / base_batch
-    step, came = series[-1]
+    step, got = series[-1]
     expected = f"{rate * k:g} in step {step}, long after the warm-up, with {_in_words(*case)}"
-    if _same(came, rate * k):
+    if _same(got, rate * k):
         return
-    if k < 1 and _same(came, rate):
+    if k < 1 and _same(got, rate):
         raise Wrong(
-            "never-smaller", rank, expected, f"{came:g}, the rate as it was",
+            "never-smaller", rank, expected, f"{got:g}, the rate as it was",
             f"The batch is smaller than base_batch here: k = {k:g}. The rule goes both ways.",
             "No max, no if: the top is k * rate for any k.",
         )  # fmt: skip
-    if not warmup_steps and _same(came, rate):
+    if not warmup_steps and _same(got, rate):
         raise Wrong(
-            "no-top-without-warmup", rank, expected, f"{came:g}, the rate as it was",
+            "no-top-without-warmup", rank, expected, f"{got:g}, the rate as it was",
             "warmup_steps=0 means that the rate is at its top from step 0 on.", "if step >= warmup_steps: return top",
         )  # fmt: skip
     mistakes = [
@@ -146,17 +146,17 @@ def _judge_top(rank, case, series) -> None:
         (rate * ranks * batch // base_batch, "rounded", "// rounds down, here the rate itself.", "Divide with /."),
     ]  # fmt: skip
     for value, mistake, *hints in mistakes:
-        if _same(came, value):
-            raise Wrong(mistake, rank, expected, f"{came:g}", *hints)
+        if _same(got, value):
+            raise Wrong(mistake, rank, expected, f"{got:g}", *hints)
     _judge_digits(rank, series, _line(rate, rate * k, warmup_steps), expected)
     previous = series[-2][1]
-    if came > previous:
+    if got > previous:
         raise Wrong(
-            "keeps-growing", rank, expected, f"{came:g}, and {previous:g} in step {series[-2][0]}",
+            "keeps-growing", rank, expected, f"{got:g}, and {previous:g} in step {series[-2][0]}",
             "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)",
         )  # fmt: skip
     raise Wrong(
-        "other-rate", rank, expected, f"{came:g}",
+        "other-rate", rank, expected, f"{got:g}",
         "k = ranks * batch / base_batch; the top is k * rate.",
         "Call it in a cell of its own with these values, and look at a late step.",
     )  # fmt: skip
@@ -165,42 +165,42 @@ def _judge_top(rank, case, series) -> None:
 def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
     """A straight line from ``first`` in step 0 to ``top`` in step ``warmup_steps``, then constant."""
     line = _line(first, top, warmup_steps)
-    for step, came in series:
+    for step, got in series:
         wanted = line(step)
-        if _same(came, wanted):
+        if _same(got, wanted):
             continue
         expected = f"{wanted:g} in step {step} of a warm-up of {warmup_steps}, with {case}"
         last = series[-1][1]
         _judge_digits(rank, series, line, expected)
         if not warmup_steps:
             raise Wrong(
-                "warmup-of-0-steps", rank, expected, f"{came:g}", "Without warm-up step 0 has the top already.",
+                "warmup-of-0-steps", rank, expected, f"{got:g}", "Without warm-up step 0 has the top already.",
                 "if step >= warmup_steps: return top",
             )  # fmt: skip
         if step == 0:
             hint = (
                 "It begins at 0, and a step with rate 0 does nothing."
-                if came == 0
-                else ("It begins at the top: where is the warm-up?" if _same(came, top) else "Look at step 0.")
+                if got == 0
+                else ("It begins at the top: where is the warm-up?" if _same(got, top) else "Look at step 0.")
             )
-            name = "no-warmup" if _same(came, top) else "wrong-start"
+            name = "no-warmup" if _same(got, top) else "wrong-start"
             raise Wrong(
-                name, rank, expected, f"{came:g}", hint,
+                name, rank, expected, f"{got:g}", hint,
                 "Warm-up begins at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.",
             )  # fmt: skip
-        if step >= warmup_steps and last > came and not _same(last, top):
+        if step >= warmup_steps and last > got and not _same(last, top):
             raise Wrong(
-                "keeps-growing", rank, expected, f"{came:g}, and {last:g} in step {series[-1][0]}",
+                "keeps-growing", rank, expected, f"{got:g}, and {last:g} in step {series[-1][0]}",
                 "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)",
             )  # fmt: skip
         if step >= warmup_steps and not _same(last, top):
             raise Wrong(
-                "never-at-the-top", rank, expected, f"{came:g}, and {last:g} in step {series[-1][0]}",
+                "never-at-the-top", rank, expected, f"{got:g}, and {last:g} in step {series[-1][0]}",
                 "Which is the largest fraction that comes out, in any step?",
                 "In step warmup_steps the fraction is 1: min(1, step / warmup_steps).",
             )  # fmt: skip
         raise Wrong(
-            "no-straight-line", rank, expected, f"{came:g}",
+            "no-straight-line", rank, expected, f"{got:g}",
             "Both ends may be right; in between the rate grows by the same amount in each step.",
             "rate + (top - rate) * step / warmup_steps, until step is warmup_steps.",
         )  # fmt: skip
@@ -213,12 +213,12 @@ def _line(first: float, top: float, warmup_steps: int):
 
 def _judge_digits(rank: int, series, line, expected: str) -> None:
     """Is the whole series right but for its digits?"""
-    both = [(came, line(step)) for step, came in series]
-    rounded = any(all(_same(came, round(wanted, digits)) for came, wanted in both) for digits in range(2, 9))
-    if rounded or all(math.isclose(came, wanted, rel_tol=5e-3) for came, wanted in both):
-        came, wanted = next((came, wanted) for came, wanted in both if not _same(came, wanted))
+    both = [(got, line(step)) for step, got in series]
+    rounded = any(all(_same(got, round(wanted, digits)) for got, wanted in both) for digits in range(2, 9))
+    if rounded or all(math.isclose(got, wanted, rel_tol=5e-3) for got, wanted in both):
+        got, wanted = next((got, wanted) for got, wanted in both if not _same(got, wanted))
         raise Wrong(
-            "rounded-rate", rank, expected, f"{came:.9g}, not {wanted:.9g}", "This is rounded: return all digits.",
+            "rounded-rate", rank, expected, f"{got:.9g}, not {wanted:.9g}", "This is rounded: return all digits.",
             "No round() in what is returned, and no type with few digits, such as float16; round where you print.",
         )  # fmt: skip
 

@@ -17,19 +17,19 @@ def _lowest(errors: dict) -> dict[int, str]:
 
 PREDICTIONS = {
     "steps-of-an-epoch": Prediction(
-        came=lambda: {ranks: 1280 / (16 * ranks) for ranks in (1, 32)},
+        got=lambda: {ranks: 1280 / (16 * ranks) for ranks in (1, 32)},
         hint="Images over batch; the batch is 16 a rank.",
     ),
-    "rates-at-256": Prediction(came=lambda: _by_rule(0.02, 256, 16), tolerance=1e-9, hint="k is 256 / 16."),
-    "lowest-error": Prediction(came=_lowest, choices=_RULES, hint="Look at the figure again."),
+    "rates-at-256": Prediction(got=lambda: _by_rule(0.02, 256, 16), tolerance=1e-9, hint="k is 256 / 16."),
+    "lowest-error": Prediction(got=_lowest, choices=_RULES, hint="Look at the figure again."),
     "failed-at-512": Prediction(
-        came=lambda counts: counts[512, "linear"][0], within=5, hint="Count the dots above 20 %."
+        got=lambda counts: counts[512, "linear"][0], within=5, hint="Count the dots above 20 %."
     ),
     # The exercises
     "rates-on-128-ranks": Prediction(
-        came=lambda: _by_rule(0.1, 128 * 32, 8 * 32),
+        got=lambda: _by_rule(0.1, 128 * 32, 8 * 32),
         tolerance=1e-9,
         hint="k is the new batch over the old one, each over all ranks.",
     ),
-    "warm-up-steps": Prediction(came=lambda: 5 * 1_228_800 // (128 * 32), hint="A step takes the batch of all ranks."),
+    "warm-up-steps": Prediction(got=lambda: 5 * 1_228_800 // (128 * 32), hint="A step takes the batch of all ranks."),
 }

@@ -30,9 +30,9 @@ def judge_adam(observations) -> None:
 def judge_errors(cases) -> None:
     errors = [(case["waited"], rank, case["error"]) for rank, case in enumerate(cases) if "error" in case]
     if errors:
-        _, rank, came = min(errors)
+        _, rank, got = min(errors)
         raise Wrong(
-            "only-divides", rank, f"no error where sizes do not divide by {len(cases)}", came,
+            "only-divides", rank, f"no error where sizes do not divide by {len(cases)}", got,
             "It works where the sizes divide. What if they do not?",
             "Each shard has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.",
         )  # fmt: skip
@@ -52,11 +52,11 @@ def _judge_steps(cases) -> None:
             continue
         rank = wrong[0]
         what = f"the {count} parameters of one process after step {step + 1}"
-        came = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
+        got = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
         _judge_optimizer(after, rank, kind, step, what)
         if step:
             raise Wrong(
-                "second-step", rank, what, f"{came}, after a first step that was right",
+                "second-step", rank, what, f"{got}, after a first step that was right",
                 "What is forgotten between two steps, or left over? Adam's moments must stay.",
                 "Make the optimizer once, in __init__, and fill its gradient anew in each step.",
             )  # fmt: skip
@@ -69,27 +69,27 @@ def _judge_steps(cases) -> None:
         own = [same(own_shard(after[r], r, ranks), own_shard(expected[0], r, ranks)) for r in range(ranks)]
         if all(own):
             raise Wrong(
-                "not-gathered", rank, what, f"{came}: this rank's shard is right, the others are old",
+                "not-gathered", rank, what, f"{got}: this rank's shard is right, the others are old",
                 "Each rank has updated its shard. How do the others learn of it?",
                 "comm.all_gather(flat, own) after the update.",
             )  # fmt: skip
-        _judge_gradients(after, rank, kind, what, came)
+        _judge_gradients(after, rank, kind, what, got)
         if all(torch.allclose(values, expected[0], rtol=5e-3, atol=1e-4) for values in after):
             raise Wrong(
-                "rounded", rank, f"{what}, in float64 as they are", f"{came}, by very little: something was rounded",
+                "rounded", rank, f"{what}, in float64 as they are", f"{got}, by very little: something was rounded",
                 "In which type do gradients travel, and in which are they kept?",
                 "torch.empty_like(self.own) has the type of the parameters; no .float(), no .half().",
             )  # fmt: skip
         way = factors(after[rank] - start, expected[0] - start)
         if way:
             raise Wrong(
-                "other-rate", rank, what, f"{came}: they move {way[0]:.3g} times as far, in the right direction",
+                "other-rate", rank, what, f"{got}: they move {way[0]:.3g} times as far, in the right direction",
                 "By what is the rate multiplied, or divided?", "torch.optim.AdamW([self.own], **settings)",
             )  # fmt: skip
         if kind == "uneven":
-            _judge_padding(after, expected[0], start, rank, what, came)
+            _judge_padding(after, expected[0], start, rank, what, got)
         raise Wrong(
-            "other-values", rank, what, came,
+            "other-values", rank, what, got,
             "Which gradient meets which parameter, how often does Adam move, and which tensor is gathered?",
             "Parameters and gradients lie in flat memory in the same order; Adam moves once; its values are gathered.",
         )  # fmt: skip
@@ -122,7 +122,7 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
             )  # fmt: skip
 
 
-def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
+def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
     """Are they the parameters after a step with another gradient?"""
     ranks = len(after)
 
@@ -132,31 +132,31 @@ def _judge_gradients(after, rank: int, kind: str, what: str, came: str) -> None:
 
     if ranks > 1 and on_all_ranks(ranks):
         raise Wrong(
-            "not-divided", rank, what, f"{came}: the gradient is {ranks} times as large",
+            "not-divided", rank, what, f"{got}: the gradient is {ranks} times as large",
             "Adam hides a wrong scale nearly, and not quite: this is the sum over ranks.",
             'Average: op="mean", or divide by comm.size once.',
         )  # fmt: skip
     if on_all_ranks(0):
         raise Wrong(
-            "no-gradient", rank, what, f"{came}: as after a step whose gradient is zero",
+            "no-gradient", rank, what, f"{got}: as after a step whose gradient is zero",
             "Weight decay moves them, and no gradient does. Which gradients are there when step() begins?",
             "backward() has filled parameter.grad: read it in step(), and clear nothing before.",
         )  # fmt: skip
     if ranks > 1 and on_all_ranks(1 / ranks):
         raise Wrong(
-            "divided-twice", rank, what, f"{came}: the gradient is 1/{ranks} of what it should be",
+            "divided-twice", rank, what, f"{got}: the gradient is 1/{ranks} of what it should be",
             'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.',
         )  # fmt: skip
     alone = [in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
     if all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)):
         raise Wrong(
-            "not-averaged", rank, what, f"{came}: each shard is updated with one rank's gradient alone",
+            "not-averaged", rank, what, f"{got}: each shard is updated with one rank's gradient alone",
             "Whose samples does the gradient of this rank's shard come from?",
             "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's shard.",
         )  # fmt: skip
 
 
-def _judge_padding(after, expected, start, rank: int, what: str, came: str) -> None:
+def _judge_padding(after, expected, start, rank: int, what: str, got: str) -> None:
     import torch
 
     ranks = len(after)
@@ -170,7 +170,7 @@ def _judge_padding(after, expected, start, rank: int, what: str, came: str) -> N
             "Round the length of a shard up, -(-P // N) in Python, and fill the end with zeros.",
         )  # fmt: skip
     raise Wrong(
-        "padding", rank, what, f"{came}, and where sizes divide all is well",
+        "padding", rank, what, f"{got}, and where sizes divide all is well",
         f"{len(expected)} parameters do not divide by {ranks}: padding belongs to no parameter.",
         "Padding stands at the end, after the last parameter, for values and for gradients alike; cut it off again.",
     )  # fmt: skip

@@ -101,15 +101,15 @@ def _judge_shards(seen, step: int) -> None:
             what = f"the average of {name}.grad, shard {rank} of {ranks}, in backward pass {step + 1}"
             if one["shards"][i] is None:
                 raise Wrong("no-shard", rank, what, "no tensor", *_no_shard(name))
-            came = torch.tensor(one["shards"][i], dtype=torch.float64)
-            if len(came) < len(expected):
+            got = torch.tensor(one["shards"][i], dtype=torch.float64)
+            if len(got) < len(expected):
                 raise Wrong(
-                    "tail-forgotten", rank, f"{what}: {length_of(len(average), ranks)} elements", f"{len(came)}",
+                    "tail-forgotten", rank, f"{what}: {length_of(len(average), ranks)} elements", f"{len(got)}",
                     f"{len(average)} elements do not divide by {ranks}: who has the last ones?",
                     "length is rounded up, -(-parameter.numel() // comm.size), and flat is padded with zeros.",
                 )  # fmt: skip
-            padding, came = came[len(expected) :], came[: len(expected)]
-            if same(came, expected):
+            padding, got = got[len(expected) :], got[: len(expected)]
+            if same(got, expected):
                 _judge_padding(padding, length_of(len(average), ranks) - len(expected), len(expected), rank, what)
                 continue
             if any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i):
@@ -123,7 +123,7 @@ def _judge_shards(seen, step: int) -> None:
                     "second-pass", rank, what, "something else, after a first pass that was right",
                     "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.",
                 )  # fmt: skip
-            _judge_shard(came, average, [gradients[i] for gradients in locals_], rank, what)
+            _judge_shard(got, average, [gradients[i] for gradients in locals_], rank, what)
 
 
 def _no_shard(name: str) -> tuple:
@@ -156,36 +156,36 @@ def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) ->
         )  # fmt: skip
 
 
-def _judge_shard(came, average, locals_, rank: int, what: str) -> None:
+def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
     import torch
 
     ranks = len(locals_)
     expected = own_shard(average, rank, ranks)
-    if same(came, expected * ranks):
+    if same(got, expected * ranks):
         raise Wrong(
             "not-divided", rank, what, f"{ranks} times as much", "That is the sum over ranks.",
             'Average: op="mean", or divide by comm.size once.',
         )  # fmt: skip
-    if same(came, expected / ranks):
+    if same(got, expected / ranks):
         raise Wrong("divided-twice", rank, what, f"1/{ranks} of it", *TWICE)
-    if same(came, own_shard(locals_[rank], rank, ranks)):
+    if same(got, own_shard(locals_[rank], rank, ranks)):
         raise Wrong(
             "not-averaged", rank, what, "this rank's own gradient", "Is the shard taken from what reduce_scatter gave?",
             "reduce_scatter leaves flat as it was: the result is in own.",
         )  # fmt: skip
-    shards = [own_shard(average, other, ranks)[: len(came)] for other in range(ranks)]
-    if any(len(shard) and same(came[: len(shard)], shard) for shard in shards):
+    shards = [own_shard(average, other, ranks)[: len(got)] for other in range(ranks)]
+    if any(len(shard) and same(got[: len(shard)], shard) for shard in shards):
         raise Wrong(
             "other-shard", rank, what, "the shard of another rank", "Which shard is whose? Shard r belongs to rank r.",
             "Elements comm.rank * length to (comm.rank + 1) * length.",
         )  # fmt: skip
-    if len(came) == len(expected) and torch.allclose(came, expected, rtol=1e-2, atol=1e-3 * expected.abs().max()):
+    if len(got) == len(expected) and torch.allclose(got, expected, rtol=1e-2, atol=1e-3 * expected.abs().max()):
         raise Wrong(
             "rounded", rank, f"{what}, in float64 as the gradient is", "nearly that: it was rounded on its way",
             "In which type does flat travel?", "dtype=parameter.dtype for flat and for own.",
         )  # fmt: skip
-    factor = (came @ expected / (expected @ expected)).item() if len(came) == len(expected) else 0
-    if same(came, factor * expected):
+    factor = (got @ expected / (expected @ expected)).item() if len(got) == len(expected) else 0
+    if same(got, factor * expected):
         raise Wrong(
             "scaled", rank, what, f"{factor:.4g} times as much",
             "By what is the sum over ranks divided? On another number of ranks it must be right, too.", TWICE[1],

@@ -86,10 +86,10 @@ def _judge_output(case, rank: int, ranks: int) -> None:
         what = f"what nn.Linear{LAYERS[kind]} gives for {len(x)} samples, in call {call + 1}"
         if isinstance(out, str):
             raise Wrong("type", rank, what, out, *NO_OUTPUT)
-        came = torch.tensor(out, dtype=torch.float64)
-        if same(came, expected):
+        got = torch.tensor(out, dtype=torch.float64)
+        if same(got, expected):
             continue
-        if came.shape == expected.shape and torch.allclose(came, expected, rtol=1e-2, atol=1e-2):
+        if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-2, atol=1e-2):
             raise Wrong(
                 "rounded", rank, f"{what}, in {layer.weight.dtype}", "nearly that: parameters were rounded",
                 "In which type does a rank keep its shard, and in which does it travel? The layer tells.",
@@ -106,23 +106,23 @@ def _judge_output(case, rank: int, ranks: int) -> None:
                 f"The layer has {count} parameters, which do not divide by {ranks}: padding belongs to no parameter.",
                 "Padding stands at the end, after weight and bias; cut it off again after all_gather.",
             )  # fmt: skip
-        if came.shape == expected.shape:
-            _explain_output(came, expected, x, layer, rank, what)
+        if got.shape == expected.shape:
+            _explain_output(got, expected, x, layer, rank, what)
         raise Wrong(
-            "other-values", rank, what, f"something of shape {tuple(came.shape)}",
+            "other-values", rank, what, f"something of shape {tuple(got.shape)}",
             "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
             "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).",
         )  # fmt: skip
 
 
-def _explain_output(came, expected, x, layer, rank: int, what: str) -> None:
+def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
     """Of the right size, and wrong."""
     import torch
 
     weight, bias = layer.weight.detach(), layer.bias.detach()
-    if same(came + bias, expected):
+    if same(got + bias, expected):
         raise Wrong("no-bias", rank, what, "that without the bias", *BIAS)
-    if found := factors(came, expected - bias, bias):
+    if found := factors(got, expected - bias, bias):
         told = f"{found[0]:.3g} times x @ weight.T, and {found[1]:.3g} times the bias"
         raise Wrong("other-sum", rank, what, told, "How often does each of the two count?", *BIAS)
     front, rest = torch.cat([weight.flatten(), bias]).split([len(bias), weight.numel()])
@@ -130,7 +130,7 @@ def _explain_output(came, expected, x, layer, rank: int, what: str) -> None:
         ("that of a bias cut from the front", rest.view_as(weight), front),
         ("that of a weight of (inputs, outputs)", weight.reshape(weight.T.shape).T, bias),
     ):
-        if same(came, x @ w.T + b):
+        if same(got, x @ w.T + b):
             raise Wrong(
                 "cut-otherwise", rank, what, told,
                 "Is the flat tensor cut as it was joined: which comes first, and which shape has a weight?",
@@ -208,11 +208,11 @@ def judge_fit(observations) -> str:
     for rank, fit in enumerate(observations):
         stage, ranks, gigabytes = fit["stage"], fit["ranks"], fit["gigabytes"]
         if any(isinstance(value, str) for value in fit.values()):
-            came = next(value for value in fit.values() if isinstance(value, str))
-            raise Wrong("type", rank, "numbers for stage, ranks and gigabytes", came, *EACH)
+            got = next(value for value in fit.values() if isinstance(value, str))
+            raise Wrong("type", rank, "numbers for stage, ranks and gigabytes", got, *EACH)
         if stage not in STAGES or not isinstance(ranks, int) or ranks < 1:
-            came = f"stage {stage} on {ranks} ranks"
-            raise Wrong("type", rank, "a stage from 0 to 3, on 1 rank or more", came, *WHOLE)
+            got = f"stage {stage} on {ranks} ranks"
+            raise Wrong("type", rank, "a stage from 0 to 3, on 1 rank or more", got, *WHOLE)
         _judge_place(rank, stage, ranks)
         _judge_gigabytes(rank, stage, ranks, gigabytes)
     sent = {n: 2 * zero_wire_elements(PARAMETERS, n, s) / GB for s, n in ((2, _fewest(2)), (3, ranks))}
@@ -228,43 +228,43 @@ def _fewest(stage: int) -> int | None:
 
 def _judge_place(rank: int, stage: int, ranks: int) -> None:
     held, best = held_by(ranks, stage), _fewest(3)
-    came = f"stage {stage} on {ranks} ranks: {held / GB:.2f} GB"
+    got = f"stage {stage} on {ranks} ranks: {held / GB:.2f} GB"
     expected = f"at most {BUDGET / GB:.0f} GB of model states a rank"
     if _fewest(stage) is None or ranks < _fewest(stage):
         if stage == 0:
             raise Wrong(
-                "nothing-sharded", rank, expected, came, "Data parallelism holds everything on every rank.",
+                "nothing-sharded", rank, expected, got, "Data parallelism holds everything on every rank.",
                 "Which stage shares out what? Write down the bytes a parameter.",
             )  # fmt: skip
         if stage < 3 and 16 * PARAMETERS / ranks <= 16 * GIB and ranks <= 2 * best:
             raise Wrong(
-                "parameters-whole", rank, expected, came,
+                "parameters-whole", rank, expected, got,
                 f"Not all is divided by the number of ranks: what does stage {stage} leave whole?",
                 "Parameters are whole at stages 1 and 2, 2 bytes each; gradients at stage 1, 2 bytes more.",
             )  # fmt: skip
         if stage == 1:
             raise Wrong(
-                "stage-1", rank, expected, came, "More ranks do not help: what is left if the states take nothing?",
+                "stage-1", rank, expected, got, "More ranks do not help: what is left if the states take nothing?",
                 "Stage 1 leaves 4 bytes a parameter whole: 30 GB.",
             )  # fmt: skip
         if ranks == fewest_ranks(PARAMETERS, 16 * GIB, stage):
             raise Wrong(
-                "gibibytes", rank, expected, f"{came}, which is {held / GIB:.2f} GiB",
+                "gibibytes", rank, expected, f"{got}, which is {held / GIB:.2f} GiB",
                 "It would fit into 16 GiB. Is a gigabyte 10**9 bytes or 2**30?",
                 "GB is 10**9 bytes here, as in the paper: 16 GB are 16 * 10**9.",
             )  # fmt: skip
         raise Wrong(
-            "too-few", rank, expected, came, "It does not fit: how many bytes a parameter are there, on so many ranks?",
+            "too-few", rank, expected, got, "It does not fit: how many bytes a parameter are there, on so many ranks?",
             "Stage 2: 2 + 14/N bytes a parameter; stage 3: 16/N.",
         )  # fmt: skip
     if stage != 3:
         raise Wrong(
-            "stage-2", rank, "the fewest ranks that any stage needs", f"{came}, which fits, on more ranks than needed",
+            "stage-2", rank, "the fewest ranks that any stage needs", f"{got}, which fits, on more ranks than needed",
             "It fits. Which stage leaves least on a rank?", "Stage 3 shares out the parameters too: 16/N bytes each.",
         )  # fmt: skip
     if ranks > best:
         raise Wrong(
-            "too-many", rank, "the fewest ranks that any stage needs", f"{came}, which fits, and so do fewer ranks",
+            "too-many", rank, "the fewest ranks that any stage needs", f"{got}, which fits, and so do fewer ranks",
             "Try one rank less.", "16 bytes a parameter (2 + 2 + 12), divided by N: which is the smallest N?",
         )  # fmt: skip
 

@@ -20,37 +20,35 @@ def _bytes_a_parameter(held: dict, stage: int) -> float:
 
 def _held_at(stage: int) -> Prediction:
     hints = {kind: f"Does stage {stage} share out {kind}? 4 bytes a number; Adam keeps two." for kind in _KINDS}
-    return Prediction(
-        came=lambda held_at: dict(zip(_KINDS, held_at[0][stage], strict=True)), tolerance=1e-3, hint=hints
-    )
+    return Prediction(got=lambda held_at: dict(zip(_KINDS, held_at[0][stage], strict=True)), tolerance=1e-3, hint=hints)
 
 
 PREDICTIONS = {
     "gigabytes-a-rank": Prediction(
-        came=lambda: _states(64, stage=0) / GB, hint="16 bytes per parameter, and all of them on every rank."
+        got=lambda: _states(64, stage=0) / GB, hint="16 bytes per parameter, and all of them on every rank."
     ),
     "bytes-of-stage-1": Prediction(
-        came=lambda sent_by_stage_1, sent_by_data_parallelism: round(
+        got=lambda sent_by_stage_1, sent_by_data_parallelism: round(
             sent_by_stage_1[0] / sent_by_data_parallelism[0], 2
         ),
         hint="A ring is a reduce_scatter, then an all_gather.",
     ),
-    "gathers-left": Prediction(came=lambda gathers: gathers[0], hint="Whole in the backward pass already."),
+    "gathers-left": Prediction(got=lambda gathers: gathers[0], hint="Whole in the backward pass already."),
     "bytes-at-stage-2": Prediction(
-        came=lambda lines_of: _bytes_a_parameter(lines_of[0], stage=2), tolerance=1e-3, hint="2 + (2 + 12) / 4."
+        got=lambda lines_of: _bytes_a_parameter(lines_of[0], stage=2), tolerance=1e-3, hint="2 + (2 + 12) / 4."
     ),
     "units-of-stage-3": Prediction(
-        came=lambda units_sent: round(float(units_sent[3][3]), 2), hint="Gather, gather, reduce."
+        got=lambda units_sent: round(float(units_sent[3][3]), 2), hint="Gather, gather, reduce."
     ),
     "units-of-four-micro-batches": Prediction(
-        came=lambda units_of_four: round(float(units_of_four[2][3]), 2), hint="Four reduce_scatters, one all_gather."
+        got=lambda units_of_four: round(float(units_of_four[2][3]), 2), hint="Four reduce_scatters, one all_gather."
     ),
-    "gathered-in-order": Prediction(came=lambda order: order, kind=str, hint="Forward, then in reverse."),
+    "gathered-in-order": Prediction(got=lambda order: order, kind=str, hint="Forward, then in reverse."),
     "factor-on-states": Prediction(
-        came=lambda first, cases: cases["mixed precision"][1] / first[1], hint="2 + 2 + 4 + 8 is 16 as well."
+        got=lambda first, cases: cases["mixed precision"][1] / first[1], hint="2 + 2 + 4 + 8 is 16 as well."
     ),
     "stage-that-fits": Prediction(
-        came=lambda: next(stage for stage in range(4) if _states(64, stage) <= 24 * GIB),
+        got=lambda: next(stage for stage in range(4) if _states(64, stage) <= 24 * GIB),
         hint="24 GiB are 25.8 GB: look at the bars.",
     ),
     # The exercises

@@ -129,4 +129,4 @@ def _admitted(lines) -> list:
 
 def _reason(wrong: Wrong) -> str:
     where = "" if wrong.rank is None else f" on rank {wrong.rank}"
-    return f"Expected{where}: {wrong.expected}. Got: {wrong.came}."
+    return f"Expected{where}: {wrong.expected}. Got: {wrong.got}."

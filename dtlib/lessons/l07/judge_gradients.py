@@ -29,13 +29,13 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     import torch
 
     each = torch.stack([gradients[rank] for gradients in truth.gradients], dim=1)
-    came, weights = torch.tensor(gradient, dtype=torch.float64), torch.tensor(truth.weights, dtype=torch.float64)
-    if _same(came, each @ weights, each):
+    got, weights = torch.tensor(gradient, dtype=torch.float64), torch.tensor(truth.weights, dtype=torch.float64)
+    if _same(got, each @ weights, each):
         return
-    if not came.isfinite().all():
+    if not got.isfinite().all():
         _tell_mixed_up(rank, what, cases)
-    found = torch.linalg.lstsq(each, came.unsqueeze(1), driver="gelsd").solution.flatten()
-    if not _same(each @ found, came, each):
+    found = torch.linalg.lstsq(each, got.unsqueeze(1), driver="gelsd").solution.flatten()
+    if not _same(each @ found, got, each):
         _tell_mixed_up(rank, what, cases)
     count, times = len(weights), (found / weights).tolist()
     near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]

@@ -109,7 +109,7 @@ def _judge_errors(cases) -> None:
         return
     waited, rank = min(failed)  # who raised before who waited for it
     case = cases[rank]
-    kind, came = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
+    kind, got = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
     if not waited and "NoneType" in case["error"]:
         first = "A tensor that has come in a message is not part of a graph. Who wants its gradient must say so first."
         if (done := backwards_of(case)) and done != list(range(len(done))):
@@ -117,12 +117,12 @@ def _judge_errors(cases) -> None:
                 f"The backward pass was that of micro-batch {done[-1]}: is it the gradient of its input that is sent?"
             )
         raise Wrong(
-            "no-input-gradient", rank, "the gradient of what this rank has received", came, first,
+            "no-input-gradient", rank, "the gradient of what this rank has received", got, first,
             "x.requires_grad_() before stage(x); after the backward pass x.grad is what the rank before waits for.",
         )  # fmt: skip
     if waited and kind == "long":
         raise Wrong(
-            "long-messages", rank, f"no hang with micro-batches of {LONG:,} samples", came,
+            "long-messages", rank, f"no hang with micro-batches of {LONG:,} samples", got,
             "Short messages leave at once, long ones wait until somebody receives them. Does the rank that should "
             "receive this one send, at that moment, too?",
             "Find the two neighbours that wait for one another: both stand in a send, or each in a recv for a "
@@ -131,25 +131,25 @@ def _judge_errors(cases) -> None:
         )  # fmt: skip
     if kind == "few":
         raise Wrong(
-            "few-microbatches", rank, f"a step with {case['M']} micro-batches on {len(cases)} ranks", came,
+            "few-microbatches", rank, f"a step with {case['M']} micro-batches on {len(cases)} ranks", got,
             "There may be fewer micro-batches than ranks.",
             "The number of forward passes that come first is at most the number of micro-batches.",
         )  # fmt: skip
     if kind == "uneven":
         raise Wrong(
-            "uneven", rank, "a step whose last micro-batch is smaller", came,
+            "uneven", rank, "a step whose last micro-batch is smaller", got,
             "Micro-batches need not be equal: which size does the code take for granted?",
             "Receive activations into inputs[m], and gradients into torch.empty_like(output) of micro-batch m.",
         )  # fmt: skip
     if waited:
         raise Wrong(
-            "waited", rank, "a send for every receive", came,
+            "waited", rank, "a send for every receive", got,
             "Read from this rank on: what does it wait for, who should send it, and what does that rank wait for?",
             "Forward: receive from rank - 1, compute, send to rank + 1. Backward: receive from rank + 1, compute, send "
             "to rank - 1. Rank 0 and the last rank leave out what has no neighbour.",
         )  # fmt: skip
     raise Wrong(
-        "raised", rank, "no error", came,
+        "raised", rank, "no error", got,
         "The passes so far tell where it happened. Rank 0 has nobody before it, and the last rank nobody behind it.",
         "Print comm.rank and the shapes before the pass that comes next; with one rank nothing is sent at all.",
     )  # fmt: skip
@@ -199,13 +199,13 @@ def _judge_loss(cases) -> None:
     last = max(cases)
     truth = reference(cases[last]["kind"], len(cases))
     expected = sum(loss * weight for loss, weight in zip(truth.losses, truth.weights, strict=True))
-    came = cases[last]["loss"]
+    got = cases[last]["loss"]
     what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
-    if came is None:
+    if got is None:
         raise Wrong("no-loss", last, what, "no number", *NO_LOSS)
-    if not abs(came - expected) <= 1e-9:  # NaN is wrong, too
+    if not abs(got - expected) <= 1e-9:  # NaN is wrong, too
         raise Wrong(
-            "other-loss", last, what, f"{came:.6g}",
+            "other-loss", last, what, f"{got:.6g}",
             "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
             "losses.append(loss * len(x) / samples), then return sum(losses), on the last rank.",
         )  # fmt: skip

@@ -92,8 +92,8 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
         for word in line.split():
             match = TOKEN.fullmatch(word.upper())
             if not match:
-                came = f"`{word}`"
-                raise Wrong("unreadable", rank, "words such as F0, B3, or F0-3 for four of them", came, HOW, APART)
+                got = f"`{word}`"
+                raise Wrong("unreadable", rank, "words such as F0, B3, or F0-3 for four of them", got, HOW, APART)
             stage, kind, first, last = match.groups()
             if stage and int(stage) != rank:
                 raise Wrong(
@@ -174,14 +174,14 @@ def _judge_complete(level: Level, schedule) -> None:
             raise Wrong("unknown-microbatch", rank, numbers, _short(unknown), *COUNTED)
         twice = next((action for action in times if times[action] > 1), None)
         if twice:
-            came = f"{_short(twice)} {times[twice]} times"
-            raise Wrong("twice", rank, "each action once", came, *_leave_out(_short(twice)))
+            got = f"{_short(twice)} {times[twice]} times"
+            raise Wrong("twice", rank, "each action once", got, *_leave_out(_short(twice)))
         missing = sorted(wanted - set(times), key=lambda action: (level.kinds.index(action.kind), action.microbatch))
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            came = f"without {', '.join(map(_short, missing[:3]))}{more}"
+            got = f"without {', '.join(map(_short, missing[:3]))}{more}"
             expected = f"{', '.join(level.kinds)} of all {MICROBATCHES} micro-batches"
-            raise Wrong("missing-action", rank, expected, came, *_left_out(level, missing[0]))
+            raise Wrong("missing-action", rank, expected, got, *_left_out(level, missing[0]))
 
 
 def _judge_order(schedule) -> None:

@@ -95,8 +95,8 @@ lab.predict("percentage-lost", {1: 75, 8: 27.3, 32: 8.6})
 
 # %% tags=["statement"]
 # "More micro-batches, smaller bubble."
-came = [found(f"{m}: you predicted [\\d.]+, and it came out as ([\\d.]+)")[0] for m in (1, 8, 32)]
-assert came == sorted(came, reverse=True)
+got = [found(f"{m}: you predicted [\\d.]+, and it came out as ([\\d.]+)")[0] for m in (1, 8, 32)]
+assert got == sorted(got, reverse=True)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # More micro-batches, smaller bubble. Why not a thousand? Small ones keep an accelerator less busy. And GPipe has to

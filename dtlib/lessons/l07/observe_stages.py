@@ -208,10 +208,10 @@ def _observe(step, comm, kinds, arguments_for) -> list[dict]:
             expected = reference(kind, comm.size).inputs[comm.rank]
             stage = watched(inner, expected, events, last=comm.rank == comm.size - 1)
             try:
-                came = step(comm, stage, *arguments_for(kind, comm, events))
+                got = step(comm, stage, *arguments_for(kind, comm, events))
                 case["sends"] = not_waited_for(handles)
                 _let_messages_leave(events)
-                case["loss"] = _as_number(came)
+                case["loss"] = _as_number(got)
             except (WaitTimeout, MPI.Exception) as error:
                 case.update(error=str(error), waited=True)
             except Exception as error:
@@ -257,8 +257,8 @@ def _let_messages_leave(events, seconds: float = 1.0) -> None:
         time.sleep(0.001)
 
 
-def _as_number(came):
+def _as_number(got):
     try:
-        return float(came.detach() if hasattr(came, "detach") else came)
+        return float(got.detach() if hasattr(got, "detach") else got)
     except (TypeError, ValueError, RuntimeError):
         return None

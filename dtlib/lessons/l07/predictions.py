@@ -17,26 +17,26 @@ _NAMES = ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1")
 
 PREDICTIONS = {
     "percentage-of-two": Prediction(
-        came=lambda two: 100 * (1 - two.bubble), tolerance=0.15, hint="When does the other begin?"
+        got=lambda two: 100 * (1 - two.bubble), tolerance=0.15, hint="When does the other begin?"
     ),
     "percentage-lost": Prediction(
-        came=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint="3 / (m + 3)."
+        got=lambda: {m: 100 * simulate(gpipe(4, m)).bubble for m in (1, 8, 32)}, tolerance=0.01, hint="3 / (m + 3)."
     ),
     "percentage-with-nobody-ahead": Prediction(
-        came=lambda ran: 100 * (1 - ran["nobody ahead"].bubble),
+        got=lambda ran: 100 * (1 - ran["nobody ahead"].bubble),
         tolerance=0.15,
         hint="How many micro-batches are under way?",
     ),
     "which-hangs": Prediction(
-        came=lambda hangs: hangs,
+        got=lambda hangs: hangs,
         choices=("A", "B"),
         hint="What does rank 0 need for 0B0, and when does rank 1 come to it?",
     ),
     "held-with-1f1b": Prediction(
-        came=lambda both: {f"rank {rank}": both["1F1B"].peak_activations[rank] for rank in (0, 3)}, hint="p - rank."
+        got=lambda both: {f"rank {rank}": both["1F1B"].peak_activations[rank] for rank in (0, 3)}, hint="p - rank."
     ),
     "of-four-schedules": Prediction(
-        came=lambda weights, four: {
+        got=lambda weights, four: {
             "smallest bubble": min(four, key=lambda name: four[name].bubble),
             "most held": max(weights, key=weights.get),
         },
@@ -44,21 +44,21 @@ PREDICTIONS = {
         hint="See the table.",
     ),
     "above-the-simulated": Prediction(
-        came=lambda last: bool(last[3] > 1.1 * last[2]),
+        got=lambda last: bool(last[3] > 1.1 * last[2]),
         choices=(True, False),
         hint="8 messages of 2 leave rank 0 within 16.",
     ),
     # The exercises
     "idle-of-three-stages": Prediction(
-        came=lambda: {name: step.bubble for name, step in _simulated().items()}, tolerance=0.02, hint=_ORDERS
+        got=lambda: {name: step.bubble for name, step in _simulated().items()}, tolerance=0.02, hint=_ORDERS
     ),
     "activations-of-three-stages": Prediction(
-        came=lambda: {name: step.peak_activations for name, step in _simulated().items()}, kind=list, hint=_ORDERS
+        got=lambda: {name: step.peak_activations for name, step in _simulated().items()}, kind=list, hint=_ORDERS
     ),
     "makespan-of-two-stages": Prediction(
-        came=lambda: simulate(gpipe(2, 3)).makespan, hint="Rank 0 waits for B0 of rank 1."
+        got=lambda: simulate(gpipe(2, 3)).makespan, hint="Rank 0 waits for B0 of rank 1."
     ),
     "activations-of-two-stages": Prediction(
-        came=lambda: simulate(gpipe(2, 3)).peak_activations[0], hint="B0 comes after F2."
+        got=lambda: simulate(gpipe(2, 3)).peak_activations[0], hint="B0 comes after F2."
     ),
 }

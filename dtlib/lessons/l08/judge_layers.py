@@ -57,9 +57,9 @@ def _judge(observations, kind: str) -> None:
 
 def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
     out, bias, summand = ways["out"], ways["bias"], ways["summand"][rank]
-    came = as_tensor(one["out"])
+    got = as_tensor(one["out"])
     what = f"the output of the whole layers, of shape {tuple(out.shape)}"
-    if same(came, out):
+    if same(got, out):
         if not same(as_tensor(one["quiet"]), out):
             raise Wrong(
                 "no-grad", rank, f"{what}, under torch.no_grad() too", "something else",
@@ -71,46 +71,46 @@ def _judge_output(one, ways, rank: int, ranks: int, step: int) -> None:
             "second-pass", rank, what, "something else, after a first pass that was right",
             "What did the first pass change? And does it work for any number of dimensions before the last?",
         )  # fmt: skip
-    if same(came, summand) or same(came, summand + bias):
+    if same(got, summand) or same(got, summand + bias):
         raise Wrong(
             "not-reduced", rank, what, "the summand of this rank's features",
             "Each rank has multiplied its features alone. Who adds up?",
             "reduce_from_ranks(y, comm), Megatron-LM's g, gives every rank the sum.",
         )  # fmt: skip
-    if same(came, out + (ranks - 1) * bias):
+    if same(got, out + (ranks - 1) * bias):
         raise Wrong(
             "bias-once-a-rank", rank, what, f"that, with the bias {ranks} times",
             "The weight is cut, the bias is not. How often is it in the sum?", "Add the bias after the sum.",
         )  # fmt: skip
-    if same(came, out - bias):
+    if same(got, out - bias):
         raise Wrong(
             "no-bias", rank, what, "that without the bias", "A linear layer has a weight and a bias.",
             "Add the bias once, after the sum over ranks.",
         )  # fmt: skip
-    if same(came, (out - bias) / ranks + bias) or same(came, out / ranks):
+    if same(got, (out - bias) / ranks + bias) or same(got, out / ranks):
         raise Wrong(
             "averaged", rank, what, "a mean over ranks", "Rows of a product are added: is it a sum, or a mean?",
             'The op is "sum", which is what all_reduce does if it is not told otherwise.',
         )  # fmt: skip
-    if same(came, bias + ranks * (out - bias)):
+    if same(got, bias + ranks * (out - bias)):
         raise Wrong(
             "summed-twice", rank, what, f"{ranks} times the sum, + bias", "How often are the summands added up?",
             "One reduce_from_ranks: each rank has the sum then.",
         )  # fmt: skip
     for name, other in ways["activations"].items():
-        if same(came, other):
+        if same(got, other):
             raise Wrong(
                 "other-activation", rank, what, f"that with {name}",
                 "What stands between the two products, and what behind them?",
                 "linear1 with its bias, torch.nn.functional.gelu without options, linear2, the sum, its bias.",
             )  # fmt: skip
-    if found := factors(came, out - bias, bias) if came.shape == out.shape else None:
+    if found := factors(got, out - bias, bias) if got.shape == out.shape else None:
         raise Wrong(
             "other-sum", rank, what, f"{found[0]:.3g} times the products, and {found[1]:.3g} times the bias",
             "How often does each of the two count?", "The sum over ranks of the products, and then the bias, once.",
         )  # fmt: skip
     raise Wrong(
-        "other-values", rank, what, f"others, of shape {tuple(came.shape)}",
+        "other-values", rank, what, f"others, of shape {tuple(got.shape)}",
         "Rank r has consecutive features, slice r of them. Do both weights use the same, with one sum, at the end?",
         "torch keeps a weight as (outputs, inputs): columns of A are its rows.",
     )  # fmt: skip
@@ -124,41 +124,41 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
             "no-gradient", rank, what, "none", "Is something detached on the way, or computed under no_grad?",
             "reduce_from_ranks is known to autograd.",
         )  # fmt: skip
-    came = as_tensor(one["x"])
-    if same(came, right):
+    got = as_tensor(one["x"])
+    if same(got, right):
         return
     weight, of_weight = next(iter(ways["parameters"][rank].values()))
     weight_is_right = any(
         same(as_tensor(g), of_weight) for p, g in one["parameters"] if g is not None and same(as_tensor(p), weight)
     )
     twice = [ranks * right] * weight_is_right + [sum(late) for late in zip(*ways["x_late"], strict=True)]
-    if any(same(came, added_up) for added_up in twice):
+    if any(same(got, added_up) for added_up in twice):
         raise Wrong(
             "f-twice", rank, what, "what is added up over the ranks on its way back, and then once more",
             "How often does backward add up over the ranks between the output and x?",
             "copy_to_ranks, f, once, before the first product; reduce_from_ranks, g, once, after the second.",
         )  # fmt: skip
-    if same(came, ranks * right):
+    if same(got, ranks * right):
         raise _reduces_too(rank, what, ranks)
-    if same(came, summand):
+    if same(got, summand):
         raise Wrong(
             "f-missing", rank, what, "what came of this rank's hidden features",
             "All ranks used the same input. Whose gradients belong to it?",
             "copy_to_ranks(x, comm), Megatron-LM's f: x as it is, and backward an all_reduce of its gradient.",
         )  # fmt: skip
-    if same(came, right / ranks) or same(came, summand / ranks):
+    if same(got, right / ranks) or same(got, summand / ranks):
         raise Wrong(
             "gradient-averaged", rank, what, f"1/{ranks} of it",
             "Data parallelism takes the mean over ranks, as each has other samples. Here all have the same samples.",
             "The gradients of all ranks are added up; nothing divides.",
         )  # fmt: skip
-    if len(ways["parameters"][rank]) == 2 and same(came, sum(ways["x"])):
+    if len(ways["parameters"][rank]) == 2 and same(got, sum(ways["x"])):
         raise Wrong(
             "gradients-mixed", rank, what, "those of all ranks' inputs, added up",
             "Each rank has other features of the input: do their gradients belong together?",
             "f, copy_to_ranks, is for an input that all ranks share. Here g alone is needed.",
         )  # fmt: skip
-    if any(same(came, late) for late in ways["x_late"][rank]):
+    if any(same(got, late) for late in ways["x_late"][rank]):
         raise Wrong(
             "f-late", rank, what, "what comes of f behind the first product",
             "f stands where all ranks have the same: what do they have behind the first product?",

@@ -128,17 +128,17 @@ def _judge_first_losses(between, reference) -> None:
     """In the first step nothing has been trained yet: is the loss that of this replica's samples?"""
     first = reference["loss"][0]
     for rank, one in enumerate(between):
-        came = _tensor(one["loss"][0])
-        if same(came, first):
+        got = _tensor(one["loss"][0])
+        if same(got, first):
             continue
         what = "the loss of each replica's own samples, in the first step"
         ranks = len(between)
-        if any(same(came, value.expand_as(came)) for value in (first.mean(), first.sum())):
+        if any(same(got, value.expand_as(got)) for value in (first.mean(), first.sum())):
             raise Wrong(
                 "loss-reduced", rank, what, "one loss for all replicas", "run returns the losses of all replicas.",
                 "Return loss as it is; map_reduce is for the accuracy.",
             )  # fmt: skip
-        if same(came, first / ranks) or same(came, first * ranks):
+        if same(got, first / ranks) or same(got, first * ranks):
             raise Wrong(
                 "loss-scaled", rank, what, f"1/{ranks} of it, or {ranks} times as much",
                 "Who averages over replicas, and how often?", "minimize(loss) of the wrapped optimizer does it, once.",
@@ -189,23 +189,23 @@ def _judge_parameters(between, reference) -> None:
 
 
 def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
-    came, own = _tensor(one["accuracy"]), reference["accuracy"]
+    got, own = _tensor(one["accuracy"]), reference["accuracy"]
     expected = own.mean(1, keepdim=True).expand_as(own)
-    came = came if (came - expected).abs().max() > 1e-6 else expected  # hits / samples is a float32
+    got = got if (got - expected).abs().max() > 1e-6 else expected  # hits / samples is a float32
     what = "the fraction of right answers among all replicas' samples, the same on all replicas"
-    if same(came, expected):
+    if same(got, expected):
         return
-    if same(came, own):
+    if same(got, own):
         raise Wrong(
             "local-metric", rank, what, "that of each replica's own samples",
             "It looks like an accuracy, but whose?", 'replicator.map_reduce(accuracy, "mean") asks all replicas.',
         )  # fmt: skip
-    if same(came, expected * ranks):
+    if same(got, expected * ranks):
         raise Wrong(
             "metric-summed", rank, what, f"{ranks} times as much", "map_reduce adds up if it is not told otherwise.",
             'map_reduce(accuracy, "mean").',
         )  # fmt: skip
-    if same(came, reference["later"].mean(1, keepdim=True).expand_as(own)) or same(came, reference["later"]):
+    if same(got, reference["later"].mean(1, keepdim=True).expand_as(own)) or same(got, reference["later"]):
         raise Wrong(
             "metric-later", rank, what, "that of the scores after the step", "With which parameters was it computed?",
             "Compute model(x) once, and use its scores for both.",
@@ -225,10 +225,10 @@ def _judge_graph(seen, rank: int) -> None:
             "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.",
         )  # fmt: skip
     for name in ("loss", "accuracy", "after"):
-        came, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
-        if name == "accuracy" and came.shape == wanted.shape and (came - wanted).abs().max() <= 1e-6:
+        got, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
+        if name == "accuracy" and got.shape == wanted.shape and (got - wanted).abs().max() <= 1e-6:
             continue  # a fraction of hits may be a float32
-        if not same(came, wanted):
+        if not same(got, wanted):
             raise Wrong(
                 "graph-differs", rank, f"the same {name} in a graph as a process per replica", "something else",
                 "The graph is captured once. What does step_fn read that was other then?",

@@ -13,10 +13,10 @@ def _groups_with(rank: int, **shape: int) -> dict[str, list[int]]:
     return {axis: next(group for group in groups_of(axis, shape) if rank in group) for axis in shape}
 
 
-def _sent(came) -> Prediction:
+def _sent(got) -> Prediction:
     """A collective and its bytes, as the exercise takes them from the trace on each rank."""
     return Prediction(
-        came=came,
+        got=got,
         kind=object,
         hint={
             "collective": "Who has only a summand, and who a slice?",
@@ -33,56 +33,56 @@ _CUTS = ("columns", "rows")
 
 PREDICTIONS = {
     "needs-all-reduce": Prediction(
-        came=lambda complete: _incomplete(complete[0]),
+        got=lambda complete: _incomplete(complete[0]),
         choices=_CUTS,
         hint="Which of the products is only one summand of Y?",
     ),
     "needs-it-backward": Prediction(
-        came=lambda complete_backward: _incomplete(complete_backward[0]),
+        got=lambda complete_backward: _incomplete(complete_backward[0]),
         choices=_CUTS,
         hint="X went to all ranks: from all comes its gradient.",
     ),
     "all-reduces-of-a-pair": Prediction(
-        came=lambda calls: len(calls), hint="g in the forward pass, f in the backward pass."
+        got=lambda calls: len(calls), hint="g in the forward pass, f in the backward pass."
     ),
     "wrong-without-f": Prediction(
-        came=lambda wrong: " and ".join(wrong[0]),
+        got=lambda wrong: " and ".join(wrong[0]),
         choices=("Z", "A", "B", "X"),
         hint="Who adds up what came of X?",
     ),
-    "percent-held": Prediction(came=lambda percent: percent[0], tolerance=0.1, hint="A quarter, and what nobody cuts."),
+    "percent-held": Prediction(got=lambda percent: percent[0], tolerance=0.1, hint="A quarter, and what nobody cuts."),
     "numbers-a-token": Prediction(
-        came=lambda given, tokens: (given[0] - 4) // tokens[0],
+        got=lambda given, tokens: (given[0] - 4) // tokens[0],
         hint="The largest logit; the sum of exponentials; the logit of the target.",
     ),
     "averages-with-3": Prediction(
-        came=lambda groups: groups[3]["data"], kind=list, hint="Whoever has the same shard of the model."
+        got=lambda groups: groups[3]["data"], kind=list, hint="Whoever has the same shard of the model."
     ),
     "busiest-axis": Prediction(
-        came=lambda in_a_step: max(in_a_step, key=in_a_step.get),
+        got=lambda in_a_step: max(in_a_step, key=in_a_step.get),
         choices=("data", "pipe", "tensor"),
         hint="Four all_reduces a layer and micro-batch; one a step; two messages a micro-batch.",
     ),
     "partners-of-5": Prediction(
-        came=lambda: {axis: sum(group) - 5 for axis, group in _groups_with(5, data=2, pipe=2, tensor=2).items()},
+        got=lambda: {axis: sum(group) - 5 for axis, group in _groups_with(5, data=2, pipe=2, tensor=2).items()},
         hint="rank = 4 data + 2 pipe + tensor.",
     ),
     "times-stage-1": Prediction(
-        came=lambda reduced: reduced[2] / reduced[1],
+        got=lambda reduced: reduced[2] / reduced[1],
         hint="Stage 2 keeps no whole gradients to add up: it reduces after every micro-batch.",
     ),
     "all-reduces-in-the-graph": Prediction(
-        came=lambda exchanges: sum(text.startswith("all_reduce") for text in exchanges),
+        got=lambda exchanges: sum(text.startswith("all_reduce") for text in exchanges),
         hint="One a mark, however many replicas.",
     ),
-    "sum-over-replicas": Prediction(came=lambda sums: int(sums[0, 0]), hint="Together they have all of them."),
+    "sum-over-replicas": Prediction(got=lambda sums: int(sums[0, 0]), hint="Together they have all of them."),
     # The exercises
     "column-forward": _sent(lambda column_forward: _of_rank_0(column_forward)),
     "column-backward": _sent(lambda column_backward: _of_rank_0(column_backward)),
     "row-forward": _sent(lambda row_forward: _of_rank_0(row_forward)),
     "row-backward": _sent(lambda row_backward: _of_rank_0(row_backward)),
     "groups-of-7": Prediction(
-        came=lambda: _groups_with(7, data=2, pipe=2, tensor=3),
+        got=lambda: _groups_with(7, data=2, pipe=2, tensor=3),
         kind=list,
         hint="rank = 6 data + 3 pipe + tensor, and rank 7 is 6 + 0 + 1.",
     ),

@@ -45,11 +45,9 @@ FORMULA = "files / opens_a_second + bytes / bytes_a_second"
 def judge_cost(observations) -> None:
     """Opens and bytes, each over what can be had in a second, added up."""
     times = [
-        (came, form, budget)
-        for budget, of_forms in zip(BUDGETS, observations[0], strict=True)
-        for form, came in of_forms
+        (got, form, budget) for budget, of_forms in zip(BUDGETS, observations[0], strict=True) for form, got in of_forms
     ]
-    if all(came == max(opening_and_reading(form, *budget)) for came, form, budget in times):
+    if all(got == max(opening_and_reading(form, *budget)) for got, form, budget in times):
         raise Wrong(
             "larger-of-two", None, "opening and reading, added up", "the larger of the two",
             "Here a file is opened, then read: the times add up.", FORMULA,
@@ -60,12 +58,12 @@ def judge_cost(observations) -> None:
             f"{samples} samples of {record_bytes} bytes, {per_shard} a shard, {opens:g} opens/s, {speed:g} bytes/s, "
             f"{fraction:g} of the columns"
         )
-        for form, came in of_forms:
+        for form, got in of_forms:
             wanted = cost(form, *budget)
             expected = f"{wanted:.6g} s for {form}: {case}"
-            if isinstance(came, str):
-                raise Wrong("type", None, expected, came, "Return a number of seconds.", f"return {FORMULA}")
-            if math.isclose(came, wanted, rel_tol=1e-9):
+            if isinstance(got, str):
+                raise Wrong("type", None, expected, got, "Return a number of seconds.", f"return {FORMULA}")
+            if math.isclose(got, wanted, rel_tol=1e-9):
                 continue
             size = samples * record_bytes
             files = samples if form == "files" else math.ceil(samples / per_shard)
@@ -130,16 +128,16 @@ def judge_cost(observations) -> None:
                      "Whoever stores records whole reads them whole: only Parquet can leave columns out.")
                 ]  # fmt: skip
             for value, mistake, hint in mistakes:
-                if math.isclose(came, value, rel_tol=1e-9):
-                    raise Wrong(mistake, None, expected, f"{came:.6g} s", hint, FORMULA)
-            if rounded(came, wanted):
+                if math.isclose(got, value, rel_tol=1e-9):
+                    raise Wrong(mistake, None, expected, f"{got:.6g} s", hint, FORMULA)
+            if rounded(got, wanted):
                 raise Wrong(
-                    "rounded", None, f"{wanted!r} s for {form}: {case}", f"{came!r} s",
+                    "rounded", None, f"{wanted!r} s for {form}: {case}", f"{got!r} s",
                     "The formula is right, and digits are missing: is there a round(), an int() or a //?",
                     "Whole are files and blocks of 512 bytes alone. Return the seconds as they are.",
                 )  # fmt: skip
             raise Wrong(
-                "other-cost", None, expected, f"{came:.6g} s",
+                "other-cost", None, expected, f"{got:.6g} s",
                 f"{files} files take {files / opens:.6g} s to open, and their bytes {wanted - files / opens:.6g} s: "
                 "which of the two differs?",
                 f"{FORMULA}. Files: samples, or samples / per_shard rounded up. Bytes: see the list in the text.",

@@ -6,36 +6,36 @@ _MORE = ("large samples", "small samples")
 
 PREDICTIONS = {
     "demand-of-unet3d": Prediction(
-        came=lambda: 7 * 146_600_628 / 0.636 / 1e9, tolerance=0.05, hint="Batch times bytes, over the time of a step."
+        got=lambda: 7 * 146_600_628 / 0.636 / 1e9, tolerance=0.05, hint="Batch times bytes, over the time of a step."
     ),
     "times-the-demand": Prediction(
-        came=lambda: (7 * 146_600_628 / 0.636) / (48 * 2500 / 0.968), tolerance=0.1,
+        got=lambda: (7 * 146_600_628 / 0.636) / (48 * 2500 / 0.968), tolerance=0.1,
         hint="BERT: 48 samples of 2500 bytes in 0.968 s.",
     ),
     "opens-of-an-epoch": Prediction(
-        came=lambda opens: {"files": opens["files"], "shards": opens["shards"]},
+        got=lambda opens: {"files": opens["files"], "shards": opens["shards"]},
         hint="A file a sample: an open each. 1920 samples in shards of 384.",
     ),
     "where-workers-help": Prediction(
-        came=lambda gains: max(gains, key=gains.get), choices=_MORE, of_this_computer=True,
+        got=lambda gains: max(gains, key=gains.get), choices=_MORE, of_this_computer=True,
         hint="A worker saves the time of reading, and costs a message a batch.",
     ),
     "starves-more": Prediction(
-        came=lambda pace: min(pace, key=lambda name: pace[name].au), choices=("the slow one", "the fast one"),
+        got=lambda pace: min(pace, key=lambda name: pace[name].au), choices=("the slow one", "the fast one"),
         hint="Who computes for less time waits sooner.",
     ),
     "bytes-of-two-columns": Prediction(
-        came=lambda part: round(part, 3), tolerance=0.3, hint="2 columns of 40, all of them 4 bytes wide."
+        got=lambda part: round(part, 3), tolerance=0.3, hint="2 columns of 40, all of them 4 bytes wide."
     ),
     "state-of-resuming": Prediction(
-        came=lambda saved: saved[0]["samples"], hint="Four ranks, five batches of 16 each: all of them count."
+        got=lambda saved: saved[0]["samples"], hint="Four ranks, five batches of 16 each: all of them count."
     ),
     # The exercises
     "batches-on-three-ranks": Prediction(
-        came=lambda: {"steps": -(-1000 // (3 * 32)), "in the last step": 1000 % (3 * 32)},
+        got=lambda: {"steps": -(-1000 // (3 * 32)), "in the last step": 1000 % (3 * 32)},
         hint="A step takes 3 x 32 samples; what is left is the last step's.",
     ),
     "read-ahead-and-killed": Prediction(
-        came=lambda: 10 * 8, hint="What workers have read ahead, nobody has trained on."
+        got=lambda: 10 * 8, hint="What workers have read ahead, nobody has trained on."
     ),
 }  # fmt: skip

@@ -40,21 +40,21 @@ def judge_config(seen: list) -> None:
                 "refused", rank, wanted, said["refused"], "The sentence has the key and what would be right.",
                 "train_batch_size = micro-batch x accumulation x ranks.",
             )  # fmt: skip
-        came = f"stage {said['stage']}, {said['bytes']:,} bytes, batches of {said['batch']}, {said['micro']} at a time"
-        came += f", {said['optimizer'] or 'no optimizer'}"
+        got = f"stage {said['stage']}, {said['bytes']:,} bytes, batches of {said['batch']}, {said['micro']} at a time"
+        got += f", {said['optimizer'] or 'no optimizer'}"
         if said["batch"] != BATCH or said["micro"] > MICRO or said["optimizer"] not in ("Adam", "AdamW"):
             raise Wrong(
-                "another-training", rank, wanted, came, "What is learnt must stay the same: batch and optimizer.",
+                "another-training", rank, wanted, got, "What is learnt must stay the same: batch and optimizer.",
                 f"Keep train_batch_size {BATCH}, and micro-batches of {MICRO} at most.",
             )  # fmt: skip
         if said["bytes"] > BUDGET:
             raise Wrong(
-                "too-much", rank, wanted, came, "Bytes a parameter times 24 million: lesson 06 has the formula.",
+                "too-much", rank, wanted, got, "Bytes a parameter times 24 million: lesson 06 has the formula.",
                 "In bf16 stage 1 holds 4 + 12 / N bytes a parameter.",
             )  # fmt: skip
         if said["stage"] == 3 or (said["stage"] == 2 and said["steps"] > 1):
             raise Wrong(
-                "sends-more", rank, "no more bytes sent than data parallelism sends", came,
+                "sends-more", rank, "no more bytes sent than data parallelism sends", got,
                 "It fits. What does this stage send for each micro-batch?",
                 "Stage 2 sends gradients after every micro-batch, stage 3 gathers for each: which stage waits?",
             )  # fmt: skip
@@ -98,14 +98,14 @@ def _judge_slices(slices, step: int, batch: int, ranks: int) -> None:
     for rank, one in enumerate(slices):
         if set(one) <= wanted:
             continue
-        came = f"{len(one)} places, {one[:3]} ..."
+        got = f"{len(one)} places, {one[:3]} ..."
         if len(everything) >= 1.5 * batch:
             raise Wrong(
-                "other-places", rank, expected, came, "All ranks together take as many samples as one rank did.",
+                "other-places", rank, expected, got, "All ranks together take as many samples as one rank did.",
                 "range(step * batch + rank, (step + 1) * batch, ranks)",
             )  # fmt: skip
         raise Wrong(
-            "not-of-this-step", rank, expected, came, "Where does the batch of a step begin, and where does it end?",
+            "not-of-this-step", rank, expected, got, "Where does the batch of a step begin, and where does it end?",
             "first = step * batch; and no place from first + batch on.",
         )  # fmt: skip
     whole = [rank for rank, one in enumerate(slices) if ranks > 1 and set(one) == wanted]

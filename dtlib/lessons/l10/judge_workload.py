@@ -98,8 +98,8 @@ def _judge_evaluate(found: list) -> None:
                 "A dictionary, so that a workload may have several figures.",
                 'return {"accuracy": right / len(test_y)}',
             )  # fmt: skip
-        came, wanted = one["figures"], one["wanted"]
-        if all(abs(came[name] - wanted[name]) < 1e-6 for name in KNOWN):
+        got, wanted = one["figures"], one["wanted"]
+        if all(abs(got[name] - wanted[name]) < 1e-6 for name in KNOWN):
             if one["trains"] and one["random"]:
                 raise Wrong(
                     "training-mode", rank, "a model in eval mode while it is judged", f"training mode: {one['random']}",
@@ -107,27 +107,27 @@ def _judge_evaluate(found: list) -> None:
                     "model.eval() in evaluate, before the images are shown.",
                 )  # fmt: skip
             continue
-        name = next(name for name in KNOWN if abs(came[name] - wanted[name]) >= 1e-6)
+        name = next(name for name in KNOWN if abs(got[name] - wanted[name]) >= 1e-6)
         expected = f"{wanted[name]:.4f} of a model that is right about {name} of {n} test images{where}"
         if one["strange"]:
             raise Wrong(
                 "other-images", rank, expected, f"{one['strange']} images shown to the model are not in test",
                 "Which images does evaluate show to the model?", "All of test_x, and none of x.",
             )  # fmt: skip
-        if any(abs(other["figures"][key] - came[key]) > 1e-6 for other in alike for key in KNOWN if other is not one):
+        if any(abs(other["figures"][key] - got[key]) > 1e-6 for other in alike for key in KNOWN if other is not one):
             raise Wrong(
-                "own-slice", rank, expected, f"{came[name]:.4f}, and another figure on another rank",
+                "own-slice", rank, expected, f"{got[name]:.4f}, and another figure on another rank",
                 "Each rank may look at a slice, but all return the figure of the whole.",
                 "comm.all_reduce(right), the number of right answers, and then / len(test_y).",
             )  # fmt: skip
-        if set(came.values()) == {1.0}:
+        if set(got.values()) == {1.0}:
             raise Wrong(
                 "second-best", rank, expected, "1, of models whose second best answer is right",
                 "Which of ten scores is the answer?", "model(test_x).argmax(1) == test_y",
             )  # fmt: skip
-        if len(set(came.values())) == 1:
+        if len(set(got.values())) == 1:
             raise Wrong(
-                "ignores-model", rank, expected, f"{came[name]:.4f}, as of every other model",
+                "ignores-model", rank, expected, f"{got[name]:.4f}, as of every other model",
                 "Which model does evaluate ask: the one that it is given?",
                 "def evaluate(model, comm): model(...), and no name from outside.",
             )  # fmt: skip
@@ -139,15 +139,15 @@ def _judge_evaluate(found: list) -> None:
                 "Is a number of images written into it, or a batch size? All of them count.",
                 "test_x[comm.rank :: comm.size]",
             )  # fmt: skip
-        _explain_figure(rank, expected, came, wanted, one["ranks"], n)
+        _explain_figure(rank, expected, got, wanted, one["ranks"], n)
 
 
-def _explain_figure(rank: int, expected: str, came: dict, wanted: dict, ranks: int, n: int) -> None:
+def _explain_figure(rank: int, expected: str, got: dict, wanted: dict, ranks: int, n: int) -> None:
     """The same on all ranks, of all images, and wrong."""
-    said = ", ".join(f"{came[name]:.4g} where {wanted[name]:.4f} is right" for name in KNOWN)
+    said = ", ".join(f"{got[name]:.4g} where {wanted[name]:.4f} is right" for name in KNOWN)
 
     def is_it(of_right) -> bool:
-        return all(abs(came[name] - of_right(wanted[name])) < 1e-4 * max(1, abs(came[name])) for name in KNOWN)
+        return all(abs(got[name] - of_right(wanted[name])) < 1e-4 * max(1, abs(got[name])) for name in KNOWN)
 
     for of_right, mistake, asks, says in (
         (lambda right: 100 * right, "percent", "This is in %.", "A fraction: right / len(test_y)."),
@@ -160,7 +160,7 @@ def _explain_figure(rank: int, expected: str, came: dict, wanted: dict, ranks: i
     ):  # fmt: skip
         if is_it(of_right):
             raise Wrong(mistake, rank, expected, said, asks, says)
-    if all(abs(came[name] - wanted[name]) < 0.02 for name in KNOWN):
+    if all(abs(got[name] - wanted[name]) < 0.02 for name in KNOWN):
         raise Wrong(
             "mean-of-means", rank, expected, said,
             "Nearly: a mean of the ranks' accuracies, or of batches'? Not all have as many images.",

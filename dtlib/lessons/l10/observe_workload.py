@@ -119,13 +119,13 @@ def _evaluated(work, images, labels, comm) -> dict:
         model = Knows(known(torch.arange(n), n))
         try:
             with world_out_of_reach():
-                came = work.evaluate(model, comm)
+                got = work.evaluate(model, comm)
         except OfTheWorld as call:
             return found | {"of the world": f"{call}"}
-        if not isinstance(came, dict) or "accuracy" not in came:
-            keys = f" with {', '.join(map(str, came)) or 'nothing'}" if isinstance(came, dict) else ""
-            return found | {"odd": f"a {type(came).__name__}{keys}"}
-        found["figures"][name] = float(came["accuracy"])
+        if not isinstance(got, dict) or "accuracy" not in got:
+            keys = f" with {', '.join(map(str, got)) or 'nothing'}" if isinstance(got, dict) else ""
+            return found | {"odd": f"a {type(got).__name__}{keys}"}
+        found["figures"][name] = float(got["accuracy"])
         found["wanted"][name] = float(model.places.double().mean())
         found["seen"], found["strange"], found["trains"] = sorted(model.seen), model.strange, model.trains
     return found

@@ -15,24 +15,24 @@ def _furthest(results: dict) -> float:
 
 PREDICTIONS = {
     "accuracy-on-digits": Prediction(
-        came=lambda result: result[0]["accuracy"], within=0.02, hint="Handwritten digits are easy: lesson 05."
+        got=lambda result: result[0]["accuracy"], within=0.02, hint="Handwritten digits are easy: lesson 05."
     ),
     "bytes-at-stage-3": Prediction(
-        came=lambda of_stage: of_stage[0][3]["bytes_per_rank"][0] / of_stage[0][0]["bytes_per_rank"][0],
+        got=lambda of_stage: of_stage[0][3]["bytes_per_rank"][0] / of_stage[0][0]["bytes_per_rank"][0],
         tolerance=0.02, hint="Stage 3 shares out everything, here between two ranks.",
     ),
     "curves-of-runtimes": Prediction(
-        came=lambda of_runtime: "one curve" if _furthest(of_runtime[0]) < 1e-4 else "several",
+        got=lambda of_runtime: "one curve" if _furthest(of_runtime[0]) < 1e-4 else "several",
         choices=("one curve", "several"), hint="The same sums of the same numbers.",
     ),
     "perform-alike": Prediction(
-        came=lambda seconds: _alike(seconds[0]), choices=("yes", "no"), of_this_computer=True,
+        got=lambda seconds: _alike(seconds[0]), choices=("yes", "no"), of_this_computer=True,
         hint="Look at the times again: within a tenth of each other?",
     ),
     "best-rouge": Prediction(
-        came=lambda tuned: "model" if tuned[0]["rouge_l"] > tuned[0]["lead_rouge_l"] else "lead",
+        got=lambda tuned: "model" if tuned[0]["rouge_l"] > tuned[0]["lead_rouge_l"] else "lead",
         choices=("model", "lead"), hint="The lead is the article's first sentence.",
     ),
     # The exercises
-    "gpus-of-the-listing": Prediction(came=lambda: 16, hint="num_nodes times num_gpus."),
+    "gpus-of-the-listing": Prediction(got=lambda: 16, hint="num_nodes times num_gpus."),
 }  # fmt: skip

@@ -30,21 +30,21 @@ def observe_efficiency(efficiency, comm):
     seen = []
     for kind, tables in TIMES.items():
         for seconds in tables:
-            came = efficiency(dict(seconds), kind)
+            got = efficiency(dict(seconds), kind)
             try:
-                seen.append((kind, seconds, {n: float(came[n]) for n in seconds}))
+                seen.append((kind, seconds, {n: float(got[n]) for n in seconds}))
             except (KeyError, TypeError, ValueError, IndexError):
-                seen.append((kind, seconds, f"{came!r:.60}"))
+                seen.append((kind, seconds, f"{got!r:.60}"))
     return seen
 
 
 def judge_efficiency(observations) -> None:
     """Of the smallest number of ranks there is; of the same work, or of as much work a rank."""
     for rank, seen in enumerate(observations):
-        for kind, seconds, came in seen:
-            if isinstance(came, str):
+        for kind, seconds, got in seen:
+            if isinstance(got, str):
                 raise Wrong(
-                    "type", rank, "a dictionary: for each number of ranks its efficiency", came,
+                    "type", rank, "a dictionary: for each number of ranks its efficiency", got,
                     "Return {ranks: efficiency, ...}, with the keys of `seconds`.",
                     "return {n: ... for n, took in seconds.items()}",
                 )  # fmt: skip
@@ -52,13 +52,13 @@ def judge_efficiency(observations) -> None:
             weak = {n: seconds[first] / took for n, took in seconds.items()}
             strong = {n: first / n * weak[n] for n in seconds}
             wanted = strong if kind == "strong" else weak
-            if wrong := [n for n in seconds if not _same(came[n], wanted[n])]:
-                digits = all(rounded(came[n], wanted[n]) for n in wrong)
+            if wrong := [n for n in seconds if not _same(got[n], wanted[n])]:
+                digits = all(rounded(got[n], wanted[n]) for n in wrong)
                 n = wrong[0]
-                _explain_efficiency(rank, kind, seconds, n, wanted[n], came[n], strong[n], weak[n], digits)
+                _explain_efficiency(rank, kind, seconds, n, wanted[n], got[n], strong[n], weak[n], digits)
 
 
-def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak, digits) -> None:
+def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digits) -> None:
     first = min(seconds)
     expected = f"{wanted:.4g} on {n} ranks, {kind} scaling, with {seconds}"
     other, last = next(iter(seconds)), max(seconds)
@@ -93,16 +93,16 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, came, strong, weak, digi
         hint = "More than 1 may be measured, as with more ranks more fits into their caches: leave it as it is."
         mistakes.insert(0, (1, "cut-to-one", hint))
     for value, mistake, hint in mistakes:
-        if _same(came, value):
-            raise Wrong(mistake, rank, expected, f"{came:.4g}", hint, _EFFICIENCY)
+        if _same(got, value):
+            raise Wrong(mistake, rank, expected, f"{got:.4g}", hint, _EFFICIENCY)
     if digits:
         raise Wrong(
-            "rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{came!r}",
+            "rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{got!r}",
             "The formula is right, and digits are missing: is there a round(), a // or an int()?",
             "Return what is computed; whoever prints it rounds.",
         )  # fmt: skip
     raise Wrong(
-        "other-value", rank, expected, f"{came:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?",
+        "other-value", rank, expected, f"{got:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?",
         _EFFICIENCY,
     )  # fmt: skip
 
@@ -114,11 +114,11 @@ def observe_step(step_seconds, comm):
     """For each case: what came, a number or text."""
     seen = []
     for case in STEPS:
-        came = step_seconds(**dict(zip(NAMES, case, strict=True)))
+        got = step_seconds(**dict(zip(NAMES, case, strict=True)))
         try:
-            seen.append(float(came))
+            seen.append(float(got))
         except (TypeError, ValueError):
-            seen.append(f"{came!r:.60}")
+            seen.append(f"{got!r:.60}")
     return seen
 
 
@@ -126,20 +126,20 @@ def judge_step(observations) -> None:
     """Compute, and the cheapest of the three algorithms."""
     for rank, seen in enumerate(observations):
         right = [case[1] + scaling.fastest_all_reduce(case[0], *case[2:])[0] for case in STEPS]
-        for case, came, wanted in zip(STEPS, seen, right, strict=True):
-            if isinstance(came, str) or not _same(came, wanted):
+        for case, got, wanted in zip(STEPS, seen, right, strict=True):
+            if isinstance(got, str) or not _same(got, wanted):
                 words = ", ".join(f"{name}={value:g}" for name, value in zip(NAMES, case, strict=True))
-                digits = 6 if isinstance(came, str) or f"{came:.6g}" != f"{wanted:.6g}" else 14
-                _explain_step(rank, seen, case, f"{wanted:.{digits}g} s with {words}", came, digits)
+                digits = 6 if isinstance(got, str) or f"{got:.6g}" != f"{wanted:.6g}" else 14
+                _explain_step(rank, seen, case, f"{wanted:.{digits}g} s with {words}", got, digits)
 
 
-def _explain_step(rank, seen, case, expected, came, digits: int) -> None:
+def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
     """The first mistake that explains what came in every case with more than one rank."""
-    if isinstance(came, str):
+    if isinstance(got, str):
         raise Wrong(
-            "type", rank, expected, came, "Return the seconds of a step: one number.", "Does every way end in a return?"
+            "type", rank, expected, got, "Return the seconds of a step: one number.", "Does every way end in a return?"
         )
-    said, several = f"{came:.{digits}g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
+    said, several = f"{got:.{digits}g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
     numbers = all(isinstance(value, float) for value in seen)
     if case[0] == 1 and all(_same(value, other[1] + _best(other[0], *other[2:])) for other, value in several):
         raise Wrong("one-rank", rank, expected, said, "One rank has nobody to send to.", "if ranks == 1: ...")
@@ -154,7 +154,7 @@ def _explain_step(rank, seen, case, expected, came, digits: int) -> None:
     same_digits = [all(value == round(wanted, d) for value, wanted in zip(seen, right, strict=True)) for d in range(12)]
     if any(same_digits) or all(_same(*pair) or rounded(*pair) for pair in zip(seen, right, strict=True)):
         raise Wrong(
-            "rounded", rank, expected, f"{came!r}", "The model is right, and digits are missing: is there a round()?",
+            "rounded", rank, expected, f"{got!r}", "The model is right, and digits are missing: is there a round()?",
             "Return what is computed: a step of 0.1 ms on 1,024 ranks needs its digits.",
         )  # fmt: skip
     raise Wrong("other-value", rank, expected, said, "Work out by hand what this costs with each of the three.", _ALL)

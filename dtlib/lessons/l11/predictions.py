@@ -15,7 +15,7 @@ def _fastest(measured: dict) -> dict:
 
 PREDICTIONS = {
     "amdahl": Prediction(
-        came=lambda: {"4 ranks": scaling.amdahl(0.1, 4), "any number": 10.0},
+        got=lambda: {"4 ranks": scaling.amdahl(0.1, 4), "any number": 10.0},
         tolerance=0.05,
         hint={
             "4 ranks": "A tenth stays, nine tenths are divided by four.",
@@ -23,16 +23,16 @@ PREDICTIONS = {
         },
     ),
     "times-of-512": Prediction(
-        came=lambda times: times,
+        got=lambda times: times,
         tolerance=0.01,
         hint="Efficiency is speed-up over the number of GPUs.",
     ),
     "rounds-of-1024": Prediction(
-        came=_rounds,
+        got=_rounds,
         hint={"ring": "2 (N - 1): all the way round, twice.", "rabenseifner": "It halves log2 N times, and doubles."},
     ),
     "fastest-of-two-hosts": Prediction(
-        came=_fastest,
+        got=_fastest,
         choices=("ring", "tree", "recursive_doubling", "rabenseifner"),
         hint={
             "4 kB": "Only messages between the hosts take time here: who has the fewest of them, one after another?",
@@ -41,9 +41,9 @@ PREDICTIONS = {
     ),
     # The exercises
     "limit-of-amdahl": Prediction(
-        came=lambda: 1 / 0.05, tolerance=0.01, hint="However many ranks share the rest: 5 % of the time stays."
+        got=lambda: 1 / 0.05, tolerance=0.01, hint="However many ranks share the rest: 5 % of the time stays."
     ),
     "minutes-of-an-hour": Prediction(
-        came=lambda: 0.9 * 60, tolerance=0.01, hint="Efficiency is the fraction of the time that counts."
+        got=lambda: 0.9 * 60, tolerance=0.01, hint="Efficiency is the fraction of the time that counts."
     ),
 }

@@ -227,10 +227,10 @@ def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:
     seen = Counter(sample for share in _shares(living, deaths, step) for sample in share)
     lost = sorted(set(range(SAMPLES)) - set(seen))
     twice = sorted(sample for sample, times in seen.items() if times > 1)
-    came = f"samples {lost} are on no rank" if lost else f"samples {twice} are on several ranks" if twice else ""
-    if came:
+    got = f"samples {lost} are on no rank" if lost else f"samples {twice} are on several ranks" if twice else ""
+    if got:
         raise Wrong(
-            "other-batch", rank, f"{name}: the whole batch in step {step} too, on those who are left", came,
+            "other-batch", rank, f"{name}: the whole batch in step {step} too, on those who are left", got,
             "Who computes what the dead rank had?",
             "In every step ask comm.rank and comm.size of the communicator in use, and cut the whole batch anew.",
         )  # fmt: skip
@@ -242,8 +242,8 @@ def _explain_shares(name: str, living: dict, rank: int, what: str) -> None:
     )  # fmt: skip
 
 
-def _close(came, expected) -> bool:
-    return len(came) == len(expected) and all(abs(a - b) < 1e-9 for a, b in zip(came, expected, strict=True))
+def _close(got, expected) -> bool:
+    return len(got) == len(expected) and all(abs(a - b) < 1e-9 for a, b in zip(got, expected, strict=True))
 
 
 EXERCISES = {

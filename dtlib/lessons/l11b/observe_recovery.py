@@ -89,14 +89,14 @@ def _train(train, comm, case: str, deaths=()) -> dict:
     part = comm.split(0)
     part.time_limit = comm.time_limit / 2  # so that who waits here in vain comes to the next case in time
     first = Dying(part, deaths)
-    came = {"case": case, "steps": [[] for _ in range(len(deaths) + 1)], "samples": {}, "end": "returned"}
+    got = {"case": case, "steps": [[] for _ in range(len(deaths) + 1)], "samples": {}, "end": "returned"}
     of_step = {}
 
     def batch(step):
         if step not in range(STEPS):
             raise IndexError(f"batch_of({step!r}): steps are 0 to {STEPS - 1}")
         last = first.last()
-        steps = came["steps"][min(last.shrinks, len(deaths))]
+        steps = got["steps"][min(last.shrinks, len(deaths))]
         if case == MISTAKE and step == 2 and len(steps) == 2:
             steps.append(step)
             raise _Mistake
@@ -113,22 +113,22 @@ def _train(train, comm, case: str, deaths=()) -> dict:
         last = first.last()
         if last.at is not None and torch.is_grad_enabled():
             rows = (inputs[0][:, None] == of_step[last.at][0]).all(-1).nonzero()[:, 1].tolist()
-            came["samples"].setdefault((min(last.shrinks, len(deaths)), last.at), []).extend(rows)
+            got["samples"].setdefault((min(last.shrinks, len(deaths)), last.at), []).extend(rows)
 
     model[0].register_forward_pre_hook(look)
     try:
         train(first, model, optimizer, batch, STEPS)
         if first.last().failed:
-            came["end"] = "left"
+            got["end"] = "left"
     except (*ENDS.values(), _Mistake) as end:
-        came["end"], came["said"] = type(end).__name__, f"{end}"
+        got["end"], got["said"] = type(end).__name__, f"{end}"
     except Exception as error:
         if failure_of_a_rank(error):
-            came["end"] = "failed"
+            got["end"] = "failed"
         elif isinstance(error, (WaitTimeout, CommunicationError, MPI.Exception)) and first.next:
-            came["end"] = "waited"  # for calls that others make in another order
+            got["end"] = "waited"  # for calls that others make in another order
         else:
             raise
-    came["deaths"], came["calls"] = min(first.last().shrinks, len(deaths)), first.calls
+    got["deaths"], got["calls"] = min(first.last().shrinks, len(deaths)), first.calls
     first.leave()
-    return {**came, "parameters": flat(model)}
+    return {**got, "parameters": flat(model)}

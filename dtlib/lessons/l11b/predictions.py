@@ -16,11 +16,11 @@ def _ranks_left(of_shrink: list) -> int:
 
 PREDICTIONS = {
     "steps-done-twice": Prediction(
-        came=_done_twice, hint="It was at step 25, and the last checkpoint was at a multiple of 10."
+        got=_done_twice, hint="It was at step 25, and the last checkpoint was at a multiple of 10."
     ),
-    "ranks-left": Prediction(came=_ranks_left, hint="Nobody takes the place of the one that died."),
+    "ranks-left": Prediction(got=_ranks_left, hint="Nobody takes the place of the one that died."),
     "lost-with-a-rank": Prediction(
-        came=lambda: {
+        got=lambda: {
             "data parallelism": _LOST[0],
             "ZeRO stage 1": _LOST[1],
             "ZeRO stage 3": _LOST[2],
@@ -31,10 +31,10 @@ PREDICTIONS = {
     ),
     # The exercises
     "lost-after-the-update": Prediction(
-        came=lambda: {"shrink": 0, "a commit every 5 steps": 2, "a checkpoint every 10 steps": 7},
+        got=lambda: {"shrink": 0, "a commit every 5 steps": 2, "a checkpoint every 10 steps": 7},
         hint="What each of them goes on with is a state after some step: which one, when 17 are done?",
     ),
     "slices-of-three": Prediction(
-        came=lambda: {0: 16, 1: 16, 2: 16}, hint="48 samples a step, whatever the number of ranks."
+        got=lambda: {0: 16, 1: 16, 2: 16}, hint="48 samples a step, whatever the number of ranks."
     ),
 }

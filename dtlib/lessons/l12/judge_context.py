@@ -13,9 +13,9 @@ def numbers(rank: int, *shape: int, of: int = 0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * of + rank), dtype=torch.float64)
 
 
-def same(came, expected) -> bool:
+def same(got, expected) -> bool:
     """Not where one of them is no number. Shares of whole numbers are float32 in torch."""
-    return came.shape == expected.shape and bool((came - expected).abs().max() < 1e-6)
+    return got.shape == expected.shape and bool((got - expected).abs().max() < 1e-6)
 
 
 def is_like(thing, *shape: int) -> bool:
@@ -59,12 +59,12 @@ def pairs(rank: int) -> dict:
 def observe_merge(merge, comm):
     seen = {}
     for what, (one, other) in pairs(comm.rank).items():
-        came = merge(*(tensor.clone() for tensor in (*one, *other)))
-        if not (isinstance(came, tuple) and len(came) == 2):
-            return {"error": f"{what}: {about(came)}"}
-        if not (is_like(came[0], QUERIES, WIDTH) and is_like(came[1], QUERIES)):
-            return {"error": f"{what}: {about(came[0])} and {about(came[1])}"}
-        seen[what] = [tensor.detach().clone() for tensor in came]
+        got = merge(*(tensor.clone() for tensor in (*one, *other)))
+        if not (isinstance(got, tuple) and len(got) == 2):
+            return {"error": f"{what}: {about(got)}"}
+        if not (is_like(got[0], QUERIES, WIDTH) and is_like(got[1], QUERIES)):
+            return {"error": f"{what}: {about(got[0])} and {about(got[1])}"}
+        seen[what] = [tensor.detach().clone() for tensor in got]
     return seen
 
 
@@ -174,13 +174,13 @@ def observe_take_in(take_in, comm):
     for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
         top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
         for scores, values in blocks_of_ring(comm.rank, comm.size, size):
-            came = take_in(scores.clone(), values.clone(), top, total, out)
+            got = take_in(scores.clone(), values.clone(), top, total, out)
             shapes = (QUERIES,), (QUERIES,), (QUERIES, WIDTH)
-            if not (isinstance(came, tuple) and len(came) == 3):
-                return {"error": about(came)}
-            if not all(is_like(each, *shape) for each, shape in zip(came, shapes, strict=True)):
-                return {"error": ", ".join(map(about, came))}
-            top, total, out = (each.detach().clone() for each in came)
+            if not (isinstance(got, tuple) and len(got) == 3):
+                return {"error": about(got)}
+            if not all(is_like(each, *shape) for each, shape in zip(got, shapes, strict=True)):
+                return {"error": ", ".join(map(about, got))}
+            top, total, out = (each.detach().clone() for each in got)
         seen[what] = out / total[:, None]
     return seen
 

@@ -54,7 +54,7 @@ def judge_balance(observations) -> None:
     ones = torch.ones(TOKENS, 1).double() * EXPERTS / TOKENS
     for rank, seen in enumerate(observations):
         factors = []
-        for top, (_, came) in zip((1, 2), seen["seen"], strict=True):
+        for top, (_, got) in zip((1, 2), seen["seen"], strict=True):
             of_all = sum(share_of(choices(each, top)[1]) for each in range(ranks)) / ranks
             expected = f"top {top}: experts / tokens * (share of all ranks' choices), for each token's probability"
             own = ones * share_of(choices(rank, top)[1])
@@ -66,17 +66,17 @@ def judge_balance(observations) -> None:
                     "All ranks use the same share now. Whose choices are in it?",
                     "share = comm.all_reduce(share, op='mean')",
                 )  # fmt: skip
-            if same(came, own) and not same(own, ones * of_all):
+            if same(got, own) and not same(own, ones * of_all):
                 raise Wrong(
                     "own-share", rank, expected, "the share of this rank's choices alone",
                     "Each rank may be in balance, and all together not: whose choices are to be counted?",
                     "share = comm.all_reduce(share, op='mean')",
                 )  # fmt: skip
-            factor = came.sum() / (ones * of_all).sum()
-            if not same(came, factor * ones * of_all):
+            factor = got.sum() / (ones * of_all).sum()
+            if not same(got, factor * ones * of_all):
                 soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks
                 raise Wrong(
-                    *(("probabilities-twice",) if same(came, ones * soft) or same(came, 2 * ones * soft)
+                    *(("probabilities-twice",) if same(got, ones * soft) or same(got, 2 * ones * soft)
                       else ("other-gradient",)), rank, expected, "another gradient",
                     "What is counted, and what is averaged? Shares of choices, and means of probabilities.",
                     "experts * (share * probabilities.mean(0)).sum(), with the share of all ranks",
@@ -109,7 +109,7 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
                                      "experts * (...).sum()"),
     }  # fmt: skip
     for wrong, (mistake, *hints) in known.items():
-        if wrong != (1, 1) and all(abs(came - one) < 1e-6 for came, one in zip(factors, wrong, strict=True)):
+        if wrong != (1, 1) and all(abs(got - one) < 1e-6 for got, one in zip(factors, wrong, strict=True)):
             told = f"{factors[1]:.3g} times as much with two choices a token"
             raise Wrong(mistake, rank, "experts * sum of share * mean probability", told, *hints)
     if not all(abs(factor - 1) < 1e-6 for factor in factors):
@@ -148,10 +148,10 @@ def observe_dispatch(dispatch, comm):
     seen = {}
     for what, (x, chosen) in cases(comm.rank, comm.size).items():
         with recording() as events:
-            came = dispatch(comm, x.clone(), chosen.clone(), expert_of(comm.rank))
+            got = dispatch(comm, x.clone(), chosen.clone(), expert_of(comm.rank))
         sent = sum(e.bytes for e in events if e.kind == "operation" and e.dtype == "float64")
         comm.barrier()
-        seen[what] = (came.detach().clone() if is_like(came, *x.shape) else about(came), sent)
+        seen[what] = (got.detach().clone() if is_like(got, *x.shape) else about(got), sent)
     return seen
 
 
@@ -163,16 +163,16 @@ def judge_dispatch(observations) -> None:
     for what in everyones[0]:
         chosen_by = [of_rank[what][1] for of_rank in everyones]
         for rank, seen in enumerate(observations):
-            (x, chosen), (came, sent) = everyones[rank][what], seen[what]
+            (x, chosen), (got, sent) = everyones[rank][what], seen[what]
             expected = f"{what}: of each token what its expert computes of it"
-            if isinstance(came, str):
+            if isinstance(got, str):
                 raise Wrong(
-                    "type", rank, f"{what}: {tuple(x.shape)}, a row a token", came,
+                    "type", rank, f"{what}: {tuple(x.shape)}, a row a token", got,
                     "Every token comes back, whether its expert is here or there.",
                 )  # fmt: skip
             right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
-            if len(x) and not same(came, right):
-                _explain_dispatch(rank, expected, came, right, x)
+            if len(x) and not same(got, right):
+                _explain_dispatch(rank, expected, got, right, x)
             leave = int((chosen != rank).sum())
             arrive = sum(int((theirs == rank).sum()) for other, theirs in enumerate(chosen_by) if other != rank)
             most = (leave + arrive) * WIDTH * 8
@@ -185,20 +185,20 @@ def judge_dispatch(observations) -> None:
                 )  # fmt: skip
 
 
-def _explain_dispatch(rank, expected, came, right, x) -> None:
+def _explain_dispatch(rank, expected, got, right, x) -> None:
     import torch
 
-    lost = (came == 0).all(1) | (came == x).all(1)
-    rows = [(came - row).abs().amax(1).min() < 1e-6 for row in right]
-    if same(came, expert_of(rank)(x)):
+    lost = (got == 0).all(1) | (got == x).all(1)
+    rows = [(got - row).abs().amax(1).min() < 1e-6 for row in right]
+    if same(got, expert_of(rank)(x)):
         raise Wrong(
             "own-expert", rank, expected, "what this rank's expert computes of all of them",
             "A token belongs to expert chosen[i], which is on rank chosen[i]: how does it get there?",
             "Sort the tokens by their expert, and all_to_all.",
         )  # fmt: skip
-    if same(came, x):
+    if same(got, x):
         raise Wrong("unchanged", rank, expected, "the tokens as they were", "Who calls expert(rows)?")
-    if bool(lost.any()) and all(same(c, r) for c, r in zip(came[~lost], right[~lost], strict=True)):
+    if bool(lost.any()) and all(same(c, r) for c, r in zip(got[~lost], right[~lost], strict=True)):
         raise Wrong(
             "lost", rank, expected, f"{int(lost.sum())} tokens without an answer",
             "How many rows does each rank get? Not as many as each other one.",
@@ -210,7 +210,7 @@ def _explain_dispatch(rank, expected, came, right, x) -> None:
             "Rows were sorted to be sent. Which token does the first that is back belong to?",
             "out[order] = back, with order = chosen.argsort(stable=True)",
         )  # fmt: skip
-    if bool(torch.isnan(came).any()):
+    if bool(torch.isnan(got).any()):
         raise Wrong("no-number", rank, expected, "NaN", "torch.empty has what was there: is all of it written?")
     raise Wrong(
         "other-rows", rank, expected, "others",

@@ -17,10 +17,10 @@ def observe_send_home(send_home, comm):
         return summand(comm.rank, owner)
 
     with recording() as events:
-        came = send_home(comm, of)
+        got = send_home(comm, of)
     sent = sum(event.bytes for event in events if event.kind == "operation")
     comm.barrier()
-    return {"sent": sent, "came": came.detach().clone() if is_like(came, 2, KEYS, WIDTH) else about(came)}
+    return {"sent": sent, "got": got.detach().clone() if is_like(got, 2, KEYS, WIDTH) else about(got)}
 
 
 def judge_send_home(observations) -> None:
@@ -30,9 +30,9 @@ def judge_send_home(observations) -> None:
         return sum(summand(rank, owner % ranks) for rank in range(ranks))
 
     for rank, seen in enumerate(observations):
-        came, expected = seen["came"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
-        if isinstance(came, str):
-            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", came, "Return what has come home.")
+        got, expected = seen["got"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
+        if isinstance(got, str):
+            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got, "Return what has come home.")
         others = {
             "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
                                 "Nothing is missing in them. Whose are they?",
@@ -49,12 +49,12 @@ def judge_send_home(observations) -> None:
             "divided": (complete(rank) / ranks, f"divided by {ranks}",
                         "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
         }  # fmt: skip
-        if not same(came, complete(rank)):
+        if not same(got, complete(rank)):
             for mistake, (wrong, told, *hints) in others.items():
-                if same(came, wrong):
+                if same(got, wrong):
                     raise Wrong(mistake, rank, expected, told, *hints)
             raise Wrong(
-                "other-gradients", rank, expected, _in_words(came, ranks),
+                "other-gradients", rank, expected, _in_words(got, ranks),
                 "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
                 "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.",
             )  # fmt: skip
@@ -67,10 +67,10 @@ def judge_send_home(observations) -> None:
             )  # fmt: skip
 
 
-def _in_words(came, ranks: int) -> str:
+def _in_words(got, ranks: int) -> str:
     """Which summands are in it, and how often."""
     each = [(rank, owner) for owner in range(ranks) for rank in range(ranks)]
-    often = factors(came, *(summand(*one) for one in each)) if len(each) <= came.numel() else None
+    often = factors(got, *(summand(*one) for one in each)) if len(each) <= got.numel() else None
     if often is None:
         return "something else than such summands"
     of_keys = {owner: [] for owner in range(ranks)}

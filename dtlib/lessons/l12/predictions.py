@@ -17,38 +17,38 @@ def _counted(order: str, ranks: int):
 
 PREDICTIONS = {
     "who-waits": Prediction(
-        came=lambda contiguous: [rank for rank, steps in enumerate(contiguous) if not steps[2]],
+        got=lambda contiguous: [rank for rank, steps in enumerate(contiguous) if not steps[2]],
         kind=list,
         hint="In step 2 rank r has the keys of rank r - 2. Which ranks' keys are later than all of its queries?",
     ),
     "zigzag-over-contiguous": Prediction(
-        came=lambda zigzag: _over(zigzag, _counted("contiguous", len(zigzag))),
+        got=lambda zigzag: _over(zigzag, _counted("contiguous", len(zigzag))),
         tolerance=0.02,
         hint="Four steps in which all ranks have 2 quarter blocks; with contiguous slices, a step is as long as its "
         "longest: 2 + 4 + 4 + 4.",
     ),
     "messages-backward": Prediction(
-        came=lambda backward_sent: backward_sent[0][0],
+        got=lambda backward_sent: backward_sent[0][0],
         hint="Keys and values go round once more, in N - 1 hops. Their gradients follow, and how many hops bring them "
         "home?",
     ),
     "factor-of-an-expert": Prediction(
-        came=lambda factor: factor[0],
+        got=lambda factor: factor[0],
         tolerance=0.001,
         hint="Gradients of N losses arrive at an expert as a sum. What is wanted is the gradient of their mean.",
     ),
     # The exercises
     "steps-with-work": Prediction(
-        came=lambda: sum(work > 0 for work in _counted("contiguous", 8)[3]),
+        got=lambda: sum(work > 0 for work in _counted("contiguous", 8)[3]),
         hint="Whose keys are not later than rank 3's queries?",
     ),
     "zigzag-on-eight": Prediction(
-        came=lambda: _over(_counted("zigzag", 8), _counted("contiguous", 8)),
+        got=lambda: _over(_counted("zigzag", 8), _counted("contiguous", 8)),
         tolerance=0.02,
         hint="In quarter blocks: 2 in the first step and 4 in each of the others, against 2 in every step.",
     ),
     "rows-that-leave": Prediction(
-        came=lambda: 1000 * 2 * 7 // 8,
+        got=lambda: 1000 * 2 * 7 // 8,
         hint="Each token has two choices, and one in eight of these is at home.",
     ),
 }

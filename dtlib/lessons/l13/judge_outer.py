@@ -40,10 +40,10 @@ def observe_outer(outer_step, comm):
     start, pace, starts = torch.zeros(COUNT).double(), torch.zeros(COUNT).double(), []
     for step in range(STEPS):
         parameters = start - gradient_of(comm.rank, step)
-        came = outer_step(comm, start.clone(), parameters, pace.clone(), RATES[step], MOMENTUM)
-        if not (isinstance(came, tuple) and len(came) == 2 and all(is_like(each) for each in came)):
-            return {"error": f"{came!r:.60}"}
-        start, pace = (each.detach().clone() for each in came)
+        got = outer_step(comm, start.clone(), parameters, pace.clone(), RATES[step], MOMENTUM)
+        if not (isinstance(got, tuple) and len(got) == 2 and all(is_like(each) for each in got)):
+            return {"error": f"{got!r:.60}"}
+        start, pace = (each.detach().clone() for each in got)
         starts.append(start.tolist())
     return {"starts": starts}
 
@@ -87,10 +87,10 @@ def judge_outer(observations) -> None:
         for mistake, said in hints.items():
             if close(seen["starts"], outer_played(ranks, mistake)):
                 raise Wrong(mistake, rank, what, "another step", *said)
-        came, wanted = _in_ways(seen["starts"], ranks), _in_ways(right, ranks)
-        first = [round(number, 4) for number in came[0]] == [round(number, 4) for number in wanted[0]]
+        got, wanted = _in_ways(seen["starts"], ranks), _in_ways(right, ranks)
+        first = [round(number, 4) for number in got[0]] == [round(number, 4) for number in wanted[0]]
         raise Wrong(
-            "other-step", rank, f"{what}: {_told(wanted)}", _told(came) if came[0] + came[1] else "another step",
+            "other-step", rank, f"{what}: {_told(wanted)}", _told(got) if got[0] + got[1] else "another step",
             "In the first round the pace is the way: rate and momentum, how often does each count?" if not first
             else "The first round is right. What is the pace that the second one gets, and what becomes of it?",
             "pace = momentum * pace + way; start = start - rate * (way + momentum * pace)",

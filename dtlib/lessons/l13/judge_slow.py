@@ -182,9 +182,9 @@ def _judge_feedback(observations, send, others=None) -> None:
 
 
 def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
-    came, what = seen["means"], f"the mean over {ranks} ranks of what each sends, with feedback, {STEPS} times"
+    got, what = seen["means"], f"the mean over {ranks} ranks of what each sends, with feedback, {STEPS} times"
     for factor, mistake in ((ranks, "sum"), (1 / ranks, "divided-twice")):
-        if close(came[:1], [[factor * x for x in played(send, ranks)["means"][0]]]):
+        if close(got[:1], [[factor * x for x in played(send, ranks)["means"][0]]]):
             raise Wrong(mistake, rank, what, f"{factor:.3g} times as much", "Who divides by the ranks, and how often?")
     mistakes = {
         "none": ("no-feedback", "In the second step: where is what was not sent in the first?",
@@ -200,22 +200,22 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
         "all": ("keeps-all", "What was sent must not be sent again.", "kept = wanted - sent"),
     }  # fmt: skip
     for feedback, (mistake, *hints) in mistakes.items():
-        if close(came, played(send, ranks, feedback)["means"]):
+        if close(got, played(send, ranks, feedback)["means"]):
             raise Wrong(mistake, rank, what, "right in the first step, and then others", *hints)
-    first = close(came[:1], played(send, ranks)["means"][:1])
+    first = close(got[:1], played(send, ranks)["means"][:1])
     since = "after the first step" if first else "from the first step on"
-    if all(abs(a - b) <= 0.02 for ones, more in zip(came, played(send, ranks)["means"], strict=True)
+    if all(abs(a - b) <= 0.02 for ones, more in zip(got, played(send, ranks)["means"], strict=True)
            for a, b in zip(ones, more, strict=True)):  # fmt: skip
         raise Wrong(
             "rounded", rank, what, f"nearly that, {since}", "In which type do values travel?",
             "They keep the type of the gradient; only places may be small.",
         )  # fmt: skip
     for mistake, (settings, *hints) in others.items():
-        if close(came, played(**settings, ranks=ranks, rank=rank)["means"]):
+        if close(got, played(**settings, ranks=ranks, rank=rank)["means"]):
             raise Wrong(mistake, rank, what, f"others, {since}", *hints)
-    if close(came, _alone(send, rank)):
+    if close(got, _alone(send, rank)):
         raise Wrong("alone", rank, what, "what this rank sends, alone", "Where do the others come in?")
-    if not first and (found := factors(_tensor(came[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
+    if not first and (found := factors(_tensor(got[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
         raise Wrong(
             "scaled", rank, what, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
             "With what is that which is sent multiplied?",
@@ -253,11 +253,9 @@ def _alone(send, rank: int) -> list:
     return means
 
 
-def close(came, expected) -> bool:
-    return len(came) == len(expected) and all(
-        abs(a - b) < 1e-9
-        for ones, others in zip(came, expected, strict=True)
-        for a, b in zip(ones, others, strict=True)
+def close(got, expected) -> bool:
+    return len(got) == len(expected) and all(
+        abs(a - b) < 1e-9 for ones, others in zip(got, expected, strict=True) for a, b in zip(ones, others, strict=True)
     )
 
 

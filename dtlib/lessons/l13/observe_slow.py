@@ -22,12 +22,12 @@ def _feedback(answer, comm, *arguments) -> dict:
     for step in range(STEPS):
         gradient = gradient_of(comm.rank, step)
         with recording() as events:
-            came = answer(comm, gradient, kept.clone(), *arguments)
-        if not (isinstance(came, tuple) and len(came) == 2 and all(is_like(each) for each in came)):
-            return {"error": f"{came!r:.60}", "ranks": comm.size}
-        if came[1].untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
+            got = answer(comm, gradient, kept.clone(), *arguments)
+        if not (isinstance(got, tuple) and len(got) == 2 and all(is_like(each) for each in got)):
+            return {"error": f"{got!r:.60}", "ranks": comm.size}
+        if got[1].untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
             return {"shared": True}
-        mean, kept = (each.detach().clone() for each in came)
+        mean, kept = (each.detach().clone() for each in got)
         means.append(mean.tolist())
         of_rank.append(kept.tolist())
     sent = sum(event.bytes for event in events if event.kind == "operation")

@@ -25,11 +25,11 @@ def observe_held(held, comm):
     return [_number(held(*case)) for case in CASES]
 
 
-def _number(came):
+def _number(got):
     try:
-        return float(came)
+        return float(got)
     except (TypeError, ValueError):
-        return f"{came!r:.60}"
+        return f"{got!r:.60}"
 
 
 def judge_held(observations) -> None:
@@ -39,23 +39,23 @@ def judge_held(observations) -> None:
         return
     parameters, data, tensor, pipe, zero = CASES[at]
     mesh = f"{parameters:,} parameters, data {data}, tensor {tensor}, pipe {pipe}, ZeRO-{zero}"
-    what, came = f"{right_held(*CASES[at]):,.0f} bytes: {mesh}", seen[at]
-    if isinstance(came, str):
-        raise Wrong("type", 0, what, came, "Return a number of bytes.")
+    what, got = f"{right_held(*CASES[at]):,.0f} bytes: {mesh}", seen[at]
+    if isinstance(got, str):
+        raise Wrong("type", 0, what, got, "Return a number of bytes.")
     for mistake, (mistaken, *hints) in OTHERS.items():
         for one in mistaken:
             if all(_close(each, right_held(*case, **one)) for each, case in zip(seen, CASES, strict=True)):
-                raise Wrong(mistake, 0, what, f"{came:,.0f}", *hints)
+                raise Wrong(mistake, 0, what, f"{got:,.0f}", *hints)
     own = parameters / (tensor * pipe)
     raise Wrong(
         "other-bytes", 0, f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
-        f"{came:,.0f}; {came / own:.4g} for each", "Which of the parts are shared out here, and among how many ranks?",
+        f"{got:,.0f}; {got / own:.4g} for each", "Which of the parts are shared out here, and among how many ranks?",
         "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.",
     )  # fmt: skip
 
 
-def _close(came, wanted: float) -> bool:
-    return not isinstance(came, str) and abs(came - wanted) <= 1e-6 * wanted
+def _close(got, wanted: float) -> bool:
+    return not isinstance(got, str) and abs(got - wanted) <= 1e-6 * wanted
 
 
 _STAGES = "From stage 1 on states, from 2 on gradients, from 3 on parameters."
@@ -197,8 +197,8 @@ def right_choice(plans, limit, sample, latency, bandwidth, mistake: str = ""):
 def observe_choice(choose, comm):
     found = []
     for plans, *others in TASKS.values():
-        came = choose({name: dict(plan) for name, plan in plans.items()}, *others)
-        found.append(came if came is None or isinstance(came, str) else [f"{came!r:.60}"])
+        got = choose({name: dict(plan) for name, plan in plans.items()}, *others)
+        found.append(got if got is None or isinstance(got, str) else [f"{got!r:.60}"])
     return found
 
 
@@ -218,19 +218,19 @@ def judge_choice(observations) -> None:
     seen, right = observations[0], [right_choice(*task) for task in TASKS.values()]
     if seen == right:
         return
-    at = next(number for number, (came, wanted) in enumerate(zip(seen, right, strict=True)) if came != wanted)
+    at = next(number for number, (got, wanted) in enumerate(zip(seen, right, strict=True)) if got != wanted)
     plans, limit, *link = list(TASKS.values())[at]
-    came, said = seen[at], repr(seen[at])
+    got, said = seen[at], repr(seen[at])
     expected = f"{right[at]!r}" if right[at] else f"None: no plan holds {limit:,.0f} bytes or less"
-    if isinstance(came, list):
-        raise Wrong("type", 0, expected, came[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
+    if isinstance(got, list):
+        raise Wrong("type", 0, expected, got[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
     if right[at] is None:
-        raise Wrong("always-chooses", 0, expected, repr(came), "What if no plan fits?", "min(..., default=None)")
+        raise Wrong("always-chooses", 0, expected, repr(got), "What if no plan fits?", "min(..., default=None)")
     if all(each is None for each in seen):
         raise Wrong("never-chooses", 0, expected, "None", "Return a name.", "min(fitting, key=seconds)")
     expected += _of(plans[right[at]], limit, link)
-    if came in plans:
-        said += _of(plans[came], limit, link)
+    if got in plans:
+        said += _of(plans[got], limit, link)
     for mistake, hints in HINTS.items():
         if seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()]:
             raise Wrong(mistake, 0, expected, said, *hints)

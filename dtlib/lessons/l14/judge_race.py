@@ -8,15 +8,15 @@ SAMPLE = 0.02  # seconds a sample
 
 
 def observe_race(my_plan, comm):
-    came = my_plan()
-    came = vars(came) if isinstance(came, Plan) else came
-    if not isinstance(came, dict):
-        return {"type": f"{came!r:.60}"}
+    got = my_plan()
+    got = vars(got) if isinstance(got, Plan) else got
+    if not isinstance(got, dict):
+        return {"type": f"{got!r:.60}"}
     fields = Plan.__dataclass_fields__
-    if unknown := [name for name in came if name not in fields]:
+    if unknown := [name for name in got if name not in fields]:
         return {"refused": f"{unknown[0]!r} is nothing of a plan: it has {', '.join(list(fields)[:9])}."}
     try:
-        plan = Plan(**{"batch": brief.BATCH, **came})
+        plan = Plan(**{"batch": brief.BATCH, **got})
         brief.config(plan)
         brief.held(plan)
     except (TypeError, PlanError) as problem:

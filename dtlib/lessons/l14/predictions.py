@@ -31,36 +31,36 @@ def _seen() -> dict:
 
 PREDICTIONS = {
     "what-fits": Prediction(
-        came=_what_fits,
+        got=_what_fits,
         choices=_FITS,
         hint="866,816 parameters: 16 bytes each on one rank. ZeRO-1 on N ranks: 4 + 4 + 8/N; ZeRO-2: 4 + 12/N.",
     ),
     "sends-least": Prediction(
-        came=_sends_least,
+        got=_sends_least,
         choices=tuple(brief.MESHES),
         hint="Parameters, gradients or activations: which of the three is smallest here, with 16 samples a step?",
     ),
     "faster-than-planned": Prediction(
-        came=lambda: _WHY[0],
+        got=lambda: _WHY[0],
         choices=_WHY,
         hint="Four ranks on two cores: who computes while stage 3 waits for its first micro-batch?",
     ),
-    "seconds-between-saves": Prediction(came=lambda: save_interval(0.5, 25), hint="The root of 2 x 0.5 x 25."),
-    "done-twice": Prediction(came=lambda: 12 % 5, hint="The last checkpoint before step 12 is that of step 10."),
+    "seconds-between-saves": Prediction(got=lambda: save_interval(0.5, 25), hint="The root of 2 x 0.5 x 25."),
+    "done-twice": Prediction(got=lambda: 12 % 5, hint="The last checkpoint before step 12 is that of step 10."),
     "seen-by-the-fit": Prediction(
-        came=_seen,
+        got=_seen,
         choices=_SEEN,
         hint="8 to 128 GPUs, ZeRO-0 and 1, hidden sizes from 2,048 to 4,096, tensor up to 32.",
     ),
     # The exercises
     "bytes-a-parameter": Prediction(
-        came=lambda: {"ZeRO-1 on 64 ranks": 4 + 4 + 8 / 64, "ZeRO-3 on 64 ranks": 16 / 64},
+        got=lambda: {"ZeRO-1 on 64 ranks": 4 + 4 + 8 / 64, "ZeRO-3 on 64 ranks": 16 / 64},
         tolerance=0.02,
         hint="In float32 with Adam 4 + 4 + 8 bytes, of which stage 1 divides the 8, stage 3 all.",
     ),
-    "turns-of-a-pipeline": Prediction(came=lambda: 8 + 4 - 1, hint="m + p - 1: the last stage waits for p - 1 turns."),
+    "turns-of-a-pipeline": Prediction(got=lambda: 8 + 4 - 1, hint="m + p - 1: the last stage waits for p - 1 turns."),
     "more-micro-batches": Prediction(
-        came=lambda: {"ZeRO-1": 1, "ZeRO-3": 4},
+        got=lambda: {"ZeRO-1": 1, "ZeRO-3": 4},
         hint="Which of the two sends something in each micro-batch, and which once a step?",
     ),
 }
