@@ -1,3 +1,6 @@
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -273,6 +276,28 @@ def test_split_makes_communicators_of_their_own(world):
     assert (half.size, half.rank) == (len(members), members.index(world.rank))
     assert half.all_reduce(torch.tensor(world.rank)).item() == sum(members)
     assert (comm.split(0 if world.rank else None) is None) == (world.rank == 0)
+
+
+def test_messages_leave_a_slow_wire_in_their_order_whichever_is_asked_for_first():
+    """A rank that had no core while both became due asks for any of them; MPI keeps the order in which they leave."""
+    left = []
+
+    class Sent:
+        def Test(self):
+            return True
+
+    def isend(array, dest, tag):
+        left.append(array[0])
+        return Sent()
+
+    wire = link.Wire(latency=0.0, bandwidth=1e4)  # 0.8 ms a message
+    mpi = SimpleNamespace(Isend=isend)
+    sent = [link.SlowLink(mpi, 0, 2, 1, {}, wire).send(np.array([float(n)]), 1) for n in range(4)]
+    dropped = link.SlowLink(mpi, 0, 2, 1, {}, wire)
+    dropped.give_up([dropped.send(np.array([4.0]), 1)])
+    time.sleep(0.01)
+    assert sent[2].Test() and sent[0].Test() and sent[3].Test() and sent[1].Test()
+    assert left == [0.0, 1.0, 2.0, 3.0]
 
 
 @on_ranks(2)

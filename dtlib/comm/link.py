@@ -2,6 +2,7 @@
 
 import mmap
 import time
+from threading import RLock
 
 import numpy as np
 
@@ -162,43 +163,63 @@ class SlowLink(Link):
         self._wire = wire
 
     def send(self, array, dest):
-        leaves = self._wire.occupy(array.nbytes)
         self.messages += 1
         self.bytes += array.nbytes
-        return _HeldBack(leaves, lambda: self._start(self.mpi.Isend, array, dest))
+        return self._wire.hold(array.nbytes, lambda: self._start(self.mpi.Isend, array, dest))
 
     def all_done(self, requests):
         return all([request.Test() for request in requests])  # all of them are asked: each may have to leave now
 
     def give_up(self, requests):
         super().give_up([request for request in requests if not isinstance(request, _HeldBack)])
+        self._wire.forget([request for request in requests if isinstance(request, _HeldBack)])
 
 
 class Wire:
-    """An emulated network card: seconds a message, bytes a second, and when it is free again."""
+    """An emulated network card: seconds a message, bytes a second, when it is free again, and what has not left it.
+
+    Messages leave in their order, whichever is asked for first: a rank that had no core for a while would otherwise
+    let the second one overtake the first, and MPI hands out messages of one tag in the order in which they were sent.
+    """
 
     def __init__(self, latency: float, bandwidth: float):
         self.latency = latency
         self.bandwidth = bandwidth
         self._free_at = 0.0
+        self._held = []
+        self._lock = RLock()  # a thread may move messages on
 
-    def occupy(self, count: int) -> float:
-        """The moment at which a message of ``count`` bytes that is sent now has arrived."""
-        self._free_at = max(self._free_at, time.monotonic()) + count / self.bandwidth
-        return self._free_at + self.latency
+    def hold(self, count: int, start) -> "_HeldBack":
+        """A message of ``count`` bytes that is sent now: it has arrived when all before it have, and its own time."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + count / self.bandwidth
+            self._held.append(_HeldBack(self, self._free_at + self.latency, start))
+            return self._held[-1]
+
+    def let_go(self) -> None:
+        """Start what has to leave by now."""
+        with self._lock:
+            while self._held and self._held[0].at <= time.monotonic():
+                self._held.pop(0).leave()
+
+    def forget(self, messages: list) -> None:
+        with self._lock:
+            self._held = [message for message in self._held if message not in messages]
 
 
 class _HeldBack:
     """A send that starts when its time has arrived."""
 
-    def __init__(self, at: float, start):
-        self._at = at
+    def __init__(self, wire: Wire, at: float, start):
+        self.at = at
+        self._wire = wire
         self._start = start
         self._request = None
 
+    def leave(self) -> None:
+        self._request = self._start()
+
     def Test(self) -> bool:
         if self._request is None:
-            if time.monotonic() < self._at:
-                return False
-            self._request = self._start()
-        return self._request.Test()
+            self._wire.let_go()
+        return self._request is not None and self._request.Test()
