@@ -215,6 +215,7 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
         kept.load(wall.room, keep)
     page = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else here}:{port}{prefix}#{wall.secret['key']}"
     where = wall.address or f"THE HUB'S ADDRESS{prefix}"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the loop has its own: ended as soon as it is heard of
     print(f'Learners join with: lab.join("{wall.secret["code"]}@{where}", "an alias of their own")', flush=True)
     print(f"The page, for you and your projector: {page}", flush=True)
     said = f"It is kept in {keep}: dtlib wall --delete {keep} deletes it." if keep else "Nothing is kept."
