@@ -96,6 +96,7 @@ def test_no_answer_stands_before_its_question(name):
     deck, values = DECKS[name], answers(slides.lecture(ROOT / "docs" / "decks" / f"{name}.md"))
     assert [slide.title for slide in deck if "**Predict" in slide.text and not slide.asks] == []
     assert {ask for slide in deck for ask in slide.asks} <= set(values)
+    assert [slide.title for slide in deck if slide.asks and not slide.says] == [], "who gives the talk needs the answer"
     assert given_away(deck, values) == []
     assert [slide.title for slide in deck[1:] if asks_too_late(slide)] == []
 
