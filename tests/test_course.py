@@ -87,6 +87,7 @@ def test_the_start_page_has_the_minutes_that_the_lessons_say():
     found = {name_of(source): navigation.minutes(source) for source in build.sources(ROOT)}
     assert found["04_data_parallel"] == 90 and found["05_large_batches"] == 45 and found["02_pi"] == 60
     assert found["03_collectives_exercises"] == 60 and found["08_tensor_and_hybrid_exercises"] == 60
+    assert found["09_data_input_exercises"] == 50, "those of `five minutes each: ten minutes` count"
     lectures = sum(minutes for name, minutes in found.items() if not name.endswith("_exercises"))
     hours = [round(minutes / 60) for minutes in (sum(found.values()), lectures, sum(found.values()) - lectures)]
     said = "{} hours in all, {} of lectures and {} of exercises".format(*hours)

@@ -44,8 +44,8 @@ def minutes(source: Path) -> int:
 
 
 def minutes_of(text: str) -> int:
-    """The sum of the times in brackets, such as (five minutes)."""
-    return sum(_minutes(*time) for time in re.findall(rf"\({_TIME}\)", text))
+    """The sum of the times in brackets, such as (five minutes), or (five minutes each: fifteen minutes)."""
+    return sum(_minutes(*time) for time in re.findall(rf"\((?:[^():]*: )?{_TIME}\)", text))
 
 
 def _minutes(number: str, unit: str) -> int:

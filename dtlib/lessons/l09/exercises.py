@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 09 Feeding the accelerators: exercises
 #
-# *Predict* (two minutes), *fix* twice (five minutes each), *build* the cost of a format (ten minutes) and an epoch that
+# *Predict* (two minutes), *fix* twice (five minutes each: ten minutes), *build* the cost of a format (ten minutes) and an epoch that
 # can be resumed (twenty-five minutes). They need no ranks: where a rank matters, your function is given its number.
 #
 # **You need** the lecture [09 Feeding the accelerators](../lectures/09_data_input.ipynb). Answers:
