@@ -3,7 +3,7 @@
 #
 # Thirty minutes. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of *one*
 # replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so in 2019, for
-# TensorFlow 1. That version is gone, the way to program is not: TensorFlow 2 and JAX have it, with the same limits.
+# TensorFlow 1. That version is gone, the way to program is not: TensorFlow 2 and JAX have it, with similar limits.
 #
 # **Questions.** Can code that knows nothing of ranks train on many of them? How do four replicas become one graph? What can
 # such a graph not hold?
@@ -158,8 +158,8 @@ lab.table(rows, headers)
 assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4, 9))
 
 # %% [markdown]
-# Each replica has the same losses both ways, to 1e-12. Here is the rewired graph, from top to bottom. Look at the bars that
-# cross all four columns: these are the exchanges. (Operations that only give a tensor another shape or name are left out;
+# Each replica has the same losses both ways, to 1e-12. Here is the rewired graph, from top to bottom. Look at the
+# grey bars across all four columns: an `all_reduce` is an exchange, `apply_gradients` the step of the optimizer. (Operations that only give a tensor another shape or name are left out;
 # `print(replicator.graph())` counts all of them.)
 
 # %%
@@ -234,14 +234,14 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | `input_fn(replica_id)` | `strategy.distribute_datasets_from_function` | arrays cut along an axis of the mesh |
 # | `map_reduce(x)` | `ReplicaContext.all_reduce(op, x)` | `jax.lax.psum(x, axis)` |
 # | `map_gather(x)` | `ReplicaContext.all_gather(x, axis)` | `jax.lax.all_gather(x, axis)` |
-# | `wrap_optimizer` | `apply_gradients`, which adds up gradients | nothing: you call `psum` on the gradients |
+# | `wrap_optimizer` | `apply_gradients`, which adds up gradients | `jax.grad`, which adds up those of what all share |
 # | captured once | `tf.function` | `jax.jit` |
 # | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
 #
 # torch goes between: `torch.compile` captures what it can. At such an `if` it ends the graph, lets Python decide, and begins
 # another one.
 #
-# **Discuss.** Where else have you met the trade between a graph that is captured once and Python that runs every time?
+# **Discuss.** Where else, outside of these libraries, is something captured once and then run again and again?
 
 # %% [markdown]
 # ## Quiz
@@ -262,5 +262,7 @@ lab.quiz("08b")
 # ## References
 #
 # - P. Buchlovsky et al.: TF-Replicator: distributed machine learning for researchers. arXiv:1902.00465, 2019.
-# - Replicator API. A proposal to the TensorFlow community by several of these authors, 17 October 2018.
+# - Distribution Strategy: revised API. A proposal of 2018 to the TensorFlow community, github.com/tensorflow/community,
+#   rfcs/20181016-replicator.md.
+# - Manual parallelism with `shard_map`, docs.jax.dev: collectives, and how `jax.grad` goes back through them.
 # - J. Reed et al.: torch.fx: practical program capture and transformation for deep learning in Python. MLSys, 2022.

@@ -139,7 +139,15 @@ lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 # %% [markdown]
 # Every transformer has two layers with an activation between them. Cut the first **by columns, then the second by
 # rows**: a rank's columns of gelu(X A) are exactly those that its rows of B need, so nothing travels in between. The
-# other order does not work, because the activation of a sum is not the sum of the activations:
+# other order does not work, because the activation of a sum is not the sum of the activations.
+#
+# **Predict.** How many `all_reduce`s does a rank call for such a pair, forward and backward together?
+
+# %% tags=["stub"]
+lab.predict("all-reduces-of-a-pair", None)
+
+# %% tags=["solution"]
+lab.predict("all-reduces-of-a-pair", 2)
 
 # %%
 one, two = torch.tensor(1.0), torch.tensor(2.0)
@@ -154,14 +162,6 @@ assert abs(one - two) > 0.1
 # %% [markdown]
 # Does it compute the same as one process, gradients included? X has 1,024 rows (tokens) of 128 numbers in float64, and
 # there are 512 hidden features.
-#
-# **Predict.** How many `all_reduce`s does a rank call in a forward and a backward pass, together?
-
-# %% tags=["stub"]
-lab.predict("all-reduces-of-a-pair", None)
-
-# %% tags=["solution"]
-lab.predict("all-reduces-of-a-pair", 2)
 
 # %%
 # %%px
@@ -385,7 +385,7 @@ for event in trace.events:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# (One more number says who has which words.) Whole logits would be 50; real vocabularies have 100,000 words.
+# (Four more say who has which words.) Whole logits would be 50; real vocabularies have 100,000 words.
 #
 # ## Sequence parallelism
 #

@@ -242,7 +242,7 @@ short, middle, long = (row(tokens, "keep for the backward") for tokens in ("1,02
 assert abs(long[0] / middle[0] - 4) < 0.02 and abs(long[0] / long[2] - 4) < 0.02
 
 # %% [markdown]
-# No scores are kept: four times the tokens take four times the memory, not sixteen times. And N ranks keep a part in N each.
+# No scores are kept: four times the tokens take four times the memory, not sixteen times. And each of N ranks keeps an N-th.
 #
 # In a model, `ContextParallel(module, comm)` does all this for torch's attention. One trap is left. Twelve of 32 tokens are
 # padding and do not count, so some ranks have fewer tokens in their loss. Which mean is right? Two losses, and how far their
@@ -484,17 +484,30 @@ figures.sent(lab.values("table")[0])
 
 # %% tags=["statement"]
 # "gradients travel during the backward pass"
-assert count(r"(?m)^data +- +1 all_reduce +- ") == 1
+# "Its 24 all_reduces are for norms and biases"
+# "which sends a third more"
+# "The four of expert in the forward pass are for the balance, one a layer."
+assert count(r"(?m)^data +- +1 all_reduce +- ") == 1 and count("24 all_reduce") == 1
+assert count(r"(?m)^expert +4 all_reduce, 8 all_to_all +8 all_to_all") == 1
+tensor, sequence = (row(axis, "What the busiest of 4 ranks sends in a step")[-1] for axis in ("tensor", "sequence"))
+assert 1.28 < tensor / sequence < 1.36
 
 # %% [markdown]
 # Read them by columns. Only ZeRO 3, tensors, the pipeline and experts cut parameters; `data` and `context` cut activations
 # alone. What is sent *inside* a layer is waited for (tensor, sequence, Ulysses, experts); gradients travel during the backward
-# pass. `sequence` is `tensor` with less kept between the layers. By a ring both send the same; so small an `all_reduce` goes by
-# doubling, which sends a third more. And the model is small: gradients grow with the square of its width, activations with
-# the tokens.
+# pass. `sequence` is `tensor` with less kept between the layers. Its 24 `all_reduce`s are for norms and biases: a rank has seen
+# their gradients for its own tokens alone. By a ring both send the same activations; so small an `all_reduce` goes by
+# doubling, which sends a third more. The four of `expert` in the forward pass are for the balance, one a layer. And the model is
+# small: gradients grow with the square of its width, activations with the tokens.
 #
 # **Discuss.** Texts become ten times as long. Which rows of the second table grow, which do not, and what would you change?
 #
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("12")
+
+# %% [markdown]
 # ## Summary
 #
 # - Keys and values travel round a ring, their gradients behind them: N - 1 messages, then 2N - 1.
@@ -505,12 +518,6 @@ assert count(r"(?m)^data +- +1 all_reduce +- ") == 1
 #
 # Now the [exercises](../exercises/12_sequences_and_experts_exercises.ipynb).
 #
-# ## Quiz
-
-# %% tags=["nbval-ignore-output"]
-lab.quiz("12")
-
-# %% [markdown]
 # ## References
 #
 # - H. Liu et al.: Ring attention with blockwise transformers for near-infinite context. arXiv:2310.01889.

@@ -334,14 +334,14 @@ for (one, two, rate), (a, b) in zip(lab.values("pairs")[0], lab.values("last"), 
 lab.table(rows, ("loss of", "rate", "ratio", "interval"))
 
 # %% tags=["claim"]
-# "The order of the two changes its sign with the rate: an order at *one* rate says nothing."
+# "The order of the two turns round with the rate: an order at *one* rate says nothing."
 # "And ranks that were averaged once are a few percent behind DDP, for 240 times fewer bytes."
 ends = [[float(end) for end in found.split(" to ")] for *_, found in rows]
 assert ends[0][1] < 1 < ends[2][0] and 1 < ends[3][0] < ends[3][1] < 1.2
 
 # %% [markdown]
-# The order of the two changes its sign with the rate: an order at *one* rate says nothing. And ranks that were averaged
-# once are a few percent behind DDP, for 240 times fewer bytes. A task that hardly needs the messages flatters whoever
+# The order of the two turns round with the rate: an order at *one* rate says nothing. And ranks that were averaged
+# once are a few percent behind DDP, for 240 times fewer bytes. A task that hardly needs the messages flatters a method that
 # sends none. Digits are such a task. What holds for larger models has to be shown with them:
 #
 # - DiLoCo (A. Douillard et al., 2023): on eight workers as good as synchronous training, with 500 times less

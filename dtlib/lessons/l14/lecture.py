@@ -272,8 +272,8 @@ assert row("done twice")[0] == 2
 #
 # ## A thousand and twenty-four
 #
-# Now for real: Llama 3 70B on 1,024 H100. Memory and bytes are the same arithmetic. Seconds come from a fit to runs that
-# others have published: on 8 to 128 H100.
+# Now for real: Llama 3 70B on 1,024 H100. Memory and bytes are the same arithmetic. Seconds come from a fit to runs on H100
+# that others have published.
 #
 # **Predict.** What has that fit seen?
 
@@ -302,8 +302,8 @@ assert count(r"~\d") >= 4
 
 # %% [markdown]
 # A `~` stands before each time, and it has one digit: nothing like it was measured. How far off such figures were where somebody
-# has looked is on [a page of its own](../../docs/planner.md): 15 % on average for other papers, half as much again beyond
-# 8,192 tokens.
+# has looked is on [a page of its own](../../docs/planner.md): 15 % on average for other papers. Beyond 8,192 tokens it
+# predicts steps half as long again as they were.
 #
 # **Discuss.** You are asked for a date. Which of these numbers do you give: GiB, kB, seconds, the order of the meshes? What
 # would you run first, on how many GPUs, for how long?
@@ -320,6 +320,12 @@ lab.certificate("your name")
 # lab.certificate("your name") writes certificate.html, in a learner's own folder
 
 # %% [markdown]
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("14")
+
+# %% [markdown]
 # ## Summary
 #
 # - Memory and bytes are arithmetic: predict them to the last one, at any size.
@@ -330,12 +336,6 @@ lab.certificate("your name")
 #
 # Now the [exercises](../exercises/14_capstone_exercises.ipynb).
 #
-# ## Quiz
-
-# %% tags=["nbval-ignore-output"]
-lab.quiz("14")
-
-# %% [markdown]
 # ## References
 #
 # - S. Rajbhandari et al.: ZeRO: memory optimizations toward training trillion parameter models. SC 2020.
