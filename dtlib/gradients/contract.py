@@ -8,6 +8,9 @@
 Whatever lies outside is refused on every rank, with a sentence that names the way round: mostly the full class.
 """
 
+from hashlib import blake2b
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -50,10 +53,21 @@ class Contract:
         """Refuse what happened since the last step; all ranks call it."""
         if closure is not None:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
-        notes = self.comm.all_gather_object((self.samples, [self.names[parameter] for parameter in self.come]))
-        samples, come = zip(*notes, strict=True)
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
+        come = [self.names[parameter] for parameter in self.come]
+        kept = sorted(come) == sorted(self.names.values())
+        # A number a rank: where all are the same, all have done the same, and no rank need tell what.
+        note = repr((kept, divided, divided or self.samples, self.in_order and come)).encode()
+        notes = np.zeros(self.comm.size, dtype=np.int64)
+        notes[self.comm.rank] = int.from_bytes(blake2b(note, digest_size=7).digest(), "little")
+        self.comm.all_reduce(notes)
+        if not kept or (notes != notes[0]).any():
+            self._refuse_what_differs(come, divided)
+        self.come = []
+
+    def _refuse_what_differs(self, come: list[str], divided: bool) -> None:
+        samples, come = zip(*self.comm.all_gather_object((self.samples, come)), strict=True)
         for name in self.names.values():
             counts = [others.count(name) for others in come]
             if set(counts) != {1}:
@@ -68,7 +82,6 @@ class Contract:
             )
         if self.in_order and any(others != come[0] for others in come):
             self._refuse("layers ran in another order on another rank: let all ranks compute the same")
-        self.come = []
 
     def _forward_begins(self, model, inputs, named) -> None:
         if not torch.is_grad_enabled():
