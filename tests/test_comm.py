@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtlib.comm import link, selection
+from dtlib.comm import link, selection, waiting
 from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
 from tests.ranks import on_ranks
 
@@ -166,7 +166,7 @@ def test_large_messages_in_both_directions_do_not_deadlock(world):
 def test_messages_that_are_cut_arrive_as_one(world):
     """A piece has 64 bytes: below, at and above multiples of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link, "LARGEST", 64)
+        patch.setattr(waiting, "LARGEST", 64)
         cut_messages(world)
 
 

@@ -287,7 +287,7 @@ class Elsewhere(torch.Tensor):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
 def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
-    from dtlib.comm.torch import staging
+    from dtlib.comm import types
 
     def elsewhere(tensor):
         return tensor.to(getattr(torch, dtype)).as_subclass(Elsewhere)
@@ -296,7 +296,7 @@ def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
     mine = elsewhere(torch.full((4,), float(rank)))
     with pytest.raises(CommunicationError, match="carries tensors on the CPU or a CUDA device and this one is on"):
         comm.broadcast(mine)
-    before, staging.STAGED = staging.STAGED, ("cpu",)
+    before, types.STAGED = types.STAGED, ("cpu",)
     try:
         handle = comm.all_reduce(mine, "max", async_op=True)
         assert handle.wait() is mine and mine.tolist() == [min(size - 1, 1) if dtype == "bool" else size - 1] * 4
@@ -321,7 +321,7 @@ def test_a_tensor_elsewhere_travels_through_host_memory(world, dtype):
         received = comm.recv(elsewhere(torch.zeros(2)), (rank - 1) % size)
         assert received.tolist() == [float((rank - 1) % size < 2)] * 2 and sending.wait() is kept
     finally:
-        staging.STAGED = before
+        types.STAGED = before
 
 
 def test_nccl_needs_a_gpu_for_each_rank():

@@ -47,5 +47,5 @@ def dense(tensor):
 def moved(tensor):
     """A tensor that only travels: types of one byte that the communicator does not know are bytes to it."""
     tensor = dense(tensor)
-    known = types.type_name(tensor) in types.ALLOWED or tensor.element_size() > 1
+    known = types.dtype_name(tensor.dtype) in types.ALLOWED or tensor.element_size() > 1
     return tensor if known else tensor.view(torch.uint8)

@@ -2,9 +2,9 @@
 
 Each algorithm is a generator. It starts non-blocking sends and receives, yields the requests that it must wait for,
 and goes on when they are complete; who waits, and how, is somebody else's business (waiting.py). ``link`` sends and
-receives (link.py); ``combine(a, b, out)`` is the reduction, element by element. ``chunks`` are ``size`` pieces of one
-flat array, of equal length or one element apart, so that a remainder needs no padding. An array is numpy's, or plain
-numbers (numbers.py): it has a length, slices that are views, and ``array[...] = values``.
+receives; ``combine(a, b, out)`` is the reduction, element by element. ``chunks`` are ``size`` pieces of one flat array,
+of equal length or one element apart, so that a remainder needs no padding. An array is numpy's, or plain numbers
+(numbers.py): it has a length, slices that are views, and ``array[...] = values``.
 
 The algorithms and their costs are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
 communication operations in MPICH", IJHPCA 19(1), 2005.

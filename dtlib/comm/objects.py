@@ -33,7 +33,7 @@ class ObjectOperations:
         return _unpickled(self.broadcast(data, root), root)
 
     def _check_whole(self, whole, count, chunk, chunk_count, operation):
-        if types.type_name(whole) != types.type_name(chunk) or count != self.size * chunk_count:
+        if types.dtype_name(whole.dtype) != types.dtype_name(chunk.dtype) or count != self.size * chunk_count:
             raise CommunicationError(
                 f"{operation} on {self.size} ranks needs one tensor of {self.size} times the elements of the other and "
                 f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
@@ -44,7 +44,7 @@ class ObjectOperations:
 
         ``come`` and ``sent`` are output_split_sizes and input_split_sizes: rows, or None for equal chunks.
         """
-        if types.type_name(out) != types.type_name(tensor):
+        if types.dtype_name(out.dtype) != types.dtype_name(tensor.dtype):
             raise CommunicationError(
                 f"all_to_all needs an out of tensor's dtype: out is {shape_and_type(out)}, tensor is "
                 f"{shape_and_type(tensor)}."

@@ -79,7 +79,7 @@ class Network:
 
 
 class TurnLink:
-    """What an algorithm of one rank sends and receives with (link.py); ``tag`` keeps the messages of calls apart."""
+    """What an algorithm of one rank sends and receives with (waiting.py); ``tag`` keeps the messages of calls apart."""
 
     def __init__(self, network: Network, rank: int, tag=0, what=None):
         self.network, self.rank, self.size = network, rank, network.size

@@ -6,13 +6,17 @@
 | float16, bfloat16 | as 16 bits | in float32 at each hop, then rounded | likewise | yes |
 | integers of 8 to 64 bits | yes | yes; wraps around, as torch does | refused: it would round | yes |
 | bool | as bytes | refused | refused | any, all |
+
+Where a tensor lives decides how it travels: from its own memory on the CPU; from a GPU by a copy in host memory,
+GPU -> pinned host memory -> MPI -> pinned host memory -> GPU.
 """
 
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
 
-from dtlib.comm.watch.call import type_name
+from dtlib.comm.watch.call import dtype_name
 from dtlib.errors import CommunicationError
 
 
@@ -35,6 +39,8 @@ ALLOWED = {
 
 # How numpy reads them: what it or MPI lacks travels as integers of its size.
 CODES = {name: np.dtype({"float16": "i2", "bfloat16": "i2", "bool": "u1"}.get(name, name)).str for name in ALLOWED}
+
+STAGED = ("cuda",)  # kinds of devices whose tensors go through host memory
 
 
 class Payload:
@@ -112,13 +118,118 @@ def _what_it_is(tensor) -> str:
     return "this one is negated or conjugated when it is read: pass tensor.resolve_neg().resolve_conj()"
 
 
+def payload(tensor, operation: str, writes: bool) -> Payload:
+    """The memory of a CPU tensor or numpy array, without a copy where it is contiguous; a copy of a CUDA tensor's.
+
+    Raises:
+        CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
+            the operation writes.
+    """
+    is_array = isinstance(tensor, np.ndarray)
+    if not is_array and not hasattr(tensor, "detach"):
+        cure = f", or use {operation}_object" if operation in ("broadcast", "all_gather") else ""
+        raise CommunicationError(
+            f"{operation} carries a torch tensor or a numpy array and got {type(tensor).__name__} {tensor!r:.40}: "
+            f"wrap it with torch.tensor(...){cure}."
+        )
+    name = dtype_name(tensor.dtype)
+    if name not in ALLOWED:
+        check_name(name, operation)
+    if not is_array and not tensor.is_cpu:
+        return staged(tensor, name, operation)
+    if is_array and isinstance(tensor, np.ma.MaskedArray):
+        raise CommunicationError(f"{operation} does not know of masks: pass array.filled(...).")
+    memory = tensor.view(np.ndarray) if is_array else host_memory(tensor, name, operation)
+    if not writes or memory.flags.carray:  # contiguous, and to be written to
+        return Payload(tensor, memory)
+    if not memory.flags.writeable:
+        raise CommunicationError(f"{operation} writes into its argument, and this array is read-only: pass a copy.")
+    if _overlaps_itself(memory):
+        raise CommunicationError(
+            f"{operation} writes into its argument, and elements of this one share memory, as expand() makes them: "
+            "pass tensor.clone()."
+        )
+    return Payload(tensor, memory)
+
+
+def _overlaps_itself(memory: np.ndarray) -> bool:
+    """True where two elements may lie in the same place: a step in one dimension is less than the others' extent."""
+    if memory.flags.forc or not memory.size:
+        return False
+    extent = memory.itemsize
+    for step, length in sorted((abs(step), length) for step, length in zip(memory.strides, memory.shape, strict=True)):
+        if length > 1 and step < extent:
+            return True
+        extent += step * (length - 1)
+    return False
+
+
+def staged(tensor, name: str, operation: str) -> "StagedPayload":
+    """A tensor that is not on the CPU as MPI sees it: a copy in host memory.
+
+    Raises:
+        CommunicationError: for tensors on anything but a CUDA device.
+    """
+    if tensor.device.type not in STAGED:
+        raise CommunicationError(
+            f"{operation} carries tensors on the CPU or a CUDA device and this one is on {tensor.device}: pass "
+            "tensor.cpu()."
+        )
+    return StagedPayload(tensor, name, operation)
+
+
+class StagedPayload(Payload):
+    """A copy of a tensor in pinned host memory, from which a GPU copies fastest; ``store()`` brings it back."""
+
+    __slots__ = ("_host",)
+
+    def __init__(self, tensor, name: str, operation: str):
+        import torch
+
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        with _transfers(tensor):
+            self._host.copy_(tensor.detach(), non_blocking=True)
+        super().__init__(tensor, host_memory(self._host, name, operation))
+
+    def store(self):
+        with _transfers(self.tensor, after_others=False):
+            self.tensor.detach().copy_(self._host, non_blocking=True)
+        return self.tensor
+
+
+_streams = {}
+
+
+@contextmanager
+def _transfers(tensor, after_others: bool = True):
+    """Copies between host and device, done when the block is left.
+
+    They run on a stream of their own, so that the host does not wait for what the program queues meanwhile. On the
+    way out of the device they come after what is queued already, which may still be computing the tensor. On the
+    way back nothing that is queued may use it: the operation is not over.
+    """
+    if not tensor.is_cuda:
+        yield
+        return
+    import torch
+
+    stream = _streams.get(tensor.device)
+    if stream is None:
+        stream = _streams[tensor.device] = torch.cuda.Stream(tensor.device)
+    if after_others:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def combiner(tensor, op: str, operation: str):
     """The function ``combine(a, b, out)`` that adds (or ...) two arrays of this tensor's payload.
 
     Raises:
         CommunicationError: for an operation that the table refuses for this type.
     """
-    return _combiner(type_name(tensor), op, operation)
+    return _combiner(dtype_name(tensor.dtype), op, operation)
 
 
 @cache
@@ -152,7 +263,7 @@ def _half_combiner(name: str, op: str):
 
 def divide(tensor, flat: np.ndarray, by: int) -> None:
     """Divide a payload of floats in place."""
-    if type_name(tensor) in ("float16", "bfloat16"):
+    if dtype_name(tensor.dtype) in ("float16", "bfloat16"):
         import torch
 
         torch.from_numpy(flat.view(np.int16)).view(tensor.dtype).div_(by)

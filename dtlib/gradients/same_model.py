@@ -12,13 +12,13 @@ def check_same_model(parameters: dict, comm, who: str) -> None:
             shapes, types or order.
     """
     for name, parameter in parameters.items():
-        if types.type_name(parameter) not in types.FLOATS:
+        if (kind := types.dtype_name(parameter.dtype)) not in types.FLOATS:
             raise DtlibError(
-                f"{who} averages {', '.join(types.FLOATS)}, and {name} is {types.type_name(parameter)}: convert it, or "
-                f"freeze it with {name}.requires_grad_(False)."
+                f"{who} averages {', '.join(types.FLOATS)}, and {name} is {kind}: convert it, or freeze it with "
+                f"{name}.requires_grad_(False)."
             )
     check_axis(parameters, comm, who)
-    mine = {name: (tuple(parameter.shape), types.type_name(parameter)) for name, parameter in parameters.items()}
+    mine = {name: (tuple(parameter.shape), types.dtype_name(parameter.dtype)) for name, parameter in parameters.items()}
     first, *others = comm.all_gather_object(mine)
     for rank, theirs in enumerate(others, 1):
         for name in first | theirs:

@@ -191,7 +191,7 @@ def _submit(kind, tensor, name, in_place=False, **way) -> Operation:
     own, mine = tensor.detach(), negotiator()
     output = own if in_place else None if kind == "allgather" else torch.empty_like(own)
     name = f"noname.{mine.number(kind)}" if name is None else str(name)
-    request = Request(kind, name, types.type_name(own), tuple(own.shape), **way)
+    request = Request(kind, name, types.dtype_name(own.dtype), tuple(own.shape), **way)
     return mine.submit(Operation(request, own, output, tensor if in_place else None, mine))
 
 
@@ -200,7 +200,7 @@ def _check_tensor(tensor, operation: str, op) -> None:
         raise ValueError(
             f"{operation} carries a torch tensor and got {type(tensor).__name__}: wrap it in torch.tensor()."
         )
-    if types.type_name(tensor) not in types.ALLOWED or tensor.layout != torch.strided:
+    if types.dtype_name(tensor.dtype) not in types.ALLOWED or tensor.layout != torch.strided:
         raise ValueError(
             f"Tensor type {tensor.type()} is not supported: {operation} carries {', '.join(types.ALLOWED)}."
         )

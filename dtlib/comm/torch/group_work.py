@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from dtlib.comm import types, waiting
-from dtlib.comm.transport import payload
+from dtlib.comm.types import payload
 from dtlib.comm.watch import recorder
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
@@ -63,7 +63,7 @@ class Carried:
 
     def __init__(self, tensor, operation: str, writes: bool, backends: dict[str, str]):
         if getattr(tensor, "is_cuda", False) and "cuda" in backends:
-            types.check_name(types.type_name(tensor), operation)
+            types.check_name(types.dtype_name(tensor.dtype), operation)
             self._home, self._back = tensor.detach(), lambda: tensor
             flat = self._home.contiguous().view(-1)
         else:
@@ -163,7 +163,7 @@ class GroupHandle:
 
         Raises ``WaitTimeout`` after the communicator's ``time_limit`` and ``CommunicationError`` where torch fails.
         """
-        waits = None if self._blocking or not recorder.active() else recorder.event_of(self._call, "wait")
+        waits = None if self._blocking or not recorder.recordings else recorder.event_of(self._call, "wait")
         if not self._complete:
             if self._polled:
                 self._poll()

@@ -278,7 +278,7 @@ class ProcessGroupCommunicator(ObjectOperations):
                 "a new process group."
             )
         event = None
-        if recorder.active():
+        if recorder.recordings:
             call.where = callers_line()
             event = recorder.event_of(call, lane="background" if async_op else "main")
             event.bytes = sent

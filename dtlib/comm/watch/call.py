@@ -3,8 +3,10 @@
 import linecache
 import os
 import sys
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
@@ -12,6 +14,7 @@ _LONGEST_LINE = 80
 _lines = {}  # the text of each line that has called an operation
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """``str(call)`` is ``all_reduce(sum) of (4,) float32``, the same on all ranks if they agree.
 
@@ -21,26 +24,26 @@ class Call:
     ``counts`` are elements, of shape (2, ranks): an all_to_all with counts sends and expects so many.
     """
 
-    __slots__ = (
-        "algorithm", "counts", "group", "number", "op", "operation", "peer", "peers", "rank", "tag", "tensor",
-        "watched", "where",
-    )  # fmt: skip
-
-    def __init__(
-        self, operation: str, tensor, rank: int, peers=(), group: str = "", number: int = 0,
-        *, op: str = "", peer: int | None = None, algorithm: str = "", tag: int | None = None, counts=None,
-    ):  # fmt: skip
-        self.counts = counts
-        self.operation, self.tensor = operation, tensor
-        self.op, self.peer, self.algorithm, self.tag = op, peer, algorithm, tag
-        self.rank, self.peers, self.group, self.number = rank, peers, group, number
-        self.where = ""
-        self.watched = False  # whether it shows on the board
+    operation: str
+    tensor: Any
+    rank: int
+    peers: tuple = ()
+    group: str = ""
+    number: int = 0
+    _: KW_ONLY
+    op: str = ""
+    peer: int | None = None
+    algorithm: str = ""
+    tag: int | None = None
+    counts: Any = None
+    where: str = ""
+    watched: bool = False  # whether it shows on the board
 
     def __str__(self):
         short = in_short(self.operation, self.op, self.peer, self.algorithm)
         if self.counts is not None:
-            return f"{short} with counts of rows of {_shape_and_type(self.tensor.shape[1:], type_name(self.tensor))}"
+            row = _shape_and_type(self.tensor.shape[1:], dtype_name(self.tensor.dtype))
+            return f"{short} with counts of rows of {row}"
         return short if self.tensor is None else f"{short} of {shape_and_type(self.tensor)}"
 
 
@@ -52,18 +55,14 @@ def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
     return f"{operation}({arguments})" if arguments else operation
 
 
-def type_name(tensor) -> str:
-    """``float32`` for a torch tensor and for a numpy array of that type."""
-    return _name_of(tensor.dtype)
-
-
 @cache
-def _name_of(dtype) -> str:
+def dtype_name(dtype) -> str:
+    """``float32`` for torch's and for numpy's."""
     return str(dtype).removeprefix("torch.")
 
 
 def shape_and_type(tensor) -> str:
-    return _shape_and_type(tensor.shape, type_name(tensor))
+    return _shape_and_type(tensor.shape, dtype_name(tensor.dtype))
 
 
 @lru_cache(maxsize=1024)

@@ -4,9 +4,9 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.comm.watch.call import in_short, type_name
+from dtlib.comm.watch.call import dtype_name, in_short
 
-_recordings = []  # the lists that are being filled
+recordings = []  # the lists that are being filled; none while nobody records
 
 
 @dataclass
@@ -52,20 +52,16 @@ class Event:
 def recording():
     """Collect the events of this rank in the list that this yields."""
     events = []
-    _recordings.append(events)
+    recordings.append(events)
     try:
         yield events
     finally:
-        _recordings[:] = [others for others in _recordings if others is not events]
-
-
-def active() -> bool:
-    return bool(_recordings)
+        recordings[:] = [others for others in recordings if others is not events]
 
 
 def record(event: Event) -> Event:
     """Keep an event; its maker fills in the end."""
-    for events in _recordings:
+    for events in recordings:
         events.append(event)
     return event
 
@@ -77,14 +73,14 @@ def event_of(call, kind: str = "operation", lane: str = "main") -> Event:
         algorithm=call.algorithm, tag=call.tag, lane=lane,
     )  # fmt: skip
     if call.tensor is not None:
-        event.shape, event.dtype = tuple(call.tensor.shape), type_name(call.tensor)
+        event.shape, event.dtype = tuple(call.tensor.shape), dtype_name(call.tensor.dtype)
     return record(event)
 
 
 @contextmanager
 def phase(what, rank: int = 0):
     """A piece of computing, for the timeline: ``with phase("forward"): ...``, or an ``Action`` of a pipeline."""
-    if not _recordings:
+    if not recordings:
         yield
         return
     action = None if isinstance(what, str) else what

@@ -107,7 +107,7 @@ class Replicator:
         ``value`` is as in ``map_reduce``, of the same shape on all replicas. Gradients flow back to every replica.
         """
         tensor = self._mapped(value, "map_gather")
-        types.check_name(types.type_name(tensor), "map_gather")
+        types.check_name(types.dtype_name(tensor.dtype), "map_gather")
         return AllGather.apply(tensor, self.replicas, self._exchange)
 
     def _mapped(self, value, name):

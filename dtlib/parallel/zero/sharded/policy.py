@@ -28,7 +28,7 @@ class Policy:
             )
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
             asked = getattr(given, field)
-            if asked is not None and types.type_name(torch.empty(0, dtype=asked)) not in types.FLOATS:
+            if asked is not None and types.dtype_name(torch.empty(0, dtype=asked).dtype) not in types.FLOATS:
                 raise DtlibError(f"mp_policy has {field}={asked}: choose one of {', '.join(types.FLOATS)}.")
         return cls(*(getattr(given, field) for field in fields))
 
