@@ -1,3 +1,4 @@
+import ast
 import dataclasses
 import json
 import re
@@ -6,8 +7,9 @@ import pytest
 
 from dtlib import pi
 from dtlib.errors import DtlibError
+from dtlib.lab import lesson_files
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.exercise import Verdict
+from dtlib.lab.checks.exercise import Verdict, Wrong, rows
 from dtlib.lab.checks.registry import EXERCISES, homes
 from dtlib.lab.checks.rendering import html
 from dtlib.lab.checks.solutions import source_of
@@ -44,7 +46,6 @@ def test_a_judge_that_fails_is_told_on_all_ranks(world):
 
 
 def test_a_first_sum_that_nobody_has_computed_is_told():
-    from dtlib.lab.checks.exercise import Wrong
     from dtlib.lessons.l00.judge_sum import judge_total
 
     with pytest.raises(Wrong) as wrong:
@@ -52,6 +53,36 @@ def test_a_first_sum_that_nobody_has_computed_is_told():
     assert wrong.value.mistake == "nothing-sent" and len(wrong.value.hints) == 2
     for right in ([(6, 1)] * 4, [(6, None)] * 4, [(0, 0)]):  # added up; nobody counts; a rank alone
         judge_total(right)
+
+
+def test_the_first_row_that_holds_is_told():
+    for expected in ((), ("a sum",)):
+        wrong = rows(2, *expected)
+        told = ("a sum", "a mean")[len(expected) :]
+        wrong("of others", False, *told, "Who divides?")
+        with pytest.raises(Wrong) as raised:
+            wrong("mean", True, *told, "Who divides?", "Nobody.", score="3")
+        found = raised.value
+        assert (found.mistake, found.rank, found.expected, found.got) == ("mean", 2, "a sum", "a mean")
+        assert found.hints == ("Who divides?", "Nobody.") and found.score == "3"
+
+
+def test_every_row_says_what_was_expected_what_was_there_and_a_hint():
+    short, counted = [], 0
+    for _, file in lesson_files.found("judge_*.py"):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and "id" in vars(node.func)]
+            calls = [(call.lineno, call.func.id, call.args) for call in calls if call.func.id in ("rows", "wrong")]
+            for line, name, given in sorted(calls, key=lambda call: call[0]):
+                if name == "rows":
+                    least = 6 - len(given)  # mistake, whether it holds, expected unless it is bound, got, a hint
+                    continue
+                counted += 1
+                if len(given) + any(isinstance(each, ast.Starred) for each in given) < least:
+                    short.append(f"{file.name}:{line}")
+    assert not short and counted > 250
 
 
 def count_right(points, comm):

@@ -37,7 +37,7 @@ class Score(NamedTuple):
 
 
 class Wrong(Exception):
-    """An answer that is not right: on which rank, what was expected, what came, and hints from vague to plain.
+    """An answer that is not right: on which rank, what was expected, what was there, and hints from vague to plain.
 
     ``mistake`` names the mistake; the tests prove that each planted wrong answer is recognised as its own. One that is
     wrong only because it is over par has a ``score``.
@@ -47,6 +47,21 @@ class Wrong(Exception):
         super().__init__(mistake)
         self.mistake, self.rank, self.expected, self.got, self.hints = mistake, rank, expected, got, hints
         self.score = score
+
+
+def rows(rank: int | None, *expected: str) -> Callable[..., None]:
+    """A judge's table of mistakes on a rank: ``wrong(mistake, holds, expected, got, *hints)`` is a row, and raises
+    ``Wrong`` where it holds. Rows are tried in the order in which they stand, so that the first is what is told.
+
+    ``rows(rank, expected)``: what was expected is the same for all of them, and left out of each.
+    What is told is put into words whether a row holds or not: let it be there for right answers, too.
+    """
+
+    def wrong(mistake: str, holds: object, *told: str, score: Score | None = None) -> None:
+        if holds:
+            raise Wrong(mistake, rank, *expected, *told, score=score)
+
+    return wrong
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class Verdict:
         return f"Not yet: {self.exercise}{'' if self.rank is None else f', on rank {self.rank}'}."
 
     def details(self, attempt: int = 0) -> list[tuple[str, str]]:
-        """What was expected, what came, and the hint that is due."""
+        """What was expected, what was there, and the hint that is due."""
         note = [("note", self.note)] * bool(self.note)
         if self.passed:
             return note

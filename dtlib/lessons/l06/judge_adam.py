@@ -1,7 +1,7 @@
 """Lesson 06: Adam whose states are shared out, judged by values, by bytes sent, and by what is held."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l06.observe_adam import (
     SETTINGS,
     STEPS,
@@ -31,11 +31,9 @@ def judge_errors(cases) -> None:
     errors = [(case["waited"], rank, case["error"]) for rank, case in enumerate(cases) if "error" in case]
     if errors:
         _, rank, got = min(errors)
-        raise Wrong(
-            "only-divides", rank, f"no error where sizes do not divide by {len(cases)}", got,
-            "It works where the sizes divide. What if they do not?",
-            "Each shard has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.",
-        )  # fmt: skip
+        raise Wrong("only-divides", rank, f"no error where sizes do not divide by {len(cases)}", got,
+                    "It works where the sizes divide. What if they do not?",
+                    "Each shard has ceil(P / N) elements, -(-P // N) in Python; what is missing at the end is padding.")
 
 
 def _judge_steps(cases) -> None:
@@ -47,52 +45,40 @@ def _judge_steps(cases) -> None:
     expected = in_one_process(kind, ranks)[0]
     for step in range(STEPS):
         after = [torch.tensor(case["after"][step], dtype=torch.float64) for case in cases]
-        wrong = [rank for rank in range(ranks) if not same(after[rank], expected[step])]
-        if not wrong:
+        off = [rank for rank in range(ranks) if not same(after[rank], expected[step])]
+        if not off:
             continue
-        rank = wrong[0]
+        rank = off[0]
         what = f"the {count} parameters of one process after step {step + 1}"
         got = f"{(~torch.isclose(after[rank], expected[step], rtol=1e-8, atol=1e-10)).sum()} of them differ"
         _judge_optimizer(after, rank, kind, step, what)
-        if step:
-            raise Wrong(
-                "second-step", rank, what, f"{got}, after a first step that was right",
-                "What is forgotten between two steps, or left over? Adam's moments must stay.",
-                "Make the optimizer once, in __init__, and fill its gradient anew in each step.",
-            )  # fmt: skip
-        if all(torch.equal(values, start) for values in after):
-            raise Wrong(
-                "not-copied-back", rank, what, "all of them as before",
-                "Something was updated, but not what the model uses.",
-                "Let parameter.data be a view of the flat memory, or copy the new values into parameter.data.",
-            )  # fmt: skip
+        wrong = rows(rank, what)
+        wrong("second-step", step, f"{got}, after a first step that was right",
+              "What is forgotten between two steps, or left over? Adam's moments must stay.",
+              "Make the optimizer once, in __init__, and fill its gradient anew in each step.")
+        wrong("not-copied-back", all(torch.equal(values, start) for values in after), "all of them as before",
+              "Something was updated, but not what the model uses.",
+              "Let parameter.data be a view of the flat memory, or copy the new values into parameter.data.")
         own = [same(own_shard(after[r], r, ranks), own_shard(expected[0], r, ranks)) for r in range(ranks)]
-        if all(own):
-            raise Wrong(
-                "not-gathered", rank, what, f"{got}: this rank's shard is right, the others are old",
-                "Each rank has updated its shard. How do the others learn of it?",
-                "comm.all_gather(flat, own) after the update.",
-            )  # fmt: skip
+        wrong("not-gathered", all(own), f"{got}: this rank's shard is right, the others are old",
+              "Each rank has updated its shard. How do the others learn of it?",
+              "comm.all_gather(flat, own) after the update.")
         _judge_gradients(after, rank, kind, what, got)
         if all(torch.allclose(values, expected[0], rtol=5e-3, atol=1e-4) for values in after):
-            raise Wrong(
-                "rounded", rank, f"{what}, in float64 as they are", f"{got}, by very little: something was rounded",
-                "In which type do gradients travel, and in which are they kept?",
-                "torch.empty_like(self.own) has the type of the parameters; no .float(), no .half().",
-            )  # fmt: skip
+            raise Wrong("rounded", rank, f"{what}, in float64 as they are",
+                        f"{got}, by very little: something was rounded",
+                        "In which type do gradients travel, and in which are they kept?",
+                        "torch.empty_like(self.own) has the type of the parameters; no .float(), no .half().")
         way = factors(after[rank] - start, expected[0] - start)
         if way:
-            raise Wrong(
-                "other-rate", rank, what, f"{got}: they move {way[0]:.3g} times as far, in the right direction",
-                "By what is the rate multiplied, or divided?", "torch.optim.AdamW([self.own], **settings)",
-            )  # fmt: skip
+            wrong("other-rate", True, f"{got}: they move {way[0]:.3g} times as far, in the right direction",
+                  "By what is the rate multiplied, or divided?", "torch.optim.AdamW([self.own], **settings)")
         if kind == "uneven":
             _judge_padding(after, expected[0], start, rank, what, got)
-        raise Wrong(
-            "other-values", rank, what, got,
-            "Which gradient meets which parameter, how often does Adam move, and which tensor is gathered?",
-            "Parameters and gradients lie in flat memory in the same order; Adam moves once; its values are gathered.",
-        )  # fmt: skip
+        wrong("other-values", True, got,
+              "Which gradient meets which parameter, how often does Adam move, and which tensor is gathered?",
+              "Parameters and gradients lie in flat memory in the same order; Adam moves once; "
+              "its values are gathered.")
 
 
 def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
@@ -101,25 +87,17 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
     def are_of(**other):
         return all(same(values, in_one_process(kind, len(after), **other)[0][step]) for values in after)
 
-    if are_of(optimizer="Adam"):
-        raise Wrong(
-            "other-optimizer", rank, what, "those of torch.optim.Adam",
-            "Both have a weight_decay, and treat it in different ways. Which one is asked for?",
-            "torch.optim.AdamW([self.own], **settings)",
-        )  # fmt: skip
+    wrong = rows(rank, what)
+    wrong("other-optimizer", are_of(optimizer="Adam"), "those of torch.optim.Adam",
+          "Both have a weight_decay, and treat it in different ways. Which one is asked for?",
+          "torch.optim.AdamW([self.own], **settings)")
     for but in (*((key,) for key in SETTINGS), [key for key in SETTINGS if key != "lr"], SETTINGS):
-        if are_of(but=but):
-            raise Wrong(
-                "settings-lost", rank, what, f"those with torch's own {', '.join(but)}",
-                "Do all settings that were passed reach the optimizer?", "torch.optim.AdamW([self.own], **settings)",
-            )  # fmt: skip
+        wrong("settings-lost", are_of(but=but), f"those with torch's own {', '.join(but)}",
+              "Do all settings that were passed reach the optimizer?", "torch.optim.AdamW([self.own], **settings)")
 
     for added in ({"amsgrad": True}, {"maximize": True}):
-        if are_of(**added):
-            raise Wrong(
-                "settings-added", rank, what, f"those with {added}",
-                "Which settings were not passed, and are set?", "torch.optim.AdamW([self.own], **settings)",
-            )  # fmt: skip
+        wrong("settings-added", are_of(**added), f"those with {added}",
+              "Which settings were not passed, and are set?", "torch.optim.AdamW([self.own], **settings)")
 
 
 def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
@@ -130,30 +108,21 @@ def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
         other = in_one_process(kind, ranks, factor, steps=1)[0][0]
         return all(same(values, other) for values in after)
 
-    if ranks > 1 and on_all_ranks(ranks):
-        raise Wrong(
-            "not-divided", rank, what, f"{got}: the gradient is {ranks} times as large",
-            "Adam hides a wrong scale nearly, and not quite: this is the sum over ranks.",
-            'Average: op="mean", or divide by comm.size once.',
-        )  # fmt: skip
-    if on_all_ranks(0):
-        raise Wrong(
-            "no-gradient", rank, what, f"{got}: as after a step whose gradient is zero",
-            "Weight decay moves them, and no gradient does. Which gradients are there when step() begins?",
-            "backward() has filled parameter.grad: read it in step(), and clear nothing before.",
-        )  # fmt: skip
-    if ranks > 1 and on_all_ranks(1 / ranks):
-        raise Wrong(
-            "divided-twice", rank, what, f"{got}: the gradient is 1/{ranks} of what it should be",
-            'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.',
-        )  # fmt: skip
+    wrong = rows(rank, what)
+    wrong("not-divided", ranks > 1 and on_all_ranks(ranks), f"{got}: the gradient is {ranks} times as large",
+          "Adam hides a wrong scale nearly, and not quite: this is the sum over ranks.",
+          'Average: op="mean", or divide by comm.size once.')
+    wrong("no-gradient", on_all_ranks(0), f"{got}: as after a step whose gradient is zero",
+          "Weight decay moves them, and no gradient does. Which gradients are there when step() begins?",
+          "backward() has filled parameter.grad: read it in step(), and clear nothing before.")
+    wrong("divided-twice", ranks > 1 and on_all_ranks(1 / ranks),
+          f"{got}: the gradient is 1/{ranks} of what it should be",
+          'It is divided twice: op="mean" divides already.', 'Use op="mean" alone, or op="sum" and divide.')
     alone = [in_one_process(kind, ranks, only=r, steps=1)[0][0] for r in range(ranks)]
-    if all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)):
-        raise Wrong(
-            "not-averaged", rank, what, f"{got}: each shard is updated with one rank's gradient alone",
-            "Whose samples does the gradient of this rank's shard come from?",
-            "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's shard.",
-        )  # fmt: skip
+    wrong("not-averaged", all(same(own_shard(after[r], r, ranks), own_shard(alone[r], r, ranks)) for r in range(ranks)),
+          f"{got}: each shard is updated with one rank's gradient alone",
+          "Whose samples does the gradient of this rank's shard come from?",
+          "comm.reduce_scatter(own_gradient, flat_gradients, op=\"mean\") brings the average of this rank's shard.")
 
 
 def _judge_padding(after, expected, start, rank: int, what: str, got: str) -> None:
@@ -161,19 +130,14 @@ def _judge_padding(after, expected, start, rank: int, what: str, got: str) -> No
 
     ranks = len(after)
     tail = len(expected) % ranks
-    if tail and all(same(values[:-tail], expected[:-tail]) for values in after) and torch.equal(
-        after[rank][-tail:], start[-tail:]
-    ):  # fmt: skip
-        raise Wrong(
-            "tail-forgotten", rank, what, f"the last {tail} of them as before",
-            f"{len(expected)} parameters do not divide by {ranks}: who owns the last ones?",
-            "Round the length of a shard up, -(-P // N) in Python, and fill the end with zeros.",
-        )  # fmt: skip
-    raise Wrong(
-        "padding", rank, what, f"{got}, and where sizes divide all is well",
-        f"{len(expected)} parameters do not divide by {ranks}: padding belongs to no parameter.",
-        "Padding stands at the end, after the last parameter, for values and for gradients alike; cut it off again.",
-    )  # fmt: skip
+    wrong = rows(rank, what)
+    wrong("tail-forgotten", tail and all(same(values[:-tail], expected[:-tail]) for values in after) and torch.equal(
+          after[rank][-tail:], start[-tail:] ), f"the last {tail} of them as before",
+          f"{len(expected)} parameters do not divide by {ranks}: who owns the last ones?",
+          "Round the length of a shard up, -(-P // N) in Python, and fill the end with zeros.")
+    wrong("padding", True, f"{got}, and where sizes divide all is well",
+          f"{len(expected)} parameters do not divide by {ranks}: padding belongs to no parameter.",
+          "Padding stands at the end, after the last parameter, for values and for gradients alike; cut it off again.")
 
 
 def _judge_sent(cases) -> None:
@@ -185,8 +149,7 @@ def _judge_sent(cases) -> None:
                 "too-many-bytes", rank, f"{wanted} bytes sent in a step: gradients to their owners, new values back",
                 f"{max(case['sent'])} bytes",
                 "The values are right. But who needs the average of which shard, and who has the new value of which?",
-                "comm.reduce_scatter for gradients and comm.all_gather for values: each sends half of an all_reduce.",
-            )  # fmt: skip
+                "comm.reduce_scatter for gradients and comm.all_gather for values: each sends half of an all_reduce.")
 
 
 def _judge_held(cases) -> None:
@@ -198,35 +161,24 @@ def _judge_held(cases) -> None:
         if case["held"] <= whole + 4 * shard + SPARE:
             continue
         expected = f"{whole} bytes of parameters; of this rank's shard {2 * shard} of states, {shard} of its gradient"
-        if case["states"] > 2 * shard + SPARE:
-            raise Wrong(
-                "whole-states", rank, expected, f"{case['states']} bytes of states",
-                "The values are right, as they were before ZeRO. Of how many parameters does Adam keep moments?",
-                "Give torch.optim.AdamW one nn.Parameter: this rank's shard of the flat values.",
-            )  # fmt: skip
-        if case["copies"] > whole + shard + SPARE:
-            raise Wrong(
-                "parameters-twice", rank, expected, f"{case['copies']} bytes with the values of parameters",
-                "The model has its parameters. Who else keeps all of them?",
-                "Let each parameter.data be a view of the flat tensor: parameter.data = view.view_as(parameter).",
-            )  # fmt: skip
-        if case["old"] > shard + SPARE:
-            raise Wrong(
-                "old-parameters-kept", rank, expected, f"{case['old']} bytes of parameters as they were at first",
-                "The first values have been copied into the flat tensor. Who still refers to where they were?",
-                "Keep the parameters themselves, not a list of parameter.data, parameter.detach() or their clones.",
-            )  # fmt: skip
-        if case["zeros"] > shard + SPARE:
-            raise Wrong(
-                "zeroed-not-freed", rank, expected, f"{case['zeros']} bytes of zeros in one piece",
-                "zero_() writes zeros, and the memory stays. Which tensor is needed during step() only?",
-                "Make flat gradients anew in each step, in a local variable: it goes when the method returns.",
-            )  # fmt: skip
-        raise Wrong(
-            "gradients-kept", rank, expected, f"{case['held']} bytes in all",
-            "What is as long as all parameters, neither states nor parameters, and still there after step()?",
-            "Flat gradients are needed during step() only: a local variable goes when it returns.",
-        )  # fmt: skip
+        wrong = rows(rank, expected)
+        wrong("whole-states", case["states"] > 2 * shard + SPARE, f"{case['states']} bytes of states",
+              "The values are right, as they were before ZeRO. Of how many parameters does Adam keep moments?",
+              "Give torch.optim.AdamW one nn.Parameter: this rank's shard of the flat values.")
+        wrong("parameters-twice", case["copies"] > whole + shard + SPARE,
+              f"{case['copies']} bytes with the values of parameters",
+              "The model has its parameters. Who else keeps all of them?",
+              "Let each parameter.data be a view of the flat tensor: parameter.data = view.view_as(parameter).")
+        wrong("old-parameters-kept", case["old"] > shard + SPARE,
+              f"{case['old']} bytes of parameters as they were at first",
+              "The first values have been copied into the flat tensor. Who still refers to where they were?",
+              "Keep the parameters themselves, not a list of parameter.data, parameter.detach() or their clones.")
+        wrong("zeroed-not-freed", case["zeros"] > shard + SPARE, f"{case['zeros']} bytes of zeros in one piece",
+              "zero_() writes zeros, and the memory stays. Which tensor is needed during step() only?",
+              "Make flat gradients anew in each step, in a local variable: it goes when the method returns.")
+        wrong("gradients-kept", True, f"{case['held']} bytes in all",
+              "What is as long as all parameters, neither states nor parameters, and still there after step()?",
+              "Flat gradients are needed during step() only: a local variable goes when it returns.")
 
 
 EXERCISES = {"sharded-adam": Exercise("ShardedAdam", observe_adam, judge_adam, any_size=True)}

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, loss_of, make_batch, own_shard
 
@@ -68,21 +68,18 @@ def judge_sharded(observations) -> None:
             raise Wrong(
                 "all-reduced", rank, f"{wanted} bytes sent in a backward pass: shards to their owners", f"{sent} bytes",
                 "The values are right. But which ranks get the average of a gradient, and which of them need it?",
-                "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its shard alone, in half the bytes.",
-            )  # fmt: skip
+                "comm.reduce_scatter(own, flat, op=\"mean\") gives each rank its shard alone, in half the bytes.")
     for rank, passes in enumerate(observations):
         whole, held, wanted = passes[-1]["whole"], passes[-1]["held"], lengths * NUMBER
+        wrong = rows(rank)
         if whole:
-            raise Wrong(
-                "gradients-kept", rank, "no whole gradients after backward()", f"{len(whole)}, such as {whole[0]}.grad",
-                "Who still needs a whole gradient, once its shards have been sent?", "Set parameter.grad = None.",
-            )  # fmt: skip
-        if held > wanted + SPARE:
-            raise Wrong(
-                "memory-kept", rank, f"{wanted} bytes held after backward(): this rank's shards", f"{held} bytes",
-                "The shards are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
-                "Let own = torch.empty(length, dtype=parameter.dtype) be memory of its own, and keep no other tensors.",
-            )  # fmt: skip
+            wrong("gradients-kept", True, "no whole gradients after backward()",
+                  f"{len(whole)}, such as {whole[0]}.grad",
+                  "Who still needs a whole gradient, once its shards have been sent?", "Set parameter.grad = None.")
+        wrong("memory-kept", held > wanted + SPARE, f"{wanted} bytes held after backward(): this rank's shards",
+              f"{held} bytes",
+              "The shards are small, and yet memory is held: a slice is a view, and keeps all of its memory.",
+              "Let own = torch.empty(length, dtype=parameter.dtype) be memory of its own, and keep no other tensors.")
 
 
 def _judge_shards(seen, step: int) -> None:
@@ -99,30 +96,23 @@ def _judge_shards(seen, step: int) -> None:
         for rank, one in enumerate(seen):
             expected = own_shard(average, rank, ranks)
             what = f"the average of {name}.grad, shard {rank} of {ranks}, in backward pass {step + 1}"
-            if one["shards"][i] is None:
-                raise Wrong("no-shard", rank, what, "no tensor", *_no_shard(name))
+            wrong = rows(rank, what)
+            wrong("no-shard", one["shards"][i] is None, "no tensor", *_no_shard(name))
             got = torch.tensor(one["shards"][i], dtype=torch.float64)
             if len(got) < len(expected):
-                raise Wrong(
-                    "tail-forgotten", rank, f"{what}: {length_of(len(average), ranks)} elements", f"{len(got)}",
-                    f"{len(average)} elements do not divide by {ranks}: who has the last ones?",
-                    "length is rounded up, -(-parameter.numel() // comm.size), and flat is padded with zeros.",
-                )  # fmt: skip
+                raise Wrong("tail-forgotten", rank, f"{what}: {length_of(len(average), ranks)} elements", f"{len(got)}",
+                            f"{len(average)} elements do not divide by {ranks}: who has the last ones?",
+                            "length is rounded up, -(-parameter.numel() // comm.size), and flat is padded with zeros.")
             padding, got = got[len(expected) :], got[: len(expected)]
             if same(got, expected):
                 _judge_padding(padding, length_of(len(average), ranks) - len(expected), len(expected), rank, what)
                 continue
-            if any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i):
-                raise Wrong(
-                    "shared-memory", rank, what, "the shard of another parameter, that is as long",
-                    "Each parameter needs memory of its own for its shard: do two of them have the same tensor?",
-                    "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient anew.",
-                )  # fmt: skip
-            if step:
-                raise Wrong(
-                    "second-pass", rank, what, "something else, after a first pass that was right",
-                    "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.",
-                )  # fmt: skip
+            wrong("shared-memory", any(other == one["shards"][i] for j, other in enumerate(one["shards"]) if j != i),
+                  "the shard of another parameter, that is as long",
+                  "Each parameter needs memory of its own for its shard: do two of them have the same tensor?",
+                  "own = torch.empty(length, dtype=parameter.dtype) in the hook, for every gradient anew.")
+            wrong("second-pass", step, "something else, after a first pass that was right",
+                  "What is left over from the pass before?", "Each pass begins with a fresh flat tensor.")
             _judge_shard(got, average, [gradients[i] for gradients in locals_], rank, what)
 
 
@@ -135,25 +125,19 @@ def _no_shard(name: str) -> tuple:
 
 def _judge_padding(padding, wanted: int, elements: int, rank: int, what: str) -> None:
     """All shards of a gradient are as long: the last ones end in zeros."""
-    if elements + len(padding) > 2 * (elements + wanted):
-        raise Wrong(
-            "whole-gradient", rank, f"{what}: {elements + wanted} elements", f"{elements + len(padding)}: all of it",
-            "These are the averages of all shards. Which of them does this rank need?",
-            "shards[parameter] = own, what reduce_scatter has filled; no all_gather.",
-        )  # fmt: skip
-    if len(padding) != wanted:
-        raise Wrong(
-            "no-padding", rank, f"{what}: {elements + wanted} elements, {wanted} of them padding",
-            f"{elements + len(padding)} elements",
-            "The values are right. But how long is a shard, on every rank, where a size does not divide?",
-            "Keep own as it is, with its `length` elements: an all_gather needs shards that are as long on all ranks.",
-        )  # fmt: skip
+    wrong = rows(rank)
+    wrong("whole-gradient", elements + len(padding) > 2 * (elements + wanted), f"{what}: {elements + wanted} elements",
+          f"{elements + len(padding)}: all of it",
+          "These are the averages of all shards. Which of them does this rank need?",
+          "shards[parameter] = own, what reduce_scatter has filled; no all_gather.")
+    wrong("no-padding", len(padding) != wanted, f"{what}: {elements + wanted} elements, {wanted} of them padding",
+          f"{elements + len(padding)} elements",
+          "The values are right. But how long is a shard, on every rank, where a size does not divide?",
+          "Keep own as it is, with its `length` elements: an all_gather needs shards that are as long on all ranks.")
     if padding.any():  # NaN, too
-        raise Wrong(
-            "padding-not-zero", rank, f"{what}: zeros as padding", f"{padding[padding != 0][0]:g} among them",
-            "The padding belongs to no parameter, and yet a norm of this shard counts it.",
-            "flat = torch.zeros(...), not torch.empty(...): the padding is never written to.",
-        )  # fmt: skip
+        wrong("padding-not-zero", True, f"{what}: zeros as padding", f"{padding[padding != 0][0]:g} among them",
+              "The padding belongs to no parameter, and yet a norm of this shard counts it.",
+              "flat = torch.zeros(...), not torch.empty(...): the padding is never written to.")
 
 
 def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
@@ -161,40 +145,26 @@ def _judge_shard(got, average, locals_, rank: int, what: str) -> None:
 
     ranks = len(locals_)
     expected = own_shard(average, rank, ranks)
-    if same(got, expected * ranks):
-        raise Wrong(
-            "not-divided", rank, what, f"{ranks} times as much", "That is the sum over ranks.",
-            'Average: op="mean", or divide by comm.size once.',
-        )  # fmt: skip
-    if same(got, expected / ranks):
-        raise Wrong("divided-twice", rank, what, f"1/{ranks} of it", *TWICE)
-    if same(got, own_shard(locals_[rank], rank, ranks)):
-        raise Wrong(
-            "not-averaged", rank, what, "this rank's own gradient", "Is the shard taken from what reduce_scatter gave?",
-            "reduce_scatter leaves flat as it was: the result is in own.",
-        )  # fmt: skip
+    wrong = rows(rank, what)
+    wrong("not-divided", same(got, expected * ranks), f"{ranks} times as much",
+          "That is the sum over ranks.", 'Average: op="mean", or divide by comm.size once.')
+    wrong("divided-twice", same(got, expected / ranks), f"1/{ranks} of it", *TWICE)
+    wrong("not-averaged", same(got, own_shard(locals_[rank], rank, ranks)), "this rank's own gradient",
+          "Is the shard taken from what reduce_scatter gave?",
+          "reduce_scatter leaves flat as it was: the result is in own.")
     shards = [own_shard(average, other, ranks)[: len(got)] for other in range(ranks)]
-    if any(len(shard) and same(got[: len(shard)], shard) for shard in shards):
-        raise Wrong(
-            "other-shard", rank, what, "the shard of another rank", "Which shard is whose? Shard r belongs to rank r.",
-            "Elements comm.rank * length to (comm.rank + 1) * length.",
-        )  # fmt: skip
+    wrong("other-shard", any(len(shard) and same(got[: len(shard)], shard) for shard in shards),
+          "the shard of another rank", "Which shard is whose? Shard r belongs to rank r.",
+          "Elements comm.rank * length to (comm.rank + 1) * length.")
     if len(got) == len(expected) and torch.allclose(got, expected, rtol=1e-2, atol=1e-3 * expected.abs().max()):
-        raise Wrong(
-            "rounded", rank, f"{what}, in float64 as the gradient is", "nearly that: it was rounded on its way",
-            "In which type does flat travel?", "dtype=parameter.dtype for flat and for own.",
-        )  # fmt: skip
+        raise Wrong("rounded", rank, f"{what}, in float64 as the gradient is", "nearly that: it was rounded on its way",
+                    "In which type does flat travel?", "dtype=parameter.dtype for flat and for own.")
     factor = (got @ expected / (expected @ expected)).item() if len(got) == len(expected) else 0
-    if same(got, factor * expected):
-        raise Wrong(
-            "scaled", rank, what, f"{factor:.4g} times as much",
-            "By what is the sum over ranks divided? On another number of ranks it must be right, too.", TWICE[1],
-        )  # fmt: skip
-    raise Wrong(
-        "other-values", rank, what, "something else",
-        "Which operation combines what, and where in flat does the gradient stand?",
-        'op="mean" of the gradients; flat has length * comm.size elements: the gradient, then zeros.',
-    )  # fmt: skip
+    wrong("scaled", same(got, factor * expected), f"{factor:.4g} times as much",
+          "By what is the sum over ranks divided? On another number of ranks it must be right, too.", TWICE[1])
+    wrong("other-values", True, "something else",
+          "Which operation combines what, and where in flat does the gradient stand?",
+          'op="mean" of the gradients; flat has length * comm.size elements: the gradient, then zeros.')
 
 
 EXERCISES = {"zero2-fix": Exercise("shard_gradients", observe_sharded, judge_sharded, any_size=True)}

@@ -1,7 +1,7 @@
 """Lesson 06: a layer that is whole only while it computes, and a large model that must fit, judged by the formulas."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, factors, same
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.judge_adam import judge_errors
 from dtlib.lessons.l06.observe_adam import attempt, length_of
@@ -84,8 +84,8 @@ def _judge_output(case, rank: int, ranks: int) -> None:
         x = make_input(kind, rank, call)
         expected = layer(x).detach()
         what = f"what nn.Linear{LAYERS[kind]} gives for {len(x)} samples, in call {call + 1}"
-        if isinstance(out, str):
-            raise Wrong("type", rank, what, out, *NO_OUTPUT)
+        wrong = rows(rank, what)
+        wrong("type", isinstance(out, str), out, *NO_OUTPUT)
         got = torch.tensor(out, dtype=torch.float64)
         if same(got, expected):
             continue
@@ -93,26 +93,17 @@ def _judge_output(case, rank: int, ranks: int) -> None:
             raise Wrong(
                 "rounded", rank, f"{what}, in {layer.weight.dtype}", "nearly that: parameters were rounded",
                 "In which type does a rank keep its shard, and in which does it travel? The layer tells.",
-                "Keep the type of the layer: no .float(), no .half(), and dtype=self.own.dtype where memory is made.",
-            )  # fmt: skip
-        if call:
-            raise Wrong(
-                "second-call", rank, what, "something else, after a first call that was right",
-                "What did the first call change or free that the second one needs?", "This rank's shard must stay.",
-            )  # fmt: skip
-        if kind == "uneven":
-            raise Wrong(
-                "padding", rank, what, "something else, and where sizes divide all is well",
-                f"The layer has {count} parameters, which do not divide by {ranks}: padding belongs to no parameter.",
-                "Padding stands at the end, after weight and bias; cut it off again after all_gather.",
-            )  # fmt: skip
+                "Keep the type of the layer: no .float(), no .half(), and dtype=self.own.dtype where memory is made.")
+        wrong("second-call", call, "something else, after a first call that was right",
+              "What did the first call change or free that the second one needs?", "This rank's shard must stay.")
+        wrong("padding", kind == "uneven", "something else, and where sizes divide all is well",
+              f"The layer has {count} parameters, which do not divide by {ranks}: padding belongs to no parameter.",
+              "Padding stands at the end, after weight and bias; cut it off again after all_gather.")
         if got.shape == expected.shape:
             _explain_output(got, expected, x, layer, rank, what)
-        raise Wrong(
-            "other-values", rank, what, f"something of shape {tuple(got.shape)}",
-            "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
-            "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).",
-        )  # fmt: skip
+        wrong("other-values", True, f"something of shape {tuple(got.shape)}",
+              "Are the shards put together in rank order, and cut into weight and bias as they were joined?",
+              "torch.nn.functional.linear(x, weight, bias), where weight has the shape (outputs, inputs).")
 
 
 def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
@@ -120,60 +111,47 @@ def _explain_output(got, expected, x, layer, rank: int, what: str) -> None:
     import torch
 
     weight, bias = layer.weight.detach(), layer.bias.detach()
-    if same(got + bias, expected):
-        raise Wrong("no-bias", rank, what, "that without the bias", *BIAS)
+    wrong = rows(rank, what)
+    wrong("no-bias", same(got + bias, expected), "that without the bias", *BIAS)
     if found := factors(got, expected - bias, bias):
         told = f"{found[0]:.3g} times x @ weight.T, and {found[1]:.3g} times the bias"
-        raise Wrong("other-sum", rank, what, told, "How often does each of the two count?", *BIAS)
+        wrong("other-sum", True, told, "How often does each of the two count?", *BIAS)
     front, rest = torch.cat([weight.flatten(), bias]).split([len(bias), weight.numel()])
     for told, w, b in (
         ("that of a bias cut from the front", rest.view_as(weight), front),
         ("that of a weight of (inputs, outputs)", weight.reshape(weight.T.shape).T, bias),
     ):
-        if same(got, x @ w.T + b):
-            raise Wrong(
-                "cut-otherwise", rank, what, told,
-                "Is the flat tensor cut as it was joined: which comes first, and which shape has a weight?",
-                "whole[:n].view(self.shape), (outputs, inputs); the bias follows.",
-            )  # fmt: skip
+        wrong("cut-otherwise", same(got, x @ w.T + b), told,
+              "Is the flat tensor cut as it was joined: which comes first, and which shape has a weight?",
+              "whole[:n].view(self.shape), (outputs, inputs); the bias follows.")
 
 
 def _judge_memory(case, rank: int, ranks: int) -> None:
     count = _count(case["kind"])
     shard = length_of(count, ranks) * NUMBER
     at_rest, *after = case["held"]
-    if at_rest > shard + ROOM:
-        raise Wrong(
-            "whole-at-rest", rank, f"{shard} bytes held before the first call: this rank's shard of {count} parameters",
-            f"{at_rest} bytes",
-            "Which tensor, array or list is still as long as the layer? A view keeps all of its memory, and a tensor "
-            "with a grad_fn keeps what it was made of.",
-            "Keep detach().clone() of this rank's shard, and of the layer its shapes alone, not the layer.",
-        )  # fmt: skip
-    if max(after) > shard + ROOM:
-        raise Wrong(
-            "not-freed", rank, f"{shard} bytes held after a call: this rank's shard", f"{max(after)} bytes",
-            "What was gathered is not needed after the call. Who keeps it?",
-            "Gather into a local variable: its memory goes when __call__ returns.",
-        )  # fmt: skip
+    wrong = rows(rank)
+    wrong("whole-at-rest", at_rest > shard + ROOM,
+          f"{shard} bytes held before the first call: this rank's shard of {count} parameters", f"{at_rest} bytes",
+          "Which tensor, array or list is still as long as the layer? A view keeps all of its memory, and a tensor "
+          "with a grad_fn keeps what it was made of.",
+          "Keep detach().clone() of this rank's shard, and of the layer its shapes alone, not the layer.")
+    wrong("not-freed", max(after) > shard + ROOM, f"{shard} bytes held after a call: this rank's shard",
+          f"{max(after)} bytes", "What was gathered is not needed after the call. Who keeps it?",
+          "Gather into a local variable: its memory goes when __call__ returns.")
 
 
 def _judge_gathering(case, rank: int, ranks: int) -> None:
     wanted = (ranks - 1) * length_of(_count(case["kind"]), ranks) * NUMBER
     for call, sent in enumerate(case["sent"]):
         what = f"{wanted} bytes sent in call {call + 1}: each shard to the other ranks"
-        if sent > wanted + SPARE:
-            raise Wrong(
-                "too-many-bytes", rank, what, f"{sent} bytes",
-                "The values are right. But do zeros travel, or sums that are none?",
-                "comm.all_gather(whole, own) sends each shard once around; all_reduce twice as much.",
-            )  # fmt: skip
-        if sent < wanted / 2:
-            raise Wrong(
-                "nothing-gathered", rank, what, f"{sent} bytes",
-                "Who has a shard alone must ask the others for the rest, in each call. Where does it come from here?",
-                "Call comm.all_gather in __call__, on every rank.",
-            )  # fmt: skip
+        wrong = rows(rank, what)
+        wrong("too-many-bytes", sent > wanted + SPARE, f"{sent} bytes",
+              "The values are right. But do zeros travel, or sums that are none?",
+              "comm.all_gather(whole, own) sends each shard once around; all_reduce twice as much.")
+        wrong("nothing-gathered", sent < wanted / 2, f"{sent} bytes",
+              "Who has a shard alone must ask the others for the rest, in each call. Where does it come from here?",
+              "Call comm.all_gather in __call__, on every rank.")
 
 
 def _count(kind: str) -> int:
@@ -231,42 +209,24 @@ def _judge_place(rank: int, stage: int, ranks: int) -> None:
     got = f"stage {stage} on {ranks} ranks: {held / GB:.2f} GB"
     expected = f"at most {BUDGET / GB:.0f} GB of model states a rank"
     if _fewest(stage) is None or ranks < _fewest(stage):
-        if stage == 0:
-            raise Wrong(
-                "nothing-sharded", rank, expected, got, "Data parallelism holds everything on every rank.",
-                "Which stage shares out what? Write down the bytes a parameter.",
-            )  # fmt: skip
-        if stage < 3 and 16 * PARAMETERS / ranks <= 16 * GIB and ranks <= 2 * best:
-            raise Wrong(
-                "parameters-whole", rank, expected, got,
-                f"Not all is divided by the number of ranks: what does stage {stage} leave whole?",
-                "Parameters are whole at stages 1 and 2, 2 bytes each; gradients at stage 1, 2 bytes more.",
-            )  # fmt: skip
-        if stage == 1:
-            raise Wrong(
-                "stage-1", rank, expected, got, "More ranks do not help: what is left if the states take nothing?",
-                "Stage 1 leaves 4 bytes a parameter whole: 30 GB.",
-            )  # fmt: skip
-        if ranks == fewest_ranks(PARAMETERS, 16 * GIB, stage):
-            raise Wrong(
-                "gibibytes", rank, expected, f"{got}, which is {held / GIB:.2f} GiB",
-                "It would fit into 16 GiB. Is a gigabyte 10**9 bytes or 2**30?",
-                "GB is 10**9 bytes here, as in the paper: 16 GB are 16 * 10**9.",
-            )  # fmt: skip
-        raise Wrong(
-            "too-few", rank, expected, got, "It does not fit: how many bytes a parameter are there, on so many ranks?",
-            "Stage 2: 2 + 14/N bytes a parameter; stage 3: 16/N.",
-        )  # fmt: skip
-    if stage != 3:
-        raise Wrong(
-            "stage-2", rank, "the fewest ranks that any stage needs", f"{got}, which fits, on more ranks than needed",
-            "It fits. Which stage leaves least on a rank?", "Stage 3 shares out the parameters too: 16/N bytes each.",
-        )  # fmt: skip
-    if ranks > best:
-        raise Wrong(
-            "too-many", rank, "the fewest ranks that any stage needs", f"{got}, which fits, and so do fewer ranks",
-            "Try one rank less.", "16 bytes a parameter (2 + 2 + 12), divided by N: which is the smallest N?",
-        )  # fmt: skip
+        wrong = rows(rank, expected)
+        wrong("nothing-sharded", stage == 0, got, "Data parallelism holds everything on every rank.",
+              "Which stage shares out what? Write down the bytes a parameter.")
+        wrong("parameters-whole", stage < 3 and 16 * PARAMETERS / ranks <= 16 * GIB and ranks <= 2 * best, got,
+              f"Not all is divided by the number of ranks: what does stage {stage} leave whole?",
+              "Parameters are whole at stages 1 and 2, 2 bytes each; gradients at stage 1, 2 bytes more.")
+        wrong("stage-1", stage == 1, got, "More ranks do not help: what is left if the states take nothing?",
+              "Stage 1 leaves 4 bytes a parameter whole: 30 GB.")
+        wrong("gibibytes", ranks == fewest_ranks(PARAMETERS, 16 * GIB, stage), f"{got}, which is {held / GIB:.2f} GiB",
+              "It would fit into 16 GiB. Is a gigabyte 10**9 bytes or 2**30?",
+              "GB is 10**9 bytes here, as in the paper: 16 GB are 16 * 10**9.")
+        wrong("too-few", True, got, "It does not fit: how many bytes a parameter are there, on so many ranks?",
+              "Stage 2: 2 + 14/N bytes a parameter; stage 3: 16/N.")
+    wrong = rows(rank, "the fewest ranks that any stage needs")
+    wrong("stage-2", stage != 3, f"{got}, which fits, on more ranks than needed",
+          "It fits. Which stage leaves least on a rank?", "Stage 3 shares out the parameters too: 16/N bytes each.")
+    wrong("too-many", ranks > best, f"{got}, which fits, and so do fewer ranks",
+          "Try one rank less.", "16 bytes a parameter (2 + 2 + 12), divided by N: which is the smallest N?")
 
 
 def _judge_gigabytes(rank: int, stage: int, ranks: int, gigabytes: float) -> None:
@@ -284,14 +244,12 @@ def _judge_gigabytes(rank: int, stage: int, ranks: int, gigabytes: float) -> Non
         (held_by(ranks, stage, "mixed_adam_float32_gradients") / GB, "eighteen-bytes",
          "That is 18 bytes a parameter, as with gradients in float32.", "Gradients have 2 bytes here: 16 in all."),
         (PARAMETERS * 16 / GB, "not-divided", "That is what all ranks hold together.", "Divide by the ranks."),
-    )  # fmt: skip
+    )
+    wrong = rows(rank, expected)
     for count, mistake, *hints in others:
-        if near(count):
-            raise Wrong(mistake, rank, expected, f"{gigabytes:g}", *hints)
-    raise Wrong(
-        "gigabytes", rank, expected, f"{gigabytes:g}", "Parameters, gradients, master weights and Adam's two moments.",
-        "16 bytes a parameter, divided by the ranks, in units of 10**9 bytes.",
-    )  # fmt: skip
+        wrong(mistake, near(count), f"{gigabytes:g}", *hints)
+    wrong("gigabytes", True, f"{gigabytes:g}", "Parameters, gradients, master weights and Adam's two moments.",
+          "16 bytes a parameter, divided by the ranks, in units of 10**9 bytes.")
 
 
 EXERCISES = {
