@@ -4,7 +4,7 @@ import functools
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.equality import same
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 SAMPLES, PIXELS, DIGITS, STEPS = 7, 6, 3, 4  # samples of a replica in a step
 RATE = 0.5
@@ -71,11 +71,11 @@ def judge_step(observations) -> None:
     for rank, seen in enumerate(observations):
         for way in ("between", "in-graph"):
             if "type" in seen.get(way, {}):
-                raise Wrong(
-                    "type", rank, 'step_fn returns {"loss": ..., "accuracy": ...}, two tensors of one number each',
-                    seen[way]["type"], "build_step returns the function step_fn, and step_fn returns a dictionary.",
-                    'return {"loss": loss, "accuracy": replicator.map_reduce(right, "mean")}',
-                )  # fmt: skip
+                raise Wrong("type", rank,
+                            'step_fn returns {"loss": ..., "accuracy": ...}, two tensors of one number each',
+                            seen[way]["type"],
+                            "build_step returns the function step_fn, and step_fn returns a dictionary.",
+                            'return {"loss": loss, "accuracy": replicator.map_reduce(right, "mean")}')
     between = [seen["between"] for seen in observations]
     reference = in_one_process(ranks)
     _judge_first_losses(between, reference)
@@ -86,8 +86,7 @@ def judge_step(observations) -> None:
             raise Wrong(
                 "other-loss", rank, "the loss of this replica's samples before each step", "something else",
                 "Is the loss computed anew in each step, from its inputs, and before minimize changes the parameters?",
-                "scores = model(x), once; loss = cross_entropy(scores, y); then minimize(loss).",
-            )  # fmt: skip
+                "scores = model(x), once; loss = cross_entropy(scores, y); then minimize(loss).")
     for rank, seen in enumerate(observations):
         _judge_graph(seen, rank)
 
@@ -133,59 +132,44 @@ def _judge_first_losses(between, reference) -> None:
             continue
         what = "the loss of each replica's own samples, in the first step"
         ranks = len(between)
-        if any(same(got, value.expand_as(got)) for value in (first.mean(), first.sum())):
-            raise Wrong(
-                "loss-reduced", rank, what, "one loss for all replicas", "run returns the losses of all replicas.",
-                "Return loss as it is; map_reduce is for the accuracy.",
-            )  # fmt: skip
-        if same(got, first / ranks) or same(got, first * ranks):
-            raise Wrong(
-                "loss-scaled", rank, what, f"1/{ranks} of it, or {ranks} times as much",
-                "Who averages over replicas, and how often?", "minimize(loss) of the wrapped optimizer does it, once.",
-            )  # fmt: skip
-        raise Wrong(
-            "other-loss", rank, what, "something else", "Is it the mean cross-entropy of model(x) and y?",
-            "x, y = inputs; loss = cross_entropy(model(x), y).",
-        )  # fmt: skip
+        wrong = rows(rank, what)
+        wrong("loss-reduced", any(same(got, value.expand_as(got)) for value in (first.mean(), first.sum())),
+              "one loss for all replicas",
+              "run returns the losses of all replicas.", "Return loss as it is; map_reduce is for the accuracy.")
+        wrong("loss-scaled", same(got, first / ranks) or same(got, first * ranks),
+              f"1/{ranks} of it, or {ranks} times as much",
+              "Who averages over replicas, and how often?", "minimize(loss) of the wrapped optimizer does it, once.")
+        wrong("other-loss", True, "something else",
+              "Is it the mean cross-entropy of model(x) and y?", "x, y = inputs; loss = cross_entropy(model(x), y).")
 
 
 def _judge_parameters(between, reference) -> None:
     ranks, expected = len(between), reference["after"]
     after = [_tensor(one["after"]) for one in between]
     what = f"the parameters of one process with all replicas' samples, after {STEPS} steps"
-    wrong = [rank for rank in range(ranks) if not same(after[rank], expected)]
-    if not wrong:
+    off = [rank for rank in range(ranks) if not same(after[rank], expected)]
+    if not off:
         return
-    rank = wrong[0]
-    if all(same(values, reference["start"]) for values in after):
-        raise Wrong(
-            "no-step", rank, what, "those of the beginning", "Who takes the step?",
-            "optimizer.minimize(loss): gradients, their average, and the step.",
-        )  # fmt: skip
-    if all(same(values, in_one_process(ranks, only=r)["after"]) for r, values in enumerate(after)):
-        raise Wrong(
-            "not-averaged", rank, what, "those of a process that knows its own samples alone",
-            "The replicas drift apart: each takes its own step. Which optimizer knows of the others?",
-            "optimizer = replicator.wrap_optimizer(torch.optim.SGD(...)), then optimizer.minimize(loss).",
-        )  # fmt: skip
+    rank = off[0]
+    wrong = rows(rank, what)
+    wrong("no-step", all(same(values, reference["start"]) for values in after), "those of the beginning",
+          "Who takes the step?", "optimizer.minimize(loss): gradients, their average, and the step.")
+    wrong("not-averaged", all(same(values, in_one_process(ranks, only=r)["after"]) for r, values in enumerate(after)),
+          "those of a process that knows its own samples alone",
+          "The replicas drift apart: each takes its own step. Which optimizer knows of the others?",
+          "optimizer = replicator.wrap_optimizer(torch.optim.SGD(...)), then optimizer.minimize(loss).")
     for factor, mistake in ((ranks, "summed"), (1 / ranks, "averaged-twice")):
-        if all(same(values, in_one_process(ranks, factor=factor)["after"]) for values in after):
-            raise Wrong(
-                mistake, rank, what, f"those of a gradient {factor:.3g} times as large",
-                "minimize averages over replicas. What else adds up, or divides: the loss, or the rate?",
-                f"Give minimize this replica's loss as it is, and the optimizer a rate of {RATE}.",
-            )  # fmt: skip
-    if any(not same(values, after[0]) for values in after):
-        raise Wrong(
-            "replicas-apart", rank, what, "others, and not the same on all replicas",
-            "What differs between replicas beside their samples? Look for replica_id.",
-            "Rate, model and the order of exchanges are the same on all; inputs alone differ.",
-        )  # fmt: skip
-    raise Wrong(
-        "other-values", rank, what, "others, the same on all replicas",
-        f"Is it torch.optim.SGD(model.parameters(), lr={RATE}), with one minimize a step?",
-        "No momentum, no other optimizer; made once in build_step, and not in each step.",
-    )  # fmt: skip
+        wrong(mistake, all(same(values, in_one_process(ranks, factor=factor)["after"]) for values in after),
+              f"those of a gradient {factor:.3g} times as large",
+              "minimize averages over replicas. What else adds up, or divides: the loss, or the rate?",
+              f"Give minimize this replica's loss as it is, and the optimizer a rate of {RATE}.")
+    wrong("replicas-apart", any(not same(values, after[0]) for values in after),
+          "others, and not the same on all replicas",
+          "What differs between replicas beside their samples? Look for replica_id.",
+          "Rate, model and the order of exchanges are the same on all; inputs alone differ.")
+    wrong("other-values", True, "others, the same on all replicas",
+          f"Is it torch.optim.SGD(model.parameters(), lr={RATE}), with one minimize a step?",
+          "No momentum, no other optimizer; made once in build_step, and not in each step.")
 
 
 def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
@@ -195,45 +179,32 @@ def _judge_accuracy(one, reference, rank: int, ranks: int) -> None:
     what = "the fraction of right answers among all replicas' samples, the same on all replicas"
     if same(got, expected):
         return
-    if same(got, own):
-        raise Wrong(
-            "local-metric", rank, what, "that of each replica's own samples",
-            "It looks like an accuracy, but whose?", 'replicator.map_reduce(accuracy, "mean") asks all replicas.',
-        )  # fmt: skip
-    if same(got, expected * ranks):
-        raise Wrong(
-            "metric-summed", rank, what, f"{ranks} times as much", "map_reduce adds up if it is not told otherwise.",
-            'map_reduce(accuracy, "mean").',
-        )  # fmt: skip
-    if same(got, reference["later"].mean(1, keepdim=True).expand_as(own)) or same(got, reference["later"]):
-        raise Wrong(
-            "metric-later", rank, what, "that of the scores after the step", "With which parameters was it computed?",
-            "Compute model(x) once, and use its scores for both.",
-        )  # fmt: skip
-    raise Wrong(
-        "other-metric", rank, what, "something else",
-        "Is it a fraction, of right answers among all samples of all replicas? What does map_reduce do with it?",
-        'right = (scores.argmax(1) == y).double().mean(); replicator.map_reduce(right, "mean").',
-    )  # fmt: skip
+    wrong = rows(rank, what)
+    wrong("local-metric", same(got, own), "that of each replica's own samples",
+          "It looks like an accuracy, but whose?", 'replicator.map_reduce(accuracy, "mean") asks all replicas.')
+    wrong("metric-summed", same(got, expected * ranks), f"{ranks} times as much",
+          "map_reduce adds up if it is not told otherwise.", 'map_reduce(accuracy, "mean").')
+    wrong("metric-later",
+          same(got, reference["later"].mean(1, keepdim=True).expand_as(own)) or same(got, reference["later"]),
+          "that of the scores after the step",
+          "With which parameters was it computed?", "Compute model(x) once, and use its scores for both.")
+    wrong("other-metric", True, "something else",
+          "Is it a fraction, of right answers among all samples of all replicas? What does map_reduce do with it?",
+          'right = (scores.argmax(1) == y).double().mean(); replicator.map_reduce(right, "mean").')
 
 
 def _judge_graph(seen, rank: int) -> None:
-    if "refusal" in seen:
-        raise Wrong(
-            "not-captured", rank, "a step that can be captured as a graph", seen["refusal"],
-            "A process per replica runs it. A graph does the same operations every time: what depends on values here?",
-            "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.",
-        )  # fmt: skip
+    wrong = rows(rank)
+    wrong("not-captured", "refusal" in seen, "a step that can be captured as a graph", seen.get("refusal"),
+          "A process per replica runs it. A graph does the same operations every time: what depends on values here?",
+          "Stay with tensors: no if, no .item(), no random numbers, no counters, no backward() in step_fn.")
     for name in ("loss", "accuracy", "after"):
         got, wanted = _tensor(seen["in-graph"][name]), _tensor(seen["between"][name])
         if name == "accuracy" and got.shape == wanted.shape and (got - wanted).abs().max() <= 1e-6:
             continue  # a fraction of hits may be a float32
-        if not same(got, wanted):
-            raise Wrong(
-                "graph-differs", rank, f"the same {name} in a graph as a process per replica", "something else",
-                "The graph is captured once. What does step_fn read that was other then?",
-                "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.",
-            )  # fmt: skip
+        wrong("graph-differs", not same(got, wanted), f"the same {name} in a graph as a process per replica",
+              "something else", "The graph is captured once. What does step_fn read that was other then?",
+              "Ask replicator.replica_id and replicator.replicas inside step_fn, not before.")
 
 
 def _tensor(values):
