@@ -3,7 +3,7 @@
 import math
 
 from dtlib.lab.checks.equality import rounded
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.theory import collectives, scaling
 
 # Times as tables give them: they do not always begin at one rank, and 16 may be more than twice as fast as 8.
@@ -20,7 +20,7 @@ TIMES = {
 STEPS = (
     (1, 0.2, 1e8, 1e-5, 1e9), (4, 0.1, 1e8, 1e-5, 1e9), (1024, 0.05, 4e6, 5e-6, 25e9), (64, 1e-4, 1000.0, 5e-6, 25e9),
     (2, 0.0, 4e6, 1e-3, 1e8), (512, 0.3, 1e9, 2e-6, 12.5e9), (4, 0.0, 6.0, 1.0, 0.5),
-)  # fmt: skip
+)
 NAMES = ("ranks", "compute", "count", "latency", "bandwidth")
 MODELS = ("ring", "recursive_doubling", "rabenseifner")
 
@@ -43,11 +43,9 @@ def judge_efficiency(observations) -> None:
     for rank, seen in enumerate(observations):
         for kind, seconds, got in seen:
             if isinstance(got, str):
-                raise Wrong(
-                    "type", rank, "a dictionary: for each number of ranks its efficiency", got,
-                    "Return {ranks: efficiency, ...}, with the keys of `seconds`.",
-                    "return {n: ... for n, took in seconds.items()}",
-                )  # fmt: skip
+                raise Wrong("type", rank, "a dictionary: for each number of ranks its efficiency", got,
+                            "Return {ranks: efficiency, ...}, with the keys of `seconds`.",
+                            "return {n: ... for n, took in seconds.items()}")
             first = min(seconds)
             weak = {n: seconds[first] / took for n, took in seconds.items()}
             strong = {n: first / n * weak[n] for n in seconds}
@@ -85,26 +83,21 @@ def _explain_efficiency(rank, kind, seconds, n, wanted, got, strong, weak, digit
         (from_base(before), "from-the-one-before", f"The base is {first} ranks in the whole table, and not {before}."),
         (wanted / first**2, "base-divides", f"The base did not take {first} times as little: its work is n0 * t0."),
         (1 / wanted, "upside-down", "Efficiency falls as ranks are added."),
-    ]  # fmt: skip
+    ]
     if kind == "strong" and n % first:  # before this table, who takes weak for strong has been wrong already
         hint = f"{n} ranks are {n / first:g} times as many as {first}, which is no whole number: // cuts it off."
         mistakes.insert(0, (seconds[first] / seconds[n] / (n // first), "whole-multiples", hint))
     if wanted > 1:
         hint = "More than 1 may be measured, as with more ranks more fits into their caches: leave it as it is."
         mistakes.insert(0, (1, "cut-to-one", hint))
+    wrong = rows(rank, expected)
     for value, mistake, hint in mistakes:
-        if _same(got, value):
-            raise Wrong(mistake, rank, expected, f"{got:.4g}", hint, _EFFICIENCY)
+        wrong(mistake, _same(got, value), f"{got:.4g}", hint, _EFFICIENCY)
     if digits:
-        raise Wrong(
-            "rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{got!r}",
-            "The formula is right, and digits are missing: is there a round(), a // or an int()?",
-            "Return what is computed; whoever prints it rounds.",
-        )  # fmt: skip
-    raise Wrong(
-        "other-value", rank, expected, f"{got:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?",
-        _EFFICIENCY,
-    )  # fmt: skip
+        raise Wrong("rounded", rank, f"{wanted!r} on {n} ranks, {kind} scaling", f"{got!r}",
+                    "The formula is right, and digits are missing: is there a round(), a // or an int()?",
+                    "Return what is computed; whoever prints it rounds.")
+    wrong("other-value", True, f"{got:.4g}", f"What is the ideal time on {n} ranks, if {first} are 100 %?", _EFFICIENCY)
 
 
 _EFFICIENCY = "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number of ranks, t0 its time."
@@ -135,29 +128,24 @@ def judge_step(observations) -> None:
 
 def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
     """The first mistake that explains what came in every case with more than one rank."""
-    if isinstance(got, str):
-        raise Wrong(
-            "type", rank, expected, got, "Return the seconds of a step: one number.", "Does every way end in a return?"
-        )
+    wrong = rows(rank, expected)
+    wrong("type", isinstance(got, str), got,
+          "Return the seconds of a step: one number.", "Does every way end in a return?")
     said, several = f"{got:.{digits}g} s", [pair for pair in zip(STEPS, seen, strict=True) if pair[0][0] > 1]
     numbers = all(isinstance(value, float) for value in seen)
-    if case[0] == 1 and all(_same(value, other[1] + _best(other[0], *other[2:])) for other, value in several):
-        raise Wrong("one-rank", rank, expected, said, "One rank has nobody to send to.", "if ranks == 1: ...")
+    wrong("one-rank",
+          case[0] == 1 and all(_same(value, other[1] + _best(other[0], *other[2:])) for other, value in several), said,
+          "One rank has nobody to send to.", "if ranks == 1: ...")
     for mistake, (model, *hints) in _MISTAKES.items():
-        if numbers and all(_same(value, model(*other)) for other, value in several):
-            raise Wrong(mistake, rank, expected, said, *hints)
-    if case[0] == 1:
-        raise Wrong("one-rank", rank, expected, said, "One rank has nobody to send to.", "if ranks == 1: ...")
-    if not numbers:
-        raise Wrong("other-value", rank, expected, said, "It is right in some cases, and no number in others.", _ALL)
+        wrong(mistake, numbers and all(_same(value, model(*other)) for other, value in several), said, *hints)
+    wrong("one-rank", case[0] == 1, said, "One rank has nobody to send to.", "if ranks == 1: ...")
+    wrong("other-value", not numbers, said, "It is right in some cases, and no number in others.", _ALL)
     right = [other[1] + _best(other[0], *other[2:]) for other in STEPS]
     same_digits = [all(value == round(wanted, d) for value, wanted in zip(seen, right, strict=True)) for d in range(12)]
-    if any(same_digits) or all(_same(*pair) or rounded(*pair) for pair in zip(seen, right, strict=True)):
-        raise Wrong(
-            "rounded", rank, expected, f"{got!r}", "The model is right, and digits are missing: is there a round()?",
-            "Return what is computed: a step of 0.1 ms on 1,024 ranks needs its digits.",
-        )  # fmt: skip
-    raise Wrong("other-value", rank, expected, said, "Work out by hand what this costs with each of the three.", _ALL)
+    wrong("rounded", any(same_digits) or all(_same(*pair) or rounded(*pair) for pair in zip(seen, right, strict=True)),
+          f"{got!r}", "The model is right, and digits are missing: is there a round()?",
+          "Return what is computed: a step of 0.1 ms on 1,024 ranks needs its digits.")
+    wrong("other-value", True, said, "Work out by hand what this costs with each of the three.", _ALL)
 
 
 def _cost(name, n, count, latency, bandwidth):
@@ -286,7 +274,7 @@ _MISTAKES = {
     "tree": (
         lambda n, t, *network: t + _cost("tree", n, *network), "A tree moves the whole array in every round.", _ALL,
     ),
-}  # fmt: skip
+}
 
 
 def _same(a, b) -> bool:
