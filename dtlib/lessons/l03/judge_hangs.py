@@ -5,7 +5,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, rows
 
 SECONDS = 2
 
@@ -137,53 +137,36 @@ def _plain(value):
 def judge_hangs(observations) -> None:
     """Each hang has a rank that everybody waits for, and the line that is to blame, as text or as a number."""
     explained = observations[0]
-    if isinstance(explained, str):
-        raise Wrong(
-            "type", 0, "a dict: {1: (rank, line), ...}", explained,
-            'Such as explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
-            "The five keys are the numbers of the hangs; each value is a pair of a rank and a line.",
-        )  # fmt: skip
+    wrong = rows(0)
+    wrong("type", isinstance(explained, str), "a dict: {1: (rank, line), ...}", explained,
+          'Such as explained = {1: (0, "comm.barrier()"), 2: (1, 4)}.',
+          "The five keys are the numbers of the hangs; each value is a pair of a rank and a line.")
     for number, hang in HANGS.items():
         got = explained.get(number)
-        if str(number) in explained:
-            raise Wrong(
-                "quoted", 0, f"{number}: (rank, line), where {number} is a number", f'"{number}", a text',
-                "Write the hang's number without quotes.", f"Such as {number}: (0, 4).",
-            )  # fmt: skip
-        if got is None or got == "None":
-            raise Wrong(
-                "unexplained", 0, f"who is to blame for hang {number}", "nothing",
-                f"explained[{number}] = (rank, line): run watch(hang_{number}) and read whom the others wait for.",
-                *hang.hints,
-            )  # fmt: skip
-        if not isinstance(got, tuple):
-            raise Wrong(
-                "type", 0, f"explained[{number}] = (rank, line)", got, "A pair: a rank, and a line's text or number.",
-                f'Such as {number}: (0, "comm.barrier()"), or {number}: (0, 4).',
-            )  # fmt: skip
+        wrong("quoted", str(number) in explained, f"{number}: (rank, line), where {number} is a number",
+              f'"{number}", a text', "Write the hang's number without quotes.", f"Such as {number}: (0, 4).")
+        wrong("unexplained", got is None or got == "None", f"who is to blame for hang {number}", "nothing",
+              f"explained[{number}] = (rank, line): run watch(hang_{number}) and read whom the others wait for.",
+              *hang.hints)
+        wrong("type", not isinstance(got, tuple), f"explained[{number}] = (rank, line)", got,
+              "A pair: a rank, and a line's text or number.",
+              f'Such as {number}: (0, "comm.barrier()"), or {number}: (0, 4).')
         rank, line = got
         lines = [wanted for culprit, wanted in hang.culprits if culprit == rank]
-        if isinstance(rank, str):
-            raise Wrong(
-                "quoted", 0, f"explained[{number}] = (rank, line), where the rank is a number", f"{rank!r}, a text",
-                "Write the rank without quotes: ranks are numbers.", f"Such as {number}: (0, 4).",
-            )  # fmt: skip
-        if not lines:
-            raise Wrong("rank", 0, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
+        wrong("quoted", isinstance(rank, str), f"explained[{number}] = (rank, line), where the rank is a number",
+              f"{rank!r}, a text", "Write the rank without quotes: ranks are numbers.", f"Such as {number}: (0, 4).")
+        wrong("rank", not lines, f"in hang {number} the rank that the others wait for", f"rank {rank}", *hang.hints)
         if not any(_same_line(line, wanted, hang) for wanted in lines):
             shown = f"line {line}" if isinstance(line, int) else f"`{line}`"
             counted = ("Count as the error does: the line below %%px is line 1.",)
             counted *= isinstance(line, int) and line - 1 in lines
-            if hang.others and _same_line(line, hang.others, hang):
-                raise Wrong(
-                    "where-others-wait", 0, f"in hang {number} the line that keeps rank {rank} away",
-                    f"{shown}: there the others wait",
-                    f"Rank {rank} is right. It is not in that line when the others are: why does it not come?",
-                    *counted, hang.hints[-1],
-                )  # fmt: skip
+            wrong("where-others-wait", hang.others and _same_line(line, hang.others, hang),
+                  f"in hang {number} the line that keeps rank {rank} away", f"{shown}: there the others wait",
+                  f"Rank {rank} is right. It is not in that line when the others are: why does it not come?", *counted,
+                  hang.hints[-1])
             first = f"Rank {rank} is right. This line does not keep it away: which one does?"
             hints = *(counted or (first,)), hang.hints[-1]
-            raise Wrong("line", 0, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)
+            wrong("line", True, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)
 
 
 def _same_line(line, wanted: int, hang) -> bool:
