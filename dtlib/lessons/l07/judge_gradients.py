@@ -1,6 +1,6 @@
 """The gradient of a stage as a sum of those of the micro-batches: how much of each is in it, and how much should be."""
 
-from dtlib.lab.checks.exercise import Wrong
+from dtlib.lab.checks.exercise import Wrong, rows
 from dtlib.lessons.l07.observe_stages import Reference, reference
 
 BACK = "Send inputs[m].grad after the backward pass of m, and call output.backward(gradient) with what was received."
@@ -19,8 +19,7 @@ def judge_values(cases: dict) -> None:
             raise Wrong(
                 "no-gradient", rank, what, "parameters whose grad is None",
                 "Did a backward pass go through this stage? The first tensor to call backward on is its output.",
-                "On the last rank loss.backward(), on the others output.backward(gradient), with what was received.",
-            )  # fmt: skip
+                "On the last rank loss.backward(), on the others output.backward(gradient), with what was received.")
         _judge_gradient([value for one in gradient for value in one], truth, rank, what, cases)
 
 
@@ -40,74 +39,55 @@ def _judge_gradient(gradient, truth: Reference, rank: int, what: str, cases) -> 
     count, times = len(weights), (found / weights).tolist()
     near = [[abs(value - wanted) < 1e-6 for value in times] for wanted in (0, 1, 2, count, 1 / count)]
     zero, ones, two, all_of_them, fraction = near
-    if all(zero):
-        raise Wrong("no-gradient", rank, what, "zeros", "What does the rank behind send back?", BACK)
+    wrong = rows(rank, what)
+    wrong("no-gradient", all(zero), "zeros", "What does the rank behind send back?", BACK)
     if any(zero):
         lost = ", ".join(str(m) for m in range(count) if zero[m])
-        raise Wrong(
-            "microbatch-lost", rank, what, f"nothing of micro-batch {lost}",
-            "Gradients of micro-batches add up in parameter.grad: is it set to zero or written over in between?",
-            "As many backward passes as forward passes: does the loop reach the last one?",
-        )  # fmt: skip
-    if count > 1 and all(all_of_them):
-        raise Wrong(
-            "not-averaged", rank, what, f"{count} times as much: the sum of the means of the micro-batches",
-            "backward() adds to parameter.grad. What does it add up to after all micro-batches?",
-            "Before backward() scale each loss by len(x) / (samples of the whole batch).",
-        )  # fmt: skip
-    if count > 1 and all(fraction):
-        raise Wrong(
-            "averaged-twice", rank, what, f"1/{count} of it: divided by the number of micro-batches once too often",
-            "Who divides by the number of micro-batches? Count all the places.",
-            "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else.",
-        )  # fmt: skip
+        wrong("microbatch-lost", True, f"nothing of micro-batch {lost}",
+              "Gradients of micro-batches add up in parameter.grad: is it set to zero or written over in between?",
+              "As many backward passes as forward passes: does the loop reach the last one?")
+    wrong("not-averaged", count > 1 and all(all_of_them),
+          f"{count} times as much: the sum of the means of the micro-batches",
+          "backward() adds to parameter.grad. What does it add up to after all micro-batches?",
+          "Before backward() scale each loss by len(x) / (samples of the whole batch).")
+    wrong("averaged-twice", count > 1 and all(fraction),
+          f"1/{count} of it: divided by the number of micro-batches once too often",
+          "Who divides by the number of micro-batches? Count all the places.",
+          "The weights of the micro-batches add up to 1: scale each loss by its weight, and nothing else.")
     uneven = max(weights) > min(weights)
     alike = uneven and max(found) - min(found) < 1e-6
-    if alike and abs(sum(found) - 1) < 1e-6:
-        raise Wrong(
-            "unweighted", rank, what, "each micro-batch counts alike, although the last one is smaller",
-            "Should the sample of a small micro-batch count more than another?",
-            "Scale each loss by len(x) / (samples of the whole batch), not by 1 / (number of micro-batches).",
-        )  # fmt: skip
+    wrong("unweighted", alike and abs(sum(found) - 1) < 1e-6,
+          "each micro-batch counts alike, although the last one is smaller",
+          "Should the sample of a small micro-batch count more than another?",
+          "Scale each loss by len(x) / (samples of the whole batch), not by 1 / (number of micro-batches).")
     if any(two) and all(a or b for a, b in zip(two, ones, strict=True)):
-        raise Wrong("counted-twice", rank, what, f"micro-batch {two.index(True)} twice", *ONCE)
+        wrong("counted-twice", True, f"micro-batch {two.index(True)} twice", *ONCE)
     said = ", ".join(f"{value:.3g}" for value in times)
     hint = f"By what is each loss scaled? The scales sum to {sum(found):.3g}, and should sum to 1."
     if alike:
         hint = "It shrinks as a micro-batch grows: a mean over its samples has divided by them already."
     elif uneven and max(found / weights**2) - min(found / weights**2) < 1e-6 * max(found / weights**2):
         hint = "It grows with the samples of a micro-batch: is its loss a sum over them, where a mean is wanted?"
-    raise Wrong(
-        "scaled",
-        rank,
-        what,
-        f"micro-batches {said} times",
-        hint,
-        "The loss of a micro-batch is a mean over its samples; its weight is len(x) / (samples of the whole batch).",
-    )
+    wrong("scaled", True, f"micro-batches {said} times", hint,
+          "The loss of a micro-batch is a mean over its samples; its weight is len(x) / (samples of the whole batch).")
 
 
 def _tell_mixed_up(rank: int, what: str, cases) -> None:
     mine, behind = backwards_of(cases[rank]), backwards_of(cases.get(rank + 1, cases[rank]))
-    if mine != behind:
-        raise Wrong(
-            "backward-order", rank, what,
-            f"something else: backward passes in the order {_listed(mine)}, and on rank {rank + 1} {_listed(behind)}",
-            "The rank behind sends a gradient: of which micro-batch? And which output does this rank use it for?",
-            "Messages from one rank come in the order in which they were sent: let all ranks go through the "
-            "micro-batches in the same order.",
-        )  # fmt: skip
-    if cases[rank]["kind"] == "split":  # where the library runs the passes
-        raise Wrong(
-            "other-loss", rank, what, "something else: no sum of the gradients of the micro-batches",
-            "Is it still the mean of squares, over all features of all samples?",
-            "(output - target).square().mean(), and nothing else in loss_fn.",
-        )  # fmt: skip
-    raise Wrong(
-        "mixed-up", rank, what, "something else: no sum of the gradients of the micro-batches",
-        "Do the tensors of a backward pass belong to one micro-batch: its input, its output, its target, its gradient?",
-        "Keep input and output of micro-batch m under the number m until its backward pass.",
-    )  # fmt: skip
+    wrong = rows(rank, what)
+    wrong("backward-order", mine != behind,
+          f"something else: backward passes in the order {_listed(mine)}, and on rank {rank + 1} {_listed(behind)}",
+          "The rank behind sends a gradient: of which micro-batch? And which output does this rank use it for?",
+          "Messages from one rank come in the order in which they were sent: let all ranks go through the "
+          "micro-batches in the same order.")
+    # where the library runs the passes
+    wrong("other-loss", cases[rank]["kind"] == "split", "something else: no sum of the gradients of the micro-batches",
+          "Is it still the mean of squares, over all features of all samples?",
+          "(output - target).square().mean(), and nothing else in loss_fn.")
+    wrong("mixed-up", True, "something else: no sum of the gradients of the micro-batches",
+          "Do the tensors of a backward pass belong to one micro-batch: its input, its output, "
+          "its target, its gradient?",
+          "Keep input and output of micro-batch m under the number m until its backward pass.")
 
 
 def _same(a, b, each) -> bool:

@@ -1,6 +1,6 @@
 """A step of a pipeline, judged by its order: what is sent when, how much is kept, and how long it takes."""
 
-from dtlib.lab.checks.exercise import Wrong
+from dtlib.lab.checks.exercise import Wrong, rows
 from dtlib.lessons.l07.observe_stages import make_batch, width
 from dtlib.schedule import Action, one_f_one_b, peak_activations, simulate
 
@@ -28,19 +28,15 @@ def judge_messages(cases) -> None:
                 continue
             sizes = [entry[2] for entry in case["log"] if entry[0] == "send" and entry[1] == dest]
             expected = f"{case['M']} messages with {what} from rank {rank} to rank {dest}"
-            if len(sizes) < case["M"]:
-                raise Wrong(
-                    "whole-batch", rank, expected, f"{len(sizes)}",
-                    f"What can rank {dest} do while it waits for all micro-batches together?",
-                    "Send each result by itself, as soon as it is there.",
-                )  # fmt: skip
+            wrong = rows(rank)
+            wrong("whole-batch", len(sizes) < case["M"], expected, f"{len(sizes)}",
+                  f"What can rank {dest} do while it waits for all micro-batches together?",
+                  "Send each result by itself, as soon as it is there.")
             wanted = samples * width(edge) * NUMBER
-            if len(sizes) > 3 * case["M"] or sum(sizes) > wanted + SPARE * case["M"]:
-                raise Wrong(
-                    "bytes", rank, f"{expected}, {wanted:,} bytes in all", f"{len(sizes)}, {sum(sizes):,} bytes",
-                    f"The values are right, but more travels than {what}, or in more pieces.",
-                    "One comm.send for each micro-batch and direction: output.detach() down, inputs[m].grad up.",
-                )  # fmt: skip
+            wrong("bytes", len(sizes) > 3 * case["M"] or sum(sizes) > wanted + SPARE * case["M"],
+                  f"{expected}, {wanted:,} bytes in all", f"{len(sizes)}, {sum(sizes):,} bytes",
+                  f"The values are right, but more travels than {what}, or in more pieces.",
+                  "One comm.send for each micro-batch and direction: output.detach() down, inputs[m].grad up.")
             _judge_promptness(case, "F" if dest > rank else "B", rank, dest)
 
 
@@ -51,11 +47,9 @@ def _judge_promptness(case, kind: str, rank: int, dest: int) -> None:
         sent += entry[:2] == ("send", dest)
         if entry[0] in ("F", "B"):
             if sent < begun:
-                raise Wrong(
-                    "sent-late", rank, f"what {kind} gives is sent to rank {dest} before the next pass begins",
-                    f"{entry[0]}{entry[1]} begins when {sent} of {begun} are sent",
-                    f"Rank {dest} could be at work already.", "Send right after you have computed.",
-                )  # fmt: skip
+                raise Wrong("sent-late", rank, f"what {kind} gives is sent to rank {dest} before the next pass begins",
+                            f"{entry[0]}{entry[1]} begins when {sent} of {begun} are sent",
+                            f"Rank {dest} could be at work already.", "Send right after you have computed.")
             begun += entry[0] == kind
 
 
@@ -67,8 +61,7 @@ def judge_recomputation(cases) -> None:
                 "recomputed", rank, f"{case['M']} forward passes, one for each micro-batch",
                 f"{case['M'] + len(again)}: micro-batch {again[0]} is computed once more before it goes backward",
                 "The values are right and memory is saved. But what does a step cost if each forward pass runs twice?",
-                "Keep outputs[m] with its graph until the backward pass of m: no torch.no_grad(), no checkpoint().",
-            )  # fmt: skip
+                "Keep outputs[m] with its graph until the backward pass of m: no torch.no_grad(), no checkpoint().")
 
 
 def judge_in_flight(cases) -> None:
@@ -77,24 +70,18 @@ def judge_in_flight(cases) -> None:
         most = min(size - rank, case["M"])
         peak = peak_activations([[Action(rank, *action) for action in actions_of(case)]])[0]
         expected = f"at most {most} micro-batches in flight on rank {rank} of {size}"
-        if peak > most:
-            raise Wrong(
-                "too-many-activations", rank, expected, f"{peak}: {words_of(case)}",
-                "The values are right. But when does the first backward pass come?",
-                "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
-            )  # fmt: skip
-        if case["peak"] > most:
-            raise Wrong(
-                "activations-kept", rank, expected, f"autograd keeps activations of {case['peak']}: {words_of(case)}",
-                "The order is right. What still holds on to activations after their backward pass?",
-                "Without retain_graph=True a backward pass lets go of them.",
-            )  # fmt: skip
-        if case["outputs"] > most + 1:  # one may be the last value of a variable
-            raise Wrong(
-                "outputs-kept", rank, expected, f"{case['outputs']} outputs of the stage are kept at a time",
-                "The order is right, and backward() frees the graph. But the output itself is an activation, too.",
-                "output = outputs.pop(m) in the backward pass; and send output.detach(), or its handle keeps it.",
-            )  # fmt: skip
+        wrong = rows(rank, expected)
+        wrong("too-many-activations", peak > most, f"{peak}: {words_of(case)}",
+              "The values are right. But when does the first backward pass come?",
+              "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.")
+        wrong("activations-kept", case["peak"] > most,
+              f"autograd keeps activations of {case['peak']}: {words_of(case)}",
+              "The order is right. What still holds on to activations after their backward pass?",
+              "Without retain_graph=True a backward pass lets go of them.")
+        # one may be the last value of a variable
+        wrong("outputs-kept", case["outputs"] > most + 1, f"{case['outputs']} outputs of the stage are kept at a time",
+              "The order is right, and backward() frees the graph. But the output itself is an activation, too.",
+              "output = outputs.pop(m) in the backward pass; and send output.detach(), or its handle keeps it.")
 
 
 def judge_makespan(cases) -> None:
@@ -108,5 +95,4 @@ def judge_makespan(cases) -> None:
             "bubble", rank, f"a bubble of {best.bubble:.0%} with {count} micro-batches, as in 1F1B",
             f"{observed.bubble:.0%}: on this rank {words_of(cases[rank])}",
             "Few activations, but ranks wait. How many micro-batches must be under way for all ranks to have work?",
-            "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.",
-        )  # fmt: skip
+            "comm.size - comm.rank - 1 forward passes to warm up; then one forward, one backward; then the rest.")

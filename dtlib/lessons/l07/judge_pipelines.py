@@ -1,6 +1,6 @@
 """Lesson 07: steps of a pipeline, judged by values, by who does what when, by messages, and by what autograd keeps."""
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l07.judge_gradients import backwards_of, judge_values
 from dtlib.lessons.l07.judge_order import (
     actions_of,
@@ -35,11 +35,10 @@ def judge_gpipe(observations) -> None:
         for rank, case in cases.items():
             kinds = "".join(kind for kind, _ in actions_of(case))
             if "BF" in kinds:
-                raise Wrong(
-                    "not-all-forward-first", rank, "all forward passes, then all backward passes", words_of(case),
-                    "The clock of GPipe: which pass may begin only when the last micro-batch has gone forward?",
-                    "Two loops, one after the other: one over forward passes, one over backward passes.",
-                )  # fmt: skip
+                raise Wrong("not-all-forward-first", rank, "all forward passes, then all backward passes",
+                            words_of(case),
+                            "The clock of GPipe: which pass may begin only when the last micro-batch has gone forward?",
+                            "Two loops, one after the other: one over forward passes, one over backward passes.")
         judge_messages(cases)
 
 
@@ -74,33 +73,25 @@ def _judge_places(cases) -> None:
     last = max(cases)
     for rank, case in cases.items():
         others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}
-        if others:
-            raise Wrong(
-                "collective-inside", rank, "send and recv alone", ", ".join(sorted(others)),
-                "A stage talks to its two neighbours: to nobody else.", "Use comm.send and comm.recv.",
-            )  # fmt: skip
-        if rank < last and any(entry[0] == "L" for entry in case["log"]):
-            raise Wrong(
-                "loss-elsewhere", rank, f"loss_fn on rank {last} alone", f"a call of loss_fn on rank {rank}",
-                "Who has the output of the whole model?",
-                "With more than two ranks there are some in the middle: they are neither first nor last, and "
-                "receive and send in both directions.",
-            )  # fmt: skip
+        wrong = rows(rank)
+        wrong("collective-inside", others, "send and recv alone", ", ".join(sorted(others)),
+              "A stage talks to its two neighbours: to nobody else.", "Use comm.send and comm.recv.")
+        wrong("loss-elsewhere", rank < last and any(entry[0] == "L" for entry in case["log"]),
+              f"loss_fn on rank {last} alone", f"a call of loss_fn on rank {rank}",
+              "Who has the output of the whole model?",
+              "With more than two ranks there are some in the middle: they are neither first nor last, and "
+              "receive and send in both directions.")
         neighbours = (rank - 1, rank + 1)
         far = next((dest for name, dest, *_ in case["log"] if name == "send" and dest not in neighbours), None)
-        if far is not None:
-            raise Wrong(
-                "not-a-neighbour", rank, "messages to neighbours", f"one to rank {far}",
-                "Activations go to rank + 1, gradients to rank - 1.",
-                "Whom does a rank in the middle send to? Nobody but these two; the ranks do not form a ring.",
-            )  # fmt: skip
+        wrong("not-a-neighbour", far is not None, "messages to neighbours", f"one to rank {far}",
+              "Activations go to rank + 1, gradients to rank - 1.",
+              "Whom does a rank in the middle send to? Nobody but these two; the ranks do not form a ring.")
     for rank, case in sorted(cases.items()):
         if ("F", None) in case["log"] or ("R", None) in case["log"]:
-            raise Wrong(
-                "other-input", rank, "inputs that are the outputs of the stage before", "an input with other values",
-                "Has the message arrived when the stage computes? And is it what the stage before gave?",
-                "comm.recv(inputs[m], comm.rank - 1), then stage(inputs[m]).",
-            )  # fmt: skip
+            raise Wrong("other-input", rank, "inputs that are the outputs of the stage before",
+                        "an input with other values",
+                        "Has the message arrived when the stage computes? And is it what the stage before gave?",
+                        "comm.recv(inputs[m], comm.rank - 1), then stage(inputs[m]).")
 
 
 def _judge_errors(cases) -> None:
@@ -110,49 +101,34 @@ def _judge_errors(cases) -> None:
     waited, rank = min(failed)  # who raised before who waited for it
     case = cases[rank]
     kind, got = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
+    wrong = rows(rank)
     if not waited and "NoneType" in case["error"]:
         first = "A tensor that has come in a message is not part of a graph. Who wants its gradient must say so first."
         if (done := backwards_of(case)) and done != list(range(len(done))):
             first = (
                 f"The backward pass was that of micro-batch {done[-1]}: is it the gradient of its input that is sent?"
             )
-        raise Wrong(
-            "no-input-gradient", rank, "the gradient of what this rank has received", got, first,
-            "x.requires_grad_() before stage(x); after the backward pass x.grad is what the rank before waits for.",
-        )  # fmt: skip
-    if waited and kind == "long":
-        raise Wrong(
-            "long-messages", rank, f"no hang with micro-batches of {LONG:,} samples", got,
-            "Short messages leave at once, long ones wait until somebody receives them. Does the rank that should "
-            "receive this one send, at that moment, too?",
-            "Find the two neighbours that wait for one another: both stand in a send, or each in a recv for a "
-            "micro-batch that the other sends later.",
-            "Send with async_op=True, keep the handles, and wait for them at the end: handle.wait().",
-        )  # fmt: skip
-    if kind == "few":
-        raise Wrong(
-            "few-microbatches", rank, f"a step with {case['M']} micro-batches on {len(cases)} ranks", got,
-            "There may be fewer micro-batches than ranks.",
-            "The number of forward passes that come first is at most the number of micro-batches.",
-        )  # fmt: skip
-    if kind == "uneven":
-        raise Wrong(
-            "uneven", rank, "a step whose last micro-batch is smaller", got,
-            "Micro-batches need not be equal: which size does the code take for granted?",
-            "Receive activations into inputs[m], and gradients into torch.empty_like(output) of micro-batch m.",
-        )  # fmt: skip
-    if waited:
-        raise Wrong(
-            "waited", rank, "a send for every receive", got,
-            "Read from this rank on: what does it wait for, who should send it, and what does that rank wait for?",
-            "Forward: receive from rank - 1, compute, send to rank + 1. Backward: receive from rank + 1, compute, send "
-            "to rank - 1. Rank 0 and the last rank leave out what has no neighbour.",
-        )  # fmt: skip
-    raise Wrong(
-        "raised", rank, "no error", got,
-        "The passes so far tell where it happened. Rank 0 has nobody before it, and the last rank nobody behind it.",
-        "Print comm.rank and the shapes before the pass that comes next; with one rank nothing is sent at all.",
-    )  # fmt: skip
+        wrong("no-input-gradient", True, "the gradient of what this rank has received", got, first,
+              "x.requires_grad_() before stage(x); after the backward pass x.grad is what the rank before waits for.")
+    wrong("long-messages", waited and kind == "long", f"no hang with micro-batches of {LONG:,} samples", got,
+          "Short messages leave at once, long ones wait until somebody receives them. Does the rank that should "
+          "receive this one send, at that moment, too?",
+          "Find the two neighbours that wait for one another: both stand in a send, or each in a recv for a "
+          "micro-batch that the other sends later.",
+          "Send with async_op=True, keep the handles, and wait for them at the end: handle.wait().")
+    wrong("few-microbatches", kind == "few", f"a step with {case['M']} micro-batches on {len(cases)} ranks", got,
+          "There may be fewer micro-batches than ranks.",
+          "The number of forward passes that come first is at most the number of micro-batches.")
+    wrong("uneven", kind == "uneven", "a step whose last micro-batch is smaller", got,
+          "Micro-batches need not be equal: which size does the code take for granted?",
+          "Receive activations into inputs[m], and gradients into torch.empty_like(output) of micro-batch m.")
+    wrong("waited", waited, "a send for every receive", got,
+          "Read from this rank on: what does it wait for, who should send it, and what does that rank wait for?",
+          "Forward: receive from rank - 1, compute, send to rank + 1. Backward: receive from rank + 1, compute, send "
+          "to rank - 1. Rank 0 and the last rank leave out what has no neighbour.")
+    wrong("raised", True, "no error", got,
+          "The passes so far tell where it happened. Rank 0 has nobody before it, and the last rank nobody behind it.",
+          "Print comm.rank and the shapes before the pass that comes next; with one rank nothing is sent at all.")
 
 
 def _described(case) -> str:
@@ -164,28 +140,18 @@ def _judge_forwards(cases) -> None:
     for rank, case in sorted(cases.items()):
         forwards = [microbatch for kind, microbatch in actions_of(case) if kind == "F"]
         expected = f"{case['M']} forward passes through the stage, one for each micro-batch"
-        if not forwards:
-            raise Wrong(
-                "no-forward", rank, expected, "none", "Where is stage(x) called?",
-                "for m, x in enumerate(inputs): receive into x (but on rank 0), output = stage(x), send it on.",
-            )  # fmt: skip
-        if "all" in forwards and case["M"] > 1:
-            raise Wrong(
-                "no-microbatches", rank, expected, "one, with the whole batch",
-                "The values are the same. But what do the other ranks do meanwhile?",
-                "Let each micro-batch pass the stage by itself.",
-            )  # fmt: skip
+        wrong = rows(rank, expected)
+        wrong("no-forward", not forwards, "none", "Where is stage(x) called?",
+              "for m, x in enumerate(inputs): receive into x (but on rank 0), output = stage(x), send it on.")
+        wrong("no-microbatches", "all" in forwards and case["M"] > 1, "one, with the whole batch",
+              "The values are the same. But what do the other ranks do meanwhile?",
+              "Let each micro-batch pass the stage by itself.")
         if len(forwards) != case["M"] or set(forwards) != set(range(case["M"])):
-            if None in forwards:
-                raise Wrong(
-                    "other-microbatches", rank, expected, f"{len(forwards)} with other samples",
-                    f"The batch is cut into {case['M']} micro-batches: is that number still there?",
-                    "What is wrong is a division. Leave the samples of a micro-batch as they are.",
-                )  # fmt: skip
-            raise Wrong(
-                "forward-count", rank, expected, words_of(case), "Does each micro-batch pass the stage, once?",
-                "Who computes a pass again before it goes backward, computes the first one under torch.no_grad().",
-            )  # fmt: skip
+            wrong("other-microbatches", None in forwards, f"{len(forwards)} with other samples",
+                  f"The batch is cut into {case['M']} micro-batches: is that number still there?",
+                  "What is wrong is a division. Leave the samples of a micro-batch as they are.")
+            wrong("forward-count", True, words_of(case), "Does each micro-batch pass the stage, once?",
+                  "Who computes a pass again before it goes backward, computes the first one under torch.no_grad().")
 
 
 def _judge_backwards(cases) -> None:
@@ -201,14 +167,12 @@ def _judge_loss(cases) -> None:
     expected = sum(loss * weight for loss, weight in zip(truth.losses, truth.weights, strict=True))
     got = cases[last]["loss"]
     what = f"{expected:.6g}, the mean loss of the batch, returned on the last rank"
-    if got is None:
-        raise Wrong("no-loss", last, what, "no number", *NO_LOSS)
-    if not abs(got - expected) <= 1e-9:  # NaN is wrong, too
-        raise Wrong(
-            "other-loss", last, what, f"{got:.6g}",
-            "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
-            "losses.append(loss * len(x) / samples), then return sum(losses), on the last rank.",
-        )  # fmt: skip
+    wrong = rows(last, what)
+    wrong("no-loss", got is None, "no number", *NO_LOSS)
+    # NaN is wrong, too
+    wrong("other-loss", not abs(got - expected) <= 1e-9, f"{got:.6g}",
+          "The gradients are right. The loss of the batch is the sum of the losses as they were scaled for them.",
+          "losses.append(loss * len(x) / samples), then return sum(losses), on the last rank.")
 
 
 def _judge_waits(cases) -> None:
@@ -219,8 +183,7 @@ def _judge_waits(cases) -> None:
                 "not-waited", rank, "a wait() for each send that is started with async_op=True",
                 f"{open_} of {started} sends that nobody waits for ({_described(case)})",
                 "The values are right. But when may a tensor that is being sent be changed, or its memory used again?",
-                "Keep the handles in a list, and at the end: for handle in sending: handle.wait().",
-            )  # fmt: skip
+                "Keep the handles in a list, and at the end: for handle in sending: handle.wait().")
 
 
 EXERCISES = {

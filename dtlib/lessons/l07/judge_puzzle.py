@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from dtlib.lab.checks.exercise import Exercise, Score, Wrong
+from dtlib.lab.checks.exercise import Exercise, Score, Wrong, rows
 from dtlib.lab.tables import WIDEST
 from dtlib.schedule import Action, ScheduleError, Simulation, draw, peak_activations, simulate, validate
 
@@ -53,7 +53,7 @@ LEVELS = {
         "Rank 0 has no time to lose at the end of I7: its W can wait, but not so long that a fifth activation is kept.",
         "Begin with 1F1B, write I for B, and on rank r put the W of a micro-batch after r more I.",
     )),
-}  # fmt: skip
+}
 
 
 # What is observed
@@ -91,16 +91,14 @@ def actions_of(lines: list[str]) -> list[list[Action]]:
         actions = []
         for word in line.split():
             match = TOKEN.fullmatch(word.upper())
+            wrong = rows(rank)
             if not match:
                 got = f"`{word}`"
-                raise Wrong("unreadable", rank, "words such as F0, B3, or F0-3 for four of them", got, HOW, APART)
+                wrong("unreadable", True, "words such as F0, B3, or F0-3 for four of them", got, HOW, APART)
             stage, kind, first, last = match.groups()
-            if stage and int(stage) != rank:
-                raise Wrong(
-                    "other-stage", rank, f"actions of stage {rank}, which lives on rank {rank}", f"`{word}`",
-                    "The number in front is the stage, and can be left out.",
-                    "Line r is the line of rank r, and rank r has stage r: F3, not another rank's 1F3.",
-                )  # fmt: skip
+            wrong("other-stage", stage and int(stage) != rank, f"actions of stage {rank}, which lives on rank {rank}",
+                  f"`{word}`", "The number in front is the stage, and can be left out.",
+                  "Line r is the line of rank r, and rank r has stage r: F3, not another rank's 1F3.")
             first, last = int(first), int(last or first)
             step = 1 if last >= first else -1
             # Whoever writes F0-999999999 shall be told so, and not wait for it.
@@ -149,10 +147,10 @@ def _judge(level: Level, lines) -> Score:
 
 def schedule_of(level: Level, lines) -> list[list[Action]]:
     """The schedule that ``lines`` are, complete, in order and free of deadlock; raises ``Wrong`` for any other."""
-    if isinstance(lines, str):
-        raise Wrong("unreadable", None, f"{level.name}: text with a line a rank, or a list of lines", lines, HOW, FOUR)
-    if len(lines) != STAGES:
-        raise Wrong("ranks", None, f"{STAGES} lines, one a rank", f"{len(lines)} lines", FOUR, HOW)
+    wrong = rows(None)
+    wrong("unreadable", isinstance(lines, str), f"{level.name}: text with a line a rank, or a list of lines", lines,
+          HOW, FOUR)
+    wrong("ranks", len(lines) != STAGES, f"{STAGES} lines, one a rank", f"{len(lines)} lines", FOUR, HOW)
     schedule = actions_of(lines)
     _judge_complete(level, schedule)
     _judge_order(schedule)
@@ -195,17 +193,14 @@ def _judge_order(schedule) -> None:
             before = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
             need = before and Action(rank, before, action.microbatch)
             if need and place[need] > place[action]:
-                raise Wrong(
-                    "before-its-forward" if before == "F" else "before-its-half", rank,
-                    f"{_short(need)} before {_short(action)}", f"{_short(action)} first", said,
-                    f"On this line {_short(need)} must stand somewhere to the left of {_short(action)}.",
-                )  # fmt: skip
+                raise Wrong("before-its-forward" if before == "F" else "before-its-half", rank,
+                            f"{_short(need)} before {_short(action)}", f"{_short(action)} first",
+                            said, f"On this line {_short(need)} must stand somewhere to the left of {_short(action)}.")
     raise Wrong(
         "deadlock", None, "orders that ranks can carry out together", said,
         "Each rank is in order by itself. But what does each wait for, and who would have to give it?",
         "If one rank does F1 before the backward pass of micro-batch 0, so must every rank before it: what it needs "
-        "for F1 comes from there.",
-    )  # fmt: skip
+        "for F1 comes from there.")
 
 
 def _judge_score(level: Level, schedule) -> Score:
@@ -221,8 +216,7 @@ def _judge_score(level: Level, schedule) -> Score:
             "too-many-activations", rank, f"at most {level.activations} activations on any rank",
             f"{most} on this one ({score})",
             f"An activation is kept from F to the end of {level.kinds[-1]}: read the line from the left and count.",
-            f"After {level.activations} forward passes a {level.kinds[-1]} must come before the next one.",
-        )  # fmt: skip
+            f"After {level.activations} forward passes a {level.kinds[-1]} must come before the next one.")
     found = Score(simulation.makespan, level.par, "forward passes", f"{score[0].upper()}{score[1:]}.")
     if simulation.makespan > level.par:
         expected = f"makespan {level.par} (par), with this many activations"
