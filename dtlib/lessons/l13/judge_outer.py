@@ -1,7 +1,7 @@
 """Lesson 13: an outer step, judged by where rounds begin on every rank."""
 
 from dtlib.lab.checks.equality import factors
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l13.judge_slow import close
 from dtlib.lessons.l13.observe_slow import COUNT, STEPS, gradient_of, is_like
 
@@ -51,26 +51,21 @@ def observe_outer(outer_step, comm):
 def judge_outer(observations) -> None:
     for rank, seen in enumerate(observations):
         if "error" in seen:
-            raise Wrong(
-                "type", rank, f"two tensors of {COUNT} numbers: the new start, and the pace", seen["error"],
-                "Return both: return start, pace",
-            )  # fmt: skip
+            raise Wrong("type", rank, f"two tensors of {COUNT} numbers: the new start, and the pace", seen["error"],
+                        "Return both: return start, pace")
     ranks, what = len(observations), f"Nesterov's step along the mean way, the same on all ranks, in {STEPS} rounds"
     right = outer_played(ranks)
     if ranks > 1 and all(
         close(s["starts"], outer_played(ranks, "own-parameters", r)) for r, s in enumerate(observations)
     ):
-        raise Wrong(
-            "own-parameters", 0, what, "ranks begin the next round in different places",
-            "From where does the step go: from where the round began, or from where this rank came to?",
-            "start - rate * (way + momentum * pace)",
-        )  # fmt: skip
+        raise Wrong("own-parameters", 0, what, "ranks begin the next round in different places",
+                    "From where does the step go: from where the round began, or from where this rank came to?",
+                    "start - rate * (way + momentum * pace)")
     if len(observations) > 1 and any(not close(seen["starts"], observations[0]["starts"]) for seen in observations):
         raise Wrong(
             "ranks-differ", 1, what, "ranks begin the next round in different places",
             "Which of the numbers are this rank's own: is the pace made of them, or of their mean?",
-            "way = comm.all_reduce(start - parameters, op='mean') comes first; then pace = momentum * pace + way.",
-        )  # fmt: skip
+            "way = comm.all_reduce(start - parameters, op='mean') comes first; then pace = momentum * pace + way.")
     hints = {
         "sum": ("The way is the mean over ranks: who divides?", "op='mean'"),
         "heavy-ball": ("That is momentum without Nesterov's look ahead.", "start - rate * (way + momentum * pace)"),
@@ -84,17 +79,15 @@ def judge_outer(observations) -> None:
     for rank, seen in enumerate(observations):
         if close(seen["starts"], right):
             continue
+        wrong = rows(rank)
         for mistake, said in hints.items():
-            if close(seen["starts"], outer_played(ranks, mistake)):
-                raise Wrong(mistake, rank, what, "another step", *said)
+            wrong(mistake, close(seen["starts"], outer_played(ranks, mistake)), what, "another step", *said)
         got, wanted = _in_ways(seen["starts"], ranks), _in_ways(right, ranks)
         first = [round(number, 4) for number in got[0]] == [round(number, 4) for number in wanted[0]]
-        raise Wrong(
-            "other-step", rank, f"{what}: {_told(wanted)}", _told(got) if got[0] + got[1] else "another step",
-            "In the first round the pace is the way: rate and momentum, how often does each count?" if not first
-            else "The first round is right. What is the pace that the second one gets, and what becomes of it?",
-            "pace = momentum * pace + way; start = start - rate * (way + momentum * pace)",
-        )  # fmt: skip
+        wrong("other-step", True, f"{what}: {_told(wanted)}", _told(got) if got[0] + got[1] else "another step",
+              "In the first round the pace is the way: rate and momentum, how often does each count?" if not first
+              else "The first round is right. What is the pace that the second one gets, and what becomes of it?",
+              "pace = momentum * pace + way; start = start - rate * (way + momentum * pace)")
 
 
 def _in_ways(starts, ranks: int) -> tuple[list, list]:

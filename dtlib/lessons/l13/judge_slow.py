@@ -3,7 +3,7 @@
 import math
 
 from dtlib.lab.checks.equality import factors, same
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l13.observe_slow import COUNT, FRACTIONS, STEPS, gradient_of, observe_signs, observe_top_k
 
 
@@ -123,7 +123,7 @@ def of_top_k(fraction: float) -> dict:
         "k-shared-out": ({"send": largest, "sent_of": k_shared_out}, "How many elements does each rank send?",
                          "k = math.ceil(fraction * len(gradient)), on each rank."),
         "signed": ({"send": signed}, "Which is larger, -5 or 1? By size, not by sign.", "wanted.abs().topk(k).indices"),
-    }  # fmt: skip
+    }
 
 
 def judge_signs(observations) -> None:
@@ -136,7 +136,7 @@ def judge_signs(observations) -> None:
         "kept-sent-whole": ({"send": signs_of, "feedback": "beside"},
                             "What was kept travels as it is: is that a bit for each number?",
                             "Add it before signs are taken: wanted = gradient + kept, then wanted.sign()."),
-    }  # fmt: skip
+    }
     _judge_feedback(observations, signs_of, others)
 
 
@@ -152,40 +152,34 @@ def judge_top_k(observations) -> None:
                     f"at most {most} bytes for k = {k} on {ranks} ranks: places and values, by all_gather",
                     f"{one['bytes']} bytes",
                     "The values are right. What travels: all elements, zeros among them, or k of them?",
-                    "Two all_gathers of k elements each: places, and wanted[places]. Then index_add_ into zeros.",
-                )  # fmt: skip
+                    "Two all_gathers of k elements each: places, and wanted[places]. Then index_add_ into zeros.")
 
 
 def _judge_feedback(observations, send, others=None) -> None:
     for rank, seen in enumerate(observations):
-        if "error" in seen:
-            raise Wrong(
-                "type", rank, f"two tensors of {COUNT} numbers: the mean, and what is kept", seen["error"],
-                "Return both: return mean, kept",
-            )  # fmt: skip
-        if "shared" in seen:
-            raise Wrong(
-                "kept-is-gradient", rank, "what is kept, in memory of its own", "the gradient that was passed",
-                "The next backward pass writes its gradient into that tensor: what is kept then?",
-                "wanted = gradient + kept is a new tensor; += writes into the caller's.",
-            )  # fmt: skip
+        wrong = rows(rank)
+        wrong("type", "error" in seen, f"two tensors of {COUNT} numbers: the mean, and what is kept", seen.get("error"),
+              "Return both: return mean, kept")
+        wrong("kept-is-gradient", "shared" in seen, "what is kept, in memory of its own",
+              "the gradient that was passed",
+              "The next backward pass writes its gradient into that tensor: what is kept then?",
+              "wanted = gradient + kept is a new tensor; += writes into the caller's.")
     ranks = len(observations)
     right = played(send, ranks)
     for rank, seen in enumerate(observations):
         if not close(seen["means"], right["means"]):
             _explain(rank, seen, send, ranks, others or {})
     if not close(observations[0]["kept"], right["kept"]):
-        raise Wrong(
-            "kept", 0, "what was wanted, less what was sent", "something else, which the last step would need",
-            "What is kept after the last step belongs to the next one.", "kept = gradient + kept - sent",
-        )  # fmt: skip
+        raise Wrong("kept", 0, "what was wanted, less what was sent", "something else, which the last step would need",
+                    "What is kept after the last step belongs to the next one.", "kept = gradient + kept - sent")
 
 
 def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
     got, what = seen["means"], f"the mean over {ranks} ranks of what each sends, with feedback, {STEPS} times"
+    wrong = rows(rank, what)
     for factor, mistake in ((ranks, "sum"), (1 / ranks, "divided-twice")):
-        if close(got[:1], [[factor * x for x in played(send, ranks)["means"][0]]]):
-            raise Wrong(mistake, rank, what, f"{factor:.3g} times as much", "Who divides by the ranks, and how often?")
+        wrong(mistake, close(got[:1], [[factor * x for x in played(send, ranks)["means"][0]]]),
+              f"{factor:.3g} times as much", "Who divides by the ranks, and how often?")
     mistakes = {
         "none": ("no-feedback", "In the second step: where is what was not sent in the first?",
                  "wanted = gradient + kept, and send of that."),
@@ -198,29 +192,22 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
         "twice": ("kept-twice", "What was kept is in what is wanted already: how often is it kept now?",
                   "kept = wanted - sent"),
         "all": ("keeps-all", "What was sent must not be sent again.", "kept = wanted - sent"),
-    }  # fmt: skip
+    }
     for feedback, (mistake, *hints) in mistakes.items():
-        if close(got, played(send, ranks, feedback)["means"]):
-            raise Wrong(mistake, rank, what, "right in the first step, and then others", *hints)
+        wrong(mistake, close(got, played(send, ranks, feedback)["means"]), "right in the first step, and then others",
+              *hints)
     first = close(got[:1], played(send, ranks)["means"][:1])
     since = "after the first step" if first else "from the first step on"
-    if all(abs(a - b) <= 0.02 for ones, more in zip(got, played(send, ranks)["means"], strict=True)
-           for a, b in zip(ones, more, strict=True)):  # fmt: skip
-        raise Wrong(
-            "rounded", rank, what, f"nearly that, {since}", "In which type do values travel?",
-            "They keep the type of the gradient; only places may be small.",
-        )  # fmt: skip
+    wrong("rounded", all(abs(a - b) <= 0.02 for ones, more in zip(got, played(send, ranks)["means"], strict=True)
+          for a, b in zip(ones, more, strict=True)), f"nearly that, {since}",
+          "In which type do values travel?", "They keep the type of the gradient; only places may be small.")
     for mistake, (settings, *hints) in others.items():
-        if close(got, played(**settings, ranks=ranks, rank=rank)["means"]):
-            raise Wrong(mistake, rank, what, f"others, {since}", *hints)
-    if close(got, _alone(send, rank)):
-        raise Wrong("alone", rank, what, "what this rank sends, alone", "Where do the others come in?")
+        wrong(mistake, close(got, played(**settings, ranks=ranks, rank=rank)["means"]), f"others, {since}", *hints)
+    wrong("alone", close(got, _alone(send, rank)), "what this rank sends, alone", "Where do the others come in?")
     if not first and (found := factors(_tensor(got[0]), *(send(gradient_of(r, 0)) for r in range(ranks)))):
-        raise Wrong(
-            "scaled", rank, what, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
-            "With what is that which is sent multiplied?",
-            "Signs times wanted.abs().mean(), which is one number of each rank; of top-k, the values as they are.",
-        )  # fmt: skip
+        wrong("scaled", True, f"of rank {rank} {ranks * found[rank]:.3g} times what it should send, at first",
+              "With what is that which is sent multiplied?",
+              "Signs times wanted.abs().mean(), which is one number of each rank; of top-k, the values as they are.")
     own, sent = gradient_of(rank, 0), send(gradient_of(rank, 0))
     keeps = factors(_tensor(seen["kept"][0]), own, sent)
     if first and keeps and not same(_tensor(keeps), _tensor([1, -1])):
@@ -228,12 +215,9 @@ def _explain(rank: int, seen: dict, send, ranks: int, others: dict) -> None:
             "kept-otherwise", rank, f"{what}: kept of the first step is the gradient, less what was sent",
             f"{keeps[0]:.2f} times the gradient, {keeps[1]:+.2f} times what was sent",
             "What is wanted and was not sent is kept, all of it and with its sign: nothing is divided or forgotten.",
-            "kept = wanted - sent",
-        )  # fmt: skip
-    raise Wrong(
-        "other-values", rank, what, f"others, {since}",
-        "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.",
-    )  # fmt: skip
+            "kept = wanted - sent")
+    wrong("other-values", True, f"others, {since}",
+          "wanted = gradient + kept. Send of it what is to be sent; the rest of it is kept.")
 
 
 def _tensor(numbers):
