@@ -1,6 +1,6 @@
 """Lesson 04: averaged gradients, judged by their values against one process, and by what is reduced."""
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l04.judge_cost import TIED, judge_cost
 from dtlib.lessons.l04.observe_averaging import (
     EVEN,
@@ -28,109 +28,86 @@ def _judge_beginning(cases) -> None:
     of_ranks = [values_of(MODELS[cases[0]["model"]](seed=rank)) for rank in range(len(cases))]
     truth = of_ranks[0]
     if (begins := cases[0]["begins"]) in of_ranks[1:] and all(case["begins"] == begins for case in cases):
-        raise Wrong(
-            "other-root", 0, "rank 0's values on every rank", f"those of rank {of_ranks.index(begins)}",
-            "All ranks have the same values now. Whose?", "comm.broadcast(tensor), or root=0: it is rank 0's.",
-        )  # fmt: skip
+        raise Wrong("other-root", 0, "rank 0's values on every rank", f"those of rank {of_ranks.index(begins)}",
+                    "All ranks have the same values now. Whose?", "comm.broadcast(tensor), or root=0: it is rank 0's.")
     for rank, case in enumerate(cases):
         for name, expected in truth.items():
             if case["begins"][name] == expected:
                 continue
             what = f"{name}, of the {case['model']} net: rank 0's values on every rank"
-            if name in ("shift", "scale"):
-                raise Wrong(
-                    "buffers-not-broadcast", rank, what, "other values: a buffer of this rank's own",
-                    "The output depends on more than parameters, and a buffer need not be in the state_dict().",
-                    "Broadcast module.buffers() as well as module.parameters(), from rank 0.",
-                )  # fmt: skip
-            if name.startswith("frozen"):
-                raise Wrong(
-                    "frozen-not-broadcast", rank, what, "this rank's own values, in a layer that is frozen",
-                    "A layer that is not trained is used all the same.",
-                    "Broadcast all of module.parameters(), whether they require a gradient or not.",
-                )  # fmt: skip
-            raise Wrong(
-                "not-broadcast", rank, what, "other values",
-                "Ranks begin with different weights here. With the same gradients they stay different.",
-                "Before anything else: comm.broadcast(tensor) for each parameter and buffer.",
-            )  # fmt: skip
+            wrong = rows(rank, what)
+            wrong("buffers-not-broadcast", name in ("shift", "scale"), "other values: a buffer of this rank's own",
+                  "The output depends on more than parameters, and a buffer need not be in the state_dict().",
+                  "Broadcast module.buffers() as well as module.parameters(), from rank 0.")
+            wrong("frozen-not-broadcast", name.startswith("frozen"),
+                  "this rank's own values, in a layer that is frozen",
+                  "A layer that is not trained is used all the same.",
+                  "Broadcast all of module.parameters(), whether they require a gradient or not.")
+            wrong("not-broadcast", True, "other values",
+                  "Ranks begin with different weights here. With the same gradients they stay different.",
+                  "Before anything else: comm.broadcast(tensor) for each parameter and buffer.")
 
 
 def _judge_values(cases, moved: bool) -> None:
     size, model, kind = len(cases), cases[0]["model"], cases[0]["kind"]
     expected = joined_gradients(model, kind, cases)
-    wrong = {}  # rank -> names
+    off = {}  # rank -> names
     for rank, case in enumerate(cases):
         names = [name for name in expected if not _close(case["gradients"][name], expected[name])]
         if names:
-            wrong[rank] = names
-    if not wrong and not moved:
+            off[rank] = names
+    if not off and not moved:
         return
-    rank = min(wrong, default=0)
-    name = wrong[rank][0] if wrong else ""
+    rank = min(off, default=0)
+    name = off[rank][0] if off else ""
     gradients = cases[rank]["gradients"]
     where = f"{name}.grad of the {model} net on {size} ranks"
     calls = sum(operation != "broadcast" for operation, *_ in cases[rank]["reduced"])
-    if moved:
-        raise Wrong(
-            "parameter-reduced", rank, "parameters as before, and gradients averaged", "parameters were averaged",
-            "Is it the parameter that travels, or its gradient? The loss may go down all the same.",
-            "Pass parameter.grad to comm.all_reduce, not parameter or parameter.data.",
-        )  # fmt: skip
-    unused = [n for n in wrong[rank] if expected[n] is None]
+    wrong = rows(rank)
+    wrong("parameter-reduced", moved, "parameters as before, and gradients averaged", "parameters were averaged",
+          "Is it the parameter that travels, or its gradient? The loss may go down all the same.",
+          "Pass parameter.grad to comm.all_reduce, not parameter or parameter.data.")
+    unused = [n for n in off[rank] if expected[n] is None]
     if unused:
-        raise Wrong(
-            "unused", rank, f"{unused[0]}.grad is None, as in one process", "a gradient",
-            "An optimizer with momentum or weight decay moves a parameter whose gradient is zero, and skips None.",
-            "Leave out parameters whose grad is None.",
-        )  # fmt: skip
-    if any(gradients[n] is None for n in wrong[rank]):
-        name = next(n for n in wrong[rank] if gradients[n] is None)
-        raise Wrong(
-            "gradient-lost", rank, f"{name}.grad", "None", "Write the average back to parameter.grad.",
-            "Nothing may set parameter.grad to None after backward(): copy the average into it.",
-        )  # fmt: skip
-    _judge_roots(cases, wrong, where, expected)
+        wrong("unused", True, f"{unused[0]}.grad is None, as in one process", "a gradient",
+              "An optimizer with momentum or weight decay moves a parameter whose gradient is zero, and skips None.",
+              "Leave out parameters whose grad is None.")
+    if any(gradients[n] is None for n in off[rank]):
+        name = next(n for n in off[rank] if gradients[n] is None)
+        wrong("gradient-lost", True, f"{name}.grad", "None", "Write the average back to parameter.grad.",
+              "Nothing may set parameter.grad to None after backward(): copy the average into it.")
+    _judge_roots(cases, off, where, expected)
     everywhere = [(r, n) for r in range(size) for n in expected if expected[n] is not None]
     ratios = {(r, n): _ratio(cases[r]["gradients"][n], expected[n]) for r, n in everywhere}
     same = set(ratios.values())
     ratio = same.pop() if len(same) == 1 else None
-    if ratio is None and all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected):
-        raise Wrong(
-            "rounded", rank, f"{where} in float64, as the gradients are", "nearly that: it was rounded on its way",
-            "In which type does the flat tensor travel?",
-            "torch.cat keeps the type of the gradients; torch.empty or torch.zeros need dtype=gradient.dtype.",
-        )  # fmt: skip
-    if kind == "again":
-        raise Wrong(
-            "second-step", rank, f"{where} in the second step", "something else, after a first step that was right",
-            "What is left over from the first step? After zero_grad() parameter.grad is another tensor, or None.",
-            "Look up parameter.grad in each step anew.",
-        )  # fmt: skip
+    wrong("rounded",
+          ratio is None and all(_close(case["gradients"][n], expected[n], 1e-2) for case in cases for n in expected),
+          f"{where} in float64, as the gradients are", "nearly that: it was rounded on its way",
+          "In which type does the flat tensor travel?",
+          "torch.cat keeps the type of the gradients; torch.empty or torch.zeros need dtype=gradient.dtype.")
+    wrong("second-step", kind == "again", f"{where} in the second step",
+          "something else, after a first step that was right",
+          "What is left over from the first step? After zero_grad() parameter.grad is another tensor, or None.",
+          "Look up parameter.grad in each step anew.")
     if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r, n in everywhere):
         got = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
-        raise Wrong(
-            "not-averaged", rank, f"{where}: the same on all ranks", got,
-            "Does the average come back into parameter.grad, and is it waited for?" if calls else "Who averages?",
-            "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).",
-        )  # fmt: skip
-    if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r in wrong for n in wrong[r]):
-        raise Wrong(
-            "left-out", rank, f"{where}: the same on all ranks", f"this rank's own, and so of {', '.join(wrong[rank])}",
-            "Others are averaged. What becomes of these: of the last bucket, of large ones, of biases?",
-            "Each gradient belongs to a bucket, or has a hook, and each bucket is reduced: the one left over, too.",
-        )  # fmt: skip
+        wrong("not-averaged", True, f"{where}: the same on all ranks", got,
+              "Does the average come back into parameter.grad, and is it waited for?" if calls else "Who averages?",
+              "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).")
+    wrong("left-out", all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r in off for n in off[r]),
+          f"{where}: the same on all ranks", f"this rank's own, and so of {', '.join(off[rank])}",
+          "Others are averaged. What becomes of these: of the last bucket, of large ones, of biases?",
+          "Each gradient belongs to a bucket, or has a hook, and each bucket is reduced: the one left over, too.")
     tied = [(r, n) for r, n in everywhere if n == "inside.weight"]
     if model == "awkward" and all(ratios[pair] == 1 for pair in everywhere if pair not in tied):
-        raise Wrong("tied-twice", rank, f"{where}, once", _times(ratios[tied[0]]), *TIED)
+        wrong("tied-twice", True, f"{where}, once", _times(ratios[tied[0]]), *TIED)
     if kind == "regrouped":
         counts = ", ".join(f"{case['samples']}" for case in cases)
-        raise Wrong(
-            "weight-remembered", rank, f"{where}: the mean over all samples (the ranks have {counts} this time)",
-            "another weighting, after an uneven batch that was right",
-            "What was found out for one batch need not hold for the next: who has how many samples this time?",
-            "Ask in every call: all_reduce the samples in average_gradients, and keep neither total nor weight.",
-        )  # fmt: skip
+        wrong("weight-remembered", True, f"{where}: the mean over all samples (the ranks have {counts} this time)",
+              "another weighting, after an uneven batch that was right",
+              "What was found out for one batch need not hold for the next: who has how many samples this time?",
+              "Ask in every call: all_reduce the samples in average_gradients, and keep neither total nor weight.")
     if kind == "uneven":
         _judge_weights(cases, rank, where, ratio, everywhere)
     weights = (
@@ -144,64 +121,49 @@ def _judge_values(cases, moved: bool) -> None:
                 "A sum over ranks is as a learning rate that grows with their number.",
                 'Average: op="mean", or divide by comm.size once.',
             )
-        raise Wrong("not-divided", rank, f"{where}: the mean over all samples", _times(ratio), *hints)
-    if ratio in (1 / size, 1 / size / EVEN, 1 / size**2):
-        raise Wrong(
-            "divided-twice", rank, f"{where}: the mean over all samples", _times(ratio),
-            'It is divided more than once: op="mean" divides already.',
-            'Use op="sum" and divide by comm.size, or op="mean" alone.',
-        )  # fmt: skip
+        wrong("not-divided", True, f"{where}: the mean over all samples", _times(ratio), *hints)
+    wrong("divided-twice", ratio in (1 / size, 1 / size / EVEN, 1 / size**2), f"{where}: the mean over all samples",
+          _times(ratio), 'It is divided more than once: op="mean" divides already.',
+          'Use op="sum" and divide by comm.size, or op="mean" alone.')
     for choose in (max, min):
         chosen = {n: [choose(column) for column in zip(*(case["local"][n] for case in cases), strict=True)]
-                  for _, n in everywhere}  # fmt: skip
-        if all(_close(cases[r]["gradients"][n], chosen[n]) for r, n in everywhere):
-            raise Wrong(
-                "other-op", rank, f"{where}: the mean over all ranks", f"the {choose.__name__} over ranks",
-                "min and max choose a number of one rank. Which op uses those of all?",
-                'comm.all_reduce(parameter.grad, op="mean").',
-            )  # fmt: skip
+                  for _, n in everywhere}
+        wrong("other-op", all(_close(cases[r]["gradients"][n], chosen[n]) for r, n in everywhere),
+              f"{where}: the mean over all ranks", f"the {choose.__name__} over ranks",
+              "min and max choose a number of one rank. Which op uses those of all?",
+              'comm.all_reduce(parameter.grad, op="mean").')
     if ratio is not None and ratio != 1:
         hints = (
             "The direction is right and the length is not: what multiplies or divides?",
             'op="mean" divides by the number of ranks, and nothing else does.',
         )
-        raise Wrong(
-            "scaled", rank, f"{where}: the mean over all samples", _times(ratio),
-            *(hints if cases[0]["hooks"] else weights),
-        )  # fmt: skip
-    if cases[0]["hooks"]:
-        raise Wrong(
-            "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
-            "What combines the gradients of all ranks, and has every parameter that is trained a hook?",
-            'In the hook of each parameter: comm.all_reduce(parameter.grad, op="mean").',
-        )  # fmt: skip
-    raise Wrong(
-        "other-values", rank, f"{where}: the gradient of the joined batch", "something else",
-        "Are the pieces copied back to the parameters that they came from, in the same order on all ranks?",
-        "Keep the bucket's list of gradients; split the flat tensor by their numel(), and copy_ piece by piece.",
-    )  # fmt: skip
+        wrong("scaled", True, f"{where}: the mean over all samples", _times(ratio),
+              *(hints if cases[0]["hooks"] else weights))
+    wrong("other-values", cases[0]["hooks"], f"{where}: the gradient of the joined batch", "something else",
+          "What combines the gradients of all ranks, and has every parameter that is trained a hook?",
+          'In the hook of each parameter: comm.all_reduce(parameter.grad, op="mean").')
+    wrong("other-values", True, f"{where}: the gradient of the joined batch", "something else",
+          "Are the pieces copied back to the parameters that they came from, in the same order on all ranks?",
+          "Keep the bucket's list of gradients; split the flat tensor by their numel(), and copy_ piece by piece.")
 
 
-def _judge_roots(cases, wrong, where, expected) -> None:
+def _judge_roots(cases, off, where, expected) -> None:
     """Is it right on one rank alone, or the gradient of one rank everywhere?"""
     size = len(cases)
-    if size > 1 and len(wrong) == size - 1:
-        root = next(rank for rank in range(size) if rank not in wrong)
-        raise Wrong(
-            "only-root", min(wrong), f"{where}: the same average on all ranks", f"rank {root} alone has the average",
-            "The average is computed, and one rank gets it. Which operation gives it to all?",
-            "reduce gives the result to its root, all_reduce to every rank.",
-        )  # fmt: skip
+    wrong = rows(min(off))
+    root = next((rank for rank in range(size) if rank not in off), None)
+    wrong("only-root", size > 1 and len(off) == size - 1, f"{where}: the same average on all ranks",
+          f"rank {root} alone has the average",
+          "The average is computed, and one rank gets it. Which operation gives it to all?",
+          "reduce gives the result to its root, all_reduce to every rank.")
     trained = [name for name in expected if expected[name] is not None]
     for root in range(size):
         ratios = {_ratio(case["gradients"][n], cases[root]["local"][n]) for case in cases for n in trained}
-        if size > 1 and len(ratios) == 1 and None not in ratios:
-            raise Wrong(
-                "one-rank's", min(wrong), f"{where}: the mean over all ranks' samples",
-                f"on every rank the gradient of rank {root}'s samples alone",
-                "All ranks have the same now. But whose samples are in it?",
-                'broadcast copies what one rank has; all_reduce with op="sum" or op="mean" combines what all have.',
-            )  # fmt: skip
+        wrong("one-rank's", size > 1 and len(ratios) == 1 and None not in ratios,
+              f"{where}: the mean over all ranks' samples",
+              f"on every rank the gradient of rank {root}'s samples alone",
+              "All ranks have the same now. But whose samples are in it?",
+              'broadcast copies what one rank has; all_reduce with op="sum" or op="mean" combines what all have.')
 
 
 def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
@@ -212,17 +174,14 @@ def _judge_weights(cases, rank, where, ratio, everywhere) -> None:
     }
     counts = ", ".join(f"{case['samples']}" for case in cases)
     expected = f"{where}: the mean over all samples (the ranks have {counts})"
-    if all(_close(cases[r]["gradients"][n], mean[n]) for r, n in everywhere):
-        raise Wrong(
-            "unweighted", rank, expected, "the mean over ranks: each counts alike, whatever its number of samples",
-            "A rank with one sample and one with five: should their gradients count alike?",
-            "Multiply by samples / (all ranks' samples), and sum. Who knows the samples of all? An all_reduce.",
-        )  # fmt: skip
-    raise Wrong(
-        "weights", rank, expected, "another weighting" if ratio is None else _times(ratio),
-        "Even batches come out right, uneven ones do not. Do the ranks' weights add up to 1?",
-        "This rank's weight is samples / total, where total is the all_reduce of samples; then sum.",
-    )  # fmt: skip
+    wrong = rows(rank, expected)
+    wrong("unweighted", all(_close(cases[r]["gradients"][n], mean[n]) for r, n in everywhere),
+          "the mean over ranks: each counts alike, whatever its number of samples",
+          "A rank with one sample and one with five: should their gradients count alike?",
+          "Multiply by samples / (all ranks' samples), and sum. Who knows the samples of all? An all_reduce.")
+    wrong("weights", True, "another weighting" if ratio is None else _times(ratio),
+          "Even batches come out right, uneven ones do not. Do the ranks' weights add up to 1?",
+          "This rank's weight is samples / total, where total is the all_reduce of samples; then sum.")
 
 
 def _close(got, expected, tolerance: float = 1e-9) -> bool:

@@ -5,7 +5,7 @@ import io
 import time
 from contextlib import contextmanager
 
-from dtlib.lab.checks.exercise import Exercise, Score, Wrong
+from dtlib.lab.checks.exercise import Exercise, Score, Wrong, rows
 
 GOAL = 0.95  # accuracy
 SLOWEST = 30  # seconds
@@ -106,7 +106,7 @@ def loads_noticed(names: dict):
     places = [
         (space, name, thing) for space in spaces for name, thing in space.items()
         if any(thing is load for load in originals)
-    ]  # fmt: skip
+    ]
     try:
         for space, name, load in places:
             space[name] = noticing(load)
@@ -122,52 +122,39 @@ def judge_golf(observations) -> Score:
     """At least 95 % on every rank, in 30 s, and no more bytes than par; returns the score."""
     for rank, seen in enumerate(observations):
         if "error" in seen["mine"]:
-            raise Wrong(
-                "type", rank, "a function of images that returns digits, or a score for each digit",
-                seen["mine"]["error"], "What golf returns is called with the test images, on every rank.",
-                "Return the net: `return net`, as the last line.",
-            )  # fmt: skip
+            raise Wrong("type", rank, "a function of images that returns digits, or a score for each digit",
+                        seen["mine"]["error"], "What golf returns is called with the test images, on every rank.",
+                        "Return the net: `return net`, as the last line.")
     for rank, seen in enumerate(observations):
         if seen["mine"]["loads"]:
-            raise Wrong(
-                "loads-digits", rank, "training on the images that golf gets, and on nothing else",
-                "all digits, loaded by this rank on its own",
-                "Whoever has all images needs no other rank: the play is about what ranks tell one another.",
-                "Take x and y as they come, and let ranks send: gradients, weights, or images.",
-            )  # fmt: skip
+            raise Wrong("loads-digits", rank, "training on the images that golf gets, and on nothing else",
+                        "all digits, loaded by this rank on its own",
+                        "Whoever has all images needs no other rank: the play is about what ranks tell one another.",
+                        "Take x and y as they come, and let ranks send: gradients, weights, or images.")
     worst = min(range(len(observations)), key=lambda rank: observations[rank]["mine"]["accuracy"])
     accuracy = observations[worst]["mine"]["accuracy"]
     mine, par = (sum(seen[who]["bytes"] for seen in observations) for who in ("mine", "par"))
     if accuracy < GOAL:
-        raise Wrong(
-            "accuracy", worst, f"{GOAL:.0%} of the test images right on every rank",
-            f"{accuracy:.1%} on this one, with {mine:,} bytes",
-            "Each rank has a few digits only: does every rank learn of the others' before the end?",
-            "More steps, a higher rate, Adam instead of SGD: find what reaches the goal, then save bytes.",
-        )  # fmt: skip
-    if not mine and len(observations) > 1:
-        raise Wrong(
-            "nothing-sent", 0, "some bytes, sent by an operation of comm", f"{accuracy:.1%} without a byte",
-            "No rank has all digits. From where does this one know the others', if nobody has told it?",
-            "Only what travels through comm counts, and something has to.",
-        )  # fmt: skip
+        raise Wrong("accuracy", worst, f"{GOAL:.0%} of the test images right on every rank",
+                    f"{accuracy:.1%} on this one, with {mine:,} bytes",
+                    "Each rank has a few digits only: does every rank learn of the others' before the end?",
+                    "More steps, a higher rate, Adam instead of SGD: find what reaches the goal, then save bytes.")
+    wrong = rows(0)
+    wrong("nothing-sent", not mine and len(observations) > 1, "some bytes, sent by an operation of comm",
+          f"{accuracy:.1%} without a byte",
+          "No rank has all digits. From where does this one know the others', if nobody has told it?",
+          "Only what travels through comm counts, and something has to.")
     score = Score(mine, par, "bytes", f"{mine:,} bytes for {accuracy:.1%}; par is {par:,}.")
-    if mine > par:
-        raise Wrong(
-            "over-par", 0, f"at most {par:,} payload bytes, sent by all ranks together (par)",
-            f"{mine:,} bytes, for {accuracy:.1%}",
-            "Bytes = steps x bytes of a step. Larger batches need fewer steps.",
-            "A step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
-            "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): fewer than par.",
-            score=score,
-        )  # fmt: skip
+    wrong("over-par", mine > par, f"at most {par:,} payload bytes, sent by all ranks together (par)",
+          f"{mine:,} bytes, for {accuracy:.1%}", "Bytes = steps x bytes of a step. Larger batches need fewer steps.",
+          "A step: fewer parameters, 16 bits instead of 32, several local steps before an average.",
+          "All images in one batch, Adam at 0.05, half the hidden layer, tensor.half(): fewer than par.", score=score)
     slow = max(range(len(observations)), key=lambda rank: observations[rank]["mine"]["seconds"])
     if observations[slow]["mine"]["seconds"] > SLOWEST:
         raise Wrong(
             "slow", slow, f"at most {SLOWEST} s", f"{observations[slow]['mine']['seconds']:.0f} s",
             "The bytes are fine, the time is not: a small net learns digits in a few seconds, on an idle machine.",
-            "Fewer steps on larger batches: forty steps on all images take a second.",
-        )  # fmt: skip
+            "Fewer steps on larger batches: forty steps on all images take a second.")
     return score
 
 

@@ -1,6 +1,6 @@
 """Averaged gradients, judged by what is reduced: how many bytes, and in how many buckets of which size."""
 
-from dtlib.lab.checks.exercise import Wrong
+from dtlib.lab.checks.exercise import rows
 from dtlib.lessons.l04.observe_averaging import CAP, FULL, cap_of, joined_gradients
 
 SMALL_OPERATIONS = 3  # by which ranks may tell one another their samples
@@ -41,15 +41,13 @@ def judge_cost(cases) -> None:
         if total > needed + spare:
             extra = total - needed
             tied = dict(parameters).get("inside.weight", 0)
-            if model == "awkward" and abs(extra - tied) <= spare:
-                raise Wrong(
-                    "tied-twice", rank, f"{needed} bytes of gradients reduced", f"{total}: {extra} too many", *TIED
-                )
-            raise Wrong(
-                "bytes", rank, f"{needed} bytes of gradients reduced (the {model} net)", f"{total} bytes",
-                "The values are right, but more travels than gradients: frozen parameters, unused ones, or some twice?",
-                "Take each of module.parameters() whose grad is not None, once.",
-            )  # fmt: skip
+            wrong = rows(rank)
+            wrong("tied-twice", model == "awkward" and abs(extra - tied) <= spare,
+                  f"{needed} bytes of gradients reduced", f"{total}: {extra} too many", *TIED)
+            wrong("bytes", True, f"{needed} bytes of gradients reduced (the {model} net)", f"{total} bytes",
+                  "The values are right, but more travels than gradients: frozen parameters, "
+                  "unused ones, or some twice?",
+                  "Take each of module.parameters() whose grad is not None, once.")
         if case["hooks"]:
             continue
         _judge_buckets(case, rank, needed, largest)
@@ -66,35 +64,23 @@ def _judge_buckets(case, rank: int, needed: int, largest: int) -> None:
     expected = (
         f"at most {bound} buckets of {cap} bytes (the {model} net), so {bound} operations, and one for the samples"
     )
+    wrong = rows(rank)
     if len(buckets) > bound or others > SMALL_OPERATIONS:
-        if cap == FULL:
-            raise Wrong(
-                "full-bucket", rank, expected, f"{len(case['reduced'])} operations; with {CAP} bytes it was right",
-                f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
-                "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.",
-            )  # fmt: skip
-        raise Wrong(
-            "no-buckets", rank, expected, f"{len(case['reduced'])} operations",
-            "The values are right, but too many messages travel: each pays latency.",
-            "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.",
-        )  # fmt: skip
+        wrong("full-bucket", cap == FULL, expected, f"{len(case['reduced'])} operations; with {CAP} bytes it was right",
+              f"A weight and a bias have {FULL} bytes together: do they fit into a bucket of {FULL}?",
+              "A new bucket begins when the next gradient would go beyond bucket_bytes: >, not >=.")
+        wrong("no-buckets", True, expected, f"{len(case['reduced'])} operations",
+              "The values are right, but too many messages travel: each pays latency.",
+              "Put gradients into a bucket until the next would not fit, then all_reduce torch.cat of them.")
     if big <= max(cap, largest) + room:
         return
-    if largest > cap:
-        raise Wrong(
-            "large-not-alone", rank, f"a gradient of {largest} bytes in a bucket of its own", f"one of {big} bytes",
-            f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
-            "Begin a new bucket when the next gradient would go beyond bucket_bytes, however large it is itself.",
-        )  # fmt: skip
-    if big < needed:
-        raise Wrong(
-            "overfull", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-            "When is a bucket closed: before it goes beyond bucket_bytes, or after? And are bytes counted?",
-            "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and begin a new one; then put it in.",
-        )  # fmt: skip
-    raise Wrong(
-        "one-bucket", rank, f"buckets of at most {cap} bytes", f"one of {big} bytes",
-        "The values are right, but nothing could travel before the last gradient is there. Is a bucket ever closed, "
-        "and are bytes counted (nbytes), not numbers (numel)?",
-        "Begin a new bucket when the next gradient would go beyond bucket_bytes: filled + gradient.nbytes.",
-    )  # fmt: skip
+    wrong("large-not-alone", largest > cap, f"a gradient of {largest} bytes in a bucket of its own",
+          f"one of {big} bytes", f"bucket_bytes is {cap} here, and one gradient is larger. What else is in its bucket?",
+          "Begin a new bucket when the next gradient would go beyond bucket_bytes, however large it is itself.")
+    wrong("overfull", big < needed, f"buckets of at most {cap} bytes", f"one of {big} bytes",
+          "When is a bucket closed: before it goes beyond bucket_bytes, or after? And are bytes counted?",
+          "if bucket and filled + gradient.nbytes > bucket_bytes: reduce it and begin a new one; then put it in.")
+    wrong("one-bucket", True, f"buckets of at most {cap} bytes", f"one of {big} bytes",
+          "The values are right, but nothing could travel before the last gradient is there. Is a bucket ever closed, "
+          "and are bytes counted (nbytes), not numbers (numel)?",
+          "Begin a new bucket when the next gradient would go beyond bucket_bytes: filled + gradient.nbytes.")
