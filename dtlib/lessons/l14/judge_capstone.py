@@ -2,7 +2,7 @@
 
 import random
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 # parameters, data, tensor, pipe, zero
 CASES = tuple(
@@ -15,7 +15,7 @@ CASES = tuple(
 def right_held(
     parameters, data, tensor, pipe, zero, own=lambda n, t, p: n / (t * p), ranks=lambda d, t, p: d, parts=(4, 4, 8),
     shared_from=(3, 2, 1),
-) -> float:  # fmt: skip
+) -> float:
     """Bytes of parameters, gradients and states; what the last four say may be mistaken."""
     each, among = own(parameters, tensor, pipe), ranks(data, tensor, pipe)
     return sum(size * each / (among if zero >= stage else 1) for size, stage in zip(parts, shared_from, strict=True))
@@ -40,18 +40,18 @@ def judge_held(observations) -> None:
     parameters, data, tensor, pipe, zero = CASES[at]
     mesh = f"{parameters:,} parameters, data {data}, tensor {tensor}, pipe {pipe}, ZeRO-{zero}"
     what, got = f"{right_held(*CASES[at]):,.0f} bytes: {mesh}", seen[at]
-    if isinstance(got, str):
-        raise Wrong("type", 0, what, got, "Return a number of bytes.")
+    wrong = rows(0, what)
+    wrong("type", isinstance(got, str), got, "Return a number of bytes.")
     for mistake, (mistaken, *hints) in OTHERS.items():
         for one in mistaken:
-            if all(_close(each, right_held(*case, **one)) for each, case in zip(seen, CASES, strict=True)):
-                raise Wrong(mistake, 0, what, f"{got:,.0f}", *hints)
+            wrong(mistake, all(_close(each, right_held(*case, **one)) for each, case in zip(seen, CASES, strict=True)),
+                  f"{got:,.0f}", *hints)
     own = parameters / (tensor * pipe)
-    raise Wrong(
-        "other-bytes", 0, f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
-        f"{got:,.0f}; {got / own:.4g} for each", "Which of the parts are shared out here, and among how many ranks?",
-        "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.",
-    )  # fmt: skip
+    raise Wrong("other-bytes", 0,
+                f"{what}; {right_held(*CASES[at]) / own:.4g} for each of this rank's {own:,.0f} parameters",
+                f"{got:,.0f}; {got / own:.4g} for each",
+                "Which of the parts are shared out here, and among how many ranks?",
+                "4 bytes of parameters, 4 of gradients, 8 of states, each divided by data from its stage on.")
 
 
 def _close(got, wanted: float) -> bool:
@@ -90,7 +90,7 @@ OTHERS = {
         [{"parts": (2, 2, 12)}], "These are the bytes of mixed precision.",
         "In float32: 4, 4, and 8 for Adam's two states.",
     ),
-}  # fmt: skip
+}
 
 
 # Choosing
@@ -100,7 +100,7 @@ def _plan(held, samples, micro_batches, stages, tensor, messages, sent) -> dict:
     return {
         "held": held, "samples": samples, "micro_batches": micro_batches, "stages": stages, "tensor": tensor,
         "messages": messages, "sent": sent,
-    }  # fmt: skip
+    }
 
 
 _PLANS = {
@@ -120,7 +120,7 @@ def _drawn(seed: int) -> tuple:
             draw.choice((1, 2, 4)), draw.randint(2, 90), 1e5 * draw.randint(1, 90),
         )
         for name in ("first", "second", "third", "fourth", "fifth")
-    }  # fmt: skip
+    }
     return plans, 6e6, draw.uniform(0.005, 0.04), draw.uniform(0.0005, 0.005), draw.uniform(5e6, 50e6)
 
 
@@ -163,7 +163,7 @@ SECONDS = {
     "latency-of-a-micro-batch": (lambda m, p, t: (m + p - 1, m, 1), *_OF_A_STEP),
     "bytes-of-a-micro-batch": (lambda m, p, t: (m + p - 1, 1, m), *_OF_A_STEP),
     "bits": (lambda m, p, t: (m + p - 1, 1, 8), "sent is in bytes, and so is the bandwidth.", "sent / bandwidth"),
-}  # fmt: skip
+}
 
 
 def _parts(plan, sample, latency, bandwidth, mistake: str = "") -> list:
@@ -222,22 +222,19 @@ def judge_choice(observations) -> None:
     plans, limit, *link = list(TASKS.values())[at]
     got, said = seen[at], repr(seen[at])
     expected = f"{right[at]!r}" if right[at] else f"None: no plan holds {limit:,.0f} bytes or less"
+    wrong = rows(0, expected)
     if isinstance(got, list):
-        raise Wrong("type", 0, expected, got[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
-    if right[at] is None:
-        raise Wrong("always-chooses", 0, expected, repr(got), "What if no plan fits?", "min(..., default=None)")
-    if all(each is None for each in seen):
-        raise Wrong("never-chooses", 0, expected, "None", "Return a name.", "min(fitting, key=seconds)")
+        wrong("type", True, got[0], "Return a name of plans, or None.", "min(fitting, key=seconds)")
+    wrong("always-chooses", right[at] is None, repr(got), "What if no plan fits?", "min(..., default=None)")
+    wrong("never-chooses", all(each is None for each in seen), "None", "Return a name.", "min(fitting, key=seconds)")
     expected += _of(plans[right[at]], limit, link)
     if got in plans:
         said += _of(plans[got], limit, link)
+    wrong = rows(0, expected)
     for mistake, hints in HINTS.items():
-        if seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()]:
-            raise Wrong(mistake, 0, expected, said, *hints)
-    raise Wrong(
-        "other-choice", 0, expected, said, "Compute both by hand: which part do you count otherwise?",
-        "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth",
-    )  # fmt: skip
+        wrong(mistake, seen == [right_choice(*task, mistake=mistake) for task in TASKS.values()], said, *hints)
+    wrong("other-choice", True, said, "Compute both by hand: which part do you count otherwise?",
+          "(micro_batches + stages - 1) * samples * sample / (stages * tensor) + messages * latency + sent / bandwidth")
 
 
 def _of(plan, limit, link) -> str:

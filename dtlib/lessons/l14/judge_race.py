@@ -1,6 +1,6 @@
 """Lesson 14's race: a plan that is run, judged by what ranks hold and by the formula of the lecture."""
 
-from dtlib.lab.checks.exercise import Exercise, Score, Wrong
+from dtlib.lab.checks.exercise import Exercise, Score, Wrong, rows
 from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan, PlanError
 
@@ -27,42 +27,35 @@ def observe_race(my_plan, comm):
     return {
         "plan": str(plan), "held": max(found["held"]), "sent": found["sent"],
         "ms": 1000 * brief.predicted(plan, SAMPLE),
-    }  # fmt: skip
+    }
 
 
 def judge_race(observations) -> Score:
     for rank, seen in enumerate(observations):
-        if "type" in seen:
-            raise Wrong("type", rank, "a dictionary of fields of Plan", seen["type"], 'return {"data": 4, "zero": 3}')
-        if "refused" in seen:
-            raise Wrong(
-                "cannot-be", rank, f"a plan for {brief.RANKS} ranks and {brief.BATCH} samples", seen["refused"],
-                "What does the sentence name?", "data x micro_batch divides 16; heads are 4, layers 4.",
-            )  # fmt: skip
+        wrong = rows(rank)
+        wrong("type", "type" in seen, "a dictionary of fields of Plan", seen.get("type"),
+              'return {"data": 4, "zero": 3}')
+        wrong("cannot-be", "refused" in seen, f"a plan for {brief.RANKS} ranks and {brief.BATCH} samples",
+              seen.get("refused"),
+              "What does the sentence name?", "data x micro_batch divides 16; heads are 4, layers 4.")
         if "ranks" in seen:
-            raise Wrong(
-                "other-task", rank, f"axes that multiply to {seen['there']}, and a batch of {brief.BATCH}",
-                f"{seen['ranks']} ranks, a batch of {seen['batch']}: {seen['plan']}",
-                "data x tensor x pipe is the number of ranks. The task is made for four: lab.engines(4).",
-            )  # fmt: skip
+            wrong("other-task", True, f"axes that multiply to {seen['there']}, and a batch of {brief.BATCH}",
+                  f"{seen['ranks']} ranks, a batch of {seen['batch']}: {seen['plan']}",
+                  "data x tensor x pipe is the number of ranks. The task is made for four: lab.engines(4).")
     most = max(seen["held"] for seen in observations)
     if most > brief.LIMIT:
         rank = next(rank for rank, seen in enumerate(observations) if seen["held"] == most)
-        raise Wrong(
-            "over-the-limit", rank, f"at most {brief.LIMIT:,} bytes of model states", f"{most:,} bytes",
-            "A higher stage of ZeRO, or more stages or tensor ranks, hold less.",
-            "ZeRO-3 on data 4, or ZeRO-1 on data 2 with pipe 2.",
-        )  # fmt: skip
+        raise Wrong("over-the-limit", rank, f"at most {brief.LIMIT:,} bytes of model states", f"{most:,} bytes",
+                    "A higher stage of ZeRO, or more stages or tensor ranks, hold less.",
+                    "ZeRO-3 on data 4, or ZeRO-1 on data 2 with pipe 2.")
     took = observations[0]["ms"]
     par = 1000 * brief.predicted(brief.MESHES["pipe 4"], SAMPLE)
     words = f"{took:.0f} ms a step, par {par:.0f}: {observations[0]['plan']}"
     score = Score(round(took, 1), round(par, 1), "ms", words)
     if took > 1.001 * par:
-        raise Wrong(
-            "over-par", 0, f"at most {par:.0f} ms a step", f"{took:.0f} ms",
-            "Where do the seconds go: turns, messages, bytes? The cell above says so of any plan.",
-            "On a slow link activations are cheaper than parameters: a pipeline, and short turns.", score=score,
-        )  # fmt: skip
+        raise Wrong("over-par", 0, f"at most {par:.0f} ms a step", f"{took:.0f} ms",
+                    "Where do the seconds go: turns, messages, bytes? The cell above says so of any plan.",
+                    "On a slow link activations are cheaper than parameters: a pipeline, and short turns.", score=score)
     return score
 
 
