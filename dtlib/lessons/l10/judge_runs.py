@@ -1,6 +1,6 @@
 """Lesson 10: a config that fits, and a batch that is dealt out."""
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.theory.zero import zero_bytes
 
 PARAMETERS, BUDGET, BATCH, MICRO = 24_000_000, 200_000_000, 96, 8
@@ -24,40 +24,31 @@ def observe_config(config, comm):
         "stage": stage, "bytes": sum(zero_bytes(PARAMETERS, comm.size, stage, scheme).values()),
         "batch": read.train_batch_size, "steps": read.gradient_accumulation_steps,
         "micro": read.train_micro_batch_size_per_gpu, "optimizer": read.optimizer.type if read.optimizer else None,
-    }  # fmt: skip
+    }
 
 
 def judge_config(seen: list) -> None:
     if len(seen) < 3:
         raise Wrong(
             "too-few", None, "three ranks, for which the text asks", f"{len(seen)}",
-            "On two ranks no config fits that sends no more: in bf16 stage 1 holds 240 MB there. lab.engines(3)",
-        )  # fmt: skip
+            "On two ranks no config fits that sends no more: in bf16 stage 1 holds 240 MB there. lab.engines(3)")
     for rank, said in enumerate(seen):
         wanted = f"batches of {BATCH}, at most {MICRO} at a time, Adam or AdamW, at most {BUDGET:,} bytes a rank"
-        if "refused" in said:
-            raise Wrong(
-                "refused", rank, wanted, said["refused"], "The sentence has the key and what would be right.",
-                "train_batch_size = micro-batch x accumulation x ranks.",
-            )  # fmt: skip
+        wrong = rows(rank, wanted)
+        wrong("refused", "refused" in said, said.get("refused"), "The sentence has the key and what would be right.",
+              "train_batch_size = micro-batch x accumulation x ranks.")
         got = f"stage {said['stage']}, {said['bytes']:,} bytes, batches of {said['batch']}, {said['micro']} at a time"
         got += f", {said['optimizer'] or 'no optimizer'}"
-        if said["batch"] != BATCH or said["micro"] > MICRO or said["optimizer"] not in ("Adam", "AdamW"):
-            raise Wrong(
-                "another-training", rank, wanted, got, "What is learnt must stay the same: batch and optimizer.",
-                f"Keep train_batch_size {BATCH}, and micro-batches of {MICRO} at most.",
-            )  # fmt: skip
-        if said["bytes"] > BUDGET:
-            raise Wrong(
-                "too-much", rank, wanted, got, "Bytes a parameter times 24 million: lesson 06 has the formula.",
-                "In bf16 stage 1 holds 4 + 12 / N bytes a parameter.",
-            )  # fmt: skip
+        wrong("another-training",
+              said["batch"] != BATCH or said["micro"] > MICRO or said["optimizer"] not in ("Adam", "AdamW"), got,
+              "What is learnt must stay the same: batch and optimizer.",
+              f"Keep train_batch_size {BATCH}, and micro-batches of {MICRO} at most.")
+        wrong("too-much", said["bytes"] > BUDGET, got, "Bytes a parameter times 24 million: lesson 06 has the formula.",
+              "In bf16 stage 1 holds 4 + 12 / N bytes a parameter.")
         if said["stage"] == 3 or (said["stage"] == 2 and said["steps"] > 1):
-            raise Wrong(
-                "sends-more", rank, "no more bytes sent than data parallelism sends", got,
-                "It fits. What does this stage send for each micro-batch?",
-                "Stage 2 sends gradients after every micro-batch, stage 3 gathers for each: which stage waits?",
-            )  # fmt: skip
+            raise Wrong("sends-more", rank, "no more bytes sent than data parallelism sends", got,
+                        "It fits. What does this stage send for each micro-batch?",
+                        "Stage 2 sends gradients after every micro-batch, stage 3 gathers for each: which stage waits?")
 
 
 # slower-fix: places_of(step, batch, rank, ranks)
@@ -81,10 +72,8 @@ def judge_places(seen: list) -> None:
     ranks = len(seen)
     for rank, places in enumerate(seen):
         if odd := [one for steps in places for one in steps if isinstance(one, str)]:
-            raise Wrong(
-                "type", rank, "the places of this rank's samples: a range, or a list of whole numbers", odd[0],
-                "What is returned is used as images[places_of(...)].", "return range(...)",
-            )  # fmt: skip
+            raise Wrong("type", rank, "the places of this rank's samples: a range, or a list of whole numbers", odd[0],
+                        "What is returned is used as images[places_of(...)].", "return range(...)")
     for which, batch in enumerate(SIZES):
         for step in range(2):
             _judge_slices([places[which][step] for places in seen], step, batch, ranks)
@@ -99,44 +88,33 @@ def _judge_slices(slices, step: int, batch: int, ranks: int) -> None:
         if set(one) <= wanted:
             continue
         got = f"{len(one)} places, {one[:3]} ..."
-        if len(everything) >= 1.5 * batch:
-            raise Wrong(
-                "other-places", rank, expected, got, "All ranks together take as many samples as one rank did.",
-                "range(step * batch + rank, (step + 1) * batch, ranks)",
-            )  # fmt: skip
-        raise Wrong(
-            "not-of-this-step", rank, expected, got, "Where does the batch of a step begin, and where does it end?",
-            "first = step * batch; and no place from first + batch on.",
-        )  # fmt: skip
+        wrong = rows(rank, expected)
+        wrong("other-places", len(everything) >= 1.5 * batch, got,
+              "All ranks together take as many samples as one rank did.",
+              "range(step * batch + rank, (step + 1) * batch, ranks)")
+        wrong("not-of-this-step", True, got, "Where does the batch of a step begin, and where does it end?",
+              "first = step * batch; and no place from first + batch on.")
     whole = [rank for rank, one in enumerate(slices) if ranks > 1 and set(one) == wanted]
     if whole and len(everything) > batch:
         one = slices[whole[0]]
-        raise Wrong(
-            "whole-batch", whole[0], expected, f"{len(one)} places, {one[:3]} ...",
-            "How many samples does this rank compute, on two ranks?",
-            "Each rank takes every N-th place, from its own rank on.",
-        )  # fmt: skip
+        raise Wrong("whole-batch", whole[0], expected, f"{len(one)} places, {one[:3]} ...",
+                    "How many samples does this rank compute, on two ranks?",
+                    "Each rank takes every N-th place, from its own rank on.")
     if twice := sorted({place for place in everything if everything.count(place) > 1}):
         who = [rank for rank, one in enumerate(slices) if twice[0] in one]
-        raise Wrong(
-            "twice", who[-1], f"step {step}, batch {batch}: each place once",
-            f"{len(twice)} come several times: {twice[0]} on ranks {who}",
-            "A sample that is computed twice counts twice in the mean.",
-            "range(first + rank, first + batch, ranks): places that differ by `ranks` are one rank's.",
-        )  # fmt: skip
+        raise Wrong("twice", who[-1], f"step {step}, batch {batch}: each place once",
+                    f"{len(twice)} come several times: {twice[0]} on ranks {who}",
+                    "A sample that is computed twice counts twice in the mean.",
+                    "range(first + rank, first + batch, ranks): places that differ by `ranks` are one rank's.")
     if lost := sorted(wanted - set(everything)):
         why = f"{batch} does not divide by {ranks}." if batch % ranks else "Where does each rank begin, and end?"
-        raise Wrong(
-            "left-out", None, f"step {step}, batch {batch}: all {batch} places",
-            f"{len(lost)} are on no rank: {lost[:3]}", why, "Slices may differ by one: use a step in range().",
-        )  # fmt: skip
+        raise Wrong("left-out", None, f"step {step}, batch {batch}: all {batch} places",
+                    f"{len(lost)} are on no rank: {lost[:3]}", why, "Slices may differ by one: use a step in range().")
     sizes = [len(one) for one in slices]
     if max(sizes) >= batch // ranks + max(2, ranks):
-        raise Wrong(
-            "uneven", sizes.index(max(sizes)), expected, f"ranks have {', '.join(map(str, sizes))} places",
-            "Each place is there once, and yet: how long do all wait for the rank that has most?",
-            "range(first + rank, first + batch, ranks) gives slices that differ by one at most.",
-        )  # fmt: skip
+        raise Wrong("uneven", sizes.index(max(sizes)), expected, f"ranks have {', '.join(map(str, sizes))} places",
+                    "Each place is there once, and yet: how long do all wait for the rank that has most?",
+                    "range(first + rank, first + batch, ranks) gives slices that differ by one at most.")
 
 
 EXERCISES = {
