@@ -1,6 +1,6 @@
 """Lesson 12, long sequences: two blocks merged, and a block taken in."""
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 QUERIES, KEYS, WIDTH = 3, 4, 2
 LARGE = 1e4  # whose exponential is no number
@@ -84,7 +84,7 @@ _MERGES = {
         lambda a, b, w, v: a, "That is what was there before. Where is the new block?", _WEIGHT,
     ),
     "mean": (lambda a, b, w, v: (a + b) / 2, _WEIGHT, "A block of large scores counts for more."),
-}  # fmt: skip
+}
 
 
 def judge_merge(observations) -> None:
@@ -94,33 +94,26 @@ def judge_merge(observations) -> None:
         if "error" in seen:
             raise Wrong(
                 "type", rank, f"out of {(QUERIES, WIDTH)}, and total of {(QUERIES,)}", seen["error"],
-                "Return both: return out, total. A share of (queries,) meets out of (queries, width): share[:, None]",
-            )  # fmt: skip
+                "Return both: return out, total. A share of (queries,) meets out of (queries, width): share[:, None]")
         for what, ((a, lse), (b, block_lse)) in pairs(rank).items():
             (out, total), right = seen[what], torch.logaddexp(lse, block_lse)
             w, v = ((each - right).exp()[:, None] for each in (lse, block_lse))
             expected = f"{what}: the average over the keys of both"
+            wrong = rows(rank, expected)
             if out.isnan().any() or total.isnan().any():
                 first = what == "the first block"
-                raise Wrong(
-                    "no-number-at-first" if first else "overflow", rank, expected, "NaN",
-                    "Before the first block lse is -inf: what is -inf - (-inf)?" if first
-                    else f"What is exp({LARGE:g})?",
-                    "torch.logaddexp(lse, block_lse) takes care of both.",
-                )  # fmt: skip
+                wrong("no-number-at-first" if first else "overflow", True, "NaN",
+                      "Before the first block lse is -inf: what is -inf - (-inf)?" if first
+                      else f"What is exp({LARGE:g})?", "torch.logaddexp(lse, block_lse) takes care of both.")
             if not same(out, w * a + v * b):
-                for mistake, (wrong, *hints) in _MERGES.items():
-                    if same(out, wrong(a, b, w, v)):
-                        raise Wrong(mistake, rank, expected, "another average", *hints)
+                for mistake, (merged, *hints) in _MERGES.items():
+                    wrong(mistake, same(out, merged(a, b, w, v)), "another average", *hints)
                 larger = torch.maximum(lse, block_lse)
-                if same(out, sum((each - larger).exp()[:, None] * x for each, x in ((lse, a), (block_lse, b)))):
-                    raise Wrong(
-                        "largest", rank, expected, "shares that add up to more than one",
-                        "The sum of two exponentials is more than the larger of them.", "torch.logaddexp, not maximum",
-                    )  # fmt: skip
-                raise Wrong(
-                    "other-average", rank, expected, "another one", _WEIGHT, "exp(lse - total), for each block."
-                )
+                wrong("largest",
+                      same(out, sum((each - larger).exp()[:, None] * x for each, x in ((lse, a), (block_lse, b)))),
+                      "shares that add up to more than one",
+                      "The sum of two exponentials is more than the larger of them.", "torch.logaddexp, not maximum")
+                wrong("other-average", True, "another one", _WEIGHT, "exp(lse - total), for each block.")
             if not same(total, right):
                 said = {
                     "lse-not-carried": (lambda old, new: old, "of the old ones alone"),
@@ -128,15 +121,13 @@ def judge_merge(observations) -> None:
                     "largest-lse": (torch.maximum, "the larger of the two"),
                 }
                 everywhere = [(each[w][1], a, b) for r, each in enumerate(observations)
-                              for w, ((_, a), (_, b)) in pairs(r).items()]  # fmt: skip
+                              for w, ((_, a), (_, b)) in pairs(r).items()]
                 found = [m for m, (of, _) in said.items() if all(torch.allclose(c, of(a, b)) for c, a, b in everywhere)]
                 mistake = found[0] if found else "other-lse"
                 told = said[mistake][1] if found else "another number"
-                raise Wrong(
-                    mistake, rank, f"{what}: log-sum-exp of the scores of both", told,
-                    "The next block will be merged with this one. What will it have to know of it?",
-                    "return out, torch.logaddexp(lse, block_lse)",
-                )  # fmt: skip
+                raise Wrong(mistake, rank, f"{what}: log-sum-exp of the scores of both", told,
+                            "The next block will be merged with this one. What will it have to know of it?",
+                            "return out, torch.logaddexp(lse, block_lse)")
 
 
 # A block taken in
@@ -192,10 +183,8 @@ def judge_take_in(observations) -> None:
     ranks = len(observations)
     for rank, seen in enumerate(observations):
         if "error" in seen:
-            raise Wrong(
-                "type", rank, "top and total of (queries,), and out of (queries, width)", seen["error"],
-                "Return the three: return new_top, total, out",
-            )  # fmt: skip
+            raise Wrong("type", rank, "top and total of (queries,), and out of (queries, width)", seen["error"],
+                        "Return the three: return new_top, total, out")
     hints = {
         "out-not-rescaled": "total is rescaled when a larger score arrives. And out, which is made of the same?",
         "total-not-rescaled": "out is rescaled when a larger score arrives. And total, by which it is divided?",
@@ -209,21 +198,17 @@ def judge_take_in(observations) -> None:
             expected = f"{what}: the softmax over the keys of all {2 * ranks} blocks"
             if same(seen[what], looked_at(blocks)[0]):
                 continue
+            wrong = rows(rank, expected)
             for mistake, hint in hints.items():
-                if same(seen[what], taken_in(blocks, mistake)):
-                    raise Wrong(mistake, rank, expected, "another average", hint, _RESCALED)
+                wrong(mistake, same(seen[what], taken_in(blocks, mistake)), "another average", hint, _RESCALED)
             if not seen[what].isfinite().all():
                 first = size == 1
-                raise Wrong(
-                    "no-number" if first else "overflow", rank, expected, "NaN",
-                    "Before the first block top is -inf: in which direction may it be subtracted?" if first
-                    else f"What is exp({LARGE:g}), and what 0 / 0? Each query has a largest score so far of its own.",
-                    _RESCALED,
-                )  # fmt: skip
-            raise Wrong(
-                "other-average", rank, expected, "another one",
-                "Two blocks by hand: after each, total and out times exp(top) are plain sums. Of what?", _RESCALED,
-            )  # fmt: skip
+                wrong("no-number" if first else "overflow", True, "NaN",
+                      "Before the first block top is -inf: in which direction may it be subtracted?" if first
+                      else f"What is exp({LARGE:g}), and what 0 / 0? Each query has a largest score so far of its own.",
+                      _RESCALED)
+            wrong("other-average", True, "another one",
+                  "Two blocks by hand: after each, total and out times exp(top) are plain sums. Of what?", _RESCALED)
 
 
 EXERCISES = {

@@ -1,6 +1,6 @@
 """Lesson 12, experts: a loss for their balance, and tokens there and back."""
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l12.judge_context import about, is_like, numbers, same
 
 TOKENS, EXPERTS, WIDTH = 12, 5, 3
@@ -43,14 +43,12 @@ def judge_balance(observations) -> None:
 
     ranks = len(observations)
     for rank, seen in enumerate(observations):
-        if "error" in seen:
-            raise Wrong("type", rank, "a loss: one number", seen["error"], "Return a tensor with one element.")
-        if any(gradient is None for _, gradient in seen["seen"]):
-            raise Wrong(
-                "detached", rank, "a loss with a gradient for the probabilities", "a number without one",
-                "The gate learns from this loss by its gradient. Where is it lost?",
-                "The share of choices has none; probabilities.mean(0) has, if nothing detaches it.",
-            )  # fmt: skip
+        wrong = rows(rank)
+        wrong("type", "error" in seen, "a loss: one number", seen.get("error"), "Return a tensor with one element.")
+        wrong("detached", any(gradient is None for _, gradient in seen["seen"]),
+              "a loss with a gradient for the probabilities", "a number without one",
+              "The gate learns from this loss by its gradient. Where is it lost?",
+              "The share of choices has none; probabilities.mean(0) has, if nothing detaches it.")
     ones = torch.ones(TOKENS, 1).double() * EXPERTS / TOKENS
     for rank, seen in enumerate(observations):
         factors = []
@@ -60,27 +58,22 @@ def judge_balance(observations) -> None:
             own = ones * share_of(choices(rank, top)[1])
             everywhere = [(seen["seen"][at][1], at + 1) for seen in observations for at in (0, 1)]
             of_one = [r for r in range(ranks) if all(same(c, ones * share_of(choices(r, t)[1])) for c, t in everywhere)]
+            wrong = rows(rank, expected)
             if of_one and ranks > 1:
-                raise Wrong(
-                    "one-ranks-share", rank, expected, f"the share of rank {of_one[0]}'s choices, on all ranks",
-                    "All ranks use the same share now. Whose choices are in it?",
-                    "share = comm.all_reduce(share, op='mean')",
-                )  # fmt: skip
-            if same(got, own) and not same(own, ones * of_all):
-                raise Wrong(
-                    "own-share", rank, expected, "the share of this rank's choices alone",
-                    "Each rank may be in balance, and all together not: whose choices are to be counted?",
-                    "share = comm.all_reduce(share, op='mean')",
-                )  # fmt: skip
+                wrong("one-ranks-share", True, f"the share of rank {of_one[0]}'s choices, on all ranks",
+                      "All ranks use the same share now. Whose choices are in it?",
+                      "share = comm.all_reduce(share, op='mean')")
+            wrong("own-share", same(got, own) and not same(own, ones * of_all),
+                  "the share of this rank's choices alone",
+                  "Each rank may be in balance, and all together not: whose choices are to be counted?",
+                  "share = comm.all_reduce(share, op='mean')")
             factor = got.sum() / (ones * of_all).sum()
             if not same(got, factor * ones * of_all):
                 soft = sum(choices(each, top)[0].mean(0) for each in range(ranks)) / ranks
-                raise Wrong(
-                    *(("probabilities-twice",) if same(got, ones * soft) or same(got, 2 * ones * soft)
-                      else ("other-gradient",)), rank, expected, "another gradient",
-                    "What is counted, and what is averaged? Shares of choices, and means of probabilities.",
-                    "experts * (share * probabilities.mean(0)).sum(), with the share of all ranks",
-                )  # fmt: skip
+                raise Wrong(*(("probabilities-twice",) if same(got, ones * soft) or same(got, 2 * ones * soft)
+                            else ("other-gradient",)), rank, expected, "another gradient",
+                            "What is counted, and what is averaged? Shares of choices, and means of probabilities.",
+                            "experts * (share * probabilities.mean(0)).sum(), with the share of all ranks")
             factors.append(float(factor))
         _judge_factors(rank, factors, ranks)
     for at, top in enumerate((1, 2)):
@@ -88,10 +81,8 @@ def judge_balance(observations) -> None:
         both = [choices(rank, top) for rank in range(ranks)]
         share, probability = sum(share_of(c) for _, c in both) / ranks, sum(p.mean(0) for p, _ in both) / ranks
         if not abs(mean - EXPERTS * float((share * probability).sum())) < 1e-6:
-            raise Wrong(
-                "other-value", 0, "a mean over ranks that is the loss of all tokens", f"{mean:.4g}",
-                "The gradients are right, the value is not: what is added to it?",
-            )  # fmt: skip
+            raise Wrong("other-value", 0, "a mean over ranks that is the loss of all tokens", f"{mean:.4g}",
+                        "The gradients are right, the value is not: what is added to it?")
 
 
 def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
@@ -107,17 +98,14 @@ def _judge_factors(rank: int, factors: list[float], ranks: int) -> None:
                                              "experts = probabilities.shape[1]; an expert need not have a rank."),
         (1 / EXPERTS, 1 / EXPERTS): ("without-experts", "It is 1 where all experts get as much. What is missing?",
                                      "experts * (...).sum()"),
-    }  # fmt: skip
-    for wrong, (mistake, *hints) in known.items():
-        if wrong != (1, 1) and all(abs(got - one) < 1e-6 for got, one in zip(factors, wrong, strict=True)):
-            told = f"{factors[1]:.3g} times as much with two choices a token"
-            raise Wrong(mistake, rank, "experts * sum of share * mean probability", told, *hints)
-    if not all(abs(factor - 1) < 1e-6 for factor in factors):
-        told = f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices a token"
-        raise Wrong(
-            "other-factor", rank, "experts * sum of share * mean probability", told,
-            "By what is divided, and how often?", "A share is choices of an expert / all choices.",
-        )  # fmt: skip
+    }
+    wrong = rows(rank, "experts * sum of share * mean probability")
+    for found, (mistake, *hints) in known.items():
+        wrong(mistake, found != (1, 1) and all(abs(a - b) < 1e-6 for a, b in zip(factors, found, strict=True)),
+              f"{factors[1]:.3g} times as much with two choices a token", *hints)
+    wrong("other-factor", not all(abs(factor - 1) < 1e-6 for factor in factors),
+          f"{factors[0]:.3g} and {factors[1]:.3g} times as much, with one and two choices a token",
+          "By what is divided, and how often?", "A share is choices of an expert / all choices.")
 
 
 # Tokens there and back
@@ -165,58 +153,42 @@ def judge_dispatch(observations) -> None:
         for rank, seen in enumerate(observations):
             (x, chosen), (got, sent) = everyones[rank][what], seen[what]
             expected = f"{what}: of each token what its expert computes of it"
-            if isinstance(got, str):
-                raise Wrong(
-                    "type", rank, f"{what}: {tuple(x.shape)}, a row a token", got,
-                    "Every token comes back, whether its expert is here or there.",
-                )  # fmt: skip
+            wrong = rows(rank)
+            wrong("type", isinstance(got, str), f"{what}: {tuple(x.shape)}, a row a token", got,
+                  "Every token comes back, whether its expert is here or there.")
             right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
             if len(x) and not same(got, right):
                 _explain_dispatch(rank, expected, got, right, x)
             leave = int((chosen != rank).sum())
             arrive = sum(int((theirs == rank).sum()) for other, theirs in enumerate(chosen_by) if other != rank)
             most = (leave + arrive) * WIDTH * 8
-            if sent > most:
-                raise Wrong(
-                    "too-many-bytes", rank,
-                    f"{what}: {most} bytes, {leave} rows that leave and {arrive} that go back", f"{sent} bytes",
-                    "The values are right. Which rows have to travel?",
-                    "comm.all_to_all(out, rows, come, sent): a number of rows for each rank, and zero is one.",
-                )  # fmt: skip
+            wrong("too-many-bytes", sent > most,
+                  f"{what}: {most} bytes, {leave} rows that leave and {arrive} that go back", f"{sent} bytes",
+                  "The values are right. Which rows have to travel?",
+                  "comm.all_to_all(out, rows, come, sent): a number of rows for each rank, and zero is one.")
 
 
 def _explain_dispatch(rank, expected, got, right, x) -> None:
     import torch
 
     lost = (got == 0).all(1) | (got == x).all(1)
-    rows = [(got - row).abs().amax(1).min() < 1e-6 for row in right]
-    if same(got, expert_of(rank)(x)):
-        raise Wrong(
-            "own-expert", rank, expected, "what this rank's expert computes of all of them",
-            "A token belongs to expert chosen[i], which is on rank chosen[i]: how does it get there?",
-            "Sort the tokens by their expert, and all_to_all.",
-        )  # fmt: skip
-    if same(got, x):
-        raise Wrong("unchanged", rank, expected, "the tokens as they were", "Who calls expert(rows)?")
-    if bool(lost.any()) and all(same(c, r) for c, r in zip(got[~lost], right[~lost], strict=True)):
-        raise Wrong(
-            "lost", rank, expected, f"{int(lost.sum())} tokens without an answer",
-            "How many rows does each rank get? Not as many as each other one.",
-            "Counts travel first: all_to_all of how many go where, and then of rows.",
-        )  # fmt: skip
-    if all(rows):
-        raise Wrong(
-            "not-in-order", rank, expected, "the right rows, in another order",
-            "Rows were sorted to be sent. Which token does the first that is back belong to?",
-            "out[order] = back, with order = chosen.argsort(stable=True)",
-        )  # fmt: skip
-    if bool(torch.isnan(got).any()):
-        raise Wrong("no-number", rank, expected, "NaN", "torch.empty has what was there: is all of it written?")
-    raise Wrong(
-        "other-rows", rank, expected, "others",
-        "In which order do rows arrive, and in which do they go back? Play it with two tokens.",
-        "What arrives is sorted by rank; what goes back, too.",
-    )  # fmt: skip
+    is_there = [(got - row).abs().amax(1).min() < 1e-6 for row in right]
+    wrong = rows(rank, expected)
+    wrong("own-expert", same(got, expert_of(rank)(x)), "what this rank's expert computes of all of them",
+          "A token belongs to expert chosen[i], which is on rank chosen[i]: how does it get there?",
+          "Sort the tokens by their expert, and all_to_all.")
+    wrong("unchanged", same(got, x), "the tokens as they were", "Who calls expert(rows)?")
+    wrong("lost", bool(lost.any()) and all(same(c, r) for c, r in zip(got[~lost], right[~lost], strict=True)),
+          f"{int(lost.sum())} tokens without an answer",
+          "How many rows does each rank get? Not as many as each other one.",
+          "Counts travel first: all_to_all of how many go where, and then of rows.")
+    wrong("not-in-order", all(is_there), "the right rows, in another order",
+          "Rows were sorted to be sent. Which token does the first that is back belong to?",
+          "out[order] = back, with order = chosen.argsort(stable=True)")
+    wrong("no-number", bool(torch.isnan(got).any()), "NaN", "torch.empty has what was there: is all of it written?")
+    wrong("other-rows", True, "others",
+          "In which order do rows arrive, and in which do they go back? Play it with two tokens.",
+          "What arrives is sorted by rank; what goes back, too.")
 
 
 EXERCISES = {

@@ -1,7 +1,7 @@
 """Lesson 12, the backward ring: gradients that travel home."""
 
 from dtlib.lab.checks.equality import factors
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l12.judge_context import KEYS, WIDTH, about, is_like, numbers, same
 
 
@@ -48,23 +48,19 @@ def judge_send_home(observations) -> None:
                        "Each rank has keys of its own."),
             "divided": (complete(rank) / ranks, f"divided by {ranks}",
                         "The gradient of keys is a sum over all queries, wherever they are: nobody divides."),
-        }  # fmt: skip
+        }
         if not same(got, complete(rank)):
-            for mistake, (wrong, told, *hints) in others.items():
-                if same(got, wrong):
-                    raise Wrong(mistake, rank, expected, told, *hints)
-            raise Wrong(
-                "other-gradients", rank, expected, _in_words(got, ranks),
-                "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
-                "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.",
-            )  # fmt: skip
+            wrong = rows(rank, expected)
+            for mistake, (other, told, *hints) in others.items():
+                wrong(mistake, same(got, other), told, *hints)
+            wrong("other-gradients", True, _in_words(got, ranks),
+                  "Follow one tensor from hop to hop: where does it begin, who adds what to it, and where does it end?",
+                  "In step s a rank has the keys of owner (comm.rank - step) % comm.size; N hops bring them home.")
     for rank, seen in enumerate(observations):
         if seen["sent"] > ranks * size:
-            raise Wrong(
-                "too-many-bytes", rank, f"{ranks} hops of {size} bytes at most", f"{seen['sent']} bytes",
-                "The values are right. What has to travel: every summand, or sums of them?",
-                "One tensor in each hop, to which everybody adds.",
-            )  # fmt: skip
+            raise Wrong("too-many-bytes", rank, f"{ranks} hops of {size} bytes at most", f"{seen['sent']} bytes",
+                        "The values are right. What has to travel: every summand, or sums of them?",
+                        "One tensor in each hop, to which everybody adds.")
 
 
 def _in_words(got, ranks: int) -> str:
