@@ -3,11 +3,11 @@
 import math
 
 from dtlib.lab.checks.equality import rounded
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 BUDGETS = (  # samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
     (1000, 2500, 100, 500.0, 1e6, 1.0), (1001, 100_000, 64, 2000.0, 1e9, 0.25), (10, 1024, 4, 10.0, 1e5, 0.1),
-)  # fmt: skip
+)
 FORMS = ("files", "shards", "tar", "parquet")
 
 
@@ -29,7 +29,7 @@ def opening_and_reading(form, samples, record_bytes, per_shard, opens_a_second, 
 def observe_cost(epoch_seconds, comm):
     return [
         [(form, _number(epoch_seconds(form, *budget))) for form in FORMS] for budget in BUDGETS
-    ]  # fmt: skip
+    ]
 
 
 def _number(value):
@@ -48,10 +48,8 @@ def judge_cost(observations) -> None:
         (got, form, budget) for budget, of_forms in zip(BUDGETS, observations[0], strict=True) for form, got in of_forms
     ]
     if all(got == max(opening_and_reading(form, *budget)) for got, form, budget in times):
-        raise Wrong(
-            "larger-of-two", None, "opening and reading, added up", "the larger of the two",
-            "Here a file is opened, then read: the times add up.", FORMULA,
-        )  # fmt: skip
+        raise Wrong("larger-of-two", None, "opening and reading, added up", "the larger of the two",
+                    "Here a file is opened, then read: the times add up.", FORMULA)
     for budget, of_forms in zip(BUDGETS, observations[0], strict=True):
         samples, record_bytes, per_shard, opens, speed, fraction = budget
         case = (
@@ -61,8 +59,8 @@ def judge_cost(observations) -> None:
         for form, got in of_forms:
             wanted = cost(form, *budget)
             expected = f"{wanted:.6g} s for {form}: {case}"
-            if isinstance(got, str):
-                raise Wrong("type", None, expected, got, "Return a number of seconds.", f"return {FORMULA}")
+            wrong = rows(None, expected)
+            wrong("type", isinstance(got, str), got, "Return a number of seconds.", f"return {FORMULA}")
             if math.isclose(got, wanted, rel_tol=1e-9):
                 continue
             size = samples * record_bytes
@@ -84,14 +82,14 @@ def judge_cost(observations) -> None:
                 (1 / opens + wanted - files / opens, "one-file", f"Each of the {files} files is opened."),
                 (1000 * wanted, "milliseconds", "These are milliseconds: seconds are asked for."),
                 (wanted / samples, "of-one-sample", "This is the time of one sample: all are read."),
-            ]  # fmt: skip
+            ]
             if form == "files":
                 mistakes = [(math.ceil(samples / per_shard) / opens + size / speed, "files-in-shards",
-                             'A file for each sample: per_shard says nothing of "files".'), *mistakes]  # fmt: skip
+                             'A file for each sample: per_shard says nothing of "files".'), *mistakes]
             else:
                 read = (wanted - files / opens) * files * per_shard / samples
                 mistakes += [(files / opens + read, "whole-shards",
-                              "The last shard has what is left: only samples that are there are read.")]  # fmt: skip
+                              "The last shard has what is left: only samples that are there are read.")]
             if form == "tar":
                 mistakes += [
                     (plain, "no-headers", "In a tar file 512 bytes stand before each record."),
@@ -121,27 +119,22 @@ def judge_cost(observations) -> None:
                     (plain, "all-columns", "From Parquet only the columns that are asked for are read."),
                     (files / opens + size / fraction / speed, "columns-divided",
                      "Fewer columns have fewer bytes: multiply by columns_read."),
-                ]  # fmt: skip
+                ]
             elif fraction < 1:
                 mistakes += [
                     (files / opens + (wanted - files / opens) * fraction, "columns-everywhere",
                      "Whoever stores records whole reads them whole: only Parquet can leave columns out.")
-                ]  # fmt: skip
+                ]
             for value, mistake, hint in mistakes:
-                if math.isclose(got, value, rel_tol=1e-9):
-                    raise Wrong(mistake, None, expected, f"{got:.6g} s", hint, FORMULA)
+                wrong(mistake, math.isclose(got, value, rel_tol=1e-9), f"{got:.6g} s", hint, FORMULA)
             if rounded(got, wanted):
-                raise Wrong(
-                    "rounded", None, f"{wanted!r} s for {form}: {case}", f"{got!r} s",
-                    "The formula is right, and digits are missing: is there a round(), an int() or a //?",
-                    "Whole are files and blocks of 512 bytes alone. Return the seconds as they are.",
-                )  # fmt: skip
-            raise Wrong(
-                "other-cost", None, expected, f"{got:.6g} s",
-                f"{files} files take {files / opens:.6g} s to open, and their bytes {wanted - files / opens:.6g} s: "
-                "which of the two differs?",
-                f"{FORMULA}. Files: samples, or samples / per_shard rounded up. Bytes: see the list in the text.",
-            )  # fmt: skip
+                raise Wrong("rounded", None, f"{wanted!r} s for {form}: {case}", f"{got!r} s",
+                            "The formula is right, and digits are missing: is there a round(), an int() or a //?",
+                            "Whole are files and blocks of 512 bytes alone. Return the seconds as they are.")
+            wrong("other-cost", True, f"{got:.6g} s",
+                  f"{files} files take {files / opens:.6g} s to open, and their bytes {wanted - files / opens:.6g} s: "
+                  "which of the two differs?",
+                  f"{FORMULA}. Files: samples, or samples / per_shard rounded up. Bytes: see the list in the text.")
 
 
 EXERCISES = {"format-budget": Exercise("epoch_seconds", observe_cost, judge_cost, needs_ranks=False)}

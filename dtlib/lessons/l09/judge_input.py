@@ -2,7 +2,7 @@
 
 import warnings
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 # --- samples of a rank: my_samples(order, rank, ranks) --------------------------------------------
 
@@ -39,21 +39,17 @@ def judge_split(observations) -> None:
     for (samples, ranks), (of_ranks, again) in zip(SPLITS, observations[0], strict=True):
         case = f"{samples} samples on {ranks} ranks"
         if again != of_ranks:
-            raise Wrong(
-                "by-chance", None, f"{case}: the same samples each time", "others when it was asked again",
-                "Each rank asks for itself: how would two of them draw the same numbers?",
-                f"No random number here: the order is shuffled already. {DEAL}",
-            )  # fmt: skip
+            raise Wrong("by-chance", None, f"{case}: the same samples each time", "others when it was asked again",
+                        "Each rank asks for itself: how would two of them draw the same numbers?",
+                        f"No random number here: the order is shuffled already. {DEAL}")
         for rank, mine in enumerate(of_ranks):
             if isinstance(mine, str):
                 raise Wrong("type", rank, "a list of this rank's sample numbers", mine, "Return a part of order.", DEAL)
         _once(of_ranks, order_of(samples), case, ranks)
         sizes = [len(mine) for mine in of_ranks]
         if max(sizes) - min(sizes) > 1:
-            raise Wrong(
-                "uneven", sizes.index(max(sizes)), f"{case}: sizes that differ by one at most", f"{sizes}",
-                "All ranks wait for the one that has most.", DEAL,
-            )  # fmt: skip
+            raise Wrong("uneven", sizes.index(max(sizes)), f"{case}: sizes that differ by one at most", f"{sizes}",
+                        "All ranks wait for the one that has most.", DEAL)
 
 
 DEAL = "order[rank::ranks] deals samples like cards."
@@ -61,35 +57,25 @@ DEAL = "order[rank::ranks] deals samples like cards."
 
 def _once(of_ranks, order, case, ranks, cure=DEAL) -> None:
     seen = [number for mine in of_ranks for number in mine]
+    wrong = rows(None)
     if strange := sorted(set(seen) - set(order)):
-        raise Wrong(
-            "strange-samples", None, f"{case}: numbers of the order alone", f"{strange[:5]}",
-            "order holds the numbers of samples: return some of them, not their places.", cure,
-        )  # fmt: skip
+        wrong("strange-samples", True, f"{case}: numbers of the order alone", f"{strange[:5]}",
+              "order holds the numbers of samples: return some of them, not their places.", cure)
     if twice := sorted({number for number in seen if seen.count(number) > 1}):
-        if len(seen) == ranks * len(order):
-            raise Wrong(
-                "all-on-every-rank", None, f"{case}: each once", f"all of them on each of {ranks} ranks",
-                "Nothing was shared out: use rank and ranks.", cure,
-            )  # fmt: skip
+        wrong("all-on-every-rank", len(seen) == ranks * len(order), f"{case}: each once",
+              f"all of them on each of {ranks} ranks", "Nothing was shared out: use rank and ranks.", cure)
         who = [rank for rank, mine in enumerate(of_ranks) if twice[0] in mine]
-        raise Wrong(
-            "overlap", None, f"{case}: each once", f"sample {twice[0]} on ranks {who}",
-            "Some libraries repeat samples so that all ranks have as many. Here none is read twice.", cure,
-        )  # fmt: skip
+        wrong("overlap", True, f"{case}: each once", f"sample {twice[0]} on ranks {who}",
+              "Some libraries repeat samples so that all ranks have as many. Here none is read twice.", cure)
     lost = [number for number in order if number not in seen]
-    if lost and lost == order[-len(lost) :] and len(lost) < ranks:
-        raise Wrong(
-            "lost", None, f"{case}: all of them", f"{len(lost)} are on no rank, the last of the order: {lost[:5]}",
-            "Does somebody take what is left where samples cannot be divided by readers? // cuts it off.", cure,
-        )  # fmt: skip
+    wrong("lost", lost and lost == order[-len(lost) :] and len(lost) < ranks, f"{case}: all of them",
+          f"{len(lost)} are on no rank, the last of the order: {lost[:5]}",
+          "Does somebody take what is left where samples cannot be divided by readers? // cuts it off.", cure)
     if lost:
         places = [order.index(number) for number in lost]
-        raise Wrong(
-            "lost-on-the-way", None, f"{case}: all of them",
-            f"{len(lost)} are on no rank: those at the places {', '.join(map(str, places[:5]))} of the order",
-            "At which place does each reader begin, how far apart are its samples, and where does it end?", cure,
-        )  # fmt: skip
+        wrong("lost-on-the-way", True, f"{case}: all of them",
+              f"{len(lost)} are on no rank: those at the places {', '.join(map(str, places[:5]))} of the order",
+              "At which place does each reader begin, how far apart are its samples, and where does it end?", cure)
 
 
 # --- a loader that reads twice: Stream(order, rank, ranks), an IterableDataset -------------------
@@ -141,40 +127,32 @@ def _epoch(loader) -> list:
 
 def judge_stream(observations) -> None:
     """With any number of ranks and workers each sample comes once, in every epoch, and all workers read."""
-    if isinstance(observations[0], str):
-        raise Wrong(
-            "type", None, "a class, a kind of IterableDataset", observations[0], "class Stream(IterableDataset):",
-            "Hand in the class itself, not an object of it.",
-        )  # fmt: skip
+    wrong = rows(None)
+    wrong("type", isinstance(observations[0], str), "a class, a kind of IterableDataset", observations[0],
+          "class Stream(IterableDataset):", "Hand in the class itself, not an object of it.")
     if isinstance(observations[0], dict):
-        raise Wrong(
-            "without-workers", None, "a DataLoader with num_workers=0: this rank's samples",
-            observations[0]["without workers"],
-            "Without workers get_worker_info() returns None. What does this process read then?",
-            f"If it is None, order[rank::ranks]. Else {SHARE.removeprefix('mine = ')}",
-        )  # fmt: skip
+        wrong("without-workers", True, "a DataLoader with num_workers=0: this rank's samples",
+              observations[0]["without workers"],
+              "Without workers get_worker_info() returns None. What does this process read then?",
+              f"If it is None, order[rank::ranks]. Else {SHARE.removeprefix('mine = ')}")
     for (samples, ranks, workers), of_ranks in zip(STREAMS, observations[0], strict=True):
         case = f"{samples} samples, {ranks} ranks, {workers} workers each"
         _judge_epoch(case, samples, ranks, workers, [[n for _, n in first] for first, _ in of_ranks])
         for rank, (first, second) in enumerate(of_ranks):
             _judge_workers(case, workers, rank, [worker for worker, _ in first])
             if sorted(n for _, n in second) != sorted(n for _, n in first):
-                raise Wrong(
-                    "second-epoch", rank, f"{case}: the same {len(first)} samples in the second epoch",
-                    f"{len(second)} samples in it",
-                    "__iter__ is called once an epoch. What has the first call left changed in self?",
-                    "Cut into a local name: mine = self.order[...]; self.order stays whole.",
-                )  # fmt: skip
+                raise Wrong("second-epoch", rank, f"{case}: the same {len(first)} samples in the second epoch",
+                            f"{len(second)} samples in it",
+                            "__iter__ is called once an epoch. What has the first call left changed in self?",
+                            "Cut into a local name: mine = self.order[...]; self.order stays whole.")
 
 
 def _judge_workers(case: str, workers: int, rank: int, who: list) -> None:
     counts = [who.count(worker) for worker in range(workers)]
     if workers > 1 and max(counts) > -(-len(who) // workers) + 1:
-        raise Wrong(
-            "workers-idle", rank, f"{case}: workers that read about {len(who) / workers:.0f} samples each",
-            f"they read {', '.join(map(str, counts))}",
-            "Each sample is read once, and as slowly as without workers. What do the others do?", SHARE,
-        )  # fmt: skip
+        raise Wrong("workers-idle", rank, f"{case}: workers that read about {len(who) / workers:.0f} samples each",
+                    f"they read {', '.join(map(str, counts))}",
+                    "Each sample is read once, and as slowly as without workers. What do the others do?", SHARE)
 
 
 SHARE = "mine = order[rank::ranks], and of these mine[worker.id :: worker.num_workers]."
@@ -184,29 +162,25 @@ def _judge_epoch(case: str, samples: int, ranks: int, workers: int, of_ranks) ->
     order = order_of(samples)
     seen = [number for mine in of_ranks for number in mine]
     most = max(seen.count(number) for number in order)
-    if workers and most == workers and len(seen) == workers * samples:
-        raise Wrong(
-            "every-worker-reads-all", None, f"{case}: each sample once", f"each {workers} times",
-            "Every worker has a copy of the data set: how does it know which one it is?",
-            "get_worker_info() tells id and num_workers: ask in __iter__, which runs in the worker.",
-        )  # fmt: skip
+    wrong = rows(None)
+    wrong("every-worker-reads-all", workers and most == workers and len(seen) == workers * samples,
+          f"{case}: each sample once", f"each {workers} times",
+          "Every worker has a copy of the data set: how does it know which one it is?",
+          "get_worker_info() tells id and num_workers: ask in __iter__, which runs in the worker.")
     for written in range(2, workers):
         parts = [
             [number for worker in range(workers) for number in order[rank::ranks][worker::written]]
             for rank in range(ranks)
         ]
-        if all(sorted(mine) == sorted(part) for mine, part in zip(of_ranks, parts, strict=True)):
-            raise Wrong(
-                "workers-written-in", None, f"{case}: each sample once", f"what is right for {written} workers",
-                f"Is the number {written} written into it?", SHARE,
-            )  # fmt: skip
+        wrong("workers-written-in",
+              all(sorted(mine) == sorted(part) for mine, part in zip(of_ranks, parts, strict=True)),
+              f"{case}: each sample once", f"what is right for {written} workers",
+              f"Is the number {written} written into it?", SHARE)
     everywhere = all(sorted(mine) == sorted(order) for mine in of_ranks)
     if workers and most > 1 and not everywhere:
         twice = next(number for number in order if seen.count(number) > 1)
-        raise Wrong(
-            "workers-overlap", None, f"{case}: each sample once", f"sample {twice} {seen.count(twice)} times",
-            "Workers begin at different places but walk on over each other's samples, or ranks share some.", SHARE,
-        )  # fmt: skip
+        wrong("workers-overlap", True, f"{case}: each sample once", f"sample {twice} {seen.count(twice)} times",
+              "Workers begin at different places but walk on over each other's samples, or ranks share some.", SHARE)
     _once(of_ranks, order, case, ranks, SHARE)
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l09.judge_input import numbers_of, order_of
 
 # samples, then for each run: ranks, batch size, steps (None: to the end; 0: saved at once, without a loop)
@@ -62,13 +62,12 @@ def judge_resuming(observations) -> None:
     for place, ((samples, runs), case) in enumerate(zip(RUNS, observations[0], strict=True)):
         order, seen = order_of(samples), []
         came = sorted(n for got, _ in case for rank in got for batch in rank for n in batch)
-        if place == BEGUN and came != sorted(order):
-            raise Wrong(
-                "loaded-later", None, f"each of {samples} samples once, where an epoch that has begun loads a state",
-                "others, and in a new epoch it was right",
-                "Does load_state_dict count from what this epoch has had already?",
-                "Set what was taken, and cut from the whole order: self.taken = state[...].",
-            )  # fmt: skip
+        wrong = rows(None)
+        wrong("loaded-later", place == BEGUN and came != sorted(order),
+              f"each of {samples} samples once, where an epoch that has begun loads a state",
+              "others, and in a new epoch it was right",
+              "Does load_state_dict count from what this epoch has had already?",
+              "Set what was taken, and cut from the whole order: self.taken = state[...].")
         for number, ((ranks, batch_size, steps), (got, states)) in enumerate(zip(runs, case, strict=False)):
             run = f"{samples} samples; run {number + 1} of {len(runs)}: {ranks} ranks, batch size {batch_size}"
             _judge_run(run, got, states, batch_size, 10 * samples if steps is None else None)
@@ -79,16 +78,14 @@ def judge_resuming(observations) -> None:
             first, last = runs[0][0], runs[-1][0]
             came = f"{len(lost)} never arrived, in {len(runs)} runs that resumed one another: {lost[:5]}"
             everything = "Save how many samples *all* ranks have taken, not one rank's batches or samples."
-            if any(steps == 0 for _, _, steps in runs):
-                raise Wrong("saved-unread", None, f"all {samples} samples", came, UNREAD, "Count from __init__ on.")
+            wrong("saved-unread", any(steps == 0 for _, _, steps in runs), f"all {samples} samples", came,
+                  UNREAD, "Count from __init__ on.")
             if first != last:
                 hint = f"{first} ranks saved, and others go on: does the state mean the same for both?"
-                raise Wrong("other-ranks", None, f"all {samples} samples", came, hint, everything)
-            raise Wrong(
-                "lost", None, f"all {samples} samples", came,
-                "Does the last batch come, if it is a short one? Does the state count batches that nobody had yet?",
-                everything,
-            )  # fmt: skip
+                wrong("other-ranks", True, f"all {samples} samples", came, hint, everything)
+            wrong("lost", True, f"all {samples} samples", came,
+                  "Does the last batch come, if it is a short one? Does the state count batches that nobody had yet?",
+                  everything)
 
 
 UNREAD = "A state was saved before a batch was taken: it says what was loaded, or that nothing is done yet."
@@ -96,87 +93,60 @@ UNREAD = "A state was saved before a batch was taken: it says what was loaded, o
 
 def _judge_run(run, got, states, batch_size, endless) -> None:
     for rank, batches in enumerate(got):
-        if wrong := [batch for batch in batches if isinstance(batch, str)]:
-            raise Wrong(
-                "type", rank, f"{run}: batches that are lists of numbers", wrong[0], "Yield a list of numbers.",
-                "yield step[self.rank :: self.ranks]",
-            )  # fmt: skip
+        wrong = rows(rank)
+        if odd := [batch for batch in batches if isinstance(batch, str)]:
+            wrong("type", True, f"{run}: batches that are lists of numbers", odd[0],
+                  "Yield a list of numbers.", "yield step[self.rank :: self.ranks]")
         if large := [batch for batch in batches if len(batch) > batch_size]:
-            raise Wrong(
-                "batch-size", rank, f"{run}: at most {batch_size} samples in a batch", f"{len(large[0])}",
-                "batch_size is what one rank takes.", "step[self.rank :: self.ranks] of batch_size * ranks samples.",
-            )  # fmt: skip
+            wrong("batch-size", True, f"{run}: at most {batch_size} samples in a batch", f"{len(large[0])}",
+                  "batch_size is what one rank takes.", "step[self.rank :: self.ranks] of batch_size * ranks samples.")
         while batches and not batches[-1]:
-            if endless and len(batches) > endless:
-                raise Wrong(
-                    "endless", rank, f"{run}: an end", "empty batches, for ever",
-                    "When are all samples taken, and what ends the loop then?", "while self.taken < len(self.order):",
-                )  # fmt: skip
+            wrong("endless", endless and len(batches) > endless, f"{run}: an end", "empty batches, for ever",
+                  "When are all samples taken, and what ends the loop then?", "while self.taken < len(self.order):")
             batches = batches[:-1]
         if small := [len(batch) for batch in batches[:-1] if len(batch) < batch_size]:
-            raise Wrong(
-                "small-batches", rank, f"{run}: {batch_size} samples in each batch but the last", f"{small[0]} in one",
-                "batch_size is what one rank takes in a step, and all ranks together take batch_size * ranks.",
-                "The next batch_size * ranks entries are a step: step[self.rank :: self.ranks] is this rank's.",
-            )  # fmt: skip
+            wrong("small-batches", True, f"{run}: {batch_size} samples in each batch but the last",
+                  f"{small[0]} in one",
+                  "batch_size is what one rank takes in a step, and all ranks together take batch_size * ranks.",
+                  "The next batch_size * ranks entries are a step: step[self.rank :: self.ranks] is this rank's.")
     if states[0].startswith("no JSON"):
-        raise Wrong(
-            "no-json", None, f"{run}: a state of plain numbers and lists", states[0], "One number is enough.",
-            'return {"samples": self.taken}',
-        )  # fmt: skip
+        raise Wrong("no-json", None, f"{run}: a state of plain numbers and lists", states[0],
+                    "One number is enough.", 'return {"samples": self.taken}')
     if other := [(rank, state) for rank, state in enumerate(states) if state != states[0]]:
         rank, state = other[0]
-        raise Wrong(
-            "states-differ", rank, f"{run}: the same state on all ranks, after as many batches",
-            f"{state:.60}, and on rank 0 {states[0]:.60}",
-            "Only one rank saves: its state has to speak for all of them.",
-            "After each batch all ranks together have taken batch_size * ranks samples more.",
-        )  # fmt: skip
+        raise Wrong("states-differ", rank, f"{run}: the same state on all ranks, after as many batches",
+                    f"{state:.60}, and on rank 0 {states[0]:.60}",
+                    "Only one rank saves: its state has to speak for all of them.",
+                    "After each batch all ranks together have taken batch_size * ranks samples more.")
 
 
 def _judge_again(run, order, before, now, got, number, runs) -> None:
     again = [n for n in now if n in before]
+    wrong = rows(None)
     if len(set(now)) < len(now):
         twice = next(n for n in now if now.count(n) > 1)
-        raise Wrong(
-            "overlap", None, f"{run}: each sample once", f"sample {twice} {now.count(twice)} times in this run",
-            "In a step all ranks together take the next batch_size * ranks samples: which of them are this rank's?",
-            "step[self.rank :: self.ranks]",
-        )  # fmt: skip
+        wrong("overlap", True, f"{run}: each sample once", f"sample {twice} {now.count(twice)} times in this run",
+              "In a step all ranks together take the next batch_size * ranks samples: which of them are this rank's?",
+              "step[self.rank :: self.ranks]")
     if not again:
         return
     first = order.index(again[0])
     came = f"sample {again[0]}, number {first} of the order, came before it was saved"
-    if runs[number - 1][2] == 0:
-        raise Wrong("saved-unread", None, f"{run}: what was left", came, UNREAD, "Count from __init__ on.")
-    if len(before) == len(order):
-        raise Wrong(
-            "short-step", None, f"{run}: nothing, as all samples were taken", came,
-            "The last step was a short one. How many samples does the state count for it?",
-            "self.taken += len(step), which is what all ranks took together.",
-        )  # fmt: skip
-    if len(again) == len(before):
-        raise Wrong(
-            "from-the-start", None, f"{run}: what was left", came, "load_state_dict has no effect on what is yielded.",
-            "self.taken = state[...], and __iter__ begins there.",
-        )  # fmt: skip
-    if number == 1 and runs[0][0] == runs[1][0]:
-        raise Wrong(
-            "batch-in-hand", None, f"{run}: what was left", came,
-            "The state was saved while the loop had a batch in hand: does it count that batch?",
-            "A generator stops at yield. Count a batch before it is yielded, not behind it.",
-        )  # fmt: skip
-    if number > 1:
-        raise Wrong(
-            "second-resume", None, f"{run}: what was left", came,
-            "The first resume was right, the next one not: does the state count what was taken before, too?",
-            "Go on counting from the number that was loaded.",
-        )  # fmt: skip
-    raise Wrong(
-        "other-ranks", None, f"{run}: what was left", came,
-        f"{runs[number - 1][0]} ranks saved, and {runs[number][0]} go on: does the state mean the same for both?",
-        "Save how many samples *all* ranks have taken, not one rank's batches or samples.",
-    )  # fmt: skip
+    wrong("saved-unread", runs[number - 1][2] == 0, f"{run}: what was left", came, UNREAD, "Count from __init__ on.")
+    wrong("short-step", len(before) == len(order), f"{run}: nothing, as all samples were taken", came,
+          "The last step was a short one. How many samples does the state count for it?",
+          "self.taken += len(step), which is what all ranks took together.")
+    wrong("from-the-start", len(again) == len(before), f"{run}: what was left", came,
+          "load_state_dict has no effect on what is yielded.", "self.taken = state[...], and __iter__ begins there.")
+    wrong("batch-in-hand", number == 1 and runs[0][0] == runs[1][0], f"{run}: what was left", came,
+          "The state was saved while the loop had a batch in hand: does it count that batch?",
+          "A generator stops at yield. Count a batch before it is yielded, not behind it.")
+    wrong("second-resume", number > 1, f"{run}: what was left", came,
+          "The first resume was right, the next one not: does the state count what was taken before, too?",
+          "Go on counting from the number that was loaded.")
+    wrong("other-ranks", True, f"{run}: what was left", came,
+          f"{runs[number - 1][0]} ranks saved, and {runs[number][0]} go on: does the state mean the same for both?",
+          "Save how many samples *all* ranks have taken, not one rank's batches or samples.")
 
 
 EXERCISES = {"resume-build": Exercise("Epoch", observe_resuming, judge_resuming, needs_ranks=False)}
