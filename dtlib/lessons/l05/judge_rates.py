@@ -2,7 +2,7 @@
 
 import math
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 RATE, MOMENTUM = 0.02, 0.9  # of the fix
 OURS = ("lr", "momentum")
@@ -14,7 +14,7 @@ WARMUPS = ((4, 8), (10, 16), (1, 2), (7, 3))  # warmup_steps, k: sevenths show w
 SCALES = (
     (0.02, 4, 60, 16, 8), (0.1, 32, 8, 256, 10), (0.1, 256, 64, 256, 5), (0.3, 5, 10, 20, 6), (0.2, 2, 16, 16, 0),
     (0.013, 3, 7, 32, 6),
-)  # fmt: skip
+)
 
 
 def steps_of(warmup_steps: int) -> tuple[int, ...]:
@@ -60,23 +60,17 @@ def judge_settings(observations) -> None:
     for rank, seen in enumerate(observations):
         for (warmup_steps, k), series in zip(WARMUPS, seen, strict=True):
             for step, rate, momentum, others in series:
+                wrong = rows(rank)
                 if isinstance(rate, str) or isinstance(momentum, str):
                     got = rate if isinstance(rate, str) else momentum
-                    raise Wrong(
-                        "type", rank, "a dictionary with the numbers lr and momentum", got,
-                        'Return {"lr": ..., "momentum": ...}.', "Both are numbers in every step, also in step 0.",
-                    )  # fmt: skip
-                if others:
-                    raise Wrong(
-                        "other-settings", rank, "lr and momentum alone", f"{others} beside them, in step {step}",
-                        "Warm-up is of the rate: every other setting stays as SGD has it.",
-                        'Return {"lr": ..., "momentum": 0.9}, and nothing else.',
-                    )  # fmt: skip
-                if not math.isclose(momentum, MOMENTUM):
-                    raise Wrong(
-                        "momentum-scaled", rank, f"momentum {MOMENTUM} in step {step}, for k = {k}", f"{momentum:g}",
-                        "The rules scale one of the two settings.", "Leave the momentum alone: warm-up is of the rate.",
-                    )  # fmt: skip
+                    wrong("type", True, "a dictionary with the numbers lr and momentum", got,
+                          'Return {"lr": ..., "momentum": ...}.', "Both are numbers in every step, also in step 0.")
+                wrong("other-settings", others, "lr and momentum alone", f"{others} beside them, in step {step}",
+                      "Warm-up is of the rate: every other setting stays as SGD has it.",
+                      'Return {"lr": ..., "momentum": 0.9}, and nothing else.')
+                wrong("momentum-scaled", not math.isclose(momentum, MOMENTUM),
+                      f"momentum {MOMENTUM} in step {step}, for k = {k}", f"{momentum:g}",
+                      "The rules scale one of the two settings.", "Leave the momentum alone: warm-up is of the rate.")
             _judge_line(rank, warmup_steps, RATE, k * RATE, [(step, rate) for step, rate, *_ in series], f"k = {k}")
 
 
@@ -119,17 +113,12 @@ def _judge_top(rank, case, series) -> None:
     expected = f"{rate * k:g} in step {step}, long after the warm-up, with {_in_words(*case)}"
     if _same(got, rate * k):
         return
-    if k < 1 and _same(got, rate):
-        raise Wrong(
-            "never-smaller", rank, expected, f"{got:g}, the rate as it was",
-            f"The batch is smaller than base_batch here: k = {k:g}. The rule goes both ways.",
-            "No max, no if: the top is k * rate for any k.",
-        )  # fmt: skip
-    if not warmup_steps and _same(got, rate):
-        raise Wrong(
-            "no-top-without-warmup", rank, expected, f"{got:g}, the rate as it was",
-            "warmup_steps=0 means that the rate is at its top from step 0 on.", "if step >= warmup_steps: return top",
-        )  # fmt: skip
+    wrong = rows(rank, expected)
+    wrong("never-smaller", k < 1 and _same(got, rate), f"{got:g}, the rate as it was",
+          f"The batch is smaller than base_batch here: k = {k:g}. The rule goes both ways.",
+          "No max, no if: the top is k * rate for any k.")
+    wrong("no-top-without-warmup", not warmup_steps and _same(got, rate), f"{got:g}, the rate as it was",
+          "warmup_steps=0 means that the rate is at its top from step 0 on.", "if step >= warmup_steps: return top")
     mistakes = [
         (rate * math.sqrt(k), "square-root", "This is the square-root rule; the linear one is asked for.",
          "k times the batch, k times the rate."),
@@ -144,22 +133,15 @@ def _judge_top(rank, case, series) -> None:
         (rate * int(k), "rounded", "k need not be a whole number.", "Divide with /, not with //."),
         (rate * math.ceil(k), "rounded", "k need not be a whole number.", "Divide, and round nothing."),
         (rate * ranks * batch // base_batch, "rounded", "// rounds down, here the rate itself.", "Divide with /."),
-    ]  # fmt: skip
+    ]
     for value, mistake, *hints in mistakes:
-        if _same(got, value):
-            raise Wrong(mistake, rank, expected, f"{got:g}", *hints)
+        wrong(mistake, _same(got, value), f"{got:g}", *hints)
     _judge_digits(rank, series, _line(rate, rate * k, warmup_steps), expected)
     previous = series[-2][1]
-    if got > previous:
-        raise Wrong(
-            "keeps-growing", rank, expected, f"{got:g}, and {previous:g} in step {series[-2][0]}",
-            "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)",
-        )  # fmt: skip
-    raise Wrong(
-        "other-rate", rank, expected, f"{got:g}",
-        "k = ranks * batch / base_batch; the top is k * rate.",
-        "Call it in a cell of its own with these values, and look at a late step.",
-    )  # fmt: skip
+    wrong("keeps-growing", got > previous, f"{got:g}, and {previous:g} in step {series[-2][0]}",
+          "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)")
+    wrong("other-rate", True, f"{got:g}", "k = ranks * batch / base_batch; the top is k * rate.",
+          "Call it in a cell of its own with these values, and look at a late step.")
 
 
 def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
@@ -172,11 +154,9 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
         expected = f"{wanted:g} in step {step} of a warm-up of {warmup_steps}, with {case}"
         last = series[-1][1]
         _judge_digits(rank, series, line, expected)
-        if not warmup_steps:
-            raise Wrong(
-                "warmup-of-0-steps", rank, expected, f"{got:g}", "Without warm-up step 0 has the top already.",
-                "if step >= warmup_steps: return top",
-            )  # fmt: skip
+        wrong = rows(rank, expected)
+        wrong("warmup-of-0-steps", not warmup_steps, f"{got:g}",
+              "Without warm-up step 0 has the top already.", "if step >= warmup_steps: return top")
         if step == 0:
             hint = (
                 "It begins at 0, and a step with rate 0 does nothing."
@@ -184,26 +164,18 @@ def _judge_line(rank, warmup_steps, first, top, series, case) -> None:
                 else ("It begins at the top: where is the warm-up?" if _same(got, top) else "Look at step 0.")
             )
             name = "no-warmup" if _same(got, top) else "wrong-start"
-            raise Wrong(
-                name, rank, expected, f"{got:g}", hint,
-                "Warm-up begins at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.",
-            )  # fmt: skip
-        if step >= warmup_steps and last > got and not _same(last, top):
-            raise Wrong(
-                "keeps-growing", rank, expected, f"{got:g}, and {last:g} in step {series[-1][0]}",
-                "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)",
-            )  # fmt: skip
-        if step >= warmup_steps and not _same(last, top):
-            raise Wrong(
-                "never-at-the-top", rank, expected, f"{got:g}, and {last:g} in step {series[-1][0]}",
-                "Which is the largest fraction that comes out, in any step?",
-                "In step warmup_steps the fraction is 1: min(1, step / warmup_steps).",
-            )  # fmt: skip
-        raise Wrong(
-            "no-straight-line", rank, expected, f"{got:g}",
-            "Both ends may be right; in between the rate grows by the same amount in each step.",
-            "rate + (top - rate) * step / warmup_steps, until step is warmup_steps.",
-        )  # fmt: skip
+            wrong(name, True, f"{got:g}", hint,
+                  "Warm-up begins at the small batch's rate: rate + (top - rate) * fraction; fraction is 0 in step 0.")
+        wrong("keeps-growing", step >= warmup_steps and last > got and not _same(last, top),
+              f"{got:g}, and {last:g} in step {series[-1][0]}",
+              "After the warm-up the rate is constant.", "fraction = min(1, step / warmup_steps)")
+        wrong("never-at-the-top", step >= warmup_steps and not _same(last, top),
+              f"{got:g}, and {last:g} in step {series[-1][0]}",
+              "Which is the largest fraction that comes out, in any step?",
+              "In step warmup_steps the fraction is 1: min(1, step / warmup_steps).")
+        wrong("no-straight-line", True, f"{got:g}",
+              "Both ends may be right; in between the rate grows by the same amount in each step.",
+              "rate + (top - rate) * step / warmup_steps, until step is warmup_steps.")
 
 
 def _line(first: float, top: float, warmup_steps: int):
@@ -219,8 +191,7 @@ def _judge_digits(rank: int, series, line, expected: str) -> None:
         got, wanted = next((got, wanted) for got, wanted in both if not _same(got, wanted))
         raise Wrong(
             "rounded-rate", rank, expected, f"{got:.9g}, not {wanted:.9g}", "This is rounded: return all digits.",
-            "No round() in what is returned, and no type with few digits, such as float16; round where you print.",
-        )  # fmt: skip
+            "No round() in what is returned, and no type with few digits, such as float16; round where you print.")
 
 
 def _same(a, b) -> bool:
