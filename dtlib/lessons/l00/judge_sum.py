@@ -1,6 +1,6 @@
 """Lesson 00: the sum of all ranks, on every rank."""
 
-from dtlib.lab.checks.exercise import Exercise, Wrong
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 
 def observe_total(total, comm):
@@ -29,37 +29,27 @@ def judge_total(observations) -> None:
     for rank, (got, _) in enumerate(observations):
         if got == expected:
             continue
-        if isinstance(got, str):
-            raise Wrong(
-                "type", rank, f"a whole number, or a tensor of one: {expected}", got,
-                "total is one number: what did the last line that assigns it put there?",
-                "Begin with total = torch.tensor(world.rank), then world.comm.all_reduce(total).",
-            )  # fmt: skip
-        if got == rank:
-            raise Wrong(
-                "not-reduced", rank, f"{expected} on every rank", f"{got}",
-                "This rank still has its own number: who adds them?",
-                "Call world.comm.all_reduce(total): it changes total on every rank.",
-            )  # fmt: skip
+        wrong = rows(rank)
+        wrong("type", isinstance(got, str), f"a whole number, or a tensor of one: {expected}", got,
+              "total is one number: what did the last line that assigns it put there?",
+              "Begin with total = torch.tensor(world.rank), then world.comm.all_reduce(total).")
+        wrong("not-reduced", got == rank, f"{expected} on every rank", f"{got}",
+              "This rank still has its own number: who adds them?",
+              "Call world.comm.all_reduce(total): it changes total on every rank.")
         what = f"{expected}, the sum of the ranks 0 to {size - 1}"
         if got in (expected * size, expected * size**2):
-            raise Wrong(
-                "summed-twice", rank, what, f"{got}, {got // expected} times as much",
-                "all_reduce works in place: a second call adds sums. Was the line run, or written, twice?",
-                "Run the whole cell again, from total = torch.tensor(world.rank) on, with one all_reduce.",
-            )  # fmt: skip
-        raise Wrong(
-            "other-sum", rank, what, f"{got}",
-            "Is it world.rank that is summed, of these ranks? And all_reduce adds unless op= says otherwise.",
-            "total = torch.tensor(world.rank), then world.comm.all_reduce(total), both on every rank, once.",
-        )  # fmt: skip
+            wrong("summed-twice", True, what, f"{got}, {got // expected} times as much",
+                  "all_reduce works in place: a second call adds sums. Was the line run, or written, twice?",
+                  "Run the whole cell again, from total = torch.tensor(world.rank) on, with one all_reduce.")
+        wrong("other-sum", True, what, f"{got}",
+              "Is it world.rank that is summed, of these ranks? And all_reduce adds unless op= says otherwise.",
+              "total = torch.tensor(world.rank), then world.comm.all_reduce(total), both on every rank, once.")
     for rank, (got, collectives) in enumerate(observations):
         if collectives == 0 and size > 1:
-            raise Wrong(
-                "nothing-sent", rank, "a sum that the ranks have computed together", f"{got}, and nothing was sent",
-                "The number is right. But how does this rank know the numbers of the others?",
-                "total = torch.tensor(world.rank), then world.comm.all_reduce(total).",
-            )  # fmt: skip
+            raise Wrong("nothing-sent", rank, "a sum that the ranks have computed together",
+                        f"{got}, and nothing was sent",
+                        "The number is right. But how does this rank know the numbers of the others?",
+                        "total = torch.tensor(world.rank), then world.comm.all_reduce(total).")
 
 
 def _judge_operation(got: list, expected: int) -> None:
@@ -68,23 +58,17 @@ def _judge_operation(got: list, expected: int) -> None:
     if size == 1 or got == list(range(size)) or expected in got[1:]:
         return
     if got[0] == expected and got[1:] == list(range(1, size)):
-        raise Wrong(
-            "only-root", 1, f"{expected} on every rank", f"{got[1]}; rank 0 alone has the sum",
-            "The numbers are added, and rank 0 gets the sum. Who else wants it?",
-            "reduce gives the result to its root, all_reduce to every rank.",
-        )  # fmt: skip
-    if len(set(got)) == 1 and got[0] in (0, size - 1):
-        raise Wrong(
-            "not-added", 0, f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]} on every rank",
-            f"All ranks agree on rank {got[0]}'s number. Is anything added?",
-            'all_reduce adds. broadcast copies one number; op="min", "max" and "prod" do something else.',
-        )  # fmt: skip
-    if len(set(got)) == 1 and got[0] == expected // size:
-        raise Wrong(
-            "mean", 0, f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]}, which is their mean",
-            f"This is {expected} divided by {size}. Who divides?",
-            "world.comm.all_reduce(total), without op: it adds.",
-        )  # fmt: skip
+        raise Wrong("only-root", 1, f"{expected} on every rank", f"{got[1]}; rank 0 alone has the sum",
+                    "The numbers are added, and rank 0 gets the sum. Who else wants it?",
+                    "reduce gives the result to its root, all_reduce to every rank.")
+    wrong = rows(0)
+    wrong("not-added", len(set(got)) == 1 and got[0] in (0, size - 1),
+          f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]} on every rank",
+          f"All ranks agree on rank {got[0]}'s number. Is anything added?",
+          'all_reduce adds. broadcast copies one number; op="min", "max" and "prod" do something else.')
+    wrong("mean", len(set(got)) == 1 and got[0] == expected // size,
+          f"{expected}, the sum of the ranks 0 to {size - 1}", f"{got[0]}, which is their mean",
+          f"This is {expected} divided by {size}. Who divides?", "world.comm.all_reduce(total), without op: it adds.")
 
 
 EXERCISES = {"first-sum": Exercise("total", observe_total, judge_total)}
