@@ -9,9 +9,8 @@ from dtlib import pi
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.exercise import Verdict, Wrong, rows
+from dtlib.lab.checks.exercise import Verdict, Wrong, html, rows
 from dtlib.lab.checks.registry import EXERCISES, homes
-from dtlib.lab.checks.rendering import html
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.lesson_files import module_of, notebooks
 from dtlib.lessons.l03 import wrong_collectives
@@ -683,7 +682,7 @@ def test_every_exercise_has_a_solution_to_show():
 def test_an_answer_is_known_by_its_code_or_value():
     import torch
 
-    from dtlib.lab.checks.answers import fingerprint
+    from dtlib.lab.checks.checks import fingerprint
 
     def one(x):
         return x + 1
@@ -706,7 +705,7 @@ def test_an_error_has_a_hint_of_its_own_and_says_in_which_line(error, words):
 
     import torch
 
-    from dtlib.lab.checks.answers import told
+    from dtlib.lab.checks.checks import told
 
     names, source = {"torch": torch}, f"def answer(points):\n    return {error}\n"
     linecache.cache["<cell>"] = len(source), None, source.splitlines(True), "<cell>"

@@ -9,7 +9,7 @@ import pytest
 
 from dtlib.errors import DtlibError
 from dtlib.lab import build
-from dtlib.lab.checks import predictions, rendering
+from dtlib.lab.checks import exercise, predictions
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
 from dtlib.lab.lesson_files import name_of, notebooks
@@ -93,11 +93,11 @@ def test_an_outcome_has_a_sign_and_a_colour_where_there_is_a_page(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=True))
     monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
-    rendering.show_sentence(True, "You predicted 3 < 4: right.")
-    rendering.show_sentence(False, "You predicted 3: not right.")
+    exercise.show_sentence(True, "You predicted 3 < 4: right.")
+    exercise.show_sentence(False, "You predicted 3: not right.")
     right, wrong = (data["text/html"] for data in shown)
-    assert rendering.PASSED in right and "&#10003;" in right and "3 &lt; 4: right." in right
-    assert rendering.NOT_YET in wrong and "&#10003;" not in wrong and "not right." in wrong
+    assert exercise.PASSED in right and "&#10003;" in right and "3 &lt; 4: right." in right
+    assert exercise.NOT_YET in wrong and "&#10003;" not in wrong and "not right." in wrong
     assert shown[0]["text/plain"] == "You predicted 3 < 4: right."
 
 

@@ -8,8 +8,8 @@ from html import escape
 import pytest
 
 from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
+from dtlib.lab.checks.exercise import html
 from dtlib.lab.checks.registry import EXERCISES
-from dtlib.lab.checks.rendering import html
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import judge_puzzle as puzzle
 from dtlib.lessons.l07 import wrong_puzzle

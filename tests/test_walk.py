@@ -273,7 +273,7 @@ LIMITS = {
     "a gradient in full": (7, 45, 220, 20),
     "a 1F1B micro-batch": (10, 80, 360, 30),
     "an all-reduce": (4, 30, 140, 10),
-    "an answer that is checked": (20, 105, 440, 40),
+    "an answer that is checked": (17, 105, 440, 35),
     "a batch from file to engine": (16, 80, 340, 35),
     "torch's all-reduce": (11, 55, 240, 20),
     "a checkpoint": (10, 75, 380, 25),

@@ -12,8 +12,7 @@ import pytest
 from docs import instructor
 from docs.instructor import recorded, verdict_on
 from dtlib.lab import lesson_files
-from dtlib.lab.checks.answers import fingerprint
-from dtlib.lab.checks.checks import judge_here
+from dtlib.lab.checks.checks import fingerprint, judge_here
 from dtlib.lab.checks.registry import EXERCISES, homes
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings

@@ -17,8 +17,7 @@ from numbers import Number
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
 from dtlib.lab.checks import progress
-from dtlib.lab.checks.exercise import Prediction
-from dtlib.lab.checks.rendering import show_sentence
+from dtlib.lab.checks.exercise import Prediction, show_sentence
 from dtlib.lab.engines.extension import magic_first
 from dtlib.lab.reports import report
 from dtlib.lab.tables import fold

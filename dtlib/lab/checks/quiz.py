@@ -5,8 +5,8 @@ The questions stand with the lessons, as text that a teacher can edit (questions
 
 from dtlib.errors import DtlibError
 from dtlib.lab.checks import progress
+from dtlib.lab.checks.exercise import NOT_YET, PASSED
 from dtlib.lab.checks.questions import Option, Quiz, as_html, quizzes
-from dtlib.lab.checks.rendering import NOT_YET, PASSED
 from dtlib.lab.reports import report
 from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine

@@ -40,13 +40,18 @@ class Registry(Mapping):
     def __getitem__(self, name: str) -> Exercise:
         if name.endswith(".py"):
             return _of_file(Path(name))
-        return lesson_files.module_of(homes()[name]).EXERCISES[name]
+        return _of_lesson(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(homes())
 
     def __len__(self) -> int:
         return len(homes())
+
+
+@cache
+def _of_lesson(name: str) -> Exercise:
+    return lesson_files.module_of(homes()[name]).EXERCISES[name]
 
 
 def _of_file(path: Path) -> Exercise:

@@ -33,7 +33,7 @@ def _observed(all_reduce, length, dtype, comm):
 
     from dtlib.comm.watch.recorder import recording
     from dtlib.errors import WaitTimeout
-    from dtlib.lab.checks.answers import told
+    from dtlib.lab.checks.checks import told
     from dtlib.lab.checks.sends import not_waited_for, watched_sends
 
     tensor = input_of(comm.rank, length, comm.size, dtype)
