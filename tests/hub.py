@@ -290,16 +290,19 @@ def measure(count: int, folder: Path, what: list[str]) -> None:
                     print(notebook, f"{time.monotonic() - began:.0f} s, failed:", failed, flush=True)
             if "idle" in what:
                 time.sleep(20)
-                for _ in range(3):
+                for _ in range(5):
                     before = {name: {pid: cost([pid])[0] for pid in hub.processes(name)} for name in names}
-                    time.sleep(30)
+                    time.sleep(60)
                     for name in names:
                         lines = hub.processes(name)
                         spent = {pid: cost([pid])[0] - was for pid, was in before[name].items() if pid in lines}
-                        print(name, f"idle: {sum(spent.values()) / 0.3:.1f} % of a core,", f"{cost(lines)[1]:.0f} MB")
+                        print(
+                            name, f"idle: {sum(spent.values()) / 0.6:.1f} % of a core,", f"{cost(lines)[1]:.0f} MB",
+                            flush=True,
+                        )  # fmt: skip
                 for pid in sorted(lines, key=lambda pid: -cost([pid])[1]):
                     name = Path(f"/proc/{pid}/comm").read_text().strip()
-                    print(f"  {cost([pid])[1]:5.0f} MB {spent.get(pid, 0) / 0.3:5.2f} % {name:16}{lines[pid][:90]}")
+                    print(f"  {cost([pid])[1]:5.0f} MB {spent.get(pid, 0) / 0.6:5.2f} % {name:16}{lines[pid][:90]}")
             for each in learners:
                 each.stops()
         time.sleep(10)

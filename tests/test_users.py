@@ -2,11 +2,13 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
 
 from tests import hosts
+from tests.conftest import ROOT
 from tests.hosts import Hosts
 from tests.users import TMP, Users
 
@@ -73,3 +75,17 @@ def test_what_root_has_left_in_shared_places_stops_no_start(machine):
     assert zygote[1] == "True" and zygote[0] == parents[1] != parents[0] and zygote[0] in scripts[1], said
     modes = json.loads(said.partition("modes ")[2])
     assert len(modes) == 4 and set(modes.values()) == {"0o700"}, modes
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("file", ["test_engines.py", "test_scripts.py", "test_zygote.py"])
+def test_all_tests_of_starting_pass_for_a_user_without_privileges(machine, file):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not nightly"]
+    command += [str(ROOT / "tests" / file), f"--basetemp={TMP}/home/bob/{file}"]
+    runtime = machine.users.home("bob") / ".local" / "share" / "jupyter" / "runtime"  # as a server would have made it
+    machine.run("h1", machine.users.as_user("bob", ["mkdir", "-p", str(TMP / runtime.relative_to(machine.users.tmp))]))
+    bob = machine.users.as_user("bob", ["env", f"--chdir={ROOT}", *command])
+    done = machine.start("h1", bob, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said, _ = done.communicate(timeout=800)
+    assert done.returncode == 0, said[-6000:]
