@@ -22,6 +22,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and there is none here"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of two processes that run tests one has the worlds: ranks of two would wait for each other's cores."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.endswith(("rank]", "ranks]")) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 def wants_ranks(items) -> bool:
     """Whether these tests start so many that importing torch once for all of them is worth it."""
     return any(hasattr(item.module, name) for item in items for name in ("on_ranks", "start_ranks", "lab", "recovery"))
