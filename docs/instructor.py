@@ -22,7 +22,7 @@ DISCUSSIONS = FILE.with_name("discussions.md")
 PROMPTS = FILE.with_name("prompts.toml")
 HEAD = """# Wrong answers, and what to say
 
-Made by `python -m docs.instructor` from the wrong answers of the tests: these are the mistakes that come. On the left
+Made by `python -m docs.instructor` from the wrong answers of the tests: these are the usual mistakes. On the left
 what the learner has before them; then the hint that the check gives first, to be asked as a question, and the plainest
 one, which is what to say before you move on. The schedule puzzle draws what was handed in, and
 says there what is wrong.

@@ -315,7 +315,7 @@ def test_wrong_axes_and_means_are_refused(world):
             losses[here[2]].mean().backward()
             with pytest.raises(DtlibError, match=r"ranks had batches of .*mean_over_tokens"):
                 model.average_gradients()
-            model.contract.come = []
+            model.contract.ready = []
             model.zero_grad()
 
 

@@ -4,11 +4,11 @@ import re
 from itertools import combinations
 from unittest.mock import patch
 
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 from dtlib.comm.watch.recorder import Event
-from dtlib.lab import drawing, pictures
-from dtlib.lab.colours import RANK_COLOURS, rank_colour
+from dtlib.lab import drawing, pictures, server
+from dtlib.lab.colours import RANK_COLOURS, ink, rank_colour
 from dtlib.lessons.l03 import figures as l03
 from dtlib.lessons.l04 import figures as l04
 from dtlib.lessons.l11 import figures as l11
@@ -73,6 +73,29 @@ def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale(monkeypatch):
     assert all(colour in picture.svg for colour in drawn.values()), drawn
     light = [oklab(drawn[kind])[0] for kind in kinds]
     assert light == sorted(light) and light[2] > 0.95 and drawn["phase"] == rank_colour(0).lower()
+
+
+def test_a_timeline_says_once_that_it_is_emulated():
+    record = Timeline([Trace(0, 0.0, [Event(0, "operation", "barrier", 0.0, 1.0, emulated=True)])])
+    text = str(shown(pictures.timeline, record))
+    assert text.count("EMULATED") == 1 and "barrier" in text
+
+
+def luminance(colour, dimmed=1.0):
+    parts = [dimmed * channel for channel in to_rgb(colour)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.05 + sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_on_a_dark_page_a_figure_is_a_card_on_which_letters_stand_out():
+    assert '<figure class="dtlib-figure"' in shown(l04.data_parallelism)._repr_html_()
+    style = (server.SETTINGS / "custom" / "custom.css").read_text()
+    card = re.search(r'data-jp-theme-light="false"\] \.dtlib-figure > img \{([^}]*)\}', style)[1]
+    assert "background: white" in card and "border-radius" in card
+    dimmed = float(re.search(r"brightness\(([\d.]+)\)", card)[1])
+    for colour in RANK_COLOURS:
+        of_letters = luminance(ink(*to_rgb(colour)), dimmed), luminance(colour, dimmed)
+        assert max(of_letters) / min(of_letters) >= 4.5, colour
 
 
 def test_new_figures_have_a_sentence_and_a_text():

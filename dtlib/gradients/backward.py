@@ -40,7 +40,7 @@ class BackwardPass:
         self._under_way = False
         self._background = ExitStack()  # the progress thread while buckets travel
 
-    def gradient_has_come(self, parameter) -> None:
+    def gradient_is_ready(self, parameter) -> None:
         """A hook: autograd has added this parameter's gradient, and nothing more will come in this pass."""
         if not self._under_way:
             self._start()

@@ -25,7 +25,7 @@ class Contract:
 
     Args:
         units: modules that have to share out all parameters, all trained, of one dtype, float32 or float64.
-        in_order: gradients have to come in one order on all ranks.
+        in_order: gradients have to be computed in one order on all ranks.
     """
 
     def __init__(self, who: str, model, comm, units=None, in_order: bool = False):
@@ -43,11 +43,11 @@ class Contract:
         if units is not None:
             self._check_units(units)
         self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
-        self.samples, self.come = (), []  # of the last forward pass; parameters with a gradient since the last step
+        self.samples, self.ready = (), []  # of the last forward pass; parameters with a gradient since the last step
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
-    def gradient_has_come(self, parameter) -> None:
-        self.come.append(parameter)
+    def gradient_is_ready(self, parameter) -> None:
+        self.ready.append(parameter)
 
     def check_step(self, closure=None) -> None:
         """Refuse what happened since the last step; all ranks call it."""
@@ -55,21 +55,21 @@ class Contract:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
         divided = self.whole in divided_by_all_tokens
         divided_by_all_tokens.discard(self.whole)
-        come = [self.names[parameter] for parameter in self.come]
-        kept = sorted(come) == sorted(self.names.values())
+        ready = [self.names[parameter] for parameter in self.ready]
+        kept = sorted(ready) == sorted(self.names.values())
         # A number a rank: where all are the same, all have done the same, and no rank need tell what.
-        note = repr((kept, divided, divided or self.samples, self.in_order and come)).encode()
+        note = repr((kept, divided, divided or self.samples, self.in_order and ready)).encode()
         notes = np.zeros(self.comm.size, dtype=np.int64)
         notes[self.comm.rank] = int.from_bytes(blake2b(note, digest_size=7).digest(), "little")
         self.comm.all_reduce(notes)
         if not kept or (notes != notes[0]).any():
-            self._refuse_what_differs(come, divided)
-        self.come = []
+            self._refuse_what_differs(ready, divided)
+        self.ready = []
 
-    def _refuse_what_differs(self, come: list[str], divided: bool) -> None:
-        samples, come = zip(*self.comm.all_gather_object((self.samples, come)), strict=True)
+    def _refuse_what_differs(self, ready: list[str], divided: bool) -> None:
+        samples, ready = zip(*self.comm.all_gather_object((self.samples, ready)), strict=True)
         for name in self.names.values():
-            counts = [others.count(name) for others in come]
+            counts = [others.count(name) for others in ready]
             if set(counts) != {1}:
                 self._refuse(
                     f"{name} got {counts} gradients on ranks 0 to {self.comm.size - 1}, and each needs one a step; for "
@@ -80,13 +80,13 @@ class Contract:
                 f"ranks had batches of {samples} (shapes, and how many count in masks): take equal ones, the loss of "
                 "mean_over_tokens, or batch_size of the full class"
             )
-        if self.in_order and any(others != come[0] for others in come):
+        if self.in_order and any(others != ready[0] for others in ready):
             self._refuse("layers ran in another order on another rank: let all ranks compute the same")
 
     def _forward_begins(self, model, inputs, named) -> None:
         if not torch.is_grad_enabled():
             return
-        if self.come:
+        if self.ready:
             self._refuse("a backward pass was interrupted, or no step() followed it: build all of it anew")
         if {parameter for parameter in model.parameters() if parameter.requires_grad} != set(self.names):
             self._refuse("a parameter was frozen, unfrozen or replaced after construction: build all of it anew")

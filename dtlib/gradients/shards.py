@@ -92,7 +92,7 @@ class Reducer:
         self._staging = {}  # by dtype and device: two pieces of memory, which buckets use in turn
         self._travelling = []
         self._pass = BackwardPass(shards, self._begin, self._launch, self._finish, progress, names)
-        self.gradient_has_come = self._pass.gradient_has_come
+        self.gradient_is_ready = self._pass.gradient_is_ready
         self.run_empty, self.check = self._pass.run_empty, self._pass.forget
 
     def _begin(self) -> None:

@@ -54,11 +54,11 @@ class _Distributed:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._parameter_names.setdefault(parameter, f"allreduce.noname.{len(self._parameter_names)}")
                 self._delay[parameter] = self.backward_passes_per_step
-                self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_has_come)
+                self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
     # Gradients
 
-    def _gradient_has_come(self, parameter) -> None:
+    def _gradient_is_ready(self, parameter) -> None:
         if self._delay[parameter] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "

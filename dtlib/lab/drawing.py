@@ -7,7 +7,8 @@
         return figure, "Bars: points per second of each rung.", Table(rows, headers)
 
 The figure is an SVG in an <img>: so it has alternative text, its names do not clash with those of other figures, and it
-is shown in a notebook that was not run here (in HTML that JupyterLab does not trust it leaves out SVG).
+is shown in a notebook that was not run here (in HTML that JupyterLab does not trust it leaves out SVG). An <img> hears
+of no theme: on a dark page its white is a card, less bright (settings/custom/custom.css, docs/book_static/book.css).
 """
 
 import functools
@@ -72,7 +73,8 @@ class Picture:
             for text in self.texts
         ]
         return (
-            f'<figure style="margin:0"><img alt="{escape(self.alt)}" src="{address}" style="max-width:100%">'
+            '<figure class="dtlib-figure" style="margin:0">'
+            f'<img alt="{escape(self.alt)}" src="{address}" style="max-width:100%">'
             f"<details><summary>as text</summary>{''.join(texts)}</details></figure>"
         )
 

@@ -215,7 +215,7 @@ def timeline(record):
     emulated = "The network was slowed down on purpose: EMULATED." if record.emulated else ""
     did = f"what ranks {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}"
     alt = f"{name}: {did}".rstrip() if name else f"W{did[1:]}".rstrip()
-    return figure, alt, Table(rows, headers, emulated, align=align)
+    return figure, alt, Table(rows, headers, align=align)
 
 
 def _labels(event) -> tuple[str, ...]:

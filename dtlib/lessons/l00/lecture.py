@@ -122,14 +122,14 @@ lab.check("first-sum")
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
-world.comm.barrier()  # all four come
+world.comm.barrier()  # all four arrive
 if world.rank != 2:
     world.comm.barrier()  # press Stop
 
 # %% tags=["two-hours", "half-day", "solution"]
 # %%px
 world.comm.time_limit = 1  # seconds, so that this stored notebook needs nobody to press Stop
-world.comm.barrier()  # all four come
+world.comm.barrier()  # all four arrive
 try:
     if world.rank != 2:
         world.comm.barrier()
@@ -222,7 +222,7 @@ print(world.comm.all_reduce(torch.tensor(world.rank)))
 # Training can go on after a death, even without the dead ranks: [lesson 11b](11b_faults.ipynb) has a button for it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# The same with other points, in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
+# Pi once more, from other points, in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
 # notebooks/pi_mpi4py.py`.
 
 # %% tags=["two-hours", "half-day"]

@@ -86,5 +86,5 @@ def throughput(table):
     axes.set_xticks(gpus, [f"{count:,}" for count in gpus])
     axes.legend()
     rows = [(scheme, count, value) for scheme, points in table.items() for count, value in points.items()]
-    alt = "Work of each GPU against their number, the batch of all staying the same: one line falls, one hardly does."
+    alt = "Work of each GPU against their number, for two models: ZeRO-3's lines fall, PTD's hardly do."
     return figure, alt, Table(rows, ("", "GPUs", "TFLOP/s on each GPU"))

@@ -103,9 +103,19 @@ lab.predict("zeros-too-many", 4.3)
 llama, gpt3 = found(r"Llama 3.1 405B +([\d.e+]+)", "parameters"), found(r"GPT-3 +([\d.e+]+)", "parameters")
 assert 1 < llama[0] / gpt3[0] < 15_600 / 300
 
+# %% tags=["statement"]
+# "The compute leaves its line between 2018 and 2020, the parameters after 2022."
+first, later = found(r"AlphaGo Zero +([\d.e+]+)", "operations")[0], found(r"GPT-3 +([\d.e+]+)", "operations")[0]
+doubled = [5e17 * 2 ** (12 / 3.5 * (year - 2012.75)) for year in (2017.8, 2020.4)]  # months as in models.csv
+assert 1 / 2 < doubled[0] / first < 2 and doubled[1] / later > 100
+near, far = found(r"PaLM +([\d.e+]+)", "parameters")[0], found(r"LLaMA 65B +([\d.e+]+)", "parameters")[0]
+tenfold = [0.34e9 * 10 ** (year - 2018.8) for year in (2022.3, 2023.1)]
+assert 1 / 2 < tenfold[0] / near < 2.1 and tenfold[1] / far > 100
+
 # %% [markdown]
-# A straight line on a logarithmic axis fits some years; it is not a law. Since 2020 the data have grown more than the
-# models: 300 billion tokens became 15,600 billion.
+# The compute leaves its line between 2018 and 2020, the parameters after 2022. A straight line on a logarithmic axis
+# fits some years; it is not a law. Since 2020 the data have grown more than the models: 300 billion tokens became
+# 15,600 billion.
 #
 # ## Question the number: ResNet-50
 #
@@ -288,8 +298,8 @@ held = {
 # library(Rmpi)
 # rank <- mpi.comm.rank(0)
 # size <- mpi.comm.size(0)
-# mine <- start(rank + 1) - start(rank)
-# # for each block of n of its points:
+# inside <- 0
+# # for each block of n of this rank's points:
 # inside <- inside + sum(runif(n)^2 + runif(n)^2 < 1)
 # share <- mpi.allreduce(inside, type = 2, op = "sum", comm = 0) / points
 # if (rank == 0) cat(sprintf("pi is about %.6f, standard error %.6f\n", 4 * share, error))

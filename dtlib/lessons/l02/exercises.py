@@ -10,7 +10,7 @@
 from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 
 # %% [markdown]
-# Three ranks this time. Three is no power of two, and few numbers divide evenly by it: that shows more mistakes.
+# Three ranks this time. Three is no power of two, and most numbers do not divide evenly by it: that shows more mistakes.
 
 # %%
 # %%px

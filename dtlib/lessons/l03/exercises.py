@@ -60,7 +60,7 @@ def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(array, size)
-    for step in range(size - 1):  # reduce-scatter: add what comes
+    for step in range(size - 1):  # reduce-scatter: add what arrives
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         sending = comm.send(outgoing, right, async_op=True)
@@ -80,7 +80,7 @@ def ring_all_reduce(comm, array):
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(array, size)
-    for step in range(size - 1):  # reduce-scatter: add what comes
+    for step in range(size - 1):  # reduce-scatter: add what arrives
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
         received = torch.empty_like(incoming)
         sending = comm.send(outgoing, right, async_op=True)
@@ -113,10 +113,13 @@ ring.show_all(3)
 #    wait for the send, add what arrived.
 # 3. In N - 1 more steps pass complete chunks on; receive each straight into its place.
 #
-# It must be right for every length: one that does not divide evenly by the number of ranks, one shorter than the number
-# of ranks, zero, and one so long that MPI cannot send ahead: then `comm.send` waits until the other rank receives; and
-# for float32 as for float64. The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes. Try to write
-# it without looking at the ring above. You choose the direction, and which chunk goes first.
+# It must be right in float32 and in float64, and for every length:
+#
+# - one that does not divide evenly by the number of ranks, one that is smaller than it, and zero;
+# - one so long that `comm.send` waits until the other rank receives.
+#
+# The check looks at the values, and at what each rank *sends*: as many messages as a ring, and no more bytes. Try to
+# write it without looking at the ring above. You choose the direction, and which chunk goes first.
 
 # %% tags=["stub"]
 # %%px

@@ -74,6 +74,15 @@ from dtlib.lab.lessons.l03 import figures
 
 figures.collectives()
 
+# %% tags=["statement"]
+# "rank r sends its chunk s to rank s, and receives a chunk from each rank"
+before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
+assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
+
+# %% [markdown]
+# `all_to_all`, the last in the table, is not in the figure: rank r sends its chunk s to rank s, and receives a chunk from
+# each rank. Lesson 12 sends tokens to experts with it.
+
 # %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
 before, after = row("reduce to 0"), rows("after")[1]
@@ -167,16 +176,17 @@ from dtlib.lab import ring
 ring.explore(4)
 
 # %% [markdown]
-# **Predict.** After how many steps does a rank have a complete chunk for the first time?
+# **Predict** for eight ranks. After how many steps does a rank have a complete chunk for the first time? And after how
+# many has it all of them?
 
 # %% tags=["stub"]
-lab.predict("steps-until-complete", None)
+lab.predict("steps-until-complete", {"one chunk": None, "all chunks": None})
 
 # %% tags=["solution"]
-lab.predict("steps-until-complete", 3)
+lab.predict("steps-until-complete", {"one chunk": 7, "all chunks": 14})
 
 # %% [markdown]
-# All steps at once. (Every collective, in a web page: `dtlib browser`.)
+# All steps of four ranks at once. (Every collective, in a web page: `dtlib browser`.)
 
 # %% tags=["nbval-ignore-output"]
 ring.show_all(4)

@@ -4,10 +4,13 @@ from dtlib.lab.checks.exercise import Prediction
 from dtlib.theory import collectives as theory
 
 
-def _step_of_a_complete_chunk() -> int:
+def _steps_until_complete() -> dict:
+    """On eight ranks: until rank 0 has a chunk with the values of all, and until all its chunks have."""
     from dtlib.lessons.l03 import ring
 
-    return next(step.number for step in ring.steps(4) if any(len(chunk) == 4 for chunk in step.held[0]))
+    complete = {step.number: [len(chunk) == 8 for chunk in step.held[0]] for step in ring.steps(8)}
+    first, last = (next(n for n, those in complete.items() if how(those)) for how in (any, all))
+    return {"one chunk": first, "all chunks": last}
 
 
 def _megabytes_of_ring(ranks: int) -> float:
@@ -42,7 +45,10 @@ PREDICTIONS = {
             "rounds, tree": "Up log2 8, down log2 8.",
         },
     ),
-    "steps-until-complete": Prediction(got=_step_of_a_complete_chunk, hint="Look for `all` in the picture."),
+    "steps-until-complete": Prediction(
+        got=_steps_until_complete,
+        hint={"one chunk": "Seven other ranks have to add to it.", "all chunks": "The all-gather takes as many again."},
+    ),
     "megabytes-of-a-ring": Prediction(
         got=lambda: {ranks: _megabytes_of_ring(ranks) for ranks in (4, 1000)}, tolerance=0.01, hint=_RING
     ),

@@ -72,12 +72,12 @@ def average_with_hooks(comm, module):
     for tensor in [*module.parameters(), *module.buffers()]:
         comm.broadcast(tensor)
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         comm.all_reduce(parameter.data, op="mean")
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(gradient_has_come)
+            parameter.register_post_accumulate_grad_hook(gradient_is_ready)
 
 # %% tags=["two-hours", "half-day", "solution"]
 # %%px
@@ -85,12 +85,12 @@ def average_with_hooks(comm, module):
     for tensor in [*module.parameters(), *module.buffers()]:
         comm.broadcast(tensor)
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         comm.all_reduce(parameter.grad, op="mean")
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(gradient_has_come)
+            parameter.register_post_accumulate_grad_hook(gradient_is_ready)
 
 # %% tags=["two-hours", "half-day"]
 lab.check("hook-fix")

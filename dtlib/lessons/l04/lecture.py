@@ -163,7 +163,8 @@ assert found(r"You predicted ([\d.]+), and it came out as") == [4 * 0.2]
 
 # %% [markdown]
 # So a forgotten division is a learning rate N times too large. The net may still train, but worse with every rank that
-# is added.
+# is added. Slices of different sizes are as quiet a mistake: in a mean of means, an image of a small slice counts more
+# ([04b](04b_data_parallel_appendix.ipynb)).
 
 # %% [markdown]
 # ## The parameter server
@@ -268,7 +269,7 @@ assert 2 * 999 / 1000 < 1.12 * 2 * 9 / 10
 # others in a *bucket*.
 
 # %% [markdown] tags=["half-day"]
-# **Predict:** which layer's gradients come first, those of the first layer (0) or of the last (2)?
+# **Predict:** which layer's gradients are ready first, those of the first layer (0) or of the last (2)?
 
 # %% tags=["half-day", "stub"]
 lab.predict("first-layer-to-come", None)
@@ -299,7 +300,7 @@ lab.read(plain)
 lab.read(plain.DataParallelHooks)
 
 # %% tags=["statement"]
-# "which layer's gradients come first, those of the first layer (0) or of the last (2)?"
+# "which layer's gradients are ready first, those of the first layer (0) or of the last (2)?"
 assert found(r"in order of their gradients: ([\d ]+)") == [2, 2, 0, 0]
 
 # %% [markdown]
@@ -369,8 +370,8 @@ slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 1
 
 
 def emulated_step(kind, **settings):
-    """A backward pass of six layers, 50 ms and 0.5 MiB each; its trace."""
-    model = kind(EmulatedAccelerator(6, 2**17, seconds=0.05), slow, bucket_cap_mb=0.5, **settings)
+    """A backward pass of six layers, 50 ms and 0.75 MiB each; its trace."""
+    model = kind(EmulatedAccelerator(6, 3 * 2**16, seconds=0.05), slow, bucket_cap_mb=0.75, **settings)
     loss = model(torch.zeros(1, requires_grad=True)).sum()
     comm.barrier()
     with dtlib.trace() as trace:
@@ -394,16 +395,17 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
-# "Above, hardly any all-reduce ends before the backward pass; the two nameless bars are the class's own check."
+# "Above, hardly any all-reduce ends before the backward pass; the two bars without a name are the class's own check."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, range(4, 7))):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
     reduced = [event.end for event in mine if event.kind == "operation" and event.name == "all_reduce"]
     assert len(reduced) == 6 and sum(end < last for end in reduced) in hidden
+    assert sum(event.messages for event in mine if event.name == "all_reduce") == 6 * 2 * 3  # rings, both times
 assert [event.name for event in with_hooks.events if event.rank == 0].count("all_gather") == 2
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Above, hardly any all-reduce ends before the backward pass; the two nameless bars are the class's own check.
+# Above, hardly any all-reduce ends before the backward pass; the two bars without a name are the class's own check.
 
 # %% [markdown]
 # There messages move on only at hooks, and an all-reduce needs several. Where the core itself computes, a
@@ -475,7 +477,7 @@ assert count("89% of the test images are right") == 3
 # ## DDP
 #
 # torch's `DistributedDataParallel` is the production form of the same idea: hooks, buckets, overlap. The model's line
-# changes; around it come a process group (torch's communicator), a sampler and a launcher. DDP sends through a
+# changes; around it stand a process group (torch's communicator), a sampler and a launcher. DDP sends through a
 # *backend*: NCCL, NVIDIA's collectives for GPUs; gloo, Meta's for CPUs; or, here, dtlib's own. So torch's class runs on
 # these ranks, and its timeline stands below ours (EMULATED, as above). The losses agree to 1e-12.
 
@@ -499,7 +501,7 @@ if world.rank == 0:
 
 
 def ddp_after_a_step(net, _, **settings):
-    """In its first step DDP sends one bucket, and learns in which order gradients come."""
+    """In its first step DDP sends one bucket, and learns in which order gradients are ready."""
     model = DistributedDataParallel(net, **settings)
     model(torch.zeros(1, requires_grad=True)).sum().backward()
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""Lesson 04: what is predicted in it, and where the answers come from."""
+"""Lesson 04: what is predicted in it, and where the answers are from."""
 
 from dtlib.lab.checks.exercise import Prediction
 

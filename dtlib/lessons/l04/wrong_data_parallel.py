@@ -6,14 +6,14 @@
 def with_hooks(comm, module, act, broadcast=lambda module: [*module.parameters(), *module.buffers()], hooked=None):
     """The right answer, with its pieces to turn: ``act(parameter)`` is called when a gradient has arrived."""
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         act(parameter)  # a hook returns nothing
 
     for tensor in broadcast(module):
         comm.broadcast(tensor)
     for parameter in hooked(module) if hooked else module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(gradient_has_come)
+            parameter.register_post_accumulate_grad_hook(gradient_is_ready)
     return module
 
 

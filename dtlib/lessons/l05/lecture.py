@@ -267,25 +267,25 @@ for batch in (256, 512):
     assert intervals.difference(best, second)[2] < 0 and intervals.difference(second, last)[2] < 0
 
 # %% tags=["statement"]
-# "At this size warm-up has not been shown to help at any batch, nor to hurt."
+# "At this size warm-up has not been shown to help at any batch."
 # "In sixteen such comparisons"
 # "Both rules win much of that back, the linear rule more."
-# "At batch 512 the order has changed: the linear rule is behind the square-root rule."
+# "At batch 384 and at 512 the order has changed: the linear rule is behind the square-root rule."
 assert count("is (?:lower|higher) than|not separated") == 16
-low, high = found(r"Batch 64 .*? linear, warm-up is higher than linear by ([\d.]+) to ([\d.]+) points")
-assert low <= 0.1 and count(r"linear, warm-up (is|and)") == 4 and count("linear, warm-up and linear: not separated") == 3
+assert count(r"linear, warm-up (is|and)") == 4 and not count("linear, warm-up is lower than linear")
 
 
 def at(batch, rule):
     return found(rf"{batch} \({batch // 16}\).*? {rule} ([\d.]+)", "interval of the mean")[0]
 
 
-assert at(256, "no scaling") > at(256, "square root") > at(256, "linear") and at(512, "linear") > at(512, "square root")
+assert at(256, "no scaling") > at(256, "square root") > at(256, "linear")
+assert all(at(batch, "linear") > at(batch, "square root") for batch in (384, 512))
 
 # %% [markdown]
 # At batch 256 there are a sixteenth of the steps, and without scaling a network does not get as far. Both rules win
-# much of that back, the linear rule more. At batch 512 the order has changed: the linear rule is behind the square-root
-# rule. Somewhere in between is its **elbow**.
+# much of that back, the linear rule more. At batch 384 and at 512 the order has changed: the linear rule is behind the
+# square-root rule. Somewhere between 256 and 384 is its **elbow**.
 #
 # ## The elbow
 #
@@ -375,25 +375,25 @@ title = "P. Goyal et al., arXiv:1706.02677: error in % on ImageNet, standard dev
 lab.table(rows, ("table", "batch", "setting", "error", "sd"), title)
 
 # %% tags=["statement"]
-# "Gradual warm-up brings batch 8192 to within about a standard deviation of batch 256"
+# "Gradual warm-up brings batch 8192 to within 0.14 points of batch 256 (standard deviation 0.12)"
 # "without it, more than a point is lost"
 # "constant warm-up (a small rate, then a jump) is worse than none"
 goyal = {way: found(f"{way} +([\\d.]+) +([\\d.]+)", "Goyal") for way in ("small batch", "no warm-up", "constant warm-up", "gradual warm-up")}
-assert goyal["gradual warm-up"][0] - goyal["small batch"][0] < 1.5 * goyal["small batch"][1]
+assert round(goyal["gradual warm-up"][0] - goyal["small batch"][0], 2) == 0.14 and goyal["small batch"][1] == 0.12
 assert goyal["no warm-up"][0] - goyal["gradual warm-up"][0] > 1
 assert goyal["constant warm-up"][0] > goyal["no warm-up"][0]
 
 # %% [markdown] tags=["half-day"]
-# Gradual warm-up brings batch 8192 to within about a standard deviation of batch 256; without it, more than a point is
-# lost; *constant* warm-up (a small rate, then a jump) is worse than none.
+# Gradual warm-up brings batch 8192 to within 0.14 points of batch 256 (standard deviation 0.12); without it, more than a
+# point is lost; *constant* warm-up (a small rate, then a jump) is worse than none.
 
 # %% tags=["statement"]
-# "From worst to best, the rules come in the same order as for our digits below the elbow: none, square root, linear."
+# "From worst to best, the rules have the same order as for our digits below the elbow: none, square root, linear."
 errors = [found(f"2a 8192 {rule} +([\\d.]+)", "Goyal")[0] for rule in ("no scaling", "square root", "linear")]
 assert errors == sorted(errors, reverse=True)
 
 # %% [markdown]
-# From worst to best, the rules come in the same order as for our digits below the elbow: none, square root, linear.
+# From worst to best, the rules have the same order as for our digits below the elbow: none, square root, linear.
 #
 # ## The generalisation gap
 #
@@ -492,8 +492,7 @@ lab.quiz("05")
 # - N ranks are one process with N times the batch: the same losses, and N times fewer steps per epoch.
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
 # - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
-# - At this size warm-up has not been shown to help at any batch, nor to hurt. For ResNet-50 at batch 8192 it is worth a
-#   point.
+# - At this size warm-up has not been shown to help at any batch. For ResNet-50 at batch 8192 it is worth a point.
 # - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and scale a rate.

@@ -78,7 +78,7 @@ held_at = [held(stage) for stage in range(4)]
 def shard_gradients(comm, module):
     shards = {}
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         length = -(-parameter.numel() // comm.size)  # rounded up
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
@@ -87,7 +87,7 @@ def shard_gradients(comm, module):
         parameter.grad = None
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
     return shards
 
 # %% tags=["solution"]
@@ -95,7 +95,7 @@ def shard_gradients(comm, module):
 def shard_gradients(comm, module):
     shards = {}
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         length = -(-parameter.numel() // comm.size)  # rounded up
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
@@ -105,7 +105,7 @@ def shard_gradients(comm, module):
         parameter.grad = None
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
     return shards
 
 # %%

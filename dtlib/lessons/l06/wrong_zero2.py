@@ -9,14 +9,14 @@ def with_hooks(comm, module, act):
     """The right answer, with a piece to turn: ``act(parameter, flat, length)`` gives this rank's shard."""
     shards = {}
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         length = -(-parameter.numel() // comm.size)
         flat = torch.zeros(length * comm.size, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
         shards[parameter] = act(parameter, flat, length)
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
     return shards
 
 
@@ -174,7 +174,7 @@ def shards_for_three(comm, module):
     """The number three is written into it."""
     shards = {}
 
-    def gradient_has_come(parameter):
+    def gradient_is_ready(parameter):
         length = -(-parameter.numel() // 3)
         flat = torch.zeros(length * 3, dtype=parameter.dtype)
         flat[: parameter.numel()] = parameter.grad.flatten()
@@ -182,7 +182,7 @@ def shards_for_three(comm, module):
         parameter.grad = None
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(gradient_has_come)
+        parameter.register_post_accumulate_grad_hook(gradient_is_ready)
     return shards
 
 

@@ -296,15 +296,17 @@ lab.read_end(plain)
 #
 # GPipe does all forward passes first, so a rank holds the activations of all m micro-batches. *1F1B* (D. Narayanan et
 # al.) begins the backward passes as soon as it can, and then does *one forward, one backward* in turn. **Predict**
-# for 4 ranks and 8 micro-batches: of how many micro-batches does rank 0 hold activations at most? And rank 3?
+# for 8 ranks and 32 micro-batches: of how many micro-batches does rank 0 hold activations at most? And rank 7?
 
 # %% tags=["stub"]
-lab.predict("held-with-1f1b", {"rank 0": None, "rank 3": None})
+lab.predict("held-with-1f1b", {"rank 0": None, "rank 7": None})
 
 # %% tags=["solution"]
-lab.predict("held-with-1f1b", {"rank 0": 4, "rank 3": 1})
+lab.predict("held-with-1f1b", {"rank 0": 8, "rank 7": 1})
 
 # %%
+on_eight = simulate(one_f_one_b(8, 32))
+print("1F1B, 8 ranks, 32 micro-batches; held by rank:", *on_eight.peak_activations)
 both = {"GPipe": simulate(gpipe(4, 8)), "1F1B": simulate(one_f_one_b(4, 8))}
 figures.picture(both)
 

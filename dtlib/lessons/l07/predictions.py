@@ -33,7 +33,7 @@ PREDICTIONS = {
         hint="What does rank 0 need for 0B0, and when does rank 1 come to it?",
     ),
     "held-with-1f1b": Prediction(
-        got=lambda both: {f"rank {rank}": both["1F1B"].peak_activations[rank] for rank in (0, 3)}, hint="p - rank."
+        got=lambda on_eight: {f"rank {rank}": on_eight.peak_activations[rank] for rank in (0, 7)}, hint="p - rank."
     ),
     "of-four-schedules": Prediction(
         got=lambda weights, four: {

@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
         self._hook = None  # a CommHook that averages in place of all_reduce
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
-        _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_has_come) for p in parameters]
+        _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_is_ready) for p in parameters]
 
     def forward(self, *args, **kwargs):
         self._pass.forget()
@@ -145,9 +145,9 @@ class DataParallel(nn.Module):
 
     # The backward pass
 
-    def _gradient_has_come(self, parameter) -> None:
+    def _gradient_is_ready(self, parameter) -> None:
         if self._synchronising:
-            self._pass.gradient_has_come(parameter)
+            self._pass.gradient_is_ready(parameter)
 
     def _begin(self) -> None:
         self._weight = self._weight_of_this_rank()

@@ -11,9 +11,9 @@ When do the gradients of layers 4, 3, 2 and 1 travel, and in how many messages?
 
     DataParallelNaive      computes   B4 B3 B2 B1               one a parameter, after the backward pass
                            sends                  4  3  2  1
-    DataParallelHooks      computes   B4 B3 B2 B1               each as soon as it has arrived
+    DataParallelHooks      computes   B4 B3 B2 B1               each as soon as it is ready
                            sends         4  3  2  1
-    DataParallelBuckets    computes   B4 B3 B2 B1               several together, as soon as the last has arrived
+    DataParallelBuckets    computes   B4 B3 B2 B1               several together, as soon as the last is ready
                            sends            43    21
 """
 
@@ -49,7 +49,7 @@ class DataParallelNaive(nn.Module):
     def average_gradients(self) -> None:
         for parameter in self.trained:
             if parameter.grad is not None:
-                self.contract.gradient_has_come(parameter)
+                self.contract.gradient_is_ready(parameter)
         self.contract.check_step()
         for parameter in self.trained:
             self.comm.all_reduce(parameter.grad, op="mean")
@@ -60,19 +60,19 @@ class DataParallelHooks(DataParallelNaive):
 
     def __init__(self, module: nn.Module, comm):
         super().__init__(module, comm)
-        self.buckets = [[parameter] for parameter in reversed(self.trained)]  # the last layer's gradients come first
-        self.come, self.travelling = set(), []  # in this backward pass: parameters, and handles of buckets
+        self.buckets = [[parameter] for parameter in reversed(self.trained)]  # the last layer's are ready first
+        self.ready, self.travelling = set(), []  # in this backward pass: parameters, and handles of buckets
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(self.gradient_has_come)
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
-    def gradient_has_come(self, parameter) -> None:
+    def gradient_is_ready(self, parameter) -> None:
         """A hook: autograd has added up all of this parameter's gradient."""
-        if not self.come:  # the first one: autograd, call this at the end of the backward pass
+        if not self.ready:  # the first one: autograd, call this at the end of the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
-        self.contract.gradient_has_come(parameter)
-        self.come.add(parameter)
-        # All ranks send buckets in one order, whatever the order in which gradients come.
-        while (rest := self.buckets[len(self.travelling) :]) and self.come.issuperset(rest[0]):
+        self.contract.gradient_is_ready(parameter)
+        self.ready.add(parameter)
+        # All ranks send buckets in one order, whatever the order in which gradients are ready.
+        while (rest := self.buckets[len(self.travelling) :]) and self.ready.issuperset(rest[0]):
             self.travelling.append(self.comm.all_reduce(self.flat(rest[0]), op="mean", async_op=True))
         advance_all()  # messages move on when somebody looks after them
 
@@ -83,7 +83,7 @@ class DataParallelHooks(DataParallelNaive):
         self.contract.check_step()
         for handle in self.travelling:
             handle.wait()
-        self.come, self.travelling = set(), []
+        self.ready, self.travelling = set(), []
 
 
 class DataParallelBuckets(DataParallelHooks):

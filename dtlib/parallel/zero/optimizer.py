@@ -142,7 +142,7 @@ class ZeroOptimizer(optim.Optimizer):
                 if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
                     parameter._zero_hook.remove()
                 keep = (
-                    partial(bucket.keep, view=bucket.views[i]) if self.stage == 1 else self._reducer.gradient_has_come
+                    partial(bucket.keep, view=bucket.views[i]) if self.stage == 1 else self._reducer.gradient_is_ready
                 )
                 parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
                 refuse_torch_clipping(parameter)

@@ -40,8 +40,8 @@ class Unit:
 class Stage1:
     """Optimizer states in shards: ``loss.backward()``, ``zero.step()``. Rank 0's values hold at construction.
 
-    Contract: ``model(x)`` with as many samples on all ranks; one backward pass a step, which comes to all parameters in
-    one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
+    Contract: ``model(x)`` with as many samples on all ranks; one backward pass a step, which reaches all parameters
+    in one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
     """
 
     def __init__(self, comm, model: nn.Module, optimizer_class, units=None, **settings):
@@ -53,10 +53,10 @@ class Stage1:
         self.units = [Unit(module, self.comm.rank, self.comm.size) for module in modules]
         self.optimizer = optimizer_class([unit.shard for unit in self.units], **settings)
         for owner, parameter in [(unit, parameter) for unit in self.units for parameter in unit.parameters]:
-            parameter.register_post_accumulate_grad_hook(partial(self.gradient_has_come, owner))
+            parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, owner))
 
-    def gradient_has_come(self, unit: Unit, parameter) -> None:
-        self.contract.gradient_has_come(parameter)
+    def gradient_is_ready(self, unit: Unit, parameter) -> None:
+        self.contract.gradient_is_ready(parameter)
 
     def step(self, closure=None) -> None:
         self.contract.check_step(closure)
@@ -69,7 +69,7 @@ class Stage1:
             self.give(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
+        """This rank's shard of the mean of XX"""
         whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)
         unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
         unit.module.zero_grad()
@@ -79,10 +79,10 @@ class Stage1:
 
 
 class Stage2(Stage1):
-    """Gradients in shards too: those of a unit are reduced, and go, as soon as the last of them has arrived."""
+    """Gradients in shards too: those of a unit are reduced, and freed, as soon as the last of them is ready."""
 
-    def gradient_has_come(self, unit: Unit, parameter) -> None:
-        super().gradient_has_come(unit, parameter)
+    def gradient_is_ready(self, unit: Unit, parameter) -> None:
+        super().gradient_is_ready(unit, parameter)
         if all(parameter.grad is not None for parameter in unit.parameters):
             self.reduce(unit)
 

@@ -34,7 +34,7 @@ class Unit:
             kinds.setdefault(kind, {})[parameter] = places
         self.flats = [Flat(same, comm, policy) for same in kinds.values()]
         for leaf in (leaf for flat in self.flats if flat.gradients for leaf in flat.leaves):
-            leaf.register_post_accumulate_grad_hook(self._gradient_has_come)
+            leaf.register_post_accumulate_grad_hook(self._gradient_is_ready)
         self.plan, self._plan_of = None, plan_of
         self._gathering = []  # handles of a gathering under way
         self._uses = 0  # forward passes through this module that have not ended
@@ -94,9 +94,9 @@ class Unit:
         if self.prefetch:
             self.plan.prefetch(self, -1)
 
-    def _gradient_has_come(self, leaf) -> None:
+    def _gradient_is_ready(self, leaf) -> None:
         if self.plan.synchronising:
-            self.plan.reducer.gradient_has_come(leaf)
+            self.plan.reducer.gradient_is_ready(leaf)
         else:
             next(flat for flat in self.flats if flat.gradients and leaf in flat.piece_of).mark(leaf)
 
