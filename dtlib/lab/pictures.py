@@ -138,6 +138,7 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
     axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
     if "y" in log:
         units(axes.yaxis)
+        axes.yaxis.set_major_formatter("{x:g}")  # the label has a unit: no thousandths of it
     else:
         axes.set_ylim(0)
     axes.xaxis.minorticks_off()
