@@ -325,7 +325,7 @@ for kind, size in (DataParallelNaive, []), (DataParallelHooks, []), (DataParalle
     with dtlib.trace() as trace:
         average = model.average_gradients if kind is DataParallelNaive else lambda: None
         losses = train(model, average)
-    calls = [e for e in trace.events if e.name == "all_reduce" and e.kind == "operation"]
+    calls = [e for e in trace.events if e.kind == "operation" and e.dtype == "float64"]
     assert distance(model, alone) < 1e-12
     if world.rank == 0:
         per_step = (len(calls) - 1) // 15  # one was for the losses
@@ -395,17 +395,17 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
-# "Above, hardly any all-reduce ends before the backward pass; the two bars without a name are the class's own check."
+# "Above, hardly any all-reduce ends before the backward pass; the short bar behind it is the class's own check."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, range(4, 7))):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
-    reduced = [event.end for event in mine if event.kind == "operation" and event.name == "all_reduce"]
-    assert len(reduced) == 6 and sum(end < last for end in reduced) in hidden
-    assert sum(event.messages for event in mine if event.name == "all_reduce") == 6 * 2 * 3  # rings, both times
-assert [event.name for event in with_hooks.events if event.rank == 0].count("all_gather") == 2
+    reduced = [event for event in mine if event.kind == "operation" and event.dtype == "float32"]
+    assert len(reduced) == 6 and sum(event.end < last for event in reduced) in hidden
+    assert sum(event.messages for event in reduced) == 6 * 2 * 3  # rings, both times
+assert [event.dtype for event in with_hooks.events if event.rank == 0].count("int64") == 1
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Above, hardly any all-reduce ends before the backward pass; the two bars without a name are the class's own check.
+# Above, hardly any all-reduce ends before the backward pass; the short bar behind it is the class's own check.
 
 # %% [markdown]
 # There messages move on only at hooks, and an all-reduce needs several. Where the core itself computes, a
