@@ -30,7 +30,7 @@ def tun(pid: int, name: str = "wire") -> int:
 
 
 def carry(ends: list[int], seconds: float) -> None:
-    """Packets from each end to the other, in order, each ``seconds`` after it came."""
+    """Packets from each end to the other, in order, each ``seconds`` after it arrived."""
     under_way = collections.deque()
     while True:
         left = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None

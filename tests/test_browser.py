@@ -191,7 +191,7 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder, tmp
     steps = Cell(page, 3)
     began = time.monotonic()
     shown = steps.wait_for("rank 0 | step 0")
-    print(f"the first line came after {time.monotonic() - began:.2f} s")
+    print(f"the first line was shown after {time.monotonic() - began:.2f} s")
     assert "step 1" not in shown
     (tmp_path / "0").touch()
     steps.wait_for("rank 2 | step 1")

@@ -121,7 +121,7 @@ def test_a_guess_is_compared_below_the_cell_that_brings_the_figure(shell, capsys
     assert said() == ""
     shell.run("%%px\nfound, other = [1], 2")  # of the ranks
     assert said() == "You predicted 5, and it came out as 3: not right. One a rank.\n"
-    with pytest.raises(DtlibError, match="count: 5 was predicted, 3 came"):
+    with pytest.raises(DtlibError, match="count: 5 was predicted, and it is 3"):
         all_right()
     shell.run("%%px\nfound = [1]")
     assert said() == "", "a guess is compared once"

@@ -187,7 +187,7 @@ def test_a_learner_s_state_follows_what_happens():
     assert kind() == "works", "the kernel was started anew"
     learner.did(40, "guess", name="n", guess=3, compared=False).did(39, "guess", name="n", guess=4, compared=True)
     learner.did(38, "guess", name="n", guess=5, compared=True).did(37, "guess", name="n", guess=None, compared=True)
-    assert learner.message()["guesses"] == {"n": [4, True]}, "who has seen what came guesses no more"
+    assert learner.message()["guesses"] == {"n": [4, True]}, "after the outcome there is no guess any more"
     learner.did(30, "quiz", quiz="03", number=0, letter="b").did(29, "quiz", quiz="03", number=0, letter="a")
     assert learner.message()["quizzes"] == {"03/0": "b"}
     for number in range(known.MOST + 50):

@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -33,17 +32,15 @@ YIELD_SECONDS = 0.02  # and most large ones within this: until then others get t
 NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
 LONGEST_NAP = 0.05  # and never more than this
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
-LOOK_SECONDS = 0.25  # from one look at what became of the others to the next
+LOOK_SECONDS = 0.25  # from one look at the others to the next
 
 LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
-notice: Callable[[str | None], object] | None = (
-    None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
-)
+notice = None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
 
 # Of a task that was interrupted, MPI may still write into the buffers: they are kept until it says that it is done.
-_abandoned: list["Task"] = []
+_abandoned = []
 _active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
 _posted: dict["Task", "Queue"] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 _lock = threading.RLock()  # for the progress thread; without one nobody contends for it
@@ -170,7 +167,7 @@ class IncomingLink:
         self._link.give_up(requests)
 
     def length(self) -> int | None:
-        """Bytes of the message that came last; None where it was longer than there was room for."""
+        """Bytes of the last message; None where it was longer than there was room for."""
         return None if self._too_long else self._status.Get_count(self._mpi.BYTE) + getattr(self._arriving, "come", 0)
 
 
@@ -208,7 +205,7 @@ class Task:
         self._requests = []
         self._keep = keep  # buffers that MPI reads or writes meanwhile
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """End without a result; whoever waits for this task gets the error."""
         self.error = error
         self.done = True
@@ -396,7 +393,7 @@ class Handle:
 
     def _wait(self) -> None:
         task, limit = self._task, self._time_limit
-        started = last_came = told = looked = time.monotonic()
+        started = last_round = told = looked = time.monotonic()
         rounds = task.rounds
         try:
             while True:
@@ -407,14 +404,14 @@ class Handle:
                 if limit is not None and now - started > limit:
                     raise WaitTimeout(in_vain.sentence(task.call, limit))
                 if task.rounds != rounds:
-                    rounds, last_came = task.rounds, now
-                waited = now - last_came
+                    rounds, last_round = task.rounds, now
+                waited = now - last_round
                 if waited < SPIN_SECONDS and not crowded:
                     continue
                 if waited < YIELD_SECONDS:
                     os.sched_yield()
                     continue
-                if now - max(looked, last_came) > LOOK_SECONDS and task.call.watched:
+                if now - max(looked, last_round) > LOOK_SECONDS and task.call.watched:
                     looked = now
                     in_vain.look(task.call, now - started)
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
@@ -425,7 +422,7 @@ class Handle:
             self._give_up("waited in vain" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
             raise
         finally:
-            if told > started and notice is not None:
+            if told > started:
                 notice(None)
 
     def _publish(self, state: str) -> None:

@@ -14,7 +14,7 @@ from dtlib.errors import DtlibError
 MOST_CELLS = 20
 MOST_BYTES = 1_000_000  # of one cell
 
-_cells: dict[str, "Ran"] = {}  # by the id of the request, in the order in which they came
+_cells: dict[str, "Ran"] = {}  # by the id of the request, in their order
 _lock = threading.Lock()  # prints come from a thread of the kernel's own
 
 
@@ -127,11 +127,11 @@ def install(kernel) -> None:
             _note(sent["header"]["msg_type"], sent["parent_header"].get("msg_id"), sent["content"])
         return sent
 
-    vars(send_and_keep)["keeps"] = True
+    send_and_keep.keeps = True
     session.send = send_and_keep
 
 
-def _note(kind: str, request: str, content: dict) -> None:
+def _note(kind: str, request: str | None, content: dict) -> None:
     with _lock:
         if kind == "execute_input":
             _cells[request] = Ran(content["execution_count"], content["code"], time.time())

@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 
-__path__: list[str] = []
+__path__ = []
 
 
 class _Moved(MetaPathFinder, Loader):

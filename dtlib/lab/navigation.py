@@ -29,8 +29,7 @@ def number(source: Path) -> str:
 
 def title(source: Path) -> str:
     """``03 Collectives``, from the first lines of a source."""
-    (first, *_) = re.findall(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)
-    return first
+    return re.search(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)[1]
 
 
 def minutes(source: Path) -> int:
@@ -38,9 +37,7 @@ def minutes(source: Path) -> int:
     ``in all``, or the sum of those in brackets, in steps of five."""
     text = " ".join(source.read_text(encoding="utf-8").split("# %%")[1].replace("\n# ", " ").split())
     if is_lecture(source):
-        found = re.search(_TIME, text)
-        assert found, f"{source} does not say how long it takes"
-        return _minutes(*found.groups())
+        return _minutes(*re.search(_TIME, text).groups())
     if in_all := re.search(f"{_TIME} in all", text):
         return _minutes(*in_all.groups())
     return -(-minutes_of(text) // 5) * 5

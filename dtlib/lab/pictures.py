@@ -191,7 +191,7 @@ def timeline(record):
             "facecolor": _paler(rank_colour(event.rank), _STRENGTH[event.kind]),
             "edgecolor": _paler(rank_colour(event.rank), 0.5) if event.kind == "wait" else "white",
             "hatch": _HATCHES[event.kind],
-            "zorder": 2 - number / (number + 1),  # who came first is in front
+            "zorder": 2 - number / (number + 1),  # the first is in front
         }
         axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, 0.42), **style)
         if said := next(filter(lambda text: fits(text, inches * (end - begin)), _labels(event)), None):

@@ -7,7 +7,7 @@ from torch.func import functional_call
 from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 from dtlib.errors import DtlibError
 
-_groups: dict = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
+_groups = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
 
 
 def process_group(comm):
@@ -66,8 +66,7 @@ def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Modu
 
     device = next(module.parameters()).device.type
     mesh = DeviceMesh.from_group(process_group(comm), device)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return module
+    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
 def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int, loss_fn, inputs: tuple):
@@ -87,7 +86,7 @@ def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int
     return kind(stage, microbatches, loss_fn=loss_fn)
 
 
-def _shapes(module, inputs):
+def _shapes(module, inputs) -> tuple[tuple, tuple]:
     """What this rank's stage takes and gives, on the meta device, where nothing but shapes is computed.
 
     torch would learn it by running each stage on memory that nobody has written: numbers of tokens that there are not
@@ -96,7 +95,7 @@ def _shapes(module, inputs):
     Raises:
         DtlibError: on all ranks, where a stage needs values to know its shapes.
     """
-    values: tuple | str = tuple(tensor.detach().to("meta") for tensor in inputs)
+    values = tuple(tensor.detach().to("meta") for tensor in inputs)
     for stage in range(module.num_stages):
         if stage == module.comm.rank:
             taken = values

@@ -7,7 +7,7 @@
 
 It costs a copy of parameters and optimizer states a commit, in memory as well as in time. What it buys beside
 shrink.py: the step may fail anywhere, in the middle of the optimizer too, and it need not be a rank that dies. A step
-that came to nothing for another reason, such as NaN or an error on one rank, is undone on all and tried once more.
+that failed for another reason, such as NaN or an error on one rank, is undone on all and tried once more.
 """
 
 from dtlib.errors import DtlibError

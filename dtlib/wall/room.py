@@ -22,7 +22,7 @@ class Room:
     """The learners of a room; the clock is the caller's: ``now`` in seconds."""
 
     def __init__(self):
-        self.learners = {}  # number -> (message, when it came)
+        self.learners = {}  # number -> (message, when it arrived)
         self.left = set()
         self._asked = {}  # prediction, or quiz/question -> when it was last answered
 
@@ -89,8 +89,7 @@ def _times(messages: list[dict]) -> list[list]:
 
 def _wrong(messages: list[dict]) -> list[list]:
     """Exercise, sentence, how many learners gave that answer; the most frequent first."""
-    count: Counter[str] = Counter()
-    says = {}
+    count, says = Counter(), {}
     for message in messages:
         for mistake, (_, sentence) in message["wrong"].items():
             count[mistake] += 1
@@ -99,7 +98,7 @@ def _wrong(messages: list[dict]) -> list[list]:
 
 
 def _guesses(name: str, messages: list[dict]) -> dict:
-    """A histogram for each of the values that are asked for, and how many learners have seen what came."""
+    """A histogram for each of the values that are asked for, and how many learners have seen the outcome."""
     found = defaultdict(list)
     for message in messages:
         for key, (guess, compared) in message["guesses"].items():

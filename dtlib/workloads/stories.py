@@ -65,14 +65,12 @@ def embedded(split: str) -> list[Story]:
 @cache
 def _embedded() -> dict[str, list[Story]]:
     """Stories by split: a file of the archive is SPLIT/LIBRARY/NAME.story."""
-    found: dict = {}
+    found = {}
     with tarfile.open(EMBEDDED) as archive:
         for member in archive:
             split, library, name = member.name.rsplit("/", 2)
             if split != "licences":
-                opened = archive.extractfile(member)
-                assert opened is not None  # it is a file
-                text = opened.read().decode()
+                text = archive.extractfile(member).read().decode()
                 found.setdefault(split, []).append(story(f"{library}/{name}", text))
     return found
 

@@ -31,7 +31,7 @@ def positions(length: int, width: int, like: Tensor) -> Tensor:
 
 class Embedding(nn.Module):
     """Tokens to vectors. A source token also has the vector of the one before it in its own, moved out of the way by
-    half the width: so "what came after this word in the source?" can be looked up, which is what copying takes."""
+    half the width: so "which word follows this one in the source?" can be looked up, which is what copying takes."""
 
     def __init__(self, vocabulary: int, width: int, dropout: float):
         super().__init__()
@@ -79,7 +79,7 @@ def visible(source: Tensor) -> Tensor:
 class FeedForward(nn.Sequential):
     def __init__(self, width: int):
         super().__init__(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        nn.init.normal_(self.get_parameter("3.weight"), std=0.05 * width**-0.5)
+        nn.init.normal_(self[3].weight, std=0.05 * width**-0.5)
 
 
 class Encoder(nn.Module):
@@ -159,9 +159,7 @@ class Summarizer(Chain):
 
     def next(self, x: Tensor, source: Tensor, prefix: Tensor) -> Tensor:
         """Log-probabilities of the token behind the prefix (batch, T): (batch, vocabulary)."""
-        first = self.layers["0"]
-        assert isinstance(first, Embedding)
-        values = x, first.embed(prefix), source
+        values = x, self.layers["0"].embed(prefix), source
         *_, pointer = self.layers.values()
         for layer in self.layers.values():
             values = layer(values) if isinstance(layer, Decoder) else values

@@ -52,8 +52,7 @@ class Chain(nn.Module):
 
     def __init__(self, specs, seed: int):
         super().__init__()
-        self.layers = nn.ModuleDict()
-        tied: dict = {}
+        self.layers, tied = nn.ModuleDict(), {}
         self._functions = []
         with torch.random.fork_rng(devices=[]):
             for i, spec in enumerate(specs):

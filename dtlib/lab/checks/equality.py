@@ -13,7 +13,7 @@ def same(got, expected) -> bool:
 
 
 def factors(got, *parts) -> list | None:
-    """The numbers by which these parts, of the same shape, add up to what came; None where none do."""
+    """The numbers by which these parts, of the same shape, add up to what was found; None where none do."""
     import torch
 
     columns = torch.stack([part.expand_as(got).flatten() for part in parts], 1)

@@ -13,7 +13,7 @@ from types import CellType, FunctionType, MethodType, SimpleNamespace
 
 
 class Snapshot:
-    """``with Snapshot() as before:`` the tensors of this process as they are; ``before.new()`` tells what came later.
+    """``with Snapshot() as before:`` the tensors of this process as they are; ``before.new()`` tells what is new.
 
     ``Snapshot(answer)`` finds its arrays, bytes and lists of floats as well, and those of the things ``of``.
 
@@ -41,7 +41,7 @@ class Snapshot:
             gc.unfreeze()
 
     def new(self, also=(), of=()) -> list:
-        """A flat tensor for each storage that came or was written to since, and for those of the tensors ``also``, and
+        """A flat tensor for each storage that is new or was written to, and for those of the tensors ``also``, and
         one of bytes for what is no tensor."""
         import torch
 

@@ -80,8 +80,7 @@ def quizzes() -> dict[str, Quiz]:
 def _read(name: str, table: dict) -> Quiz:
     questions = []
     for each in table["questions"]:
-        rows = [(each["right"], True), *((wrong, False) for wrong in each["wrong"])]
-        options = [Option(says, because, right) for (says, because), right in rows]
+        options = [Option(*each["right"], True), *(Option(*wrong, False) for wrong in each["wrong"])]
         options.sort(key=lambda option: sha256((each["asks"] + option.says).encode()).digest())
         questions.append(Question(each["asks"], tuple(options)))
     return Quiz(name, tuple(questions), **table.get("discussion", {}))

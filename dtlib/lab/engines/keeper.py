@@ -67,8 +67,7 @@ def main() -> None:
 
 
 def _keep(record: Record, ranks: int, name: str) -> None:
-    me = Process.of(os.getpid())
-    started: set = set()
+    me, started = Process.of(os.getpid()), set()
     try:
         if not _wait_for_turn(record):
             return

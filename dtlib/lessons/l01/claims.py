@@ -8,7 +8,7 @@ OF_THE_TEXTS = (
     (UNSAID, "the machine that the text names has one GPU by its maker's list"),
     (DEPENDS, "60 s and 10 s are a factor of 6; with 49 s, 'about a minute', almost 5 is right: lesson 02"),
     (DEPENDS, "MPI may start the ranks; gradients travel by NCCL, or gloo on CPUs (DeepSpeed's documentation)"),
-    (DEPENDS, "until about 2018; the picture above has what came then"),
+    (DEPENDS, "until about 2018; the picture above shows the years after"),
     (DEPENDS, "more than that from 2018 to 2020, far less since: the picture above"),
     (DEPENDS, "lesson 10 measures it: on one model and machine, with the same batch and precision"),
     (UNSAID, "a setting and no result: lesson 05 has what a batch that grows with the ranks does"),

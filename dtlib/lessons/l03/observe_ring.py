@@ -14,7 +14,7 @@ def lengths(ranks: int) -> tuple[int, ...]:
 
 
 def observe_ring(all_reduce, comm):
-    """For each length, and once more in float32: what came out here, and the operations used, as (name, destination,
+    """For each length, and once more in float32: the result here, and the operations used, as (name, destination,
     messages, bytes)."""
     cases = []
     wanted = [(length, "float64") for length in lengths(comm.size)]

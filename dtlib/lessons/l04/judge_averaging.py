@@ -143,7 +143,7 @@ def _judge_values(cases, moved: bool) -> None:
           "What combines the gradients of all ranks, and has every parameter that is trained a hook?",
           'In the hook of each parameter: comm.all_reduce(parameter.grad, op="mean").')
     wrong("other-values", True, f"{where}: the gradient of the joined batch", "something else",
-          "Are the pieces copied back to the parameters that they came from, in the same order on all ranks?",
+          "Are the pieces copied back to the parameters that they were copied from, in the same order on all ranks?",
           "Keep the bucket's list of gradients; split the flat tensor by their numel(), and copy_ piece by piece.")
 
 

@@ -69,7 +69,7 @@ def _judge_step(cases) -> None:
 
 
 def _judge_places(cases) -> None:
-    """What no rank should do, whether it came through or not."""
+    """What no rank should do, whether it ended well or not."""
     last = max(cases)
     for rank, case in cases.items():
         others = {entry[0] for entry in case["log"] if len(entry) == 3} - {"send", "recv"}

@@ -192,7 +192,7 @@ def _as_a_batch(kind, comm, events):
 
 
 def _observe(step, comm, kinds, arguments_for) -> list[dict]:
-    """For each kind of batch what this rank did, in order, and what came out; no more after an error."""
+    """For each kind of batch what this rank did, in order, and the outcome; no more after an error."""
     from mpi4py import MPI
 
     from dtlib.comm.watch.recorder import recording

@@ -106,7 +106,7 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
           "copy_to_ranks, f, once, before the first product; reduce_from_ranks, g, once, after the second.")
     if same(got, ranks * right):
         raise _reduces_too(rank, what, ranks)
-    wrong("f-missing", same(got, summand), "what came of this rank's hidden features",
+    wrong("f-missing", same(got, summand), "the gradient through this rank's hidden features alone",
           "All ranks used the same input. Whose gradients belong to it?",
           "copy_to_ranks(x, comm), Megatron-LM's f: x as it is, and backward an all_reduce of its gradient.")
     wrong("gradient-averaged", same(got, right / ranks) or same(got, summand / ranks), f"1/{ranks} of it",

@@ -40,7 +40,7 @@ PREDICTIONS = {
     "needs-it-backward": Prediction(
         got=lambda complete_backward: _incomplete(complete_backward[0]),
         choices=_CUTS,
-        hint="X went to all ranks: from all comes its gradient.",
+        hint="X went to all ranks: each of them has a summand of its gradient.",
     ),
     "all-reduces-of-a-pair": Prediction(
         got=lambda calls: len(calls), hint="g in the forward pass, f in the backward pass."
@@ -48,7 +48,7 @@ PREDICTIONS = {
     "wrong-without-f": Prediction(
         got=lambda wrong: " and ".join(wrong[0]),
         choices=("Z", "A", "B", "X"),
-        hint="Who adds up what came of X?",
+        hint="Which operation adds up what the ranks computed from X?",
     ),
     "percent-held": Prediction(got=lambda percent: percent[0], tolerance=0.1, hint="A quarter, and what nobody cuts."),
     "numbers-a-token": Prediction(

@@ -131,7 +131,7 @@ def _judge_again(run, order, before, now, got, number, runs) -> None:
     if not again:
         return
     first = order.index(again[0])
-    came = f"sample {again[0]}, number {first} of the order, came before it was saved"
+    came = f"sample {again[0]}, number {first} of the order, was given before it was saved"
     wrong("saved-unread", runs[number - 1][2] == 0, f"{run}: what was left", came, UNREAD, "Count from __init__ on.")
     wrong("short-step", len(before) == len(order), f"{run}: nothing, as all samples were taken", came,
           "The last step was a short one. How many samples does the state count for it?",

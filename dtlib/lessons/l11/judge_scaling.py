@@ -26,7 +26,7 @@ MODELS = ("ring", "recursive_doubling", "rabenseifner")
 
 
 def observe_efficiency(efficiency, comm):
-    """For each table: what came for each number of ranks."""
+    """For each table: what was returned for each number of ranks."""
     seen = []
     for kind, tables in TIMES.items():
         for seconds in tables:
@@ -104,7 +104,7 @@ _EFFICIENCY = "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number of
 
 
 def observe_step(step_seconds, comm):
-    """For each case: what came, a number or text."""
+    """For each case: what was returned, a number or text."""
     seen = []
     for case in STEPS:
         got = step_seconds(**dict(zip(NAMES, case, strict=True)))
@@ -127,7 +127,7 @@ def judge_step(observations) -> None:
 
 
 def _explain_step(rank, seen, case, expected, got, digits: int) -> None:
-    """The first mistake that explains what came in every case with more than one rank."""
+    """The first mistake that explains what was returned in every case with more than one rank."""
     wrong = rows(rank, expected)
     wrong("type", isinstance(got, str), got,
           "Return the seconds of a step: one number.", "Does every way end in a return?")

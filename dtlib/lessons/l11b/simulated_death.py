@@ -104,7 +104,7 @@ class Dying:
         return self.next.last() if self.next else self
 
     def same_on_all(self, thing) -> bool:
-        """Whether those who came through a death have the same; before one, and during one, they are not asked."""
+        """Whether the survivors of a death have the same; before one, and during one, they are not asked."""
         return not self.shrinks or self.failed or len(set(self._comm.all_gather_object(thing))) == 1
 
     def leave(self) -> None:

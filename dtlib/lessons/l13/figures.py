@@ -77,7 +77,7 @@ def bytes_needed(results: dict):
 
 
 def table(results: dict) -> Table:
-    """What came of each method."""
+    """The outcome of each method."""
     rows = []
     for name in STYLES:
         result, found = results[name], against_ddp(results, name)

@@ -59,7 +59,7 @@ def judge_outer(observations) -> None:
         close(s["starts"], outer_played(ranks, "own-parameters", r)) for r, s in enumerate(observations)
     ):
         raise Wrong("own-parameters", 0, what, "ranks begin the next round in different places",
-                    "From where does the step go: from where the round began, or from where this rank came to?",
+                    "From where does the step go: from where the round began, or from where this rank is now?",
                     "start - rate * (way + momentum * pace)")
     if len(observations) > 1 and any(not close(seen["starts"], observations[0]["starts"]) for seen in observations):
         raise Wrong(

@@ -68,8 +68,7 @@ class Sequence:
             last = step == self.comm.size - 1
             following = None if last else self.pass_on(kv, (owner - 1) % self.comm.size)
             yield owner, kv
-            if following:
-                kv = following()
+            kv = following() if following else None
 
 
 def _scores(q, k, later, scale):

@@ -17,7 +17,7 @@ and an all_reduce by ring is these two: as many bytes travel, and each rank keep
 V. Korthikanti et al., "Reducing activation recomputation in large transformer models", arXiv:2205.05198, section 4.2.
 
 Why f adds up gradients: every rank used the same x with its own shard of the weights, and x's gradient is the sum of
-what came of each. Why g does not: the sum is the same on all ranks, and so is its gradient, which every summand gets.
+those on all ranks. Why g does not: the sum is the same on all ranks, and so is its gradient, which every summand gets.
 
 ``comm`` is a dtlib communicator here: ``dtlib.comm.as_communicator`` makes one, once, of what a program has. Slices are
 of the last dimension, in rank order, and differ by one element at most.

@@ -237,7 +237,7 @@ def check_same(comm, who: str, **arguments) -> None:
                 )
 
 
-def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
+def check_plain(whole: nn.Module, kind: type, who: str) -> None:
     """Refuse a layer that does more than ``kind``, of which the shards would know nothing."""
     hooks = whole._forward_hooks or whole._forward_pre_hooks or whole._backward_hooks or whole._backward_pre_hooks
     names = {name for name, _ in whole.named_parameters()}
@@ -252,4 +252,4 @@ def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
 
 def check_width(x, width: int, what: str) -> None:
     if x.shape[-1:] != (width,):
-        raise DtlibError(f"An input of shape {tuple(x.shape)} came where the last dimension is {width}: {what}.")
+        raise DtlibError(f"An input has shape {tuple(x.shape)}, and its last dimension has to be {width}: {what}.")
