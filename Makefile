@@ -73,6 +73,7 @@ wheelhouse: slides
 lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The lock: every version that `make lab` installs, for all systems. Run it after a change of pyproject.toml; UPGRADE=1
 # takes the newest of everything.

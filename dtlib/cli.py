@@ -231,7 +231,7 @@ def _points_per_second_alone(kernel, points: int) -> float:
         sample = min(points, 4 * sample)
 
 
-def _pi_table(estimate, seconds: float, alone: float, ranks: int) -> str:
+def _pi_table(estimate, seconds: float, alone: float | None, ranks: int) -> str:
     from tabulate import tabulate
 
     rate = estimate.points / seconds

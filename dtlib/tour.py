@@ -202,7 +202,7 @@ def pipeline_steps(steps: int) -> str:
         last = module.num_stages - 1 in module.stage_indices
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (module, alone)]
         for images, labels in zip(x.split(8 * microbatches)[:steps], y.split(8 * microbatches)[:steps], strict=True):
-            losses = []
+            losses: list[torch.Tensor] = []
             schedule.step(*([images] if comm.rank == 0 else []), target=labels if last else None, losses=losses)
             loss = loss_fn(alone(images), labels)
             loss.backward()
@@ -237,7 +237,9 @@ def layers_in_shards_and_replicas(steps: int) -> str:
     out, expected = cut(mine), whole(theirs)
     for result in (out, expected):
         result.square().sum().backward()
-    off = [out - expected, mine.grad - theirs.grad, cut.linear1.weight.grad - whole[0].weight.grad[cut.linear1.slice]]
+    slices = cut.linear1.get_parameter("weight").grad, whole.get_parameter("0.weight").grad
+    assert mine.grad is not None and theirs.grad is not None and slices[0] is not None and slices[1] is not None
+    off = [out - expected, mine.grad - theirs.grad, slices[0] - slices[1][cut.linear1.slice]]
     apart = max(difference.abs().max().item() for difference in off)
 
     def train(replicator):

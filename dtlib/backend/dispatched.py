@@ -87,13 +87,13 @@ def _wrappers_in(args) -> bool:
     for one in args:
         while type(one) is list and one:
             one = one[0]
-        if _is_wrapper(type(one)):
+        if _is_wrapper(type(one)):  # type: ignore[arg-type]  # a class can be hashed
             return True
     return False
 
 
 @functools.cache
-def _is_wrapper(kind: type) -> bool:
+def _is_wrapper(kind) -> bool:
     return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter)
 
 

@@ -17,6 +17,7 @@ from dtlib.backend.dispatched import seen_by_torch
 from dtlib.backend.operations import Operations, warn_of_activations
 from dtlib.backend.reductions import moved
 from dtlib.backend.work import ReceivedFromAny, joined
+from dtlib.comm import Communicator
 
 
 @seen_by_torch
@@ -26,7 +27,7 @@ class Group(Operations):
 
     def __init__(self, store, comm, members, forget):
         super().__init__(comm.rank, comm.size)
-        self.comm = comm
+        self.comm: Communicator | None = comm
         self.members = members
         self._store = store
         self._forget = forget

@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from dtlib.backend.reductions import bitwise, dense, factor, moved, named
 from dtlib.backend.work import GroupError, GroupWork, joined, torchs_errors
-from dtlib.comm import waiting
+from dtlib.comm import Communicator, waiting
 from dtlib.comm.link import CALLER_TAGS
 
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 1  # the group's own messages; tags below are the caller's
@@ -18,7 +18,7 @@ WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class Operations(dist.ProcessGroup):
     """Of a group that has a communicator ``comm``, or None at its end."""
 
-    comm = None
+    comm: Communicator | None = None
     _twin = None  # by which torch's dispatcher sees it (dispatched.py)
     _together = None  # works that are collected between _start_coalescing and _end_coalescing
 

@@ -6,8 +6,10 @@ from torch.distributed import ReduceOp
 from dtlib.comm import types
 from dtlib.errors import CommunicationError
 
-NAMES = ((ReduceOp.SUM, "sum"), (ReduceOp.AVG, "mean"), (ReduceOp.MAX, "max"), (ReduceOp.MIN, "min"))
-NAMES += ((ReduceOp.PRODUCT, "prod"), (ReduceOp.PREMUL_SUM, "sum"))
+NAMES = (
+    (ReduceOp.SUM, "sum"), (ReduceOp.AVG, "mean"), (ReduceOp.MAX, "max"), (ReduceOp.MIN, "min"),
+    (ReduceOp.PRODUCT, "prod"), (ReduceOp.PREMUL_SUM, "sum"),
+)  # fmt: skip
 BITWISE = (
     (ReduceOp.BAND, torch.bitwise_and),
     (ReduceOp.BOR, torch.bitwise_or),

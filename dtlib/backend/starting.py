@@ -23,7 +23,7 @@ from dtlib.world.launch import is_rank
 network = None  # the emulated one, if any: what groups that are made later begin with
 _store = None  # where torch leaves notes; one a process, as the file behind it stays open
 _meetings = 0
-_groups = []  # that live, in the order in which they were made, which is the same on all their members
+_groups: list[Group] = []  # that live, in the order in which they were made, which is the same on all their members
 
 
 def meet():
@@ -59,6 +59,7 @@ def renew() -> None:
     """After ``dtlib.reset()`` on all ranks: clean communicators in the groups that live."""
     for group in _groups:
         old = group.comm
+        assert old is not None  # it lives
         if group.members:
             new = _of_members(group.members, old.time_limit)
         else:
@@ -82,7 +83,9 @@ def emulate_network(latency: float, bandwidth: float, group=None) -> None:
     group = group or dist.group.WORLD
     if not isinstance(group, Group):
         raise CommunicationError('emulate_network is for groups of the backend "dtlib": make one first.')
-    network = group.comm.wire = Wire(latency, bandwidth)
+    network = Wire(latency, bandwidth)
+    assert group.comm is not None
+    group.comm.wire = network
 
 
 def _forget(group) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtlib.errors import DtlibError
 
-_refusing = weakref.WeakSet()  # those that were marked at an earlier reset
+_refusing: weakref.WeakSet = weakref.WeakSet()  # those that were marked at an earlier reset
 
 
 def mark_stopped_modules(groups) -> None:

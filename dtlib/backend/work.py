@@ -47,8 +47,8 @@ class GroupWork(dist._Work):
         self._handles = handles
         self._result = result
         self._finish = finish
-        self._future = None
-        self._error = None
+        self._future: _Future | None = None
+        self._error: Exception | None = None
         if limit is not None:
             self._allow(limit)
 
@@ -103,6 +103,7 @@ class GroupWork(dist._Work):
         return self._future
 
     def _complete_future(self) -> None:
+        assert self._future is not None
         if self._future.done():
             return
         try:

@@ -64,7 +64,9 @@ def write(folder: Path, course: str = "") -> tuple[Path, Path]:
     (folder / "pyodide").mkdir(parents=True)
     with tarfile.open(package) as archive:
         for name in RUNTIME:
-            (folder / "pyodide" / name).write_bytes(archive.extractfile(f"package/{name}").read())
+            opened = archive.extractfile(f"package/{name}")
+            assert opened is not None  # it is a file
+            (folder / "pyodide" / name).write_bytes(opened.read())
     (folder / "dtlib.zip").write_bytes(_own_files())
     for name in ("page.css", "page.js", "worker.js"):
         shutil.copy(SITE / name, folder / name)

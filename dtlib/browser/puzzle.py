@@ -30,7 +30,7 @@ def show(puzzle: str, order: str, attempt: str, pressed: str = "") -> str:
     exercise = judge_puzzle.exercise(int(puzzle))
     observed = [judge_puzzle.observe(order)]
     tried = int(attempt) if attempt.isdigit() else 0
-    picture = exercise.picture(observed)
+    picture = exercise.picture(observed) if exercise.picture else None
     shown = drawn(picture.simulation, "Yours") if picture else ""
     try:
         score = exercise.judge(observed)

@@ -136,7 +136,8 @@ def _checked(ranks: Ranks) -> str:
         value = each.names.get("total")
         value = value.tolist() if isinstance(value, Tensor) else value
         whole = isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value
-        observed.append((int(value) if whole else repr(value)[:80], each.world.comm.collective_count))
+        shown = int(value) if isinstance(value, int | float) and whole else repr(value)[:80]
+        observed.append((shown, each.world.comm.collective_count))
     try:
         judge_total(observed)
         return sentence("Passed: first-sum.", True)

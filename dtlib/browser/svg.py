@@ -13,7 +13,8 @@ class Picture:
     """Shapes are added; ``html()`` is the figure. Letters and thin lines have the colour of the page's own text."""
 
     def __init__(self, height: float, alt: str, text: str = "", width: float = WIDTH):
-        self.height, self.width, self.alt, self.text, self._parts = height, width, alt, text, []
+        self.height, self.width, self.alt, self.text = height, width, alt, text
+        self._parts: list[str] = []
         # Names of its own: what another picture has defined is not drawn while that one is hidden.
         self._own = crc32(alt.encode())
 

@@ -237,7 +237,7 @@ class Reader:
 
     def __init__(self, folder: Path, index: dict):
         self.folder, self.index = folder, index
-        self._files = {}
+        self._files: dict = {}
         self._open = ExitStack()
 
     def __enter__(self):

@@ -104,14 +104,15 @@ def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
 def bare(model: nn.Module) -> nn.Module:
     """The model in a wrapper such as ``DataParallel``, which has nothing but ``module``."""
     while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
-        model = model.module
+        model = model.get_submodule("module")
     return model
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
     """Further names of tied parameters and buffers, and the name that stands for them."""
     model = bare(model)
-    first, aliases = {}, {}
+    first: dict[torch.Tensor, str] = {}
+    aliases = {}
     both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in both:
         if first.setdefault(tensor, name) != name:
@@ -163,9 +164,12 @@ def settings_of(optimizer) -> list[dict]:
 
 def states_of(optimizer, holding: Holding) -> tuple[dict, dict]:
     """The optimizer's states of a parameter: tensors that are cut like it, and numbers."""
-    tensors, numbers = {}, {}
-    for what, state in (local(optimizer).state.get(holding.key, {}) if holding.key is not None else {}).items():
-        if isinstance(state, torch.Tensor) and state.shape == holding.key.shape and what not in COUNTERS:
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict = {}
+    if (key := holding.key) is None:
+        return tensors, numbers
+    for what, state in local(optimizer).state.get(key, {}).items():
+        if isinstance(state, torch.Tensor) and state.shape == key.shape and what not in COUNTERS:
             tensors[what] = state
         else:
             numbers[what] = as_json(state, f"state {what} of {holding.name}")

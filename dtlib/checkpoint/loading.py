@@ -99,6 +99,7 @@ def _fill(folder, index, held, optimizer, comm) -> None:
 def _state(reader: Reader, holding: Holding, optimizer) -> dict:
     """The optimizer's state of a parameter. Numbers are given to every shard of it, even one without elements."""
     key, state = holding.key, {}
+    assert key is not None
     for role, entry in reader.index["tensors"][holding.name]["roles"].items():
         kind, _, what = role.partition("/")
         if kind == "state":
@@ -151,10 +152,10 @@ def _check_model(folder, saved: dict, held: list[Holding], elsewhere: set) -> No
             raise CheckpointError(
                 f"{name} has shape {there} in {folder} and {here} in the model: build the model that was saved."
             )
-        here, there = str(holding.value.dtype).removeprefix("torch."), saved[name]["roles"]["value"]["dtype"]
-        if here != there and not (here in FLOATS and there in FLOATS):
+        kind, before = str(holding.value.dtype).removeprefix("torch."), saved[name]["roles"]["value"]["dtype"]
+        if kind != before and not (kind in FLOATS and before in FLOATS):
             raise CheckpointError(
-                f"{name} is {there} in {folder} and {here} in the model, and only floating-point types are converted "
+                f"{name} is {before} in {folder} and {kind} in the model, and only floating-point types are converted "
                 "into each other: build the model that was saved."
             )
 

@@ -93,9 +93,9 @@ def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict
         raise CheckpointError(
             f"extra cannot be written as JSON ({problem}): give numbers, text, lists, tuples, dicts."
         ) from None
-    kind = None if optimizer is None else type(local(optimizer)).__name__
+    name = None if optimizer is None else type(local(optimizer)).__name__
     return tensors, {
-        "pieces": pieces, "numbers": numbers, "groups": groups, "class": kind, "aliases": aliases_of(model),
+        "pieces": pieces, "numbers": numbers, "groups": groups, "class": name, "aliases": aliases_of(model),
         "extra": extra,
     }  # fmt: skip
 
@@ -111,7 +111,8 @@ def random_states() -> dict[str, torch.Tensor]:
 def _index(everyones: list[dict], mark: str) -> dict:
     """What all ranks together have written."""
     first = everyones[0]
-    tensors, numbers = {}, {}
+    tensors: dict[str, dict] = {}
+    numbers: dict[str, dict] = {}
     for rank, summary in enumerate(everyones):
         numbers.update(summary["numbers"])
         for name, role, shape, kind, start, stop in summary["pieces"]:

@@ -6,8 +6,14 @@ neither numpy nor MPI and run in a web page, too.
 
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from dtlib.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from dtlib.comm.communicator import Communicator
+    from dtlib.comm.one_rank import solo
+    from dtlib.comm.waiting import progress_thread
 
 _LAZY = {
     "Communicator": "dtlib.comm.communicator",

@@ -7,6 +7,7 @@ travel through NCCL or through host memory (torch/nccl.py, types.py).
 
 import pickle
 from functools import partial
+from typing import overload
 
 import numpy as np
 
@@ -87,14 +88,14 @@ class Communicator(ObjectOperations):
     def meet(self, operation: str, thing=None) -> list:
         """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
         garbage = lifetime.garbage_among(self._members)
-        said = [None] * self.size
+        said = [b""] * self.size
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
         call = self._call(operation, None, self._members, self.collective_count)
         self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
-        things, garbage = zip(*map(pickle.loads, said), strict=True)
-        lifetime.free(dict(zip(self._members, garbage, strict=True)))
-        return list(things)
+        told = [pickle.loads(one) for one in said]
+        lifetime.free({member: garbage for member, (_, garbage) in zip(self._members, told, strict=True)})
+        return [thing for thing, _ in told]
 
     # Point to point
 
@@ -236,6 +237,11 @@ class Communicator(ObjectOperations):
         return self._collective("barrier", None, (), lambda: None, async_op)
 
     # Other communicators
+
+    @overload
+    def split(self, color: int, key: int = 0) -> "Communicator": ...
+    @overload
+    def split(self, color: None, key: int = 0) -> None: ...
 
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
         """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.

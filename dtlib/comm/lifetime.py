@@ -8,18 +8,24 @@ another one they tell one another what they have noted, and free what all of its
     rank 1   garbage: a         /  b is not: keep it
 """
 
+from __future__ import annotations
+
 import itertools
 import weakref
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtlib.comm import waiting
 
-_members = {}  # of each communicator that has not been freed, by key
-_handles = {}  # the same communicators, for whoever frees them
-_garbage = set()  # keys of those that nobody here can use any more
-_arriving = {}  # by key: receives of what was sent to this rank there, in vain
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_members: dict[tuple, frozenset[int]] = {}  # of each communicator that has not been freed, by key
+_handles: dict[tuple, MPI.Comm] = {}  # the same communicators, for whoever frees them
+_garbage: set[tuple] = set()  # keys of those that nobody here can use any more
+_arriving: dict[tuple, list] = {}  # by key: receives of what was sent to this rank there, in vain
 _drawn = itertools.count(1)
 
 

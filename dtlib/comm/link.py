@@ -47,7 +47,7 @@ class Wire:
         self.latency = latency
         self.bandwidth = bandwidth
         self._free_at = 0.0
-        self._held = []
+        self._held: list[_HeldBack] = []
         self._lock = RLock()  # a thread may move messages on
 
     def hold(self, count: int, start) -> "_HeldBack":

@@ -1,6 +1,7 @@
 """What communicators of all kinds share: small Python things carried by their operations on arrays, and checks."""
 
 import pickle
+from collections.abc import Callable
 from math import prod
 from operator import index
 
@@ -13,6 +14,11 @@ from dtlib.errors import CommunicationError
 
 class ObjectOperations:
     """For a class that has ``rank``, ``size``, ``all_gather`` and ``broadcast``."""
+
+    rank: int
+    size: int
+    all_gather: Callable
+    broadcast: Callable
 
     def all_gather_object(self, thing) -> list:
         """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
@@ -76,7 +82,7 @@ class ObjectOperations:
                 f"all_to_all: rank {self.rank} sends itself input_split_sizes[{self.rank}] rows and expects another "
                 f"number, output_split_sizes[{self.rank}]: give the same."
             )
-        return *sizes, True
+        return sizes[0], sizes[1], True
 
     def _check_rank(self, rank, operation, name):
         if not (isinstance(rank, int) or hasattr(rank, "__index__")) or not 0 <= rank < self.size:

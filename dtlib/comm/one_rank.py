@@ -58,7 +58,7 @@ class SoloCommunicator(Communicator):
             "solo(rank, size)."
         )
 
-    def wait_for(self, request, buffers, description: str):
+    def wait_for(self, request, buffers, description: str, time_limit: float | None = None) -> None:
         raise CommunicationError(f"{description} waits for MPI, and solo does without: use dtlib.init().comm.")
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):

@@ -4,13 +4,14 @@ Small arrays are dominated by the number of messages, large ones by the number o
 measured inside one machine with two cores; on a network it lies elsewhere, but the order of magnitude holds.
 """
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from dtlib.comm import algorithms, mpi_collectives
 from dtlib.errors import CommunicationError
 
 # The first is taken unless something else is asked for; all_reduce is chosen by size.
-KNOWN = {
+KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
     "broadcast": {"tree": algorithms.tree_broadcast, "mpi": mpi_collectives.broadcast},
     "reduce": {"tree": algorithms.tree_reduce},
     "scatter": {"direct": algorithms.direct_scatter},

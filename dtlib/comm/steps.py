@@ -87,10 +87,11 @@ def rounds(operation: str, algorithm: str, ranks: int) -> tuple[list[Round], lis
     links = [TurnLink(network, rank) for rank in range(ranks)]
     arrays = [Numbers([_at_first(begins, rank, place) for place in range(ranks)], "int64") for rank in range(ranks)]
     runs = [act(link, array) for link, array in zip(links, arrays, strict=True)]
-    waits, found = [[] for _ in runs], []
+    waits: list[list | None] = [[] for _ in runs]
+    found = []
     while True:
         for rank, run in enumerate(runs):
-            while waits[rank] is not None and links[rank].all_done(waits[rank]):
+            while (wanted := waits[rank]) is not None and links[rank].all_done(wanted):
                 waits[rank] = next(run, None)
         held = _held(arrays)
         got = network.deliver()
@@ -111,6 +112,7 @@ def _held(arrays) -> tuple:
 def _sent(message, array) -> Sent:
     """Where in its array a message began."""
     start = (message.numbers.ctypes.data - array.ctypes.data) // 8
-    inside = len(message.numbers) and 0 <= start < len(array)
-    stop = start + len(message.numbers)
-    return Sent(message.source, message.dest, *((start, stop) if inside else (None, None)), len(message.numbers))
+    count = len(message.numbers)
+    if not count or not 0 <= start < len(array):
+        return Sent(message.source, message.dest, None, None, count)
+    return Sent(message.source, message.dest, start, start + count, count)

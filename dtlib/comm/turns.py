@@ -38,13 +38,16 @@ class Network:
     """Messages between ``size`` ranks; ``arrived`` are those that were delivered, in order."""
 
     def __init__(self, size: int):
-        self.size, self.number, self.arrived = size, 0, []
+        self.size, self.number = size, 0
+        self.arrived: list[Message] = []
         self.forget()
 
     def forget(self) -> None:
         """Drop what is under way: ranks begin anew."""
-        self._sent = [deque() for _ in range(self.size)]  # of each rank, in the order in which it sent them
-        self._awaited = {}  # (tag, source, dest) -> requests
+        self._sent: list[deque[tuple]] = [
+            deque() for _ in range(self.size)
+        ]  # of each rank, in the order in which it sent them
+        self._awaited: dict[tuple, deque[Request]] = {}  # (tag, source, dest) -> requests
 
     def send(self, tag, source: int, dest: int, numbers: Numbers, what) -> Request:
         eager = numbers.nbytes <= EAGER

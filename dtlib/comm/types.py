@@ -50,7 +50,7 @@ class Payload:
 
     def __init__(self, tensor, memory: np.ndarray):
         self.tensor = tensor
-        self.memory = memory  # the tensor's own memory, in its own shape; None where ``flat`` is it
+        self.memory: np.ndarray | None = memory  # the tensor's own memory, in its own shape; None where ``flat`` is it
         if memory.flags.c_contiguous:
             self.flat, self.memory = memory.reshape(-1), None
         else:
@@ -197,7 +197,7 @@ class StagedPayload(Payload):
         return self.tensor
 
 
-_streams = {}
+_streams: dict = {}  # of torch, by device
 
 
 @contextmanager

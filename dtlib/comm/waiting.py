@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,12 @@ LOOK_SECONDS = 0.25  # from one look at the others to the next
 LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
-notice = None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
+notice: Callable[[str | None], object] | None = (
+    None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
+)
 
 # Of a task that was interrupted, MPI may still write into the buffers: they are kept until it says that it is done.
-_abandoned = []
+_abandoned: list["Task"] = []
 _active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
 _posted: dict["Task", "Queue"] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 _lock = threading.RLock()  # for the progress thread; without one nobody contends for it
@@ -205,7 +208,7 @@ class Task:
         self._requests = []
         self._keep = keep  # buffers that MPI reads or writes meanwhile
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End without a result; whoever waits for this task gets the error."""
         self.error = error
         self.done = True
@@ -422,7 +425,7 @@ class Handle:
             self._give_up("waited in vain" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
             raise
         finally:
-            if told > started:
+            if told > started and notice is not None:
                 notice(None)
 
     def _publish(self, state: str) -> None:

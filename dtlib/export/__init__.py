@@ -48,7 +48,10 @@ def exported(name: str) -> str:
     modules = import_module("dtlib.export.communicator"), plain, import_module("dtlib.export.demos")
     call = _CALL.format(build=build, model=model)
     imports, statements = _used([_without_dtlib(inspect.getsource(module)) for module in modules], call)
-    about, dense = inspect.getdoc(plain).replace("\\", "\\\\"), [re.sub(r"\n\n+", "\n", each) for each in statements]
+    about, dense = (
+        (inspect.getdoc(plain) or "").replace("\\", "\\\\"),
+        [re.sub(r"\n\n+", "\n", each) for each in statements],
+    )
     title = about.partition("\n")[0]
     for words, parts in ((about, statements), (title, statements), (title, dense)):  # the first that is short enough
         head = _HEAD.format(about=words, name=name, strategy=strategy)
@@ -64,10 +67,14 @@ def _without_dtlib(source: str) -> str:
     ``as_communicator(comm)`` becomes ``comm``, ``DtlibError`` ``ValueError``; what stands in a ``with`` stays.
     """
     source = re.sub(r"\bas_communicator\((\w+)\)", r"\1", source).replace("DtlibError(", "ValueError(")
-    tree, lines, gone = ast.parse(source), source.splitlines(), set()
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("dtlib")]
+    tree, lines = ast.parse(source), source.splitlines()
+    gone: set[int] = set()
+    froms = [(node, node.module or "") for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node, module in froms if module.startswith("dtlib")]
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check")]
-    others = [node for node in imports if not node.module.startswith(("dtlib.parallel", "dtlib.export"))]
+    others = [
+        node for node, module in froms if node in imports and not module.startswith(("dtlib.parallel", "dtlib.export"))
+    ]
     foreign = {"contract", "asked", "_members", *(node.name for node in checks)}
     foreign |= {alias.name for node in others for alias in node.names}
 
@@ -75,13 +82,13 @@ def _without_dtlib(source: str) -> str:
         """Mark lines that go; whether nothing of this statement stays."""
         if isinstance(node, ast.With) and foreign & _names(*node.items):
             gone.update(range(node.lineno, node.body[0].lineno))
-            for number in range(node.body[0].lineno, node.end_lineno + 1):
+            for number in range(node.body[0].lineno, (node.end_lineno or 0) + 1):
                 lines[number - 1] = lines[number - 1].removeprefix("    ")
             return all([goes(each) for each in node.body])
         blocks = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
         asks = isinstance(node, ast.If) and foreign & _names(node.test)
         inside = all([goes(each) for each in blocks]) if blocks else bool(foreign & _names(node))
-        whole = asks or node in checks or inside
+        whole = bool(asks) or node in checks or inside
         if whole and isinstance(node, ast.FunctionDef) and node not in checks:
             first = node.body[0]
             lines[first.lineno - 1] = " " * first.col_offset + "pass"
@@ -106,14 +113,15 @@ def _used(sources: list[str], call: str) -> tuple[str, list[str]]:
         for node, _ in statements:
             if needed & _defined(node):
                 needed |= _names(*_parts(node, needed))
-    imports, texts = {}, []
+    imports: dict[str, set[str]] = {}
+    texts = []
     for node, lines in statements:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {ast.unparse(alias) for alias in node.names if (alias.asname or alias.name) in needed}
             imports.setdefault(getattr(node, "module", ""), set()).update(names)
         elif needed & _defined(node):
             parts = ["\n".join(lines[part.lineno - 1 : part.end_lineno]) for part in _parts(node, needed)]
-            texts.append(parts[0] if len(parts) == 1 else f"class {node.name}:\n" + "\n\n".join(parts))
+            texts.append(parts[0] if len(parts) == 1 else "class Communicator:\n" + "\n\n".join(parts))
     lines = [f"import {name}" for name in sorted(imports.pop("", ()))]
     lines += [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(imports.items()) if names]
     return "\n".join(lines), texts

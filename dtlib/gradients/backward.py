@@ -35,7 +35,7 @@ class BackwardPass:
         self._begin, self._launch, self._finish = begin, launch, finish
         self._names = names
         self._index = {parameter: i for i, bucket in enumerate(buckets) for parameter in bucket.parameters}
-        self._missing = []  # for each bucket the parameters whose gradient has not come in this pass
+        self._missing: list[set] = []  # for each bucket the parameters whose gradient has not come in this pass
         self._launched = 0
         self._under_way = False
         self._background = ExitStack()  # the progress thread while buckets travel
@@ -74,7 +74,8 @@ class BackwardPass:
 
     def _start(self) -> None:
         for parameter, name in self._names.items():
-            *_, last = [None, *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+            hooks: dict = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            *_, last = [None, *hooks.values()]
             if last is not None and not getattr(last, "func", last).__module__.startswith("dtlib."):
                 raise DtlibError(
                     f"{name} was given a hook after that which sends its gradient, and would change it too late: "

@@ -86,7 +86,8 @@ def buckets_of(tensors, cap: int, first_cap: int = FIRST_BUCKET) -> list[list[in
     Tensors keep their order; a bucket holds one dtype and one device; a tensor larger than the cap has one of its own.
     Counterpart: the buckets of torch's ``DistributedDataParallel`` (S. Li et al., VLDB 13(12), 2020, section 3.2.3).
     """
-    buckets, of_kind = [], {}  # the bucket that is being filled, by dtype and device, with its bytes
+    buckets: list[list[int]] = []
+    of_kind: dict[tuple, tuple] = {}  # the bucket that is being filled, by dtype and device, with its bytes
     for index, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
         bucket, filled = of_kind.get(kind, (None, 0))

@@ -43,7 +43,8 @@ class Contract:
         if units is not None:
             self._check_units(units)
         self.whole, self.comm = comm, comm.split(0)  # apart from gradients, which some ranks may wait for
-        self.samples, self.ready = (), []  # of the last forward pass; parameters with a gradient since the last step
+        self.samples: tuple = ()
+        self.ready: list = []  # of the last forward pass; parameters with a gradient since the last step
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
     def gradient_is_ready(self, parameter) -> None:
@@ -170,7 +171,7 @@ def check_stages(stages: list[tuple], microbatches: int) -> None:
             f"{names[0]} of rank {rank} is batch norm, and would see one micro-batch at a time: take a group norm, or "
             "microbatches=1."
         )
-    seen = {}
+    seen: dict[tuple, tuple] = {}
     for rank, named in enumerate(values):
         for name, some in named.items():
             first, its_name = seen.setdefault(some, (rank, name))

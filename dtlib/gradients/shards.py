@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree
 from dtlib.gradients.buckets import FlatBuffer, Shards
@@ -28,7 +29,9 @@ class GradientShard:
         self.average = torch.zeros(shards.length, dtype=kept_in or first.dtype, device=first.device)
         self.used = torch.zeros(len(parameters), dtype=torch.int8)  # which got a gradient that has been sent
         self.collected = False  # an average is there, to which others are added
-        self._handle = self._travelling = self._unscaled = None
+        self._handle: Handle | None = None
+        self._travelling: torch.Tensor | None = None
+        self._unscaled: torch.Tensor | None = None
 
     def launch(self, comm, memory: torch.Tensor, weight: float | None) -> None:
         """Move the gradients into ``memory`` and send them from there."""
@@ -49,6 +52,7 @@ class GradientShard:
     def collect(self, weighted: bool = False) -> None:
         """Keep this rank's shard of what has come back; where it was weighted, apart from the averages of others until
         ``scale``."""
+        assert self._handle is not None and self._travelling is not None
         self._handle.wait()
         if not self.collected:
             self.average.copy_(self._travelling)
@@ -88,9 +92,12 @@ class Reducer:
         self.passes = 0  # since the last forget()
         self._ask_batch_size, self._finished, self._launched = batch_size, finished, launched
         self._samples = Samples(comm)
-        self._used, self._names = [], names
-        self._staging = {}  # by dtype and device: two pieces of memory, which buckets use in turn
-        self._travelling = []
+        self._names = names
+        self._used: list[int] = []
+        self._staging: dict[
+            tuple, list[torch.Tensor]
+        ] = {}  # by dtype and device: two pieces of memory, which buckets use in turn
+        self._travelling: list[GradientShard] = []
         self._pass = BackwardPass(shards, self._begin, self._launch, self._finish, progress, names)
         self.gradient_is_ready = self._pass.gradient_is_ready
         self.run_empty, self.check = self._pass.run_empty, self._pass.forget

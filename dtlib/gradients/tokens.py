@@ -6,7 +6,7 @@ import torch
 
 from dtlib.errors import DtlibError
 
-divided_by_all_tokens = WeakSet()  # communicators on which the loss of this step is divided so (contract.py)
+divided_by_all_tokens: WeakSet = WeakSet()  # communicators on which the loss of this step is divided so (contract.py)
 
 
 def mean_over_tokens(losses: torch.Tensor, comm, mask: torch.Tensor | None = None) -> torch.Tensor:

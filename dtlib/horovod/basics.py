@@ -21,7 +21,7 @@ class _State:
     cross: tuple  # likewise among those of the same local rank, one a machine
 
 
-_state = None
+_state: _State | None = None
 _initialized = False
 
 
@@ -50,7 +50,7 @@ def places(nodes: list, rank: int) -> tuple[tuple, tuple]:
 def shutdown() -> None:
     """Wait until all that this rank has submitted is executed; ``init`` can follow."""
     global _initialized
-    if _initialized:
+    if _initialized and _state:
         _state.negotiator.finish_all()
     _initialized = False
 
@@ -60,7 +60,7 @@ def is_initialized() -> bool:
 
 
 def _initialised() -> _State:
-    if not _initialized:
+    if not _initialized or _state is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _state
 

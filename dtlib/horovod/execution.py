@@ -36,7 +36,8 @@ def launch(comm, agreed: dict, mine: dict, cap: int) -> list[Batch]:
     ``agreed`` maps keys to {rank: request}, ``mine`` to this rank's operations; a rank that has joined has none and
     stands in with zeros.
     """
-    batches, fused = [], {}
+    batches = []
+    fused: dict = {}
     for key, asked in agreed.items():
         request, operation = next(iter(asked.values())), mine.get(key)
         if operation is not None:

@@ -18,6 +18,8 @@ from dtlib.horovod.request import HorovodInternalError
 class _Distributed:
     """What is put before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
+    sparse_as_dense: bool
+
     def _distribute(self, named_parameters, **options):
         self.__dict__.update(options)  # compression, op and the others of these names
         self._parameter_names = self._checked_names(named_parameters)

@@ -62,7 +62,7 @@ class Operation:
         self.tensor, self.output, self.argument = tensor, output, argument
         self.agreed = False  # all ranks have submitted it and it is under way, or it has failed
         self.done = False
-        self.error = None
+        self.error: HorovodInternalError | None = None
         self.watch(tensor)
 
     def watch(self, tensor) -> None:
@@ -85,7 +85,7 @@ def _version(tensor):
 
 def disagreement(asked: dict[int, Request]) -> str | None:
     """Who submits what under one name, if that is not the same."""
-    sides = {}
+    sides: dict[tuple, list[tuple[int, Request]]] = {}
     for rank, request in sorted(asked.items()):
         sides.setdefault(request.common, []).append((rank, request))
     if len(sides) == 1:

@@ -41,7 +41,7 @@ def report() -> int:
         try:
             rows.append(("", name, look()))
         except DtlibError as problem:
-            rows.append(("!", name, problem))
+            rows.append(("!", name, str(problem)))
     print(tabulate(rows, tablefmt="plain"))
     problems = sum(mark == "!" for mark, *_ in rows)
     print(f"\nWould go wrong: {problems} (marked !)." if problems else "\nNothing would go wrong.")
@@ -109,6 +109,7 @@ def _ports() -> str:
     except DtlibError:
         return "not looked at, as ranks do not start"
     with ranks:
+        assert ranks.stdout is not None
         said = [ranks.stdout.readline(), ranks.stdout.readline()]
         found = listening(Process.of(ranks.pid))
         end_processes(with_descendants(Process.of(ranks.pid)))

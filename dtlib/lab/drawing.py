@@ -20,7 +20,7 @@ from urllib.parse import quote
 WIDTH = 8.6  # inches of 96 CSS pixels: an output beside JupyterLab's file browser in a window of 1,280 pixels
 POINTS = 12  # of all text: 16 CSS pixels
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # which differ by shape as well as by colour
-STYLE = {
+STYLE: dict = {
     **{f"{what}.labelsize": POINTS for what in ("axes", "xtick", "ytick")},
     "font.size": POINTS,
     "axes.titlesize": POINTS,

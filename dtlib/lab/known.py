@@ -93,14 +93,16 @@ def _spend(state: dict, now: float) -> None:
 def place_of(cell: str | None) -> list[str] | None:
     """Notebook, section and exercise of a cell of the course, as the course has them; None for a learner's own."""
     book, dash, _ = (cell or "").rpartition("-")
-    return _places(book).get(cell) if dash and re.fullmatch(r"\w[\w-]*", book) else None
+    return _places(book).get(cell) if cell and dash and re.fullmatch(r"\w[\w-]*", book) else None
 
 
 @cache
 def _places(book: str) -> dict[str, list[str]]:
     folder = course.SOURCE / "notebooks"
     path = next((path for path in sorted(folder.glob(f"*/**/{book}.ipynb")) if path.parent.name != "solutions"), None)
-    found, title, section, here, last = {}, "", "", [], ""
+    found: dict[str, list[str]] = {}
+    here: list[str] = []
+    title, section, last = "", "", ""
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if path else ():
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown" and (heading := re.match(r"(#+) (.+)", text)):
@@ -120,6 +122,7 @@ def _places(book: str) -> dict[str, list[str]]:
 
 
 def _plain(guess) -> float | str:
-    if isinstance(guess, Real) and not isinstance(guess, bool) and abs(guess) < 1e300:
+    is_number = isinstance(guess, Real) and not isinstance(guess, bool)
+    if is_number and abs(guess) < 1e300:
         return int(guess) if guess == int(guess) and abs(guess) < 1e15 else float(guess)
     return f"{guess}"[:SHORT]

@@ -127,11 +127,11 @@ def install(kernel) -> None:
             _note(sent["header"]["msg_type"], sent["parent_header"].get("msg_id"), sent["content"])
         return sent
 
-    send_and_keep.keeps = True
+    vars(send_and_keep)["keeps"] = True
     session.send = send_and_keep
 
 
-def _note(kind: str, request: str | None, content: dict) -> None:
+def _note(kind: str, request: str, content: dict) -> None:
     with _lock:
         if kind == "execute_input":
             _cells[request] = Ran(content["execution_count"], content["code"], time.time())

@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 
-__path__ = []
+__path__: list[str] = []
 
 
 class _Moved(MetaPathFinder, Loader):

@@ -29,7 +29,8 @@ def number(source: Path) -> str:
 
 def title(source: Path) -> str:
     """``03 Collectives``, from the first lines of a source."""
-    return re.search(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)[1]
+    (first, *_) = re.findall(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)
+    return first
 
 
 def minutes(source: Path) -> int:
@@ -37,7 +38,9 @@ def minutes(source: Path) -> int:
     ``in all``, or the sum of those in brackets, in steps of five."""
     text = " ".join(source.read_text(encoding="utf-8").split("# %%")[1].replace("\n# ", " ").split())
     if is_lecture(source):
-        return _minutes(*re.search(_TIME, text).groups())
+        found = re.search(_TIME, text)
+        assert found, f"{source} does not say how long it takes"
+        return _minutes(*found.groups())
     if in_all := re.search(f"{_TIME} in all", text):
         return _minutes(*in_all.groups())
     return -(-minutes_of(text) // 5) * 5

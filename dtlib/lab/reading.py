@@ -26,12 +26,14 @@ LINES = (
 def read(*things) -> None:
     """Show the source of classes and functions, one below the other; of a module its docstring; of a path all of it."""
     for file, some in groupby(things, key=_file):
-        texts, lines, lexer = [], [], PythonLexer()
+        texts: list[str] = []
+        lines: list[str] = []
+        lexer = PythonLexer()
         for thing in some:
             if isinstance(thing, Path):
                 texts, lines, lexer = [thing.read_text()], [], get_lexer_for_filename(thing.name)
             elif inspect.ismodule(thing):
-                texts, lexer = [inspect.getdoc(thing)], TextLexer()
+                texts, lexer = [inspect.getdoc(thing) or ""], TextLexer()
             else:
                 source, first = inspect.getsourcelines(thing)
                 texts.append("".join(source))
@@ -50,8 +52,8 @@ def read_end(module) -> None:
 
 def read_changes(before: Path, after: Path) -> None:
     """Show the lines in which two files differ, below their first ones."""
-    texts = [path.read_text().splitlines()[1:] for path in (before, after)]
-    changes = [line for line in unified_diff(*texts, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
+    old, new = (path.read_text().splitlines()[1:] for path in (before, after))
+    changes = [line for line in unified_diff(old, new, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
     _show(f"{before.name} (-), {after.name} (+)", "\n".join(changes), DiffLexer())
 
 
@@ -65,7 +67,7 @@ def _file(thing) -> str:
     if isinstance(thing, Path):  # of the course, wherever it is laid out
         file, root = thing, workshop.folder()
     else:
-        file, root = Path(inspect.getsourcefile(inspect.unwrap(thing))), ROOT  # not a decorator's
+        file, root = Path(inspect.getsourcefile(inspect.unwrap(thing)) or ""), ROOT  # not a decorator's
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
 
 

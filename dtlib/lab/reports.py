@@ -37,7 +37,7 @@ BETWEEN_SECONDS = 0.5  # two messages
 ANSWER_SECONDS = 3
 _ADDRESS = re.compile(r"(\w{4,12})@(?:(https?)://)?([\w.-]+(?::\d+)?|\[[\da-fA-F:]+\](?::\d+)?)(/[\w./-]*)?")
 
-_events = queue.Queue(MOST)
+_events: queue.Queue = queue.Queue(MOST)
 _thread = None
 _beats = False  # in kernels: what is known is sent again and again, so that the wall knows who is there
 

@@ -13,6 +13,8 @@ What lies around views in flat memory is padding. Ordinary parameters and their 
 optimizers, are found without a word.
 """
 
+from collections.abc import Iterable
+
 from torch import nn
 
 KINDS = ("parameters", "gradients", "masters", "communication", "scratch", "communicators")
@@ -20,9 +22,10 @@ KINDS = ("parameters", "gradients", "masters", "communication", "scratch", "comm
 
 def held(*things) -> dict[str, list]:
     """What these hold, and the modules inside them, by kind: lists, in which a tensor may stand more than once."""
-    found = {kind: [] for kind in KINDS}
+    found: dict[str, list] = {kind: [] for kind in KINDS}
     for thing in things:
-        for one in thing.modules() if isinstance(thing, nn.Module) else [thing]:
+        ones: Iterable = thing.modules() if isinstance(thing, nn.Module) else [thing]
+        for one in ones:
             for kind, some in (one.held() if hasattr(type(one), "held") else {}).items():
                 found[kind] += some
             if hasattr(comm := getattr(one, "comm", None), "rank"):

@@ -173,7 +173,8 @@ class Memory:
     def sizes(self) -> tuple[list[int], list[int]]:
         """Elements of the whole model: trained ones in each flat memory or all together, and frozen ones."""
         flats = {storage_key(tensor) for tensor in self._held()["parameters"]}
-        trained, frozen = {}, {}
+        trained: dict[int | None, int] = {}
+        frozen: dict[int | None, int] = {}
         for parameter in self._parameters():
             place = storage_key(parameter) if storage_key(parameter) in flats else None
             slice_ = getattr(parameter, "slice", None)

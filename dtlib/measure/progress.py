@@ -37,7 +37,7 @@ class RankProgress:
         self.in_step = in_step
         self._published = 0.0  # when, in an engine
         self.comm = comm
-        self._sent = []  # reports on their way
+        self._sent: list = []  # reports on their way
         self.total = total
         self.unit = unit
         self.done = 0

@@ -14,7 +14,7 @@ class Storages:
 
     def claim(self, tensors) -> int:
         """Bytes of these tensors that nobody has claimed."""
-        spans = {}
+        spans: dict[int, list[tuple[int, int]]] = {}
         for tensor in _strided(tensors):
             spans.setdefault(storage_key(tensor), []).extend(_spans(tensor))
             self._storages[storage_key(tensor)] = tensor.untyped_storage()
@@ -69,7 +69,7 @@ def _spans(tensor) -> list[tuple[int, int]]:
 
 
 def _merged(spans) -> list[tuple[int, int]]:
-    merged = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])

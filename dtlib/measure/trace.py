@@ -131,5 +131,5 @@ def _arguments(event: Event) -> dict:
     """The facts of an event that are known, and the sentence that they make."""
     facts = {name: fact for name, fact in vars(event).items() if fact not in (None, "")}
     if event.action is not None:
-        facts["action"] = event.action._asdict()
+        facts["action"] = dict(zip(("stage", "kind", "microbatch"), event.action, strict=True))
     return {"what": event.what, **facts}

@@ -97,14 +97,14 @@ def run(options) -> int:
 
 def _write_first(best: list[Estimate], path: str) -> None:
     """The fastest plan that this program can be told."""
-    refused = None
+    refused = []
     for each in best:
         try:
             print(written(each, path))
             return
         except PlanError as problem:
-            refused = refused or problem
-    raise refused
+            refused.append(problem)
+    raise refused[0]
 
 
 def _as_json(e: Estimate) -> dict:

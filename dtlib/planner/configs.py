@@ -15,9 +15,9 @@ TITANS = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "Interleaved1F
 TITANS_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
 
 
-def for_dtlib(model: Model, plan: Plan) -> dict:
+def for_dtlib(model: Model | None, plan: Plan) -> dict:
     """For `dtlib train --config FILE --ranks {plan.gpus}`; with a model's sizes, if `dtlib train decoder` has such."""
-    own = is_decoder(model)
+    own = model if model and is_decoder(model) else None
     if not own and plan.tensor * plan.context * plan.expert > 1:
         raise PlanError(
             "dtlib train cuts layers, sequences and experts of its own decoder alone over ranks: a model of 256 words, "
@@ -25,7 +25,7 @@ def for_dtlib(model: Model, plan: Plan) -> dict:
         )
     if plan.pipe > 1 and plan.zero == 3:
         raise PlanError("dtlib train's pipelines take ZeRO stage 0, 1 or 2, not 3: they have cut the parameters.")
-    if own and model.experts and (plan.zero or plan.pipe * plan.tensor > 1):
+    if own and own.experts and (plan.zero or plan.pipe * plan.tensor > 1):
         raise PlanError(
             f"{plan}: dtlib train has experts on axes of data, context and experts, without ZeRO. Plan with zero=0, "
             "pipe=1, tensor=1."
@@ -35,9 +35,9 @@ def for_dtlib(model: Model, plan: Plan) -> dict:
             f"A micro-batch of {plan.micro_batch} does not divide by context {plan.context}: in dtlib train each of "
             f"these ranks reads samples of its own. Give a multiple of {plan.context}."
         )
-    if plan.context > 1 and model.seq % (2 * plan.context):
+    if own and plan.context > 1 and own.seq % (2 * plan.context):
         raise PlanError(
-            f"seq is {model.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
+            f"seq is {own.seq}, and {plan.context} context ranks of dtlib train take equal parts: give a multiple of "
             f"{2 * plan.context}."
         )
     config = _batch(replace(plan, micro_batch=plan.micro_batch // plan.context, data=plan.shards)) | {
@@ -45,11 +45,11 @@ def for_dtlib(model: Model, plan: Plan) -> dict:
         "zero_optimization": {"stage": plan.zero},
     }
     if own:
-        sizes = {name: getattr(model, name) for name in ("layers", "hidden", "heads", "seq")}
+        sizes = {name: getattr(own, name) for name in ("layers", "hidden", "heads", "seq")}
         config["workload"] = {**sizes, "recompute": _known(plan.recompute, OURS_RECOMPUTE, "dtlib train decoder")}
         config["tensor_parallel"] = {"autotp_size": plan.tensor}
-        if model.experts:
-            config["workload"] |= {"experts": model.experts, "top": model.active}
+        if own.experts:
+            config["workload"] |= {"experts": own.experts, "top": own.active}
             config["expert_parallel"] = {"size": plan.expert}
         if plan.context > 1:
             config["context_parallel"] = {"size": plan.context, "method": plan.context_algorithm}
@@ -103,7 +103,7 @@ def for_torchtitan(model: Model, plan: Plan) -> str:
         )
     if plan.zero == 1 and plan.data > 1:
         raise PlanError("torchtitan has no ZeRO stage 1: take 0, 2 or 3.")
-    sections = {
+    sections: dict[str, dict] = {
         "model": {"name": "llama3", "flavor": FLAVOURS[model.name]},
         "training": {
             "local_batch_size": plan.batch // plan.data, "global_batch_size": plan.batch, "seq_len": model.seq,

@@ -122,7 +122,7 @@ def _why_not(model, plan, device, held, footprint) -> str:
 
 def _cures(plan: Plan) -> list[dict]:
     """Changes on as many GPUs, the cheapest first."""
-    cures = [
+    cures: list[dict[str, int | str]] = [
         {"micro_batch": size}
         for size in (plan.micro_batch // 2, plan.micro_batch // 4, 1)
         if 1 <= size < plan.micro_batch
@@ -168,7 +168,7 @@ def search(
     Raises:
         PlanError: where no mesh divides the model and the batch.
     """
-    found = {}
+    found: dict[tuple, Estimate] = {}
     for plan in plans(model, gpus, device, batch, **fixed):
         each = estimate(model, plan, device, calibration, footprint)
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)
@@ -203,7 +203,7 @@ def plans(model: Model, gpus: int, device: Device, batch: int, **fixed):
                     "micro_batch": tuple(2**power for power in range(7)),
                     "expert": tuple(e for e in _divisors(data) if model.experts and model.experts % e == 0) or (1,),
                 }
-                axes = {"data": data, "tensor": tensor, "pipe": pipe, "context": context, "batch": batch}
+                axes: dict = {"data": data, "tensor": tensor, "pipe": pipe, "context": context, "batch": batch}
                 if any(axes.get(name, value) != value for name, value in fixed.items()):
                     continue
                 yield from _checked(model, Plan(**axes), choices, fixed)

@@ -24,7 +24,8 @@ def time_of(e: Estimate) -> str:
 
 
 def bounds_of(e: Estimate) -> tuple[str, str]:
-    return tuple(map(rounded if e.outside else plain, (e.low, e.high)))
+    said = rounded if e.outside else plain
+    return said(e.low), said(e.high)
 
 
 def plain(value: float) -> str:
@@ -51,8 +52,9 @@ def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
     if tokens:
         took, low, high = (days_of(s, tokens, e.plan.batch * e.model.seq) for s in (e.seconds, e.low, e.high))
         energy = energy_kwh(took, e.plan.gpus, e.device.watts) / 1000
-        took, low, high, energy = map(rounded if e.outside else plain, (took, low, high, energy))
-        says = f"{tokens:.3g} tokens: {'about ' * bool(e.outside)}{took} days ({low} to {high}), {energy} MWh"
+        said = rounded if e.outside else plain
+        days = f"{said(took)} days ({said(low)} to {said(high)}), {said(energy)} MWh"
+        says = f"{tokens:.3g} tokens: {'about ' * bool(e.outside)}{days}"
         rows += [("run", says)]
     return rows + [("outside", sentence) for sentence in e.outside]
 

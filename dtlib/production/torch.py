@@ -7,7 +7,7 @@ from torch.func import functional_call
 from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 from dtlib.errors import DtlibError
 
-_groups = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
+_groups: dict = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
 
 
 def process_group(comm):
@@ -66,7 +66,8 @@ def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Modu
 
     device = next(module.parameters()).device.type
     mesh = DeviceMesh.from_group(process_group(comm), device)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return module
 
 
 def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int, loss_fn, inputs: tuple):
@@ -86,7 +87,7 @@ def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int
     return kind(stage, microbatches, loss_fn=loss_fn)
 
 
-def _shapes(module, inputs) -> tuple[tuple, tuple]:
+def _shapes(module, inputs):
     """What this rank's stage takes and gives, on the meta device, where nothing but shapes is computed.
 
     torch would learn it by running each stage on memory that nobody has written: numbers of tokens that there are not
@@ -95,7 +96,7 @@ def _shapes(module, inputs) -> tuple[tuple, tuple]:
     Raises:
         DtlibError: on all ranks, where a stage needs values to know its shapes.
     """
-    values = tuple(tensor.detach().to("meta") for tensor in inputs)
+    values: tuple | str = tuple(tensor.detach().to("meta") for tensor in inputs)
     for stage in range(module.num_stages):
         if stage == module.comm.rank:
             taken = values

@@ -27,7 +27,7 @@ from dtlib.world.processes import Process, end_processes, with_descendants
 
 LOOK_SECONDS = 0.02
 STOPPED_SECONDS = 3.0
-CAUSES = {
+CAUSES: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the system for want of memory (`dmesg` says so)",
     signal.SIGTERM: "somebody asked it to end, as a scheduler does at the time limit",
     signal.SIGSEGV: "it reached for memory that is not its own: a bug in a library",
@@ -59,7 +59,7 @@ class Run:
     def start(self) -> "Run":
         self.folder.mkdir(parents=True, exist_ok=True)
         self._read = journal.read(self.folder)[1]  # what an earlier run has written is not ours
-        self._stopped = {}  # rank -> since when
+        self._stopped: dict[int, float] = {}  # rank -> since when
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read until somebody asks no more)
         self.mpiexec = start_ranks(
             [*self.program, str(self.folder)], self.ranks, self.survive, stderr=self._errors, stdout=self._errors
@@ -106,6 +106,7 @@ class Run:
                 time.sleep(LOOK_SECONDS)
         finally:
             self.end()
+        assert self.status is not None
         return self.status
 
     def end(self) -> None:

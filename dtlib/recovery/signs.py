@@ -76,7 +76,7 @@ class Signs:
         for rank, took in seconds.items():
             self.seconds[rank].append(took)
         usual = {rank: median(self.seconds[rank]) for rank in seconds}
-        slowest = max(usual, key=usual.get)
+        slowest = max(usual, key=lambda rank: usual[rank])
         others = median([took for rank, took in usual.items() if rank != slowest] or usual.values())
         self.late = ""
         if len(self.seconds[slowest]) == LOOK_BACK and usual[slowest] > max(LEAST_SECONDS, TIMES * others):

@@ -68,7 +68,7 @@ def possible_order(schedule, lookahead: int | None = None) -> Iterator[Action]:
         if rank_of.get(need) != rank_of[action]
     }
     at = [0] * len(schedule)  # the index of the action that each rank has come to
-    done = set()
+    done: set[Action] = set()
 
     def is_received(action):
         if lookahead is None or action not in taken_by:

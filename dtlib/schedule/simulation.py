@@ -92,7 +92,8 @@ def simulate(
         "W": half_of_backward if weight_gradient is None else weight_gradient,
     }
     needed, ranks = needs(schedule), len(schedule)
-    start, end = {}, {}
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
     free = [0.0] * ranks  # the end of each rank's latest action
     for action in possible_order(schedule):
         rank = action.stage % ranks

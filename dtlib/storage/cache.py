@@ -84,7 +84,7 @@ def stage(folder, local, if_full: str = "stop", comm=None) -> Staged:
     """
     if comm is None:
         return _copy(Path(folder).resolve(), Path(local), if_full)
-    done = None
+    done: Staged | DtlibError | None = None
     if comm.rank == 0:
         try:
             done = stage(folder, local, if_full)

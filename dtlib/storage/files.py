@@ -3,6 +3,7 @@
 import os
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ class Counters:
     def __init__(self):
         self._rows = torch.zeros(MOST_PROCESSES, len(COUNTED) + len(SIZES) + 1, dtype=torch.int64).share_memory_()
 
-    def add(self, sizes: list[int] = (), **counts: int) -> None:
+    def add(self, sizes: Sequence[int] = (), **counts: int) -> None:
         """``sizes`` of reads, and counts by name; of a whole batch, as an addition here costs as much as a read."""
         row = self._row()
         for name, count in counts.items():
@@ -79,8 +80,9 @@ class Files:
         self.counters = Counters()
         # name -> [descriptor, size, where its last read ended]; a worker may inherit it, as no read uses the position
         # that the system keeps with a descriptor.
-        self._open = OrderedDict()
-        self._sizes, self._jumps, self._opens = [], 0, 0  # not yet counted
+        self._open: OrderedDict[str, list[int]] = OrderedDict()
+        self._sizes: list[int] = []  # not yet counted, like those below
+        self._jumps, self._opens = 0, 0
 
     def path(self, name: str) -> Path:
         here = self.folder / name

@@ -51,6 +51,7 @@ def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, ro
         raise DtlibError(f"per_shard={per_shard} is no multiple of row_group={row_group}: files have whole row groups.")
     folder.mkdir(parents=True, exist_ok=True)
     records = (_bytes_of(record, dtype) for record in records)
+    named: Iterable[tuple[str, Iterable[bytes]]]
     if form == "files":
         named = ((f"sample-{number:07}.bin", (record,)) for number, record in enumerate(records))
     elif form == "one-file":
@@ -87,7 +88,7 @@ def read_index(folder: Path) -> dict:
     try:
         index = json.loads((folder / INDEX).read_text())
         lists = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
-        dtype = np.lib.format.descr_to_dtype(lists)
+        dtype = np.lib.format.descr_to_dtype(lists)  # type: ignore[arg-type]  # numpy checks it, too
         _check_dtype(dtype, index["format"])
         whole = index["format"] in FORMATS and index["row_group"] > 0 and min(index["counts"].values(), default=1) >= 0
     except FileNotFoundError:
@@ -156,7 +157,7 @@ def _write_parquet(file, records: Iterable[bytes], dtype: np.dtype, row_group: i
     from pyarrow import parquet
 
     rows = np.frombuffer(b"".join(records), dtype)
-    table = pa.table({name: _column(np.ascontiguousarray(rows[name])) for name in dtype.names})
+    table = pa.table({name: _column(np.ascontiguousarray(rows[name])) for name in dtype.names or ()})
     # As bytes are in memory: what is measured is reading, and random bytes cannot be compressed.
     parquet.write_table(table, file, row_group_size=row_group, compression="none", use_dictionary=False)
     return len(rows)

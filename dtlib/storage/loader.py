@@ -12,7 +12,7 @@ that all of them have taken. Workers and threads read ahead, but a batch counts 
 """
 
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Loader:
             )
         self.reader, self.batch_size, self.rank, self.ranks = reader, batch_size, rank, ranks
         self.workers, self.prefetch, self.drop_last, self.device = workers, prefetch, drop_last, device
-        self.skipped = []
+        self.skipped: list[Exception] = []
         self._epoch, self._taken = 0, 0  # samples that all ranks have taken
         self._begin = 0  # of them, before the first step of this size
         self._order = {
@@ -206,7 +206,7 @@ def _in_thread(read, steps, ahead: int):
         return
     thread = ThreadPoolExecutor(1)
     try:
-        reading = deque()
+        reading: deque[Future] = deque()
         for step in steps:
             reading.append(thread.submit(read, step))
             if len(reading) > ahead:

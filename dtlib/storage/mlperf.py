@@ -42,7 +42,10 @@ class Workload:
         sizes = {"samples": samples, "record_bytes": record_bytes, "batch": batch, "compute_seconds": compute_seconds}
         factors = {name: float(f"{getattr(self, name) / value:.3g}") for name, value in sizes.items()}
         said = (f"{name} / {factor:{',.0f' if factor >= 1000 else 'g'}}" for name, factor in factors.items())
-        return replace(self, **sizes, scale="SCALED: " + ", ".join(said))
+        scale = "SCALED: " + ", ".join(said)
+        return replace(
+            self, samples=samples, record_bytes=record_bytes, batch=batch, compute_seconds=compute_seconds, scale=scale
+        )
 
 
 def published(file) -> list[Workload]:

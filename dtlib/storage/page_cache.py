@@ -70,4 +70,4 @@ def _pages(path) -> tuple[int, int]:
     libc.munmap(address, size)
     if failed:
         raise OSError(ctypes.get_errno(), f"mincore of {path}")
-    return int((np.frombuffer(pages, np.uint8) & 1).sum()), len(pages)
+    return int((np.frombuffer(pages.raw, np.uint8) & 1).sum()), len(pages)

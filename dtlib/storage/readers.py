@@ -7,6 +7,7 @@ any batch, and there is no state to be saved here. ``open_samples(folder)`` (``o
 import operator
 import tarfile
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -31,8 +32,15 @@ class Samples(Dataset):
     damaged is skipped, a batch and a loop (also torch's ``DataLoader``) go on without it; ``samples[7]`` itself raises.
     """
 
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, numbers) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
+        """The batch of these samples, and what was skipped."""
+        raise NotImplementedError
+
     def __getitem__(self, numbers) -> dict[str, torch.Tensor]:
-        if not isinstance(numbers, int) and getattr(numbers, "ndim", 1):
+        if not isinstance(numbers, int) and getattr(numbers, "ndim", True):
             return self.read(numbers)[0]
         batch, skipped = self.read([numbers])
         if skipped:
@@ -64,6 +72,7 @@ class Reader(Samples):
     """What all readers share. A subclass reads one record, or a whole batch."""
 
     block, window = 1, 1  # of the order in which it is best read; see order.py
+    _read_into: Callable  # of one record
 
     def __init__(self, folder: Path, index: dict, damaged: str = "stop", columns=None, open_delay: float = 0.0):
         if damaged not in ("stop", "skip"):
@@ -94,7 +103,7 @@ class Reader(Samples):
         """The batch of these samples, and what was skipped: a batch has so many samples less."""
         size, kept, skipped = self.dtype.itemsize, 0, []
         rows = torch.empty(len(numbers) * size, dtype=torch.uint8)
-        memory = memoryview(rows.numpy())
+        memory = memoryview(rows.numpy())  # type: ignore[arg-type]  # an array is a buffer; numpy says so from Python 3.12 on
         for number in map(self._number, numbers):
             try:
                 self._read_into(memory[kept * size : (kept + 1) * size], number)
@@ -218,6 +227,7 @@ class TarReader(_Pieces):
 
 def _field(rows: torch.Tensor, dtype: np.dtype, name: str) -> torch.Tensor:
     """One field of records, ``rows`` of bytes, as a view of them where its place in a record allows it."""
+    assert dtype.fields is not None
     kind, offset = dtype.fields[name][:2]
     base, shape = kind.subdtype or (kind, ())
     bytes_of_field = rows[:, offset : offset + kind.itemsize]

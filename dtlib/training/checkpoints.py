@@ -6,12 +6,13 @@ from pathlib import Path
 
 from dtlib import checkpoint
 from dtlib.errors import DtlibError
+from dtlib.training.facts import Facts
 
 COUNTS = ("global_steps", "skipped_steps")
 LATEST = "latest"
 
 
-class Checkpoints:
+class Checkpoints(Facts):
     """``save_checkpoint`` and ``load_checkpoint`` of an engine."""
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
@@ -29,7 +30,7 @@ class Checkpoints:
                 differs between ranks.
         """
         saved = self._saved()
-        if self.micro_steps % self.config.gradient_accumulation_steps:
+        if self.micro_steps % self.gradient_accumulation_steps():
             raise DtlibError("Checkpoints are saved between steps: call step() for all micro-batches first.")
         tag = _name_of(f"global_step{self.global_steps}" if tag is None else tag, self._everyone)
         client_state = {} if client_state is None else client_state
@@ -72,7 +73,7 @@ class Checkpoints:
         for name in COUNTS:
             setattr(self, name, extra["counts"][name])
         # The number of micro-batches a step may be another one now.
-        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         self._batches = self._loader.forever() if self._loader is not None else None
         return str(folder), extra["client_state"]
 
@@ -97,8 +98,9 @@ class Checkpoints:
 
     def _saved(self) -> dict:
         for module in self.module.modules():
-            if hasattr(module, "reshard"):  # of FSDP2, which leaves parameters whole behind a forward pass alone
-                module.reshard()
+            reshard = getattr(module, "reshard", None)  # of FSDP2, which leaves parameters whole behind a forward pass
+            if callable(reshard):
+                reshard()
         masters = None if hasattr(self.optimizer, "shard_of") else self._masters
         return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
 

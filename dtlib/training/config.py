@@ -126,7 +126,8 @@ def read(config, ranks: int, rank: int = 0) -> Config:
     Raises:
         ConfigError: one sentence with the key, the value and what would be right.
     """
-    config, inert = dictionary_of(config), []
+    config = dictionary_of(config)
+    inert: list[str] = []
     made = section(Config, _with_new_names(config), "", inert)
     if made.bf16.enabled and made.fp16.enabled:
         raise ConfigError(
@@ -218,7 +219,8 @@ def section(kind, values, prefix: str, inert: list[str]):
     """A dataclass from its section of the config; keys that change nothing are added to ``inert``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
-    known, others = {entry.name: entry.type for entry in fields(kind)}, INERT.get(prefix, {})
+    known: dict = {entry.name: entry.type for entry in fields(kind)}
+    others = INERT.get(prefix, {})
     made = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

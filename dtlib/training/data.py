@@ -45,7 +45,7 @@ class RankLoader(Loader):
         self._fresh = False
         yield from map(self._collate, super().__iter__())
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict | list[dict]) -> None:
         super().load_state_dict(state)
         self._fresh = True
 

@@ -119,10 +119,12 @@ class DeepSpeedEngine(Engine):
         if self.stages == 1:
             return super().gather(model)
         # Layers are called by their number alone, and each is on the ranks of one stage.
-        everyone, tied = init().comm, {"remove_duplicate": False}
+        everyone = init().comm
+        tied: dict = {"remove_duplicate": False}
         tensors = [*self.module.named_parameters(**tied), *self.module.named_buffers(**tied)]
         own = {f"layers.{name}": tensor.detach() for name, tensor in tensors}
-        for i, spec in enumerate(self.module._layer_specs):  # tied layers are called by their key
+        specs: list = vars(self.module)["_layer_specs"]
+        for i, spec in enumerate(specs):  # tied layers are called by their key
             for name, tensor in tensors:
                 if name.startswith(place := f"tied_modules.{getattr(spec, 'key', None)}."):
                     own[f"layers.{i}.{name.removeprefix(place)}"] = tensor.detach()

@@ -8,7 +8,7 @@ By the section that they are in. Source: deepspeed.ai/docs/config-json.
 """
 
 # What the value must be; ranges are those of the config's own keys (config.py).
-INERT = {
+INERT: dict[str, dict] = {
     "": {
         "wall_clock_breakdown": bool, "dump_state": bool, "memory_breakdown": bool,
         # Averages are the same, whether gradients are divided before they are added up or after it.

@@ -9,10 +9,9 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.measure.held import held
 from dtlib.training.checkpoints import Checkpoints
-from dtlib.training.facts import Facts
 
 
-class Engine(Checkpoints, Facts):
+class Engine(Checkpoints):
     """A model, its optimizer and its schedule. ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, for each
     micro-batch; every ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine."""
 
@@ -136,7 +135,7 @@ class Engine(Checkpoints, Facts):
 
     def gather(self, model) -> None:
         """Write the values that are trained here into ``model``, which is whole; all ranks call it."""
-        tied = {"remove_duplicate": False}  # by each of its names, as they may be tensors of their own in the other
+        tied: dict = {"remove_duplicate": False}  # by each of its names: they may be tensors of their own in the other
         mine = {**dict(self.module.named_parameters(**tied)), **dict(self.module.named_buffers(**tied))}
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -177,7 +176,8 @@ def _guard(optimizer, masters) -> list[bool]:
     def zero_grad(set_to_none: bool = True) -> None:
         for parameter in parameters:
             parameter.grad = None
-        type(itself()).zero_grad(itself(), set_to_none)
+        if (alive := itself()) is not None:
+            type(alive).zero_grad(alive, set_to_none)
 
     optimizer.register_step_pre_hook(refuse)
     if any(parameter is not master for parameter, master in zip(parameters, masters.masters, strict=True)):

@@ -1,8 +1,12 @@
 """What an engine tells about itself, under the names that scripts written for DeepSpeed call."""
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from dtlib.errors import MissingName
+from dtlib.gradients.precision import LossScale
+from dtlib.training.config import Config
 from dtlib.world import init
 
 # Methods of DeepSpeed's engine that are not here, and the way round.
@@ -23,6 +27,12 @@ class Facts:
     """Numbers and settings of an engine. Counterpart: the accessors of ``DeepSpeedEngine``."""
 
     left_out = LEFT_OUT
+    module: nn.Module
+    optimizer: Optimizer
+    config: Config
+    micro_steps: int
+    _scale: LossScale
+    _norm: float | None
 
     def __getattr__(self, name):
         if name in LEFT_OUT:
@@ -31,7 +41,7 @@ class Facts:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the next ``step()`` changes the model."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before they were clipped; None where nothing is clipped."""
@@ -44,12 +54,15 @@ class Facts:
         return self._scale.scale
 
     def train_batch_size(self) -> int:
+        assert self.config.train_batch_size is not None  # worked out, like those below
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        assert self.config.train_micro_batch_size_per_gpu is not None
         return self.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
+        assert self.config.gradient_accumulation_steps is not None
         return self.config.gradient_accumulation_steps
 
     def fp16_enabled(self) -> bool:

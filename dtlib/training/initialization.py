@@ -22,7 +22,7 @@ from dtlib.world import init
 
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 RUNTIMES = ("dtlib", "torch", "deepspeed")
-_stages = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
+_stages: WeakKeyDictionary = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
 
 
 def initialize(
@@ -134,9 +134,10 @@ def initialize(
     loader = None
     if training_data is not None:
         micro = settings.train_micro_batch_size_per_gpu
+        assert micro is not None  # read() has worked it out
         loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
     if isinstance(model, PipelineModule):
-        engine = PipelineEngine(model, strategy, scheduler, settings, comm, loader, runtime)
+        engine: Engine = PipelineEngine(model, strategy, scheduler, settings, comm, loader, runtime)
     else:
         engine = Engine(model, strategy, scheduler, settings, comm, loader)
     return engine, strategy.optimizer, loader, scheduler
@@ -176,7 +177,7 @@ def _groups_of(parameters, model) -> dict[str, dict]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     entries = list(names if parameters is None else parameters)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-    found = {}
+    found: dict[str, dict] = {}
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         params = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
-from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
+from dtlib.parallel.pipeline import PipelineModule, PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
 from dtlib.production.torch import pipeline_schedule as torch_schedule
 from dtlib.training.config import ConfigError
 from dtlib.training.engine import Engine
@@ -53,6 +53,8 @@ def check_pipeline(model, settings, runtime: str) -> None:
 class PipelineEngine(Engine):
     """``train_batch`` and ``eval_batch`` of a ``PipelineModule``; every rank calls them with the same data of its
     pipeline. Counterpart: DeepSpeed's ``PipelineEngine``."""
+
+    module: PipelineModule
 
     def __init__(self, module, strategy, scheduler, config, comm, loader, runtime="dtlib"):
         super().__init__(module, strategy, scheduler, config, comm, loader)
@@ -123,7 +125,7 @@ class PipelineEngine(Engine):
         batches = data_iter if data_iter is not None else self._batches
         if batches is None:
             raise DtlibError("train_batch() has no data: pass data_iter, or give initialize() training_data.")
-        count = self.config.gradient_accumulation_steps
+        count = self.gradient_accumulation_steps()
         try:
             pairs = [next(batches) for _ in range(count)]
         except StopIteration:
@@ -131,7 +133,8 @@ class PipelineEngine(Engine):
         if len({tuple(tensor.shape[1:] for tensor in tree_leaves(pair)) for pair in pairs}) > 1:
             raise DtlibError("The micro-batches of a step differ in more than their number of samples: pad them alike.")
         x, y = (tree_map(lambda *same: torch.cat(same), *each) for each in zip(*pairs, strict=True))
-        losses, mean = [], torch.zeros((), dtype=torch.float64)
+        losses: list[torch.Tensor] = []
+        mean = torch.zeros((), dtype=torch.float64)
         inputs = x if isinstance(x, tuple) else (x,)
         shapes = [tensor.shape for tensor in tree_leaves((x, y))]
         if self._make and shapes != self._shapes:  # torch's stages are for one shape

@@ -77,8 +77,9 @@ def train(
     if resume and save is None:
         raise DtlibError("Training goes on from a checkpoint: say where it is (save; on the command line --save DIR).")
     tell("data and model are made")
-    make, *asked = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
+    make, run, settings, axes, context = agreed(comm, lambda: read(workload, config, comm, stage, steps, runtime))
     work = agreed(comm, make)
+    asked = run, settings, axes, context
     return _Training(work, make, *asked, runtime, comm, world, save, resume, log, after_step).result()
 
 

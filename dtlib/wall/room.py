@@ -89,7 +89,8 @@ def _times(messages: list[dict]) -> list[list]:
 
 def _wrong(messages: list[dict]) -> list[list]:
     """Exercise, sentence, how many learners gave that answer; the most frequent first."""
-    count, says = Counter(), {}
+    count: Counter[str] = Counter()
+    says = {}
     for message in messages:
         for mistake, (_, sentence) in message["wrong"].items():
             count[mistake] += 1

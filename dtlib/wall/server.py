@@ -88,11 +88,11 @@ class Answers(web.RequestHandler):
     def set_default_headers(self):
         set_headers(self)
 
-    def write_error(self, status: int, **_):
-        self.finish({"error": status})
+    def write_error(self, status_code: int, **_):
+        self.finish({"error": status_code})
 
     def refuse(self, status: int = 403):
-        raise web.HTTPError(status if self.wall.rates.allow("refused", self.request.remote_ip) else 429)
+        raise web.HTTPError(status if self.wall.rates.allow("refused", self.request.remote_ip or "") else 429)
 
     def bearer(self) -> str:
         return self.request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -202,7 +202,7 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
     """Show the wall until Ctrl-C, or SIGTERM."""
     prefix = os.environ.get("JUPYTERHUB_SERVICE_PREFIX", "/")
     if url := os.environ.get("JUPYTERHUB_SERVICE_URL"):
-        host, port = urlsplit(url).hostname, urlsplit(url).port
+        host, port = urlsplit(url).hostname or host, urlsplit(url).port or port
     try:
         sockets = netutil.bind_sockets(port, host)
     except (OSError, OverflowError) as problem:

@@ -26,6 +26,7 @@ import sys
 import tarfile
 from collections import Counter
 from importlib.metadata import distributions
+from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.workloads.stories import DATA
@@ -108,16 +109,17 @@ def library(name: str, folders: list[str]):
     licence = licence or next((free for word, free in FREE.items() if any(word in line[:99] for line in told)), None)
     if licence is None or re.search(r"GPL|MPL", licence):
         raise DtlibError(f"{name} has the licence {told[0][:60]!r}: its texts cannot be handed on.")
-    stories, licences, seen = [], {}, Counter()
-    for file in sorted(found.files, key=str):
-        path = str(file)
+    stories, licences = [], {}
+    seen: Counter[str] = Counter()
+    for file in sorted(found.files or (), key=str):
+        path, place = str(file), Path(file.locate())
         if ".dist-info/" in path and re.search(r"licen[cs]e|copying|notice|authors", file.name, re.I):
-            licences[file.name] = file.locate().read_text(errors="replace")
+            licences[file.name] = place.read_text(errors="replace")
         if not path.endswith(".py") or FOREIGN.search(path) or path.startswith(".."):
             continue
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         try:
-            each = list(stories_of(module, file.locate().read_text(encoding="utf-8")))
+            each = list(stories_of(module, place.read_text(encoding="utf-8")))
         except (SyntaxError, UnicodeDecodeError):
             continue  # templates and samples of other encodings
         for story in each:
@@ -130,7 +132,9 @@ def library(name: str, folders: list[str]):
 
 
 def main(folders: list[str]) -> None:
-    rows, files, known = [], {}, set()
+    rows: list[tuple] = []
+    files: dict[str, str] = {}
+    known: set[str] = set()
     held = [(name, "test") for name in TEST] + [(FINETUNE, FINETUNE)]
     for name, split in [*held, *((name, "train") for name in TRAIN)]:
         version, licence, licences, stories = library(name, folders)
@@ -154,10 +158,11 @@ def main(folders: list[str]) -> None:
             entry, content = tarfile.TarInfo(path), text.encode()
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    with open(DATA / "docstrings.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    with open(DATA / "docstrings.csv", "w", newline="") as table:
+        writer = csv.writer(table, lineterminator="\n")
         writer.writerow(("library", "version", "licence", "split", "stories", "source"))
-        writer.writerows(sorted(rows, key=lambda row: row[0].lower()))
+        rows.sort(key=lambda row: row[0].lower())
+        writer.writerows(rows)
     print(Counter(path.split("/")[0] for path in files))
 
 

@@ -85,7 +85,7 @@ class Block(nn.Module):
         else:
             self.mlp = ParallelMLP(width, 4 * width, tensor) if tensor else MLP(width, 4 * width)
         if context is not None:
-            self.attention.mixed = partial(mixed_over_ranks, self.attention, context)
+            vars(self.attention)["mixed"] = partial(mixed_over_ranks, self.attention, context)
         self.attention.recompute, self.recompute = recompute == "selective", recompute == "full"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ class Decoder(Chain):
 
     def __init__(self, specs, seed: int):
         super().__init__(specs, seed)
-        self.layers = nn.ModuleList(self.layers.values())
+        self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]  # by their names in a Chain
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self.layers.children():
             x = layer(x)
         return x
 

@@ -36,7 +36,9 @@ def load() -> tuple[Tensor, Tensor]:
     E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998. The file is read from scikit-learn's folder:
     importing that package takes seconds on every rank.
     """
-    folder = Path(find_spec("sklearn").submodule_search_locations[0])
+    spec = find_spec("sklearn")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
     rows = torch.from_numpy(np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=","))
     return (rows[:, :64] / 16).float(), rows[:, 64].long()
 
@@ -48,7 +50,8 @@ def split(train: int = 1440) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     """
     images, labels = load()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return tuple((images[places], labels[places]) for places in (order[:train], order[train:]))
+    first, rest = order[:train], order[train:]
+    return (images[first], labels[first]), (images[rest], labels[rest])
 
 
 @dataclass
@@ -162,9 +165,10 @@ def sharpness(parameters: list[Tensor], tasks: list[Task], rounds: int = 50) -> 
     gradients = torch.autograd.grad(train_losses(parameters, tasks).sum(), parameters, create_graph=True)
     chance = torch.Generator().manual_seed(0)
     v = _unit([torch.randn(parameter[0].shape, generator=chance).expand_as(parameter) for parameter in parameters])
+    largest = torch.zeros(())
     for _ in range(rounds):
         h_v = torch.autograd.grad(gradients, parameters, v, retain_graph=True)
-        largest = sum((a * b).flatten(1).sum(1) for a, b in zip(v, h_v, strict=True))
+        largest = sum(((a * b).flatten(1).sum(1) for a, b in zip(v, h_v, strict=True)), torch.zeros(()))
         v = _unit(h_v)
     return largest
 

@@ -115,6 +115,7 @@ def main() -> None:
         tokens.save(str(TOKENIZER))
     workload = summarization.workload({"start": "pretrained"} if arguments.report else {"dropout": DROPOUT})
     if not arguments.report:
+        assert isinstance(workload.train, summarization.Summaries)
         samples = [workload.train[place] for place in range(len(workload.train))]
         with sdpa_kernel(SDPBackend.MATH):  # of heads as small as these, the fused backward pass takes longer
             train(workload.model, samples, 60 * arguments.minutes, arguments.resume)

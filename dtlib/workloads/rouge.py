@@ -38,7 +38,8 @@ def best_constant(train: list[Story], samples: int = 300, words: int = 12) -> st
     """One text for all articles: as long as it helps, the word is added to it that helps most."""
     sample = spread(train, samples)
     common = Counter(word for story in train for word in story.summary.lower().split()).most_common(30)
-    text, best = [], 0.0
+    text: list[str] = []
+    best = 0.0
     for _ in range(words):
         tried = [(mean_rouge_l(sample, [" ".join([*text, word])] * len(sample)), word) for word, _ in common]
         score, word = max(tried)

@@ -65,12 +65,14 @@ def embedded(split: str) -> list[Story]:
 @cache
 def _embedded() -> dict[str, list[Story]]:
     """Stories by split: a file of the archive is SPLIT/LIBRARY/NAME.story."""
-    found = {}
+    found: dict = {}
     with tarfile.open(EMBEDDED) as archive:
         for member in archive:
             split, library, name = member.name.rsplit("/", 2)
             if split != "licences":
-                text = archive.extractfile(member).read().decode()
+                opened = archive.extractfile(member)
+                assert opened is not None  # it is a file
+                text = opened.read().decode()
                 found.setdefault(split, []).append(story(f"{library}/{name}", text))
     return found
 

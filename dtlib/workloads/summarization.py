@@ -60,9 +60,9 @@ class Summaries(Dataset):
 
 def collate(samples) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target follows on the prefix."""
-    articles, summaries = zip(*samples, strict=True)
-    summaries = text.padded(summaries)
-    return (text.padded(articles), summaries[:, :-1].contiguous()), summaries[:, 1:].contiguous()
+    articles, summaries = map(list, zip(*samples, strict=True))
+    targets = text.padded(summaries)
+    return (text.padded(articles), targets[:, :-1].contiguous()), targets[:, 1:].contiguous()
 
 
 def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -106,15 +106,15 @@ def workload(config: dict) -> Workload:
         sample = stories.spread(train, CORPUS_SAMPLE)
         tokenizer = text.train_tokenizer((each for s in sample for each in s[1:]), config["vocabulary"])
     sizes = config["article_tokens"], config["summary_tokens"]
-    train, test = Summaries(train, tokenizer, *sizes), Summaries(test, tokenizer, *sizes)
+    test_data = Summaries(test, tokenizer, *sizes)
     layers = transformer.layers(tokenizer.get_vocab_size(), **preset, dropout=config["dropout"])
     model = transformer.Summarizer(layers, config["seed"])
     if pretrained:
         load_checkpoint(model)
     return Workload(
-        name="summarization", model=model, layers=layers, seed=config["seed"], train=train, test=test, collate=collate,
-        loss_fn=loss_fn,
-        evaluate=partial(evaluate, data=test, articles=config["test_articles"], beams=config["beams"]),
+        name="summarization", model=model, layers=layers, seed=config["seed"],
+        train=Summaries(train, tokenizer, *sizes), test=test_data, collate=collate, loss_fn=loss_fn,
+        evaluate=partial(evaluate, data=test_data, articles=config["test_articles"], beams=config["beams"]),
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def visible(source: Tensor) -> Tensor:
 class FeedForward(nn.Sequential):
     def __init__(self, width: int):
         super().__init__(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        nn.init.normal_(self[3].weight, std=0.05 * width**-0.5)
+        nn.init.normal_(self.get_parameter("3.weight"), std=0.05 * width**-0.5)
 
 
 class Encoder(nn.Module):
@@ -159,7 +159,9 @@ class Summarizer(Chain):
 
     def next(self, x: Tensor, source: Tensor, prefix: Tensor) -> Tensor:
         """Log-probabilities of the token behind the prefix (batch, T): (batch, vocabulary)."""
-        values = x, self.layers["0"].embed(prefix), source
+        first = self.layers["0"]
+        assert isinstance(first, Embedding)
+        values = x, first.embed(prefix), source
         *_, pointer = self.layers.values()
         for layer in self.layers.values():
             values = layer(values) if isinstance(layer, Decoder) else values

@@ -82,7 +82,7 @@ def workload(config: dict) -> Workload:
     config = settings(config, DEFAULTS, "vision")
     layers = chosen(PRESETS, config["model"], "vision")
     train, test, names = embedded() if config["data"] is None else read_folder(config["data"])
-    train, test = Images(*train, names), Images(*test, names)
+    train, test = (Images(images, labels, names) for images, labels in (train, test))
     specs = layers(tuple(train.images.shape[1:]), len(names))
     return Workload(
         name="vision", model=Chain(specs, config["seed"]), layers=specs, seed=config["seed"], train=train, test=test,

@@ -52,7 +52,8 @@ class Chain(nn.Module):
 
     def __init__(self, specs, seed: int):
         super().__init__()
-        self.layers, tied = nn.ModuleDict(), {}
+        self.layers = nn.ModuleDict()
+        tied: dict = {}
         self._functions = []
         with torch.random.fork_rng(devices=[]):
             for i, spec in enumerate(specs):

@@ -44,7 +44,8 @@ def _own_forward(model) -> bool:
 def _from_transformers(workload: Workload, model) -> nn.Module:
     if workload.name == "vision":
         return ImageClassifier(model)
-    size, needed = getattr(model.config, "vocab_size", None), workload.train.tokenizer.get_vocab_size()
+    tokens: dict = vars(workload.train)
+    size, needed = getattr(model.config, "vocab_size", None), tokens["tokenizer"].get_vocab_size()
     if size is None:
         raise DtlibError(f"{type(model).__name__} has no vocabulary: it cannot write summaries.")
     if size < needed:

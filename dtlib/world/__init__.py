@@ -5,6 +5,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,9 @@ from dtlib.world.mesh import Mesh
 _world = None
 _begun = None  # a communicator that is being made, with its request
 _made = 0  # communicators of all ranks
-after_reset = []  # functions that all ranks call together once they have clean communicators
+after_reset: list[
+    Callable[[], object]
+] = []  # functions that all ranks call together once they have clean communicators
 
 
 @dataclass

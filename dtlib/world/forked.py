@@ -230,7 +230,9 @@ def _run(arguments: list[str]) -> int:
         print(wanted.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        trace = error.__traceback__.tb_next.tb_next  # without this file
+        trace = error.__traceback__
+        for _ in range(2):  # without this file
+            trace = trace and trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
@@ -240,7 +242,7 @@ def _run_main(names: dict, first: str, *rest: str) -> None:
     if first == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = ["-m", *rest[1:]]
-        runpy._run_module_as_main(rest[0])
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]  # what `python -m` calls
     elif first == "-c":
         sys.path[0], sys.argv = "", ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec", dont_inherit=True), names)
@@ -255,7 +257,13 @@ def _run_main(names: dict, first: str, *rest: str) -> None:
 
 def _leave(status: int) -> None:
     """End as Python ends, but for taking apart a thousand modules, which costs a third of a second."""
-    for step in (threading._shutdown, atexit._run_exitfuncs, _let_go, _finalize_mpi, _flush):
+    for step in (
+        threading._shutdown,  # type: ignore[attr-defined]  # what Python calls, too
+        atexit._run_exitfuncs,
+        _let_go,
+        _finalize_mpi,
+        _flush,
+    ):
         with suppress(BaseException):
             step()
     if status < 0:

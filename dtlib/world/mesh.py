@@ -40,7 +40,8 @@ class Mesh:
                 )
         self.coordinates = coordinates_of(comm.rank, self.shape)
         # A split needs all ranks, so all of them are made here: whoever asks for one later may be alone.
-        self._comm, self._communicators = comm, {}
+        self._comm = comm
+        self._communicators: dict = {}
         for axis, here in self.coordinates.items():
             line = rank_of({**self.coordinates, axis: 0}, self.shape)  # the first rank on this line names it
             self._communicators[axis] = comm.split(line, key=here)

@@ -58,7 +58,7 @@ class Zygote:
     def __init__(self, folder: str, name: str, listener: socket.socket, imports: list[str]):
         self.pid = os.getpid()
         self.folder, self.name, self.listener, self.imports = folder, name, listener, imports
-        self.ranks = {}  # process -> connection to its launcher
+        self.ranks: dict = {}  # process -> connection to its launcher
         self.events = select.epoll()
         self.environment = forked.environment_of("self")  # imports change it
         self.again = [sys.executable, *sys.orig_argv[1:]]

@@ -49,7 +49,8 @@ def _gives_way(function, take_turns) -> bool:
 
 class _Awaits(ast.NodeTransformer):
     def __init__(self, take_turns: set, file: str):
-        self.take_turns, self.file, self.lines = take_turns, file, set()
+        self.take_turns, self.file = take_turns, file
+        self.lines: set = set()
 
     def visit_Call(self, node):
         self.generic_visit(node)

@@ -8,12 +8,13 @@ import inspect
 import linecache
 import re
 import traceback
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 from dtlib.browser.simulated.awaiting import compiled
-from dtlib.browser.simulated.communicator import Event, SimulatedCommunicator, Wires
+from dtlib.browser.simulated.communicator import Event, Pending, SimulatedCommunicator, Wires
 from dtlib.browser.simulated.tensors import stand_in
 from dtlib.comm import waiting
 from dtlib.comm.watch import blame
@@ -45,7 +46,7 @@ class Ranks:
     def __init__(self, size: int):
         self.size, self.wires, self.number = size, Wires(size), 0
         self.ranks = [_Rank(rank, self.wires) for rank in range(size)]
-        self._take_turns = set()  # names of functions of former cells that have to be awaited
+        self._take_turns: set[str] = set()  # names of functions of former cells that have to be awaited
 
     def run(self, source: str) -> Outcome:
         self.number += 1
@@ -87,13 +88,11 @@ class Ranks:
         return stuck
 
     def _say_who_waits(self) -> None:
-        waits = [rank for rank in self.ranks if rank.runs]
+        waits = {rank: rank.waits.task.call for rank in self.ranks if rank.runs and rank.waits}
         sentences = {}
-        for rank in waits:
-            call = rank.waits.task.call
+        for rank, call in waits.items():
             sentences[rank] = f"{call} (`{call.where}`) cannot end: {blame.whom(rank.rank, self.wires.seen)}. {RESET}"
-        for rank in waits:
-            call = rank.waits.task.call
+        for rank, call in waits.items():
             rank.world.comm.abandon(f"was interrupted in {call}")
         for rank in self.ranks:
             rank.world.comm.abandon("was left by others in the middle of an operation")
@@ -113,10 +112,13 @@ class _Rank:
             "__name__": "__main__", "__builtins__": own, "_turn": _turn, "_show": self._show,
             "rank": rank, "world": self.world, "comm": self.world.comm,
         }  # fmt: skip
-        self.runs, self.waits, self.failed = None, None, ""
+        self.runs: Generator | None = None
+        self.waits: Pending | None = None
+        self.failed = ""
 
     def begin(self, code) -> None:
-        self._said, self._letters, self._left_out, self.failed, self.waits = [], 0, 0, "", None
+        self._said: list = []
+        self._letters, self._left_out, self.failed, self.waits = 0, 0, "", None
         self.wires.seen.pop(self.rank, None)
         self.world.comm.pending.clear()
         self.runs = _started(code, self.names)
@@ -127,6 +129,7 @@ class _Rank:
     def go_on(self, error: Exception | None = None) -> bool:
         """Until this rank waits, or its cell is over."""
         try:
+            assert self.runs is not None
             self.waits = self.runs.send(None) if error is None else self.runs.throw(error)
             return True
         except StopIteration:
@@ -181,8 +184,7 @@ class _Rank:
 
     def _dtlib(self) -> ModuleType:
         module = ModuleType("dtlib", "init, reset and trace of ranks that take turns")
-        module.init, module.reset, module.trace = lambda: self.world, self._reset, self._trace
-        module.DtlibError = DtlibError
+        vars(module).update(init=lambda: self.world, reset=self._reset, trace=self._trace, DtlibError=DtlibError)
 
         @contextmanager
         def tells_how_it_ended(pause=1.0):
@@ -192,7 +194,7 @@ class _Rank:
             except DtlibError as error:
                 self.print(f"{type(error).__name__}: {error}")
 
-        module.tells_how_it_ended = tells_how_it_ended
+        vars(module).update(tells_how_it_ended=tells_how_it_ended)
         return module
 
     def _reset(self):

@@ -37,7 +37,7 @@ class Wires:
     """What ranks share: the network, what each has called, where each was last seen, and what happened."""
 
     size: int
-    network: Network = None
+    network: Network = field(init=False)
     called: dict = field(default_factory=dict)  # (world, number of a collective) -> rank -> (call, line)
     seen: dict = field(default_factory=dict)
     events: list = field(default_factory=list)
@@ -113,7 +113,7 @@ class SimulatedCommunicator:
         self.collective_count = 0
         self.time_limit = None  # nobody waits for seconds here
         self._world, self._queue = world, Queue()
-        self.pending = []
+        self.pending: list[Pending] = []
 
     def __repr__(self):
         return f"SimulatedCommunicator(rank={self.rank}, size={self.size})"

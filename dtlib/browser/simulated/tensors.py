@@ -44,7 +44,7 @@ class Tensor:
         return Tensor(Numbers([sum(self.flat)], dtype), ())
 
     def mean(self) -> "Tensor":
-        return self.sum() / len(self.flat)
+        return self.sum() / len(self.flat)  # type: ignore[operator, return-value]  # given to the class below
 
     def max(self) -> "Tensor":
         return Tensor(Numbers([max(self.flat)], self.flat.dtype), ())
@@ -154,8 +154,8 @@ def _arithmetic() -> None:
             return found if self.shape else found[0]
 
         setattr(Tensor, f"__{name}__", compared)
-    Tensor.__neg__ = lambda self: self * -1
-    Tensor.__hash__ = object.__hash__
+    setattr(Tensor, "__neg__", lambda self: self * -1)  # noqa: B010 (as the others)
+    setattr(Tensor, "__hash__", object.__hash__)  # noqa: B010
 
 
 _arithmetic()
@@ -211,12 +211,12 @@ def stand_in() -> ModuleType:
         setattr(module, name, globals()[name])
     for name in TYPES:
         setattr(module, name.removeprefix("torch."), name)
-    module.Tensor = Tensor
+    vars(module).update(Tensor=Tensor)
 
     def missing(name):
         if name.startswith("__"):
             raise AttributeError(name)
         raise MissingName(f"torch is a stand-in here and has no {name}: it has {', '.join(MADE)}.")
 
-    module.__getattr__ = missing
+    vars(module).update(__getattr__=missing)
     return module

@@ -18,8 +18,8 @@ _SIGN = torch.iinfo(torch.int64).min
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GLOO_TIMEOUT = timedelta(minutes=30)  # as in torch
 # Kept to the end, as torch keeps its own: a group that is thrown away here may still be connecting elsewhere.
-_groups = []
-_abandoned = []  # what a group may still read from or write into
+_groups: list = []
+_abandoned: list = []  # what a group may still read from or write into
 
 
 def backends_of(group) -> dict[str, str]:
@@ -40,7 +40,8 @@ def make_group(backends: dict[str, str], store, rank: int, size: int):
     for device, name in backends.items():
         named = dist.PrefixStore(name, store)
         if name == "nccl":
-            backend, kind = dist.ProcessGroupNCCL(named, rank, size), dist.ProcessGroup.BackendType.NCCL
+            backend = dist.ProcessGroupNCCL(named, rank, size)  # type: ignore[call-arg]  # torch's stub lacks a default
+            kind = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
             backend = dist.ProcessGroupGloo(named, rank, size, GLOO_TIMEOUT)
             kind = dist.ProcessGroup.BackendType.GLOO

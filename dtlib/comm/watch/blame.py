@@ -109,7 +109,7 @@ def _last_seen(sighting: Sighting | None) -> str:
 
 def disagreement(said: dict[int, tuple[str, str]]) -> str:
     """Who calls what, and where: ``said`` maps ranks to (call, line)."""
-    groups = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(said):
         groups.setdefault(said[rank], []).append(rank)
     sides = []

@@ -21,7 +21,7 @@ SLOT, HEAD = 640, 160  # bytes, and those of them that hold number, state and ce
 LONGEST = 80  # characters of a call or a communicator's name, on every rank alike, as ranks compare them
 CARRY_SECONDS = 0.5
 
-current = None  # the board of this process, once the world has put one up
+current: "Board | None" = None  # the board of this process, once the world has put one up
 cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so
 
 

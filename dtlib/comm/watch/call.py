@@ -3,15 +3,17 @@
 import linecache
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
-_lines = {}  # the text of each line that has called an operation
+_lines: dict[tuple[str, int], str] = {}  # the text of each line that has called an operation
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -27,7 +29,7 @@ class Call:
     operation: str
     tensor: Any
     rank: int
-    peers: tuple = ()
+    peers: Sequence[int] = ()
     group: str = ""
     number: int = 0
     _: KW_ONLY
@@ -72,7 +74,8 @@ def _shape_and_type(shape, name: str) -> str:
 
 def callers_line() -> str:
     """The innermost line outside dtlib that led here: ``train.py:12: comm.barrier()``, ``line 3: x()`` in a cell."""
-    frame = innermost = sys._getframe(1)
+    innermost = sys._getframe(1)
+    frame: FrameType | None = innermost
     while frame is not None and _is_not_the_callers(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost

@@ -6,7 +6,7 @@ and communicators on which they differ are refused on all ranks (``refuse``) unt
 
 from weakref import WeakSet
 
-living = WeakSet()  # the communicators of this rank
+living: WeakSet = WeakSet()  # the communicators of this rank
 
 
 def counts() -> dict[str, tuple[int, int, bool]]:

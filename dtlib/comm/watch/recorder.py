@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtlib.comm.watch.call import dtype_name, in_short
 
-recordings = []  # the lists that are being filled; none while nobody records
+recordings: list[list["Event"]] = []  # the lists that are being filled; none while nobody records
 
 
 @dataclass

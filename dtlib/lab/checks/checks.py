@@ -31,8 +31,8 @@ from dtlib.world.launch import in_engine
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
 TRIES = 2  # that have failed before a solution is offered
 ON_ITS_OWN = "Call it in a cell of its own, with small values, and print what that line uses."
-_tries = {}  # exercise -> (fingerprint of the answer, how often it was judged)
-_failed = Counter()  # exercise -> how many answers were not right
+_tries: dict[str, tuple[str, int]] = {}  # exercise -> (fingerprint of the answer, how often it was judged)
+_failed: Counter[str] = Counter()  # exercise -> how many answers were not right
 
 
 def check(name: str) -> None:
@@ -70,7 +70,8 @@ def _tell(verdict: Verdict) -> None:
     if verdict.passed:
         progress.done(verdict.exercise)
     if verdict.scored:
-        progress.scored(verdict.exercise, *verdict.scored, ranks=verdict.ranks)
+        value, par, unit = verdict.scored
+        progress.scored(verdict.exercise, value, par, unit, ranks=verdict.ranks)
     offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in homes()
     show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
@@ -170,7 +171,9 @@ def _with_a_rank_less(verdict: Verdict, fewer: Verdict) -> Verdict:
         return verdict
     return replace(
         verdict, mistake="other-size", rank=fewer.rank, got=fewer.got, score="", scored=(),
-        expected=f"on {ranks_in_words(range(fewer.ranks))} alone, with a comm of size {fewer.ranks}: {fewer.expected}",
+        expected=(
+            f"on {ranks_in_words([*range(fewer.ranks)])} alone, with a comm of size {fewer.ranks}: {fewer.expected}"
+        ),
         hints=(
             f"On {verdict.ranks} ranks it is right, on {fewer.ranks} it is not: is a number of ranks written into it?",
             "Ask comm.rank and comm.size, and talk through comm: world is all ranks, and comm may be fewer.",

@@ -46,7 +46,9 @@ class Wrong(Exception):
     wrong only because it is over par has a ``score``.
     """
 
-    def __init__(self, mistake: str, rank: int, expected: str, got: str, *hints: str, score: Score | None = None):
+    def __init__(
+        self, mistake: str, rank: int | None, expected: str, got: str, *hints: str, score: Score | None = None
+    ):
         super().__init__(mistake)
         self.mistake, self.rank, self.expected, self.got, self.hints = mistake, rank, expected, got, hints
         self.score = score
@@ -199,7 +201,7 @@ def html(verdict: Verdict, attempt: int, solution: str = "") -> str:
     return (
         f"{_block(verdict.passed)} <b>{words}:</b> {escape(rest)}"
         + (f'<table style="margin:.3em 0">{rows}</table>' if rows else "")
-        + (picture._repr_html_() if hasattr(picture, "_repr_html_") else _pre(picture) if picture else "")
+        + (picture._repr_html_() if hasattr(picture, "_repr_html_") else _pre(str(picture)) if picture else "")
         + (f"<details><summary>Show a solution</summary>{_pre(solution)}</details>" if solution else "")
         + f'<div style="opacity:.75">{_pre(verdict.what_was_judged())}</div></div>'
     )

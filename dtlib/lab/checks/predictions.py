@@ -25,8 +25,8 @@ from dtlib.world.launch import in_engine
 
 ROUNDED = 0.1  # of an answer, that a guess may be off by rounding
 
-_noted = {}  # name -> guess that waits for its run
-_outcomes = {}  # name -> what became of it, for those who build the notebooks
+_noted: dict[str, object] = {}  # name -> guess that waits for its run
+_outcomes: dict[str, str] = {}  # name -> what became of it, for those who build the notebooks
 _asked_in = [None]  # the number of the cell that was last asked to predict first
 
 
@@ -70,7 +70,7 @@ def predict(name: str, guess) -> None:
 @cache
 def predictions() -> dict[str, Prediction]:
     """Those of all lessons, by their names."""
-    found = {}
+    found: dict[str, Prediction] = {}
     for _, file in lesson_files.found("predictions.py"):
         of_lesson = lesson_files.module_of(file).PREDICTIONS
         assert not found.keys() & of_lesson, f"two lessons have {sorted(found.keys() & of_lesson)}"
@@ -135,7 +135,7 @@ def _problem(guess, prediction: Prediction) -> str | None:
     return wanted and f"Predict {wanted}: you wrote {guess!r}."
 
 
-_KINDS = {str: "a text, in quotes", list: "a list, such as [0, 1]"}
+_KINDS: dict[type, str] = {str: "a text, in quotes", list: "a list, such as [0, 1]"}
 
 
 def _after_cell(result) -> None:
@@ -199,7 +199,7 @@ def _shown(got) -> str:
 
 
 def _is_right(guess, got, prediction: Prediction) -> bool:
-    if not isinstance(got, Number) or not isinstance(guess, Number):
+    if not all(isinstance(one, Number) for one in (got, guess)):
         return guess == got
     near = max(prediction.within, prediction.tolerance * abs(got))
     return guess == got or abs(guess - got) <= near or _is_rounded(guess, got)

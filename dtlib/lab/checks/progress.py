@@ -51,7 +51,9 @@ def progress() -> None:
     Raises:
         DtlibError: where no record is kept.
     """
-    known, rows, begun, untouched = kept()["done"], [], [], []
+    known, rows = kept()["done"], []
+    begun: list[tuple[str, dict]] = []
+    untouched: list[tuple[str, dict]] = []
     for title, asked in lessons():
         names = {name: (kind, book) for book, found in asked.items() for kind, name in found}
         left = {name: names[name] for name in names if name not in known}
@@ -111,7 +113,7 @@ def write_start_page(folder: Path) -> None:
 
 def _of_row(line: str, known: dict) -> str:
     """``lecture 3 of 8, exercises ✓``: of what a row's notebooks ask for, predictions, checks and quizzes."""
-    asked = {"lectures": set(), "exercises": set()}
+    asked: dict[str, set[str]] = {"lectures": set(), "exercises": set()}
     for book, found in _asked(line).items():
         asked[book.partition("/")[0]] |= {name for _, name in found}
     words = {"lectures": "lecture", "exercises": "exercises"}

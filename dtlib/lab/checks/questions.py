@@ -80,7 +80,8 @@ def quizzes() -> dict[str, Quiz]:
 def _read(name: str, table: dict) -> Quiz:
     questions = []
     for each in table["questions"]:
-        options = [Option(*each["right"], True), *(Option(*wrong, False) for wrong in each["wrong"])]
+        rows = [(each["right"], True), *((wrong, False) for wrong in each["wrong"])]
+        options = [Option(says, because, right) for (says, because), right in rows]
         options.sort(key=lambda option: sha256((each["asks"] + option.says).encode()).digest())
         questions.append(Question(each["asks"], tuple(options)))
     return Quiz(name, tuple(questions), **table.get("discussion", {}))

@@ -12,7 +12,7 @@ from dtlib.lab.tables import fold
 from dtlib.world.launch import in_engine
 
 OPEN = "-"  # in the place of a letter: this question is not answered
-_first = {}  # (quiz, number of the question) -> the letter that was chosen first
+_first: dict[tuple[str, int], str] = {}  # (quiz, number of the question) -> the letter that was chosen first
 
 
 def quiz(name: str, answers: str | None = None) -> None:
@@ -59,9 +59,10 @@ def _choose(quiz: Quiz, number: int, letter: str) -> Option:
 
 def _right_at_first(quiz: Quiz) -> int | None:
     """How many first choices were right; None as long as a question is open."""
-    first = [_first.get((quiz.name, number)) for number in range(len(quiz.questions))]
-    if None in first:
+    keys = [(quiz.name, number) for number in range(len(quiz.questions))]
+    if not _first.keys() >= set(keys):
         return None
+    first = [_first[key] for key in keys]
     return sum(question.chosen(letter).right for question, letter in zip(quiz.questions, first, strict=True))
 
 

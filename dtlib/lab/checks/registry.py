@@ -20,7 +20,7 @@ from dtlib.lab.checks.exercise import Exercise
 @cache
 def homes() -> dict[str, Path]:
     """Name -> the file whose ``EXERCISES`` has it, in the order of lessons: read as text, as imports take longer."""
-    found = {}
+    found: dict[str, Path] = {}
     for _, file in lesson_files.found("judge_*.py"):
         table = re.search(r"^EXERCISES = \{(.*?)\}$", file.read_text(encoding="utf-8"), re.M | re.S)
         names = re.findall(r'"([\w-]+)": ', table[1]) if table else ()

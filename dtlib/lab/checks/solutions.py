@@ -25,7 +25,7 @@ def source_of(name: str) -> str:
     if name not in EXERCISES:
         raise no_exercise(name)
     for path in sorted(Path(course.SOURCE).glob("notebooks/solutions/*.ipynb")):
-        answer = []
+        answer: list[str] = []
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             source = "".join(cell["source"])
             if f'lab.check("{name}")' in source:

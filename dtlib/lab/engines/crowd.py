@@ -50,7 +50,7 @@ class Queue:
         self.at_once = at_once or max(1, usable_cores() // 2)
         self._me = Process.of(os.getpid())
         self._began = time.monotonic()
-        self._seen = {}  # process that starts -> since when
+        self._seen: dict[tuple[int, float], float] = {}  # process that starts -> since when
 
     def before(self) -> int:
         """How many are before this one; 0 once it may start."""

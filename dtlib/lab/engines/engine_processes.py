@@ -47,9 +47,9 @@ def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
 
     limit = crowd.Limit(START_SECONDS)
     while not (note := record.read("set.json")).get("connection"):
-        if problem := note.get("error"):
+        if reason := note.get("error"):
             record.remove("set.json")
-            raise DtlibError(problem)
+            raise DtlibError(reason)
         if before := note.get("before"):
             limit = crowd.Limit(START_SECONDS)
             say(f"{before} other{'s' * (before > 1)} on this machine start{'s' * (before == 1)} first")

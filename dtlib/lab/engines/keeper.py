@@ -67,7 +67,8 @@ def main() -> None:
 
 
 def _keep(record: Record, ranks: int, name: str) -> None:
-    me, started = Process.of(os.getpid()), set()
+    me = Process.of(os.getpid())
+    started: set = set()
     try:
         if not _wait_for_turn(record):
             return

@@ -33,7 +33,8 @@ class LiveView:
         self._alone = alone
         self._watched = getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False)
         self._began = self._drawn = time.monotonic()
-        self._display = self._picture = self._curve = None
+        self._display = self._picture = None
+        self._curve: tuple | None = None
         self._pictured = -PICTURE_SECONDS
         self._text = self._reported = ""
 
@@ -124,7 +125,7 @@ def _latest(rank: int, text: str, most: int):
 
 def _progress(ranks, running, reports) -> str:
     """``ranks 0, 2 in line 3: train(); rank 1 has finished``."""
-    groups = {}
+    groups: dict[str, list[int]] = {}
     for rank, runs, report in zip(ranks, running, reports, strict=True):
         if not runs:
             doing = "finished"

@@ -14,6 +14,9 @@ MOST_NAMES = 500
 TELL_SECONDS = 1.0
 
 
+_joined: dict[str, str | None] = {}  # this rank's device, once it has joined
+
+
 def join(ready_folder: str, notebook_folder: str) -> dict:
     """Join the world, start importing torch in the background, and say who this rank is."""
     from dtlib.world import init, reset
@@ -21,19 +24,18 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
 
     with suppress(OSError):  # on another machine the folder may not be there
         os.chdir(notebook_folder)
-    first_time = not hasattr(join, "importing_torch")
+    first_time = not _joined
     world = init() if first_time else reset()
     if first_time:
         _follow_cells()
-        join.device = _take_gpu(world.local_rank)
-        join.importing_torch = threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True)
-        join.importing_torch.start()
+        _joined["device"] = _take_gpu(world.local_rank)
+        threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True).start()
     return {
         "rank": world.rank,
         "size": world.size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "device": join.device,
+        "device": _joined["device"],
         "cores": usable_cores(),
     }
 
@@ -119,7 +121,7 @@ def _tell_where(running, publish) -> None:
     main = threading.main_thread().ident
     while running.wait():
         time.sleep(TELL_SECONDS)
-        frame, place = sys._current_frames().get(main), None
+        frame, place = sys._current_frames().get(main or 0), None
         while frame is not None:  # let go at once: a frame keeps its tensors, also after its function has returned
             if "ipykernel_" in frame.f_code.co_filename:  # the outermost of these is the cell itself
                 place = frame.f_code.co_filename, frame.f_lineno

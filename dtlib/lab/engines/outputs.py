@@ -18,7 +18,7 @@ def show(result, ranks) -> bool:
         result.outputs if len(ranks) > 1 else [result.outputs],  # each is a list itself
         as_list(result.execute_result), strict=True,
     )  # fmt: skip
-    alike = {}
+    alike: dict[str, tuple] = {}
     for rank, (stdout, stderr, displayed, value) in zip(ranks, outputs, strict=True):
         shown = [(output["data"], output.get("metadata")) for output in displayed]
         last = (getattr(value, "data", None) or value["data"]) if value else {}

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
+from types import ModuleType
 
 import psutil
 from IPython import get_ipython
@@ -32,7 +33,7 @@ MANY_KERNELS = 5
 
 _panel = None
 _offered = False
-_sets = None  # engine_set.py, which makes itself known here: it cannot be imported by what it imports
+_sets: ModuleType | None = None  # engine_set.py makes itself known here: it cannot be imported by what it imports
 
 
 def panel() -> None:
@@ -115,7 +116,7 @@ class Panel:
     def _follow(self) -> None:
         while self.table.comm is not None:  # until the panel is closed
             with suppress(Exception):  # ranks may end while they are looked at; the next look says so
-                record = _sets._current.record
+                record = _current().record
                 panels = record.read("panel.json")
                 if panels and panels["pid"] != os.getpid() and not record.is_held_here():
                     self.close()  # another notebook has the ranks, and the panel
@@ -127,7 +128,7 @@ class Panel:
         self.button.disabled, self.said.value = True, "Ending what the ranks do ..."
         said = f"{time.strftime('%H:%M:%S')}: {done}"
         try:
-            engines = _sets._current
+            engines = _current()
             if engines.record.keeper() and engines.record.is_held_here():  # else the table says why not
                 getattr(engines, what)()
             else:
@@ -138,9 +139,14 @@ class Panel:
             self.said.value, self.button.disabled = said, False
 
 
+def _current():
+    """The ranks of this notebook, or None."""
+    return _sets and _sets._current
+
+
 def drawn() -> str:
     """The table of the panel, a row a rank; or why there is none. Ranks are not asked: they are busy."""
-    engines = _sets._current
+    engines = _current()
     if engines is None or not engines.record.keeper():
         return "The ranks have ended: lab.engines() starts new ones."
     if not engines.record.is_held_here():

@@ -68,7 +68,8 @@ class Sequence:
             last = step == self.comm.size - 1
             following = None if last else self.pass_on(kv, (owner - 1) % self.comm.size)
             yield owner, kv
-            kv = following() if following else None
+            if following:
+                kv = following()
 
 
 def _scores(q, k, later, scale):

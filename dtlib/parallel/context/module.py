@@ -73,8 +73,9 @@ class ContextParallel(nn.Module):
                     "scaled_dot_product_attention."
                 )
         for parameter in module.parameters():
-            parameter.context_parallel = self.comm._members  # whoever averages gradients asks for it
-        self._length, self._calls = None, 0
+            vars(parameter)["context_parallel"] = self.comm._members  # whoever averages gradients asks for it
+        self._length: tuple[torch.Size, int] | None = None
+        self._calls = 0
 
     def positions(self, length: int) -> torch.Tensor:
         """The positions of this rank's tokens in sequences of ``length``; int64."""

@@ -84,7 +84,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _keep(self, mean, variance) -> None:
         """Update the running statistics; ``momentum=None`` keeps the plain average over all batches."""
-        self.num_batches_tracked += 1
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
         weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(variance.to(self.running_var.dtype), weight)

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from dtlib.comm import as_communicator
+from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
-from dtlib.parallel.data.hooks import CommHook
+from dtlib.parallel.data.hooks import Averaged, CommHook
 from dtlib.world import init
 
 
@@ -34,7 +35,7 @@ class GradientBucket:
 
     parameters: list[nn.Parameter]
     buffer: FlatBuffer
-    handle: object = None  # of the all_reduce, once it is launched
+    handle: Handle | Averaged | None = None  # of the all_reduce, once it is launched
 
 
 class DataParallel(nn.Module):
@@ -76,7 +77,7 @@ class DataParallel(nn.Module):
         self.module = module
         _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
         self.comm = as_communicator(init().comm if comm is None else comm)
-        self.batch_size = None
+        self.batch_size: int | None = None
         self.algorithm = algorithm
         self.broadcast_buffers = broadcast_buffers
         self._synchronising = True
@@ -95,8 +96,8 @@ class DataParallel(nn.Module):
         self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._samples = Samples(self.comm)
-        self._join = None  # in join(): which ranks still have batches
-        self._hook = None  # a CommHook that averages in place of all_reduce
+        self._join: list[int] | None = None  # in join(): which ranks still have batches
+        self._hook: CommHook | None = None  # a CommHook that averages in place of all_reduce
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
         _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_is_ready) for p in parameters]
@@ -178,17 +179,16 @@ class DataParallel(nn.Module):
 
     def _finish(self) -> None:
         for bucket in self.buckets:
+            assert bucket.handle is not None
             bucket.handle.wait()
             bucket.handle = None
         with_size = self.buckets[0].buffer.tail[-1].item()
         if with_size and self._hook is not None:
-            raise RanksDisagree(
-                "batch_size weights gradients, and a communication hook does not: leave one of them out."
-            )
+            raise RanksDisagree("batch_size weights gradients, and a communication hook does not: leave one out.")
         if with_size not in (0, self.comm.size):
             refuse_mixed(self.batch_size)
         if with_size:
-            factor = self._samples.correction(self.batch_size)
+            factor = self._samples.correction(self.batch_size or 0)
             for bucket in self.buckets:
                 bucket.buffer.flat[: bucket.buffer.numel].mul_(factor)
         for bucket in self.buckets:
@@ -233,7 +233,7 @@ class DataParallel(nn.Module):
         batch_size = self.batch_size
         try:
             yield
-            last = self._join
+            last = self._join or []
             while any(still := self._announce(False)):
                 self._join = last = still
                 self.batch_size = 0 if BY_SAMPLES in still else None
@@ -260,7 +260,7 @@ class DataParallel(nn.Module):
 
 
 BY_SAMPLES = 2
-_hooks = WeakKeyDictionary()  # of each module that is wrapped
+_hooks: WeakKeyDictionary = WeakKeyDictionary()  # of each module that is wrapped
 
 
 def _last_with_a_batch(flags: list[int]) -> int:

@@ -51,9 +51,9 @@ class CommHook:
     """
 
     def __init__(self, state, hook, comm, buckets: list, before: "CommHook | None" = None):
+        self.name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
         if before is not None:
             raise DtlibError(f"This model has the hook {before.name} already: wrap it anew for another one.")
-        self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
         if not callable(hook):
             raise DtlibError(f"register_comm_hook(state, {hook!r:.40}): give a function hook(state, bucket).")
         names = comm.all_gather_object(self.name)

@@ -80,9 +80,11 @@ class MixtureOfExperts(nn.Module):
             for parameter in [*self.gate.parameters(), *(shared.parameters() if shared else ())]:
                 comm.broadcast(parameter.data)
         for parameter in self.experts.parameters():
-            parameter.expert_parallel = self.comm._members  # whoever averages gradients, or takes norms, asks for it
+            vars(parameter)["expert_parallel"] = (
+                self.comm._members
+            )  # whoever averages gradients, or takes norms, asks for it
             if self.comm.size > 1 or self.data is not None:
-                parameter.expert_copy = self.data.rank if self.data is not None else 0  # a checkpoint takes the first
+                vars(parameter)["expert_copy"] = self.data.rank if self.data else 0  # a checkpoint takes the first
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / self.comm.size)  # the sum of all ranks' losses
             if self.data is not None:
@@ -106,6 +108,7 @@ class MixtureOfExperts(nn.Module):
             raise DtlibError(f"MixtureOfExperts(jitter={self.jitter}): a number from 0, below 1.")
 
     def _average(self, parameter) -> None:
+        assert self.data is not None
         self.data.all_reduce(parameter.grad, op="mean")
 
     def forward(self, x, mask=None):
@@ -177,7 +180,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
     been averaged before. ``nn.utils.clip_grad_norm_`` would see this rank's experts alone, and is refused.
     """
     comm = as_communicator(comm)
-    gradients = {True: [], False: []}
+    gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         sharing = getattr(parameter, "expert_parallel", comm._members)
         if sharing != comm._members:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dtlib.comm import as_communicator, progress_thread
-from dtlib.comm.waiting import advance_all
+from dtlib.comm.waiting import Handle, advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
 from dtlib.gradients.same_model import check_same_model
@@ -66,7 +66,8 @@ class DiLoCo:
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self.starts = {parameter: parameter.detach().clone() for parameter in self.trained}
         self.steps = self.rounds = 0
-        self._sent = self._handle = None  # of the fragment that is under way: what this rank has sent
+        self._handle: Handle | None = None
+        self._sent: torch.Tensor | None = None  # of the fragment that is under way: what this rank has sent
         self._last = torch.empty(0)  # the mean of the fragment before, for a rank that has not got it (recover)
         self._background = ExitStack()
 
@@ -152,7 +153,7 @@ class DiLoCo:
         """The outer step on a fragment, from where it started: the same on all ranks."""
         fragment, buffers = self._turn, self._buffers_of_turn()
         self._background.close()
-        self._last, self._mean, self._sent, self._handle = mean, None, None, None
+        self._last, self._sent, self._handle = mean, None, None
         pieces = mean.split([tensor.numel() for tensor in [*fragment, *buffers]])
         own = {parameter: (parameter.detach().clone(), parameter.grad) for parameter in fragment}
         others = [(parameter, parameter.grad) for parameter in self.trained if parameter not in own]
@@ -212,7 +213,8 @@ class LocalSGD(DiLoCo):
 
 def _parts(parameters: list, number: int) -> list[list]:
     """Neighbours together, in parts of about as many elements; each has a parameter at least."""
-    parts, total, before = [[] for _ in range(number)], sum(parameter.numel() for parameter in parameters), 0
+    parts: list[list] = [[] for _ in range(number)]
+    total, before = sum(parameter.numel() for parameter in parameters), 0
     for left, parameter in zip(range(len(parameters), 0, -1), parameters, strict=True):
         filled = sum(map(bool, parts))
         wanted = min(number - 1, (before + parameter.numel() // 2) * number // max(total, 1))

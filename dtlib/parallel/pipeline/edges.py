@@ -66,9 +66,11 @@ class Activations:
 
     def __init__(self, comm, source: int, edge: int, device):
         self.comm, self.source, self.tag, self.device = comm, source, TAGS * edge, device
-        self.alike = []  # of each micro-batch that was asked for, how many after it are like it
-        self._header = self._kinds = None
-        self._arriving, self._announced = {}, 0  # micro-batches from here on need a header
+        self.alike: list[int] = []  # of each micro-batch that was asked for, how many after it are like it
+        self._header: tuple | None = None
+        self._kinds: tuple = ()
+        self._arriving: dict[int, tuple] = {}
+        self._announced = 0  # micro-batches from here on need a header
 
     def post(self, microbatch: int, wait: bool = False) -> None:
         """Make room for micro-batches up to this one and ask for them, as far as they have been announced, or ``wait``
@@ -111,7 +113,8 @@ class NextStage:
 
     def __init__(self, comm, dest: int, edge: int):
         self.comm, self.dest, self.tag = comm, dest, TAGS * edge
-        self._kinds, self._alike = None, 0
+        self._kinds: tuple | None = None
+        self._alike = 0
 
     def send(self, tensors, alike: int) -> list:
         """Send a micro-batch on, of which the inputs were like those of the next ``alike``; returns handles.
@@ -123,7 +126,7 @@ class NextStage:
         if self._alike:
             self._alike -= 1
             if kinds != self._kinds:
-                before, now = ([shape for *_, shape in each] for each in (self._kinds, kinds))
+                before, now = ([shape for *_, shape in each] for each in (self._kinds or (), kinds))
                 raise DtlibError(
                     f"Micro-batches whose inputs are alike gave activations of shapes {before} and then {now}: pad "
                     "them, as the next stage was told to make room for the first."
@@ -141,7 +144,7 @@ class Gradients:
 
     def __init__(self, comm, source: int, edge: int):
         self.comm, self.source, self.tag = comm, source, TAGS * edge + 2
-        self._arriving = {}
+        self._arriving: dict[int, tuple] = {}
 
     def post(self, microbatch: int, sent) -> None:
         if microbatch not in self._arriving:

@@ -176,8 +176,8 @@ class _Schedule:
                     f"{what} have a {type(leaf).__name__}, which is not cut into micro-batches: give tensors, in "
                     "tuples, lists or dictionaries."
                 )
-        sizes = [len(tensor) if tensor.dim() else None for tensor in tensors]
-        if not sizes or None in sizes or len(set(sizes)) > 1:
+        sizes = [len(tensor) if tensor.dim() else -1 for tensor in tensors]
+        if not sizes or -1 in sizes or len(set(sizes)) > 1:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
             raise DtlibError(
                 f"{what} have tensors of shapes {shapes}: each has the samples in its first dimension, as many as the "
@@ -236,7 +236,7 @@ def _planned(actions: list) -> list[tuple]:
     """Of each action, the actions whose messages are asked for just before it: as early as AHEAD allows, those of a
     backward pass not before its forward pass, which tells what will arrive."""
     places = {action: place for place, action in enumerate(actions)}
-    asked_for = [[] for _ in actions]
+    asked_for: list[list] = [[] for _ in actions]
     for place, action in enumerate(actions):
         known = places[action._replace(kind="F")] + 1 if action.kind in "BI" else 0
         asked_for[max(place - AHEAD, known, 0)].append(action)

@@ -99,7 +99,8 @@ class PipelineModule(nn.Module):
         self.cuts = self._cuts(specs, partition_method, sample)
         self._refuse_shared(specs, needed)
         self.stage_indices = range(self.comm.rank, num_stages, needed)
-        self.layers, tied = nn.ModuleDict(), {}
+        self.layers = nn.ModuleDict()
+        tied: dict = {}
         # Not in a ModuleList: their layers are those of self.layers, and have one name each.
         self._stage_modules = [
             _StageModule([self._layer(specs, i, tied) for i in range(self.cuts[stage], self.cuts[stage + 1])])
@@ -171,7 +172,7 @@ class PipelineModule(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.base_seed + i)
             module = spec.build()
-            if first != i:
+            if first != i and isinstance(spec, TiedLayerSpec):
                 torch.manual_seed(self.base_seed + first)
                 source = specs[first]
                 value = getattr(source.build(), source.tied_weight_attr).detach()
@@ -190,7 +191,7 @@ class PipelineModule(nn.Module):
 
     def _refuse_shared(self, specs, ranks: int) -> None:
         """Refuse what modules on different ranks share: each rank would change it by itself."""
-        first = {}
+        first: dict[nn.Parameter, int] = {}
         for i, spec in enumerate(specs):
             for name, parameter in spec.named_parameters() if isinstance(spec, nn.Module) else ():
                 stages = [bisect(self.cuts, layer) - 1 for layer in (first.setdefault(parameter, i), i)]

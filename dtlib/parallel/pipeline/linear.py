@@ -12,12 +12,15 @@ In a pipeline the second half adds to the weight's gradient while it multiplies.
 each micro-batch first and add it then, which for wide layers and small micro-batches costs as much as multiplying.
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-_takers = []  # functions that second halves are given to at the moment, or None; the innermost counts
+_takers: list[
+    Callable | None
+] = []  # functions that second halves are given to at the moment, or None; the innermost counts
 
 
 @contextmanager

@@ -46,11 +46,11 @@ def announced(comm, source: int, device) -> torch.Tensor:
 
 def arriving(comm, source: int, like: torch.Tensor, count: int):
     """So many tensors from a neighbour, in their order. The next is asked for before this one is worked on."""
-    handles = (comm.recv(torch.empty_like(like), source, async_op=True) for _ in range(count))
-    following = next(handles)
-    for _ in range(count):
-        this, following = following, next(handles, None)
+    following = comm.recv(torch.empty_like(like), source, async_op=True)
+    for _ in range(count - 1):
+        this, following = following, comm.recv(torch.empty_like(like), source, async_op=True)
         yield this.wait()
+    yield following.wait()
 
 
 def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str = "1f1b"):
@@ -68,7 +68,7 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     else:
         like = announced(comm, before, next(stage.parameters()).device)
         activations = (x.requires_grad_() for x in arriving(comm, before, like, microbatches))
-    targets = targets.chunk(microbatches) if is_last else None
+    targets = targets.chunk(microbatches) if is_last else ()
     kept, sending, losses = {}, [], []  # kept: of each micro-batch input and output, until its backward pass
     for kind, m in order(schedule, comm.rank, comm.size, microbatches):
         with recorder.phase(Action(comm.rank, kind, m), comm.world_rank):

@@ -156,7 +156,7 @@ class RunningStage:
                 # A neighbour on this rank has no gradient for what it did not use.
                 pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad and g is not None]
                 if pairs:
-                    torch.autograd.backward(*zip(*pairs, strict=True))
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         if halves:
             self._halves[microbatch] = halves
         del self._sent[microbatch]

@@ -64,11 +64,11 @@ class Replicator:
         if replicas is not None and (not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1):
             raise DtlibError(f"Replicator(replicas={replicas!r}): a whole number from 1 on.")
         self.comm = comm if comm is None else as_communicator(comm)
-        self.replicas = replicas or self.comm.size
+        self.replicas: int = replicas or self.comm.size  # type: ignore[union-attr]  # there is one of the two
         self.replica_id = self.comm.rank if self.comm else 0
-        self._exchange = BetweenGraph(self.comm) if self.comm else InGraph(replicas)
-        self._optimizers = []
-        self._programs = {}  # by step function
+        self._exchange = BetweenGraph(self.comm) if self.comm else InGraph(self.replicas)
+        self._optimizers: list[ReplicatedOptimizer] = []
+        self._programs: dict = {}  # by step function
         self._last = None
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer:
@@ -138,7 +138,7 @@ class Replicator:
         """
         here = [self.replica_id] if self.comm else range(self.replicas)
         sources = [_inputs_of(input_fn, replica) for replica in here]
-        results = []
+        results: list[list] = []
         while steps is None or len(results) < steps:
             inputs = self._next_inputs(sources, steps, len(results))
             if inputs is None:

@@ -8,6 +8,7 @@ The loss of every replica may depend on every replica's x, so each gradient is e
 """
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def _mark(name: str, mutates=()):
     return torch.library.custom_op(f"dtlib::{name}", mutates_args=mutates, tags=tags)
 
 
-def _only_inside():
+def _only_inside() -> NoReturn:
     raise DtlibError("Replicas exchange tensors inside step_fn: hand it to replicator.run(step_fn, input_fn).")
 
 

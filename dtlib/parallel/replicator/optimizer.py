@@ -54,7 +54,7 @@ class ReplicatedOptimizer:
             )
         parameters = self.parameters
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        averages = [None] * len(gradients)
+        averages: dict[int, tuple] = {}  # with flags
         # All gradients of a type travel in one message, and behind them a number a parameter: is it used here?
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             of_type = [i for i, parameter in enumerate(parameters) if parameter.dtype == dtype]
@@ -64,8 +64,8 @@ class ReplicatedOptimizer:
             *pieces, used = flat.split([*(len(piece) for piece in pieces), len(of_type)])
             for i, piece, flag in zip(of_type, pieces, used.unbind(), strict=True):
                 averages[i] = piece.view_as(parameters[i]), flag
-        flags = torch.stack([flag.to(torch.float32) for _, flag in averages])
-        self._exchange.apply(self, [average for average, _ in averages], flags)
+        flags = torch.stack([averages[i][1].to(torch.float32) for i in range(len(gradients))])
+        self._exchange.apply(self, [averages[i][0] for i in range(len(gradients))], flags)
 
     def apply(self, gradients, used) -> None:
         """Step with gradients that are averaged already."""

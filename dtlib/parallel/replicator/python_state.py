@@ -22,7 +22,7 @@ def python_state(function) -> dict[str, object]:
     of other objects, as deep as ``DEPTH``; tensors by identity, and whether they require a gradient; everything else by
     identity. Beside them what torch itself reads: autocast, and the type of new tensors.
     """
-    found = {
+    found: dict[str, object] = {
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
     }
@@ -48,7 +48,7 @@ class _Same:
     def __eq__(self, other):
         return isinstance(other, _Same) and self.thing is other.thing
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as Python has it for what is compared by value
 
 
 def _look_at(name, value, found, seen, names=()) -> None:

@@ -237,7 +237,7 @@ def check_same(comm, who: str, **arguments) -> None:
                 )
 
 
-def check_plain(whole: nn.Module, kind: type, who: str) -> None:
+def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
     """Refuse a layer that does more than ``kind``, of which the shards would know nothing."""
     hooks = whole._forward_hooks or whole._forward_pre_hooks or whole._backward_hooks or whole._backward_pre_hooks
     names = {name for name, _ in whole.named_parameters()}

@@ -49,11 +49,11 @@ class ReduceFromRanks(torch.autograd.Function):
         return gradient, None
 
 
-def slice_of(parameter: nn.Parameter, dim: int, comm) -> nn.Parameter:
+def slice_of(parameter: torch.Tensor, dim: int, comm) -> nn.Parameter:
     """This rank's slice, along ``dim``, of rank 0's values."""
     whole = comm.broadcast(parameter.detach().clone())
     mine = nn.Parameter(whole.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format))
-    mine.tensor_parallel = comm.size > 1  # whoever takes norms of gradients asks for it
+    vars(mine)["tensor_parallel"] = comm.size > 1  # whoever takes norms of gradients asks for it
     return mine
 
 

@@ -42,8 +42,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
     shards = _square([parameter.grad for parameter in with_gradient if parameter in cut])
     whole = _square([parameter.grad for parameter in with_gradient if parameter not in cut])
     norm = float((as_communicator(comm).all_reduce(shards) + whole).sqrt())
-    for parameter in with_gradient:
-        parameter.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    for gradient in (parameter.grad for parameter in with_gradient if parameter.grad is not None):
+        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm
 
 

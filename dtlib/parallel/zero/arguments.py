@@ -15,9 +15,8 @@ ELEMENTWISE = (
 
 def is_elementwise(optimizer_class) -> bool:
     """A subclass is so if it has the step of what it is derived from. (torch wraps ``step`` when one is made.)"""
-    step = unwrap(getattr(optimizer_class, "step", None))
     return isinstance(optimizer_class, type) and any(
-        issubclass(optimizer_class, kind) and step is unwrap(kind.step) for kind in ELEMENTWISE
+        issubclass(optimizer_class, kind) and unwrap(optimizer_class.step) is unwrap(kind.step) for kind in ELEMENTWISE
     )
 
 

@@ -86,12 +86,15 @@ class ZeroOptimizer(optim.Optimizer):
         self.stage, self.batch_size = stage, None
         self._offload, self._wanted_progress = offload, progress
         # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
-        self._cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else float("inf")
-        self._buckets, self._names, self._shard_of = [], {}, {}
+        self._cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else 2**63
+        self._buckets: list[ShardedBucket] = []
+        self._names: dict[nn.Parameter, str] = {}
+        self._shard_of: dict[nn.Parameter, tuple] = {}
         self._reduced = False  # gradients have been averaged, and step() need not do it
-        self._reducer = self._whole_state = None
+        self._reducer: Reducer | None = None
+        self._whole_state: dict | None = None
         self.masters = MasterWeights([])
-        self.optim = None  # the local optimizer, which has this rank's shards only
+        self.optim: torch.optim.Optimizer | None = None  # the local optimizer, which has this rank's shards only
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         local = [self._share_out(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(local, **defaults)
@@ -141,10 +144,9 @@ class ZeroOptimizer(optim.Optimizer):
             for i, parameter in enumerate(bucket.parameters):
                 if hasattr(parameter, "_zero_hook"):  # of an earlier optimizer of the same parameter
                     parameter._zero_hook.remove()
-                keep = (
-                    partial(bucket.keep, view=bucket.views[i]) if self.stage == 1 else self._reducer.gradient_is_ready
-                )
-                parameter._zero_hook = parameter.register_post_accumulate_grad_hook(keep)
+                reducer = self._reducer
+                keep = reducer.gradient_is_ready if reducer else partial(bucket.keep, view=bucket.views[i])
+                vars(parameter)["_zero_hook"] = parameter.register_post_accumulate_grad_hook(keep)
                 refuse_torch_clipping(parameter)
 
     # Gradients
@@ -157,7 +159,8 @@ class ZeroOptimizer(optim.Optimizer):
         if self._reduced:
             return
         self._check_parameters()
-        if self.stage == 1:
+        reducer = self._reducer
+        if reducer is None:  # stage 1
             used = iter(exchange_used(self.comm, [bucket.used() for bucket in self._buckets], self.batch_size))
             weight = self.batch_size
             refuse_weights(self._shard_of, weight)
@@ -166,10 +169,10 @@ class ZeroOptimizer(optim.Optimizer):
             for bucket in self._buckets:
                 bucket.reduce(self.comm, weight)
         else:
-            self._reducer.check()
-            if not self._reducer.passes:
-                self._reducer.run_empty()
-            used = self._reducer.used_anywhere()
+            reducer.check()
+            if not reducer.passes:
+                reducer.run_empty()
+            used = reducer.used_anywhere()
         for bucket in self._buckets:
             for piece, view in zip(bucket.owned, bucket.averages(), strict=True):
                 piece.grad = view if next(used) else None
@@ -257,7 +260,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that this optimizer keeps beside its states, by what it is for (measure/held.py)."""
-        gradients = (b.gradients.views if self.stage == 1 else b.averages() for b in self._buckets)
+        gradients = (b.whole().views if self.stage == 1 else b.averages() for b in self._buckets)
         return {
             "parameters": [view for bucket in self._buckets for view in bucket.values.views],
             "gradients": [view for views in gradients for view in views],
@@ -278,6 +281,7 @@ class ZeroOptimizer(optim.Optimizer):
         to move between numbers of ranks. On the rank of ``consolidate_state_dict`` the whole."""
         if self._whole_state is not None:
             return self._whole_state
+        assert self.optim is not None
         return {
             "rank": self.comm.rank,
             "size": self.comm.size,

@@ -69,8 +69,8 @@ class Stage1:
             self.give(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """This rank's shard of the mean of XX"""
-        whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)
+        """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
+        whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)  # type: ignore[misc]
         unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
         unit.module.zero_grad()
 

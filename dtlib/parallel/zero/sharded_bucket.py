@@ -23,7 +23,7 @@ class ShardedBucket:
         comm.broadcast(self.values.flat)
         self.owned = [nn.Parameter(view) for view in self.shards.views(self.shards.own(self.values.flat))]
         self.gradients = self._flat_buffer() if stage == 1 else GradientShard(parameters, self.shards)
-        self.views = [view.as_subclass(UnaveragedGradient) for view in self.gradients.views] if stage == 1 else []
+        self.views = [view.as_subclass(UnaveragedGradient) for view in self.whole().views] if stage == 1 else []
 
     def check(self, names: dict) -> None:
         """Refuse to step where parameters have left this memory, as the model would never see the new values."""
@@ -34,6 +34,11 @@ class ShardedBucket:
     def _flat_buffer(self) -> FlatBuffer:
         first = self.parameters[0]
         return FlatBuffer(self.shards.shapes, first.dtype, first.device, self.shards.padding)
+
+    def whole(self) -> FlatBuffer:
+        """Stage 1: whole gradients."""
+        assert isinstance(self.gradients, FlatBuffer)
+        return self.gradients
 
     def used(self) -> torch.Tensor:
         """Stage 1: which parameters have a gradient."""
@@ -57,7 +62,7 @@ class ShardedBucket:
             else:
                 self.keep(parameter, view)  # it may have been given by hand
             parameter.grad = None
-        whole = self.gradients.flat
+        whole = self.whole().flat
         if weight is not None:
             whole.mul_(weight)
         comm.reduce_scatter(self.shards.own(whole), whole, "mean" if weight is None else "sum")

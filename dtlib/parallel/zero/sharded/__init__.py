@@ -76,10 +76,11 @@ def fully_shard(
     return module
 
 
-class FullySharded:
+class FullySharded(nn.Module):
     """What ``fully_shard`` adds to a module; called on the whole model."""
 
-    batch_size = None
+    batch_size: float | None = None
+    _unit: Unit
 
     def __deepcopy__(self, memo):
         raise DtlibError(
@@ -140,11 +141,11 @@ class FullySharded:
 def units_of(model: nn.Module) -> list[nn.Module]:
     """Modules that make good units: the repeated layers of a model, each an element of a ``ModuleList`` or
     ``Sequential``, as far as they share no parameter with the rest."""
-    owners = {}
+    owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name)
     names = {module: name for name, module in model.named_modules()}
-    found = []
+    found: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             for module in container:

@@ -22,7 +22,7 @@ def own_modules(module, prefix: str = "") -> dict[nn.Module, str]:
 
 def places_of(module) -> dict[nn.Parameter, list]:
     """For each parameter that is in no unit yet: the modules that have it, under which attribute and full name."""
-    places = {}
+    places: dict[nn.Parameter, list] = {}
     for owner, prefix in own_modules(module).items():
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:
@@ -32,9 +32,11 @@ def places_of(module) -> dict[nn.Parameter, list]:
 
 def bring_to_life(module, device) -> None:
     """Give parameters and buffers on the meta device memory and first values, as far as this unit goes."""
-    alive, without = {}, set()
+    alive: dict[torch.Tensor, torch.Tensor] = {}
+    without = set()
     for owner in own_modules(module):
-        for tensors in (owner._parameters, owner._buffers):
+        both: tuple[dict, dict] = owner._parameters, owner._buffers
+        for tensors in both:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     if tensor not in alive:

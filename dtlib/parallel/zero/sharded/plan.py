@@ -19,13 +19,13 @@ class Plan:
         self.root = root
         self.units = [unit_of(module) for module in root.modules() if unit_of(module) is not None]
         self.synchronising = True
-        self.reducer = None
-        self._order = []  # units, in the order of the last forward pass
-        self._running = []  # that of this one, so far
+        self.reducer: Reducer | None = None
+        self._order: list[Unit] = []  # units, in the order of the last forward pass
+        self._running: list[Unit] = []  # that of this one, so far
         self._depth = 0
         self._in_backward = False
         self._background = ExitStack()  # the progress thread while a pass is under way
-        comm = root._unit.comm
+        comm = unit_of(root).comm
         # Gradients travel on a communicator of their own: ranks may differ in what they gather meanwhile.
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
 
@@ -97,7 +97,7 @@ class Plan:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _run_in_background(self) -> None:
-        if self.root._unit.progress == "thread":
+        if unit_of(self.root).progress == "thread":
             self._background.enter_context(progress_thread())
 
     def _backward_ends(self) -> None:
@@ -113,13 +113,14 @@ class Plan:
     def _batch_size(self) -> float | None:
         for flat in self._trained(self._order):
             flat.begin()
-        return self.root.batch_size
+        return getattr(self.root, "batch_size", None)
 
     def _gradients_have_left(self, shard) -> None:
         """What computed them is not needed any more; frozen parameters may be, and stay until the end of the pass."""
         next(flat for flat in self._trained(self._order) if flat.gradients is shard).free()
 
     def _averages_have_come(self) -> None:
+        assert self.reducer is not None
         used = self.reducer.used_anywhere()
         for flat in self._trained(self._order):
             flat.finish(used)

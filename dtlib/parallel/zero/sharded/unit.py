@@ -128,10 +128,10 @@ class Flat:
             for made in (leaf, piece):  # what others have noted at the parameter, such as tensor_parallel
                 made.__dict__.update(parameter.__dict__)
             parameter.sharded_as = places[parameter][0][2]
-            piece.slice = slice_
+            vars(piece)["slice"] = slice_
         reduced_in = (policy and policy.reduce_dtype) or computes_in
         self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
-        averages = self.shards.views(self.gradients.average) if trained else []
+        averages = self.shards.views(self.gradients.average) if self.gradients else []
         self.averages = [average.as_subclass(ShardedGradient) for average in averages]
         self.piece_of = (
             dict(zip(self.leaves, zip(self.pieces, self.averages, strict=True), strict=True)) if trained else {}
@@ -166,8 +166,8 @@ class Flat:
             for module, attribute, _ in places:
                 module._parameters[attribute] = parameter
 
-    def summon(self) -> list[nn.Parameter]:
-        """Whole parameters in the type of the optimizer, for modules to find; they are taken back by ``dismiss``."""
+    def summon(self) -> torch.Tensor:
+        """Whole parameters in the type of the optimizer, for modules to find; ``dismiss`` takes what it returns."""
         self.check()
         whole = FlatBuffer(self.shards.shapes, self.shard.dtype, self.shard.device, self.shards.padding)
         self.comm.all_gather(whole.flat, self.shard)
@@ -214,13 +214,14 @@ class Flat:
 
     def begin(self) -> None:
         """A backward pass begins: its averages are added to those that pieces have, if they have any."""
+        assert self.gradients is not None
         kept = [piece.grad is not None for piece in self.pieces]
         self.gradients.forget()
         self.gradients.collected = any(kept)
         for piece, view in zip(self.pieces, self.averages, strict=True):
             if any(kept) and piece.grad is None:
                 view.zero_()
-            elif any(kept) and piece.grad is not view:  # changed from outside
+            elif piece.grad is not None and piece.grad is not view:  # changed from outside
                 view.copy_(piece.grad)
 
     def finish(self, used) -> None:
