@@ -190,7 +190,7 @@ class _Rank:
         def tells_how_it_ended(pause=1.0):
             try:
                 yield
-                self.print("came through")
+                self.print("finished")
             except DtlibError as error:
                 self.print(f"{type(error).__name__}: {error}")
 

@@ -44,7 +44,7 @@ def tells_how_it_ended(pause: float = 1.0):
 
     try:
         yield
-        print("came through")
+        print("finished")
     except DtlibError as error:
         print(f"{type(error).__name__}: {error}")
         time.sleep(pause)

@@ -370,8 +370,8 @@ slow = comm.emulate_network(latency=0.002, bandwidth=100e6)  # 2 ms a message, 1
 
 
 def emulated_step(kind, **settings):
-    """A backward pass of six layers, 50 ms and 0.75 MiB each; its trace."""
-    model = kind(EmulatedAccelerator(6, 3 * 2**16, seconds=0.05), slow, bucket_cap_mb=0.75, **settings)
+    """A backward pass of six layers, 50 ms and 0.56 MB each; its trace."""
+    model = kind(EmulatedAccelerator(6, 140_000, seconds=0.05), slow, bucket_cap_mb=0.5, **settings)
     loss = model(torch.zeros(1, requires_grad=True)).sum()
     comm.barrier()
     with dtlib.trace() as trace:
