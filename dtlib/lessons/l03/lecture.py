@@ -75,13 +75,12 @@ from dtlib.lab.lessons.l03 import figures
 figures.collectives()
 
 # %% tags=["statement"]
-# "rank r sends its chunk s to rank s, and receives a chunk from each rank"
+# "rank r sends its chunk s to rank s"
 before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
 assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
 # %% [markdown]
-# `all_to_all`, the last in the table, is not in the figure: rank r sends its chunk s to rank s, and receives a chunk from
-# each rank. Lesson 12 sends tokens to experts with it.
+# Not in the figure: with `all_to_all` rank r sends its chunk s to rank s. Lesson 12 sends tokens to experts so.
 
 # %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
@@ -176,8 +175,7 @@ from dtlib.lab import ring
 ring.explore(4)
 
 # %% [markdown]
-# **Predict** for eight ranks. After how many steps does a rank have a complete chunk for the first time? And after how
-# many has it all of them?
+# **Predict** for eight ranks: after how many steps has a rank its first complete chunk, and after how many all of them?
 
 # %% tags=["stub"]
 lab.predict("steps-until-complete", {"one chunk": None, "all chunks": None})
@@ -197,8 +195,7 @@ steps = ("1  [1]", "2  [1+2]", "3  [1+2+3]", "step 3: all-gather           0  [0
 assert all(count(f"{step}".replace("[", r"\[").replace("]", r"\]").replace("+", r"\+")) for step in steps)
 
 # %% [markdown] tags=["half-day"]
-# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code. Everything that
-# follows uses it:
+# Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code:
 
 # %% tags=["half-day"]
 from dtlib.comm import algorithms
@@ -249,8 +246,7 @@ assert found(r"6 messages, ([\d,]+) bytes")[0] == 2 * 1_200_000 * 3 / 4
 lab.read(algorithms.recursive_doubling_all_reduce)
 
 # %% [markdown]
-# If N is no power of two, the extra ranks first hand their values to a partner and get the result at the end: two more
-# rounds.
+# If N is no power of two, extra ranks give a partner their values and get the result back: two more rounds.
 #
 # **Predict.** How many rounds does recursive doubling take on 4, on 6 and on 1024 ranks?
 
@@ -392,8 +388,8 @@ assert count("400,000 bytes: 2 messages .* recursive doubling") == count("800,00
 # %% [markdown]
 # ## What a hang is
 #
-# Ranks wait for one another. If one does not arrive, the others wait forever; nothing breaks, nothing is printed. There
-# are three kinds. Here a wait has a short limit, and ends with a sentence (`tells_how_it_ended` prints it).
+# If one rank does not arrive, the others wait forever; nothing breaks, nothing is printed. There are
+# three kinds. Here a wait has a short limit, and ends with a sentence (`tells_how_it_ended` prints it).
 #
 # **One: a rank that does not arrive.** Who, according to the sentence, and where was it last?
 
@@ -427,7 +423,7 @@ print(comm.all_reduce(torch.tensor(1)))
 # %% [markdown]
 # **Two: ranks that disagree.** All arrive, but not at the same operation. In a notebook, ranks compare what they call
 # before each collective, so the error appears at once. Without that, an all-reduce would meet a broadcast: a hang, or
-# worse, a wrong sum. (`dtlib.reset()` comes first: it gives a clean communicator after an interrupted operation.)
+# worse, a wrong sum.
 
 # %%
 # %%px

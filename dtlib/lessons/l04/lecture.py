@@ -162,8 +162,8 @@ assert min(gaps.values()) < 1e-12
 assert found(r"You predicted ([\d.]+), and it came out as") == [4 * 0.2]
 
 # %% [markdown]
-# So a forgotten division is a learning rate N times too large. The net may still train, but worse with every rank that
-# is added. Slices of different sizes are as quiet a mistake: in a mean of means, an image of a small slice counts more
+# So a forgotten division is a learning rate N times too large. The net may still train, but worse with every added rank.
+# As quiet a mistake: in a mean over unequal slices, images of small ones count more
 # ([04b](04b_data_parallel_appendix.ipynb)).
 
 # %% [markdown]
@@ -237,7 +237,7 @@ assert row("0", under="sent, ring") == [3 * P, 2 * P * 3 / 4] and row("1", under
 
 # %% [markdown]
 # With more ranks the gap grows: the server sends (N-1)P bytes, each rank of the ring 2P(N-1)/N. That is hardly more on
-# a thousand ranks than on ten. By these formulas, for this net:
+# a thousand ranks than on ten. By these formulas:
 
 # %% tags=["nbval-ignore-output"]
 ranks, P = [2, 4, 8, 16, 64, 256], lab.values("P")[0]
@@ -409,8 +409,7 @@ assert [event.dtype for event in with_hooks.events if event.rank == 0].count("in
 
 # %% [markdown]
 # There messages move on only at hooks, and an all-reduce needs several. Where the core itself computes, a
-# thread takes its time, so on the CPU `DataParallel` works without one. How large should a bucket be? The
-# [appendix](04b_data_parallel_appendix.ipynb) measures it.
+# thread takes its time, so on the CPU `DataParallel` works without one.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Horovod: seven changes
@@ -529,7 +528,7 @@ assert operations == ["all_reduce"] * 6
 #
 # Large projects keep such choices in a file. `dtlib.initialize` reads the keys of DeepSpeed, Microsoft's library for
 # training large models; it returns an engine that wraps model, optimizer and data, and with `runtime="torch"` runs on
-# DDP. Our net gets a parameter that no step uses, as real models sometimes have.
+# DDP. Our net gets a parameter that no step uses.
 #
 # **Predict.** The config below leaves out `gradient_accumulation_steps`: for how many *micro-batches*, here of 12
 # images, a rank adds up gradients before a step. What must it be, on four ranks?

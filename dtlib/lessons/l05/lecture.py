@@ -270,7 +270,7 @@ for batch in (256, 512):
 # "At this size warm-up has not been shown to help at any batch."
 # "In sixteen such comparisons"
 # "Both rules win much of that back, the linear rule more."
-# "At batch 384 and at 512 the order has changed: the linear rule is behind the square-root rule."
+# "At batch 384 and 512 the order has changed: the linear rule is behind the square-root rule."
 assert count("is (?:lower|higher) than|not separated") == 16
 assert count(r"linear, warm-up (is|and)") == 4 and not count("linear, warm-up is lower than linear")
 
@@ -284,7 +284,7 @@ assert all(at(batch, "linear") > at(batch, "square root") for batch in (384, 512
 
 # %% [markdown]
 # At batch 256 there are a sixteenth of the steps, and without scaling a network does not get as far. Both rules win
-# much of that back, the linear rule more. At batch 384 and at 512 the order has changed: the linear rule is behind the
+# much of that back, the linear rule more. At batch 384 and 512 the order has changed: the linear rule is behind the
 # square-root rule. Somewhere between 256 and 384 is its **elbow**.
 #
 # ## The elbow

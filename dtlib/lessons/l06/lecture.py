@@ -236,7 +236,7 @@ lab.read_end(plain)
 # ## Memory, to the byte
 #
 # `dtlib.memory` counts every storage that a rank holds, once each. The model is in bfloat16, with master weights;
-# `dtlib.initialize` takes the stage from a config, as DeepSpeed does, the library of Microsoft in which ZeRO was first built.
+# `dtlib.initialize` takes the stage from a config, as DeepSpeed does, Microsoft's library, in which ZeRO began.
 #
 # **Predict.** On four ranks, how many bytes per parameter does a rank hold at stage 2?
 
