@@ -386,7 +386,8 @@ def test_cells_of_lessons_00_and_03_run_on_simulated_ranks():
     assert by_number["00 cell 1"].said == [f"I am rank {rank} of 4" for rank in range(4)]
     assert by_number["00 cell 5"].said == ["tensor(6)"] * 4, "after the hang, and a reset"
     hang = (
-        "rank 2 has finished its cell; its last operation was barrier (`line 1: world.comm.barrier()  # all four come`)"
+        "rank 2 has finished its cell; "
+        "its last operation was barrier (`line 1: world.comm.barrier()  # all four arrive`)"
     )
     assert [hang in failed for failed in by_number["00 cell 4"].failed] == [True, True, False, True]
     shown = world.ranks[3].names["shown"]
@@ -511,10 +512,10 @@ def test_whatever_a_learner_runs_the_page_lives(site):
     site.select_option("#ranks-cell", index=4)
     site.click("#ranks button[value=take]")
     answered(site)
-    assert site.input_value("#ranks-code").startswith("world.comm.barrier()  # all four come")
+    assert site.input_value("#ranks-code").startswith("world.comm.barrier()  # all four arrive")
     site.reload()
     ready(site)
-    assert site.input_value("#ranks-code").startswith("world.comm.barrier()  # all four come")
+    assert site.input_value("#ranks-code").startswith("world.comm.barrier()  # all four arrive")
 
 
 # Firefox, by WebDriver BiDi
