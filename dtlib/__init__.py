@@ -5,6 +5,29 @@ them is broken.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # under these names a type checker finds them, too
+    from dtlib import accelerator as accelerator
+    from dtlib import moe as moe
+    from dtlib import pipe as pipe
+    from dtlib import runtime as runtime
+    from dtlib import utils as utils
+    from dtlib.accelerator import get_accelerator as get_accelerator
+    from dtlib.comm import Communicator as Communicator
+    from dtlib.errors import DtlibError as DtlibError
+    from dtlib.measure.memory import memory as memory
+    from dtlib.measure.trace import Timeline as Timeline
+    from dtlib.measure.trace import phase as phase
+    from dtlib.measure.trace import trace as trace
+    from dtlib.pipe import PipelineModule as PipelineModule
+    from dtlib.training import initialize as initialize
+    from dtlib.training.scripts import add_config_arguments as add_config_arguments
+    from dtlib.training.scripts import init_distributed as init_distributed
+    from dtlib.utils import log_dist as log_dist
+    from dtlib.world import World as World
+    from dtlib.world import init as init
+    from dtlib.world import reset as reset
 
 __version__ = "0.1.0"
 
@@ -39,7 +62,7 @@ _LEFT_OUT = {
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name in _MODULES:
@@ -51,5 +74,5 @@ def __getattr__(name):
     raise AttributeError(f"module 'dtlib' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *_LAZY])

@@ -13,13 +13,13 @@ class Accelerator:
         """Whether there is a GPU."""
         return torch.cuda.is_available()
 
-    def device_name(self, device_index=None) -> str:
+    def device_name(self, device_index: int | None = None) -> str:
         """``cuda``, ``cuda:1`` for an index, or ``cpu``."""
         if not self.is_available():
             return "cpu"
         return "cuda" if device_index is None else f"cuda:{device_index}"
 
-    def device(self, device_index=None) -> torch.device:
+    def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
 
     def device_count(self) -> int:
@@ -31,12 +31,12 @@ class Accelerator:
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
-    def set_device(self, device_index) -> None:
+    def set_device(self, device_index: int) -> None:
         """Make a GPU the one that ``cuda`` means; on the CPU nothing. Ranks may share one: the index counts on."""
         if self.is_available():
             torch.cuda.set_device(int(device_index) % torch.cuda.device_count())
 
-    def synchronize(self, device_index=None) -> None:
+    def synchronize(self, device_index: int | None = None) -> None:
         if self.is_available():
             torch.cuda.synchronize(device_index)
 
@@ -50,11 +50,11 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         return True
 
-    def memory_allocated(self, device_index=None) -> int:
+    def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that torch has given out on the GPU; 0 on the CPU, where ``dtlib.memory`` counts."""
         return torch.cuda.memory_allocated(device_index) if self.is_available() else 0
 
-    def max_memory_allocated(self, device_index=None) -> int:
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
         return torch.cuda.max_memory_allocated(device_index) if self.is_available() else 0
 
     def empty_cache(self) -> None:

@@ -14,7 +14,7 @@ POINTS = 10**7
 WIDTHS = [22, 28, 24, 8, 7]  # of the table's columns: below 100 with the room between them
 
 
-def tour(ranks: int, profile=None) -> int:
+def tour(ranks: int, profile: str | None = None) -> int:
     """Run every stop on ``ranks`` engines and print a table of results; returns 0 if all are as expected, else 1.
 
     Without a ``profile`` it works on a copy of the course's: the engines of open notebooks are left alone.

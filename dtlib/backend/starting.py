@@ -121,7 +121,7 @@ def _time_limit(timeout, world) -> float:
     return timeout.total_seconds()
 
 
-def _of_members(members: list[int], seconds: float) -> Communicator:
+def _of_members(members: list[int], seconds: float | None) -> Communicator:
     """A communicator of these ranks of the world, of whom each calls this."""
     parent = worlds.init().comm
     _gather(parent, members)

@@ -1,6 +1,7 @@
 """``export``: a checkpoint for who has torch alone."""
 
 import warnings
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -8,12 +9,12 @@ import torch
 from dtlib.checkpoint.folder import TYPES, Reader, check_file, decoded, read_index
 
 
-def export(folder, out) -> None:
+def export(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
     """Write the checkpoint in ``folder`` once more, into the folder ``out``, in torch's distributed checkpoint format.
 
     One process calls it and holds all of it in memory. There, without dtlib:
 
-        state = {"model": model.state_dict()}
+        state: dict = {"model": model.state_dict()}
         torch.distributed.checkpoint.load(state, checkpoint_id=out)
 
     ``model`` has all names of tied parameters, as ``state_dict()`` has. If they were saved: ``optimizer`` has ``state``
@@ -32,7 +33,7 @@ def export(folder, out) -> None:
     with Reader(folder, index) as reader:
         model = {name: reader.read(name, "value") for name in index["tensors"]}
         model |= {alias: model[name] for alias, name in index["aliases"].items() if name in model}
-        state = {"model": model}
+        state: dict = {"model": model}
         masters = {name: reader.read(name, "master") for name in _with_role(index, "master")}
         if index["optimizer"] is not None:
             state["optimizer"] = _optimizer(reader)

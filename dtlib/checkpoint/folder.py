@@ -10,18 +10,26 @@ The ``id`` is new each time, so that files of two checkpoints are never mistaken
 killed, ``index.json`` names files that are whole.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
 import re
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dtlib.errors import DtlibError
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 INDEX = "index.json"
 FORMAT, VERSION = "dtlib checkpoint", 1
@@ -38,7 +46,7 @@ class CheckpointError(DtlibError):
     """A checkpoint that cannot be saved or loaded; every rank raises the same sentence."""
 
 
-def encoded(value):
+def encoded(value: object) -> object:
     """As JSON can hold it: tuples, and dictionaries whose keys are not text, become marked lists."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value) and not value.keys() & {TUPLE, PAIRS}:
         return {key: encoded(entry) for key, entry in value.items()}
@@ -50,18 +58,21 @@ def encoded(value):
     return value
 
 
-def decoded(value):
+def decoded(value: object) -> object:
     """What ``encoded`` was given."""
     if isinstance(value, list):
         return [decoded(entry) for entry in value]
     if isinstance(value, dict) and TUPLE in value:
-        return tuple(decoded(value[TUPLE]))
+        return tuple(decoded(entry) for entry in value[TUPLE])
     if isinstance(value, dict) and PAIRS in value:
         return {decoded(key): decoded(entry) for key, entry in value[PAIRS]}
     return {key: decoded(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
-def together(comm, work):
+V = TypeVar("V")
+
+
+def together(comm: Communicator, work: Callable[[], V]) -> V:
     """``work()`` on every rank of ``comm``, without messages; if it fails on one, all raise what that one said."""
     result = problem = cause = None
     try:
@@ -73,7 +84,7 @@ def together(comm, work):
     for said in comm.all_gather_object(problem):
         if said:
             raise CheckpointError(said) from cause
-    return result
+    return result  # type: ignore[return-value]  # it is there, as nothing failed
 
 
 # Writing
@@ -125,7 +136,7 @@ def _replace(path: Path, write, temporary: Path) -> None:
         raise CheckpointError(f"{path} cannot be written ({problem}): make room, and save again.") from problem
 
 
-def point_to(path: Path, name: str, comm) -> None:
+def point_to(path: Path, name: str, comm: Communicator) -> None:
     """Write a file that says which of several checkpoints counts. All ranks of ``comm`` call it."""
     temporary = path.with_name(f"{path.name}.tmp")
     together(comm, lambda: _replace(path, lambda file: file.write(name), temporary) if comm.rank == 0 else None)
@@ -143,7 +154,7 @@ def _to_disk(path: Path) -> None:
 # Reading
 
 
-def pointed_to(path: Path, comm) -> str | None:
+def pointed_to(path: Path, comm: Communicator) -> str | None:
     """What ``point_to`` wrote; None where there is no such file. All ranks of ``comm`` call it."""
     return comm.broadcast_object(
         together(comm, lambda: path.read_text(encoding="utf-8").strip() if comm.rank == 0 and path.is_file() else None)
@@ -185,7 +196,7 @@ def bounds(piece: str) -> tuple[int, int]:
     return int(start), int(stop)
 
 
-def check_pieces(key: str, shape, entry: dict) -> None:
+def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
     """Every element must be in one file, and in one only."""
     at = 0
     for start, stop in sorted(bounds(piece) for piece in entry["pieces"].values()):
@@ -240,14 +251,14 @@ class Reader:
         self._files: dict = {}
         self._open = ExitStack()
 
-    def __enter__(self):
+    def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *problem):
+    def __exit__(self, *problem: object) -> None:
         self._files.clear()
         self._open.close()
 
-    def file(self, name: str):
+    def file(self, name: str) -> safe_open:
         if name not in self._files:
             self._files[name] = self._open.enter_context(safe_open(self.folder / name, "pt"))
         return self._files[name]

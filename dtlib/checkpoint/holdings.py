@@ -17,14 +17,23 @@ torch by ``optimizer.optim`` (that of a rank's own parameters) or by DTensors, s
 elements of which parameter they are, and under what the optimizer knows them.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dtlib.checkpoint.folder import CheckpointError
 from dtlib.gradients.buckets import Shards, Slice
+from dtlib.gradients.precision import MasterWeights
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 # The counters in the states of torch's optimizers: one number a parameter, even if that has one element itself.
 COUNTERS = ("step", "eta", "mu", "mu_product")
@@ -59,7 +68,9 @@ class Holding:
         return self.written.start == 0 and (self.written.stop > 0 or (0 in self.slice.shape and rank == 0))
 
 
-def holdings_of(model: nn.Module, optimizer, masters, comm) -> list[Holding]:
+def holdings_of(
+    model: nn.Module, optimizer: Optimizer | None, masters: MasterWeights | None, comm: Communicator
+) -> list[Holding]:
     """One for each parameter and persistent buffer, in the model's order."""
     model = bare(model)
     shard_of = getattr(optimizer, "shard_of", lambda parameter: None)
@@ -120,33 +131,34 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def local(optimizer):
+def local(optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the states: a ``ZeroOptimizer``, ours or torch's, has one inside, for this rank."""
     return getattr(optimizer, "optim", optimizer)
 
 
-def groups_of(optimizer) -> list[dict]:
+def groups_of(optimizer: Optimizer | None) -> list[dict]:
     if optimizer is None:
         return []
     return (local(optimizer) if hasattr(optimizer, "shard_of") else optimizer).param_groups
 
 
-def keys_here(optimizer) -> set:
+def keys_here(optimizer: Optimizer | None) -> set:
     """What the optimizer of this rank steps."""
     return set() if optimizer is None else {key for group in local(optimizer).param_groups for key in group["params"]}
 
 
-def is_dtensor(tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Has torch sharded it?"""
     return hasattr(tensor, "placements")
 
 
-def elements_here(tensor) -> torch.Tensor:
+def elements_here(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that this rank has of a tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local and is_dtensor(tensor) else tensor
 
 
-def names_of_groups(optimizer, held: list[Holding]) -> list[list[str]]:
+def names_of_groups(optimizer: Optimizer, held: list[Holding]) -> list[list[str]]:
     """The names of the trained parameters of each group."""
     names = {holding.key: holding.name for holding in held if holding.key is not None}
     return [
@@ -154,7 +166,7 @@ def names_of_groups(optimizer, held: list[Holding]) -> list[list[str]]:
     ]
 
 
-def settings_of(optimizer) -> list[dict]:
+def settings_of(optimizer: Optimizer) -> list[dict]:
     """Learning rate and the like of each group, as JSON."""
     return [
         {name: as_json(value, name) for name, value in group.items() if name not in ("params", "param_names")}
@@ -162,7 +174,7 @@ def settings_of(optimizer) -> list[dict]:
     ]
 
 
-def states_of(optimizer, holding: Holding) -> tuple[dict, dict]:
+def states_of(optimizer: Optimizer, holding: Holding) -> tuple[dict, dict]:
     """The optimizer's states of a parameter: tensors that are cut like it, and numbers."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict = {}
@@ -176,7 +188,7 @@ def states_of(optimizer, holding: Holding) -> tuple[dict, dict]:
     return tensors, numbers
 
 
-def as_json(value, name: str):
+def as_json(value: object, name: str) -> object:
     """A setting or a number of the optimizer; a tensor of no dimension becomes its value and type."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
         return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}

@@ -1,8 +1,15 @@
 """``load``: look at everything first, then read the elements that this rank needs."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from dtlib.checkpoint.folder import (
     FLOATS,
@@ -16,13 +23,25 @@ from dtlib.checkpoint.folder import (
 )
 from dtlib.checkpoint.holdings import Holding, elements_here, holdings_of, keys_here, local, names_of_groups
 from dtlib.comm import as_communicator
+from dtlib.gradients.precision import MasterWeights
 from dtlib.world import init
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 # Settings that say how this machine computes, and nothing about what: as they are here.
 MACHINE = ("foreach", "fused", "capturable", "differentiable")
 
 
-def load(folder, model, optimizer=None, comm=None, masters=None, check=None):
+def load(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    comm: Communicator | None = None,
+    masters: MasterWeights | None = None,
+    check: Callable[[object], object] | None = None,
+) -> object:
     """Load what ``save`` has saved, on any number of ranks and with any strategy; returns its ``extra``.
 
     All ranks of ``comm`` call it, after the model, its strategy and its optimizer have been made as for training. Each
@@ -64,7 +83,7 @@ def load(folder, model, optimizer=None, comm=None, masters=None, check=None):
     together(comm, compare)
     together(comm, lambda: _fill(folder, index, held, optimizer, comm))  # only a disk that fails now can stop it
     if hasattr(optimizer, "shard_of"):
-        optimizer.give_values()
+        optimizer.give_values()  # type: ignore[union-attr]  # it is a ZeroOptimizer
     return extra
 
 

@@ -1,11 +1,17 @@
 """``save``: every rank writes its slices, then rank 0 commits."""
 
+from __future__ import annotations
+
 import json
 import secrets
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from dtlib.checkpoint.folder import (
     TYPES,
@@ -19,10 +25,21 @@ from dtlib.checkpoint.folder import (
 )
 from dtlib.checkpoint.holdings import aliases_of, holdings_of, local, names_of_groups, settings_of, states_of
 from dtlib.comm import as_communicator
+from dtlib.gradients.precision import MasterWeights
 from dtlib.world import init
 
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
 
-def save(folder, model, optimizer=None, comm=None, masters=None, extra=None) -> None:
+
+def save(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    comm: Communicator | None = None,
+    masters: MasterWeights | None = None,
+    extra: object = None,
+) -> None:
     """Save a model, its optimizer and the random states in ``folder``, in place of what was saved there before.
 
     All ranks of ``comm`` call it, with the same folder, which all of them see. It returns when the checkpoint is on

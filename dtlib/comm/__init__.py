@@ -4,16 +4,24 @@ Names are loaded when they are first asked for: algorithms.py, and the sentences
 neither numpy nor MPI and run in a web page, too.
 """
 
+from __future__ import annotations
+
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch.distributed import ProcessGroup
+
     from dtlib.comm.communicator import Communicator
     from dtlib.comm.one_rank import solo
+    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
     from dtlib.comm.waiting import progress_thread
+
+    AnyCommunicator: TypeAlias = Communicator | ProcessGroupCommunicator | MPI.Intracomm | ProcessGroup
 
 _LAZY = {
     "Communicator": "dtlib.comm.communicator",
@@ -24,13 +32,13 @@ _LAZY = {
 __all__ = ["Communicator", "as_communicator", "progress_thread", "solo"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'dtlib.comm' has no attribute {name!r}")
 
 
-def as_communicator(comm):
+def as_communicator(comm: AnyCommunicator) -> Communicator:
     """A communicator with dtlib's operations, from whatever a program has for that; all of its ranks call this.
 
     Args:
@@ -58,9 +66,9 @@ def as_communicator(comm):
         from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 
         if isinstance(comm, ProcessGroupCommunicator):
-            return comm
+            return comm  # type: ignore[return-value]  # it has the same operations
         if torch_distributed.is_available() and isinstance(comm, torch_distributed.ProcessGroup):
-            return ProcessGroupCommunicator(comm)
+            return ProcessGroupCommunicator(comm)  # type: ignore[return-value]
     raise CommunicationError(
         f"comm={comm!r:.60} is no communicator: pass dtlib.init().comm, an mpi4py communicator such as MPI.COMM_WORLD, "
         "or a torch ProcessGroup."

@@ -5,9 +5,11 @@ arrays where torch is not needed) travel through mpi4py without a copy if they a
 travel through NCCL or through host memory (torch/nccl.py, types.py).
 """
 
+from __future__ import annotations
+
 import pickle
 from functools import partial
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from dtlib.comm.algorithms import chunks_of, pieces_of, same_memory
 from dtlib.comm.link import CALLER_TAGS, COLLECTIVE_TAGS, FIRST_COLLECTIVE_TAG, NOTES_OF_COLLECTIVES, SlowLink, Wire
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
-from dtlib.comm.types import payload
+from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.waiting import Awaited, Handle, IncomingLink, Link, Queue, Task, idle
 from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.call import Call, callers_line
@@ -24,6 +26,9 @@ from dtlib.comm.watch.in_step import living
 from dtlib.comm.watch.messages import receive_message, send_message
 from dtlib.comm.watch.verify import verified
 from dtlib.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class Communicator(ObjectOperations):
@@ -42,7 +47,7 @@ class Communicator(ObjectOperations):
 
     simulated = False  # True where the other ranks do not exist
 
-    def __init__(self, mpi, time_limit: float | None = None, verify: bool = False, name: str = "world"):
+    def __init__(self, mpi: MPI.Intracomm, time_limit: float | None = None, verify: bool = False, name: str = "world"):
         self.mpi = mpi
         self._prepare(mpi.Get_rank(), mpi.Get_size(), world_ranks(mpi), time_limit, verify, name)
 
@@ -63,7 +68,7 @@ class Communicator(ObjectOperations):
         self._messages = 0  # sent, less those received
         living.add(self)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     @property
@@ -75,7 +80,9 @@ class Communicator(ObjectOperations):
         """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
         return {"scratch": [array.base for array in self._buffers.values()]}
 
-    def wait_for(self, request, buffers, description: str, time_limit: float | None = None):
+    def wait_for(
+        self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None
+    ) -> None:
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
         ``time_limit`` seconds, if it is given, instead of the communicator's."""
         call, link = self._call(description, peers=self._members), Awaited(self.mpi)
@@ -85,7 +92,7 @@ class Communicator(ObjectOperations):
             handle._time_limit = time_limit
             handle.wait()
 
-    def meet(self, operation: str, thing=None) -> list:
+    def meet(self, operation: str, thing: object = None) -> list:
         """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
         garbage = lifetime.garbage_among(self._members)
         said = [b""] * self.size
@@ -99,7 +106,11 @@ class Communicator(ObjectOperations):
 
     # Point to point
 
-    def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
+    @overload
+    def send(self, tensor: T, dest: int, tag: int = ..., async_op: No = ...) -> T: ...
+    @overload
+    def send(self, tensor: T, dest: int, tag: int = ..., *, async_op: Yes) -> Handle[T]: ...
+    def send(self, tensor: T, dest: int, tag: int = 0, async_op: bool = False) -> T | Handle[T]:
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
         content = payload(tensor, "send", writes=False)
@@ -108,7 +119,11 @@ class Communicator(ObjectOperations):
         steps = send_message(link, content.flat, dest, call, self._notes(tag))
         return self._point_to_point(call, steps, link, lambda: tensor, async_op, content)
 
-    def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
+    @overload
+    def recv(self, tensor: T, source: int, tag: int = ..., async_op: No = ...) -> T: ...
+    @overload
+    def recv(self, tensor: T, source: int, tag: int = ..., *, async_op: Yes) -> Handle[T]: ...
+    def recv(self, tensor: T, source: int, tag: int = 0, async_op: bool = False) -> T | Handle[T]:
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = payload(tensor, "recv", writes=True)
@@ -119,7 +134,11 @@ class Communicator(ObjectOperations):
 
     # One to all, all to one
 
-    def broadcast(self, tensor, root: int = 0, async_op: bool = False, algorithm: str | None = None):
+    @overload
+    def broadcast(self, tensor: T, root: int = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
+    @overload
+    def broadcast(self, tensor: T, root: int = ..., *, async_op: Yes, algorithm: Name = ...) -> Handle[T]: ...
+    def broadcast(self, tensor: T, root: int = 0, async_op: bool = False, algorithm: Name = None) -> T | Handle[T]:
         """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.broadcast(tensor, root, async_op)
@@ -129,7 +148,14 @@ class Communicator(ObjectOperations):
         finish = content.store if self.rank != root else lambda: tensor  # whose values autograd may still need
         return self._collective("broadcast", tensor, (flat, root), finish, async_op, algorithm, flat, peer=root)
 
-    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+    @overload
+    def reduce(self, tensor: T, root: int = ..., op: str = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
+    @overload
+    def reduce(self, tensor: T, root: int = ..., op: str = ..., *, async_op: Yes,
+        algorithm: Name = ...) -> Handle[T]: ...  # fmt: skip
+    def reduce(
+        self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: Name = None
+    ) -> T | Handle[T]:
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor, algorithm)):
             return nccl.reduce(tensor, root, op, async_op)
@@ -145,7 +171,11 @@ class Communicator(ObjectOperations):
         arguments = flat, root, combine
         return self._collective("reduce", tensor, arguments, finish, async_op, algorithm, flat, op=op, peer=root)
 
-    def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
+    @overload
+    def scatter(self, out: T, tensor: AnyTensor | None = ..., root: int = ..., async_op: No = ...) -> T: ...
+    @overload
+    def scatter(self, out: T, tensor: AnyTensor | None = ..., root: int = ..., *, async_op: Yes) -> Handle[T]: ...
+    def scatter(self, out: T, tensor: AnyTensor | None = None, root: int = 0, async_op: bool = False) -> T | Handle[T]:
         """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out)):
             return nccl.scatter(out, tensor, root, async_op)
@@ -155,7 +185,11 @@ class Communicator(ObjectOperations):
         arguments = mine.flat, chunks, root
         return self._collective("scatter", out, arguments, mine.store, async_op, flat=mine.flat, peer=root)
 
-    def gather(self, out, tensor, root: int = 0, async_op: bool = False):
+    @overload
+    def gather(self, out: T, tensor: AnyTensor, root: int = ..., async_op: No = ...) -> T: ...
+    @overload
+    def gather(self, out: T, tensor: AnyTensor, root: int = ..., *, async_op: Yes) -> Handle[T]: ...
+    def gather(self, out: T, tensor: AnyTensor, root: int = 0, async_op: bool = False) -> T | Handle[T]:
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
         if getattr(tensor, "is_cuda", False) and (nccl := self._on_gpus(tensor)):
             return nccl.gather(out, tensor, root, async_op)
@@ -170,7 +204,11 @@ class Communicator(ObjectOperations):
 
     # All to all
 
-    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+    @overload
+    def all_reduce(self, tensor: T, op: str = ..., async_op: No = ..., algorithm: Name = ...) -> T: ...
+    @overload
+    def all_reduce(self, tensor: T, op: str = ..., *, async_op: Yes, algorithm: Name = ...) -> Handle[T]: ...
+    def all_reduce(self, tensor: T, op: str = "sum", async_op: bool = False, algorithm: Name = None) -> T | Handle[T]:
         """Combine ``tensor`` over all ranks, element by element, in place; every rank gets the same result.
 
         ``op`` is ``sum``, ``mean``, ``max``, ``min`` or ``prod``; ``algorithm`` is ``ring``, ``recursive_doubling``,
@@ -183,7 +221,15 @@ class Communicator(ObjectOperations):
         finish = partial(self._finish_mean, content, op)
         return self._collective("all_reduce", tensor, arguments, finish, async_op, algorithm, content.flat, op=op)
 
-    def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+    @overload
+    def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., async_op: No = ...,
+        algorithm: Name = ...) -> T: ...  # fmt: skip
+    @overload
+    def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., *, async_op: Yes,
+        algorithm: Name = ...) -> Handle[T]: ...  # fmt: skip
+    def reduce_scatter(
+        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: Name = None
+    ) -> T | Handle[T]:
         """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``.
 
         ``tensor`` has ``size`` equal chunks and keeps its values, unless ``out`` is its chunk r: then no memory is
@@ -201,7 +247,11 @@ class Communicator(ObjectOperations):
         arguments = mine.flat, chunks, combine
         return self._collective("reduce_scatter", tensor, arguments, finish, async_op, algorithm, mine.flat, op=op)
 
-    def all_gather(self, out, tensor, async_op: bool = False, algorithm: str | None = None):
+    @overload
+    def all_gather(self, out: T, tensor: AnyTensor, async_op: No = ..., algorithm: Name = ...) -> T: ...
+    @overload
+    def all_gather(self, out: T, tensor: AnyTensor, *, async_op: Yes, algorithm: Name = ...) -> Handle[T]: ...
+    def all_gather(self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: Name = None) -> T | Handle[T]:
         """Put every rank's ``tensor`` one after the other, in rank order, into ``out`` on every rank.
 
         ``out`` has ``size`` times as many elements as ``tensor`` and the same dtype; returns ``out``.
@@ -214,7 +264,16 @@ class Communicator(ObjectOperations):
             chunks[self.rank][...] = mine.flat
         return self._collective("all_gather", tensor, (chunks,), whole.store, async_op, algorithm, whole.flat)
 
-    def all_to_all(self, out, tensor, output_split_sizes=None, input_split_sizes=None, async_op: bool = False):
+    @overload
+    def all_to_all(self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
+                   async_op: No = ...) -> T: ...  # fmt: skip
+    @overload
+    def all_to_all(self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
+                   *, async_op: Yes) -> Handle[T]: ...  # fmt: skip
+    def all_to_all(
+        self, out: T, tensor: AnyTensor, output_split_sizes: Sizes = None, input_split_sizes: Sizes = None,
+        async_op: bool = False,
+    ) -> T | Handle[T]:  # fmt: skip
         """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it. Returns ``out``.
 
         Both have ``size`` equal chunks, unless counts are given, a number of rows (along the first dimension) for each
@@ -232,18 +291,22 @@ class Communicator(ObjectOperations):
         counts = np.array([sent, come]) if counted else None
         return self._collective("all_to_all", tensor, arguments, whole.store, async_op, flat=whole.flat, counts=counts)
 
-    def barrier(self, async_op: bool = False):
+    @overload
+    def barrier(self, async_op: No = ...) -> None: ...
+    @overload
+    def barrier(self, async_op: Yes) -> Handle[None]: ...
+    def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Wait until every rank has arrived here."""
         return self._collective("barrier", None, (), lambda: None, async_op)
 
     # Other communicators
 
     @overload
-    def split(self, color: int, key: int = 0) -> "Communicator": ...
+    def split(self, color: int, key: int = 0) -> Communicator: ...
     @overload
     def split(self, color: None, key: int = 0) -> None: ...
 
-    def split(self, color: int | None, key: int = 0) -> "Communicator | None":
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
 
         All ranks call it; who passes None gets None.
@@ -263,12 +326,12 @@ class Communicator(ObjectOperations):
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
             return None
-        group = Communicator(mpi, self.time_limit, self.verify, name)
+        group = Communicator(mpi, self.time_limit, self.verify, name)  # type: ignore[arg-type]  # mpi4py says Comm
         lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group._members)
         group.wire = self.wire  # the same network card
         return group
 
-    def emulate_network(self, latency: float, bandwidth: float) -> "Communicator":
+    def emulate_network(self, latency: float, bandwidth: float) -> Communicator:
         """A communicator of the same ranks whose messages take longer: ``latency`` seconds each, ``bandwidth`` bytes a
         second. EMULATED: for lessons, never for claims. All ranks call it."""
         if not (latency >= 0 and bandwidth > 0):
@@ -385,7 +448,7 @@ class Communicator(ObjectOperations):
         return content.store()
 
 
-def world_ranks(mpi) -> tuple[int, ...]:
+def world_ranks(mpi: MPI.Comm) -> tuple[int, ...]:
     """The members of a communicator as the world counts them."""
     from mpi4py import MPI
 

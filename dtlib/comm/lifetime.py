@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from dtlib.comm import waiting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from dtlib.comm.waiting import Link
 
 _members: dict[tuple, frozenset[int]] = {}  # of each communicator that has not been freed, by key
 _handles: dict[tuple, MPI.Comm] = {}  # the same communicators, for whoever frees them
@@ -34,7 +37,7 @@ def draw(rank: int) -> tuple[int, int]:
     return rank, next(_drawn)
 
 
-def look_after(mpi, key: tuple, members) -> None:
+def look_after(mpi: MPI.Comm, key: tuple, members: Iterable[int]) -> None:
     """Have ``mpi`` freed after this object is gone, which all its users hold: the communicator, and what is under way.
 
     ``key`` is the same on all its members, who are ranks of the world.
@@ -43,7 +46,7 @@ def look_after(mpi, key: tuple, members) -> None:
     weakref.finalize(mpi, _garbage.add, key).atexit = False
 
 
-def garbage_among(ranks) -> list[tuple]:
+def garbage_among(ranks: Iterable[int]) -> list[tuple]:
     """Keys of what is garbage here and whose members are all among ``ranks``, which are about to meet."""
     waiting.drop_abandoned()
     ranks = frozenset(ranks)
@@ -85,7 +88,7 @@ def _receive_strays(key) -> bool:
     return True
 
 
-def exchange(link, said: list):
+def exchange(link: Link, said: list[bytes]) -> Iterator[list]:
     """A generator like those of the collectives: every rank's bytes, of which ``said`` holds this rank's, for all.
 
     Each rank tells each other itself, and not by way of a third: so what one had sent before has arrived before.

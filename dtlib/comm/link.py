@@ -1,9 +1,18 @@
 """Tags of messages, and an emulated network that is slower than this one."""
 
-import time
-from threading import RLock
+from __future__ import annotations
 
-from dtlib.comm.waiting import Link
+import time
+from collections.abc import Callable
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from dtlib.comm.waiting import Link, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    from mpi4py import MPI
+
 
 # The tags that MPI guarantees: a quarter for callers, a quarter for notes about their messages, half for collectives.
 CALLER_TAGS = 2**13
@@ -19,19 +28,19 @@ class SlowLink(Link):
     ``latency`` seconds. ``wire`` is shared by all links of a communicator.
     """
 
-    def __init__(self, mpi, rank, size, tag, buffers, wire: "Wire"):
+    def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: dict, wire: Wire):
         super().__init__(mpi, rank, size, tag, buffers)
         self._wire = wire
 
-    def send(self, array, dest):
+    def send(self, array: np.ndarray, dest: int) -> Request:
         self.messages += 1
         self.bytes += array.nbytes
         return self._wire.hold(array.nbytes, lambda: self._start(self.mpi.Isend, array, dest))
 
-    def all_done(self, requests):
+    def all_done(self, requests: list) -> bool:
         return all([request.Test() for request in requests])  # all of them are asked: each may have to leave now
 
-    def give_up(self, requests):
+    def give_up(self, requests: list) -> None:
         super().give_up([request for request in requests if not isinstance(request, _HeldBack)])
         self._wire.forget([request for request in requests if isinstance(request, _HeldBack)])
 
@@ -50,7 +59,7 @@ class Wire:
         self._held: list[_HeldBack] = []
         self._lock = RLock()  # a thread may move messages on
 
-    def hold(self, count: int, start) -> "_HeldBack":
+    def hold(self, count: int, start: Callable[[], Request]) -> _HeldBack:
         """A message of ``count`` bytes that is sent now: it has arrived when all before it have, and its own time."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + count / self.bandwidth
@@ -75,12 +84,15 @@ class _HeldBack:
         self.at = at
         self._wire = wire
         self._start = start
-        self._request = None
+        self._request: Request | None = None
+
+    def Cancel(self) -> None:
+        """It is forgotten by its wire instead."""
 
     def leave(self) -> None:
         self._request = self._start()
 
-    def Test(self) -> bool:
+    def Test(self, status: MPI.Status | None = None) -> bool:
         if self._request is None:
             self._wire.let_go()
         return self._request is not None and self._request.Test()

@@ -1,16 +1,26 @@
 """MPI's own collectives, for comparison (``algorithm="mpi"``): they cannot be interrupted, and some add wrongly."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dtlib.comm.link_types import Combine
+from dtlib.comm.waiting import Link
 from dtlib.errors import CommunicationError
 
+if TYPE_CHECKING:
+    import numpy as np
 
-def all_reduce(link, array, combine):
+
+def all_reduce(link: Link, array: np.ndarray, combine: Combine[np.ndarray]) -> Iterator[list]:
     from mpi4py import MPI
 
     operation = _mpi_operation(combine, array.dtype)  # refused here, before anything begins
     return _blocking(lambda: link.mpi.Allreduce(MPI.IN_PLACE, array, operation))
 
 
-def broadcast(link, array, root):
+def broadcast(link: Link, array: np.ndarray, root: int) -> Iterator[list]:
     return _blocking(lambda: link.mpi.Bcast(array, root))
 
 

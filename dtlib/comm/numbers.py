@@ -1,8 +1,12 @@
 """A flat array of numbers in plain Python: as much of numpy's array as algorithms.py asks for."""
 
+from __future__ import annotations
+
 import operator
 from array import array
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator
+from types import EllipsisType, SimpleNamespace
+from typing import overload
 
 CODES = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # of Python's array
 
@@ -12,7 +16,7 @@ class Numbers:
 
     __slots__ = ("dtype", "view")
 
-    def __init__(self, values, dtype: str = "float32"):
+    def __init__(self, values: Iterable[float] | memoryview, dtype: str = "float32"):
         self.dtype = dtype
         self.view = values if isinstance(values, memoryview) else memoryview(_stored(values, dtype))
 
@@ -20,16 +24,21 @@ class Numbers:
     nbytes = property(lambda self: self.view.nbytes)
     ctypes = property(lambda self: SimpleNamespace(data=_address(self.view)))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.view)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[float]:
         return iter(self.view)
 
-    def __getitem__(self, at):
+    @overload
+    def __getitem__(self, at: int) -> float: ...
+    @overload
+    def __getitem__(self, at: slice) -> Numbers: ...
+
+    def __getitem__(self, at: int | slice) -> float | Numbers:
         return Numbers(self.view[at], self.dtype) if isinstance(at, slice) else self.view[at]
 
-    def __setitem__(self, at, values):
+    def __setitem__(self, at: int | slice | EllipsisType, values: Iterable[float] | float) -> None:
         place = slice(None) if at is Ellipsis else at if isinstance(at, slice) else slice(at, at + 1 or None)
         count = len(self.view[place])
         values = list(values) if hasattr(values, "__iter__") else [values] * count
@@ -37,17 +46,17 @@ class Numbers:
             raise ValueError(f"{len(values)} numbers do not fit into {count}.")
         self.view[place] = _stored(values, self.dtype)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Numbers({list(self)}, {self.dtype!r})"
 
-    def copy(self) -> "Numbers":
+    def copy(self) -> Numbers:
         return Numbers(memoryview(array(CODES[self.dtype], self.view)), self.dtype)
 
 
 COMBINE = {"sum": operator.add, "mean": operator.add, "prod": operator.mul, "max": max, "min": min}
 
 
-def combiner(op: str):
+def combiner(op: str) -> Callable[[Numbers, Numbers, Numbers], None]:
     """``combine(a, b, out)`` for ``Numbers``, element by element; ``op`` is a key of ``COMBINE``."""
     combine = COMBINE[op]
 

@@ -1,9 +1,10 @@
 """What communicators of all kinds share: small Python things carried by their operations on arrays, and checks."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from operator import index
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,16 +12,21 @@ from dtlib.comm import types
 from dtlib.comm.watch.call import shape_and_type
 from dtlib.errors import CommunicationError
 
+V = TypeVar("V")
+
 
 class ObjectOperations:
     """For a class that has ``rank``, ``size``, ``all_gather`` and ``broadcast``."""
 
     rank: int
     size: int
+    name: str
+    time_limit: float | None
+    _members: Sequence[int]  # as the world counts them
     all_gather: Callable
     broadcast: Callable
 
-    def all_gather_object(self, thing) -> list:
+    def all_gather_object(self, thing: V) -> list[V]:
         """A list of every rank's ``thing`` (anything that pickles), in rank order, on every rank."""
         mine = np.frombuffer(_pickled(thing), dtype=np.uint8)
         sizes = self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([mine.size]))
@@ -30,7 +36,7 @@ class ObjectOperations:
         chunks = self.all_gather(np.zeros((self.size, padded.size), dtype=np.uint8), padded)
         return [_unpickled(chunk[:size], rank) for rank, (chunk, size) in enumerate(zip(chunks, sizes, strict=True))]
 
-    def broadcast_object(self, thing, root: int = 0):
+    def broadcast_object(self, thing: V | None, root: int = 0) -> V:
         """The ``thing`` of rank ``root`` (anything that pickles), on every rank."""
         self._check_rank(root, "broadcast_object", "root")
         mine = np.frombuffer(_pickled(thing) if self.rank == root else b"", dtype=np.uint8)

@@ -1,8 +1,11 @@
 """One rank of many without the others: for arithmetic on messages, bytes, shapes and memory. SIMULATED."""
 
+from typing import NoReturn
+
 import numpy as np
 
 from dtlib.comm.communicator import Communicator
+from dtlib.comm.objects import V
 from dtlib.errors import CommunicationError
 
 
@@ -31,34 +34,34 @@ class SoloCommunicator(Communicator):
     def __init__(self, rank: int, size: int):
         if not isinstance(size, int) or size < 1 or not isinstance(rank, int) or not 0 <= rank < size:
             raise CommunicationError(f"solo(rank={rank!r}, size={size!r}): rank is a whole number from 0 to size - 1.")
-        self.mpi = None
+        self.mpi = None  # type: ignore[assignment]  # it does without
         self._prepare(rank, size, tuple(range(size)), name="solo")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, simulated)"
 
-    def all_gather_object(self, thing) -> list:
+    def all_gather_object(self, thing: V) -> list[V]:
         """``size`` times ``thing``; counted as if those of the other ranks were as long."""
         data = _pickled(thing)
         self.all_gather(np.zeros(self.size, dtype=np.int64), np.array([data.size]))
         self.all_gather(np.zeros((self.size, data.size), dtype=np.uint8), data)
         return [thing] * self.size
 
-    def broadcast_object(self, thing, root: int = 0):
+    def broadcast_object(self, thing: V | None, root: int = 0) -> V:
         """This rank's own ``thing``; counted as if that of the root were as long."""
         self._check_rank(root, "broadcast_object", "root")
         data = _pickled(thing)
         self.broadcast(np.array([data.size]), root)
         self.broadcast(data, root)
-        return thing
+        return thing  # type: ignore[return-value]  # it should not be None here
 
-    def split(self, color, key: int = 0):
+    def split(self, color: int | None, key: int = 0) -> NoReturn:
         raise CommunicationError(
             f"split(color={color!r}) asks the other ranks, and solo has none: make one of the size that you want, "
             "solo(rank, size)."
         )
 
-    def wait_for(self, request, buffers, description: str, time_limit: float | None = None) -> None:
+    def wait_for(self, request: object, buffers: object, description: str, time_limit: float | None = None) -> None:
         raise CommunicationError(f"{description} waits for MPI, and solo does without: use dtlib.init().comm.")
 
     def _collective(self, operation, tensor, arguments, finish, async_op, algorithm=None, flat=None, **facts):
@@ -85,24 +88,24 @@ class SoloLink:
         self._buffers = buffers
         self._length = 0
 
-    def send(self, array, dest):
+    def send(self, array: np.ndarray, dest: int) -> None:
         self.messages += 1
         self.bytes += array.nbytes
 
-    def recv(self, array, source):
+    def recv(self, array: np.ndarray, source: int) -> None:
         array[...] = 0
         self._length = array.nbytes
 
-    def all_done(self, requests) -> bool:
+    def all_done(self, requests: list) -> bool:
         return True
 
     def length(self) -> int:
         return self._length
 
-    def nothing(self):
+    def nothing(self) -> np.ndarray:
         return np.zeros(0, dtype=np.uint8)
 
-    def scratch(self, like, number: int = 0):
+    def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
         return np.zeros_like(like)
 
 

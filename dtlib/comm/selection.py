@@ -40,7 +40,7 @@ HALVING_FROM_RANKS, HALVING_UP_TO = 5, 2**24
 
 
 @lru_cache(maxsize=4096)  # a program sends few sizes, again and again
-def choose(operation: str, count: int, size: int, wanted: str | None = None):
+def choose(operation: str, count: int, size: int, wanted: str | None = None) -> Callable[..., Iterator[list]]:
     """The algorithm of an operation for ``count`` bytes on ``size`` ranks, or the ``wanted`` one: a generator function.
 
     Raises:

@@ -49,13 +49,13 @@ class Network:
         ]  # of each rank, in the order in which it sent them
         self._awaited: dict[tuple, deque[Request]] = {}  # (tag, source, dest) -> requests
 
-    def send(self, tag, source: int, dest: int, numbers: Numbers, what) -> Request:
+    def send(self, tag: object, source: int, dest: int, numbers: Numbers, what: object) -> Request:
         eager = numbers.nbytes <= EAGER
         request = Request(numbers.copy() if eager else numbers, eager, what)
         self._sent[source].append((tag, dest, request, numbers))
         return request
 
-    def recv(self, tag, source: int, dest: int, numbers: Numbers) -> Request:
+    def recv(self, tag: object, source: int, dest: int, numbers: Numbers) -> Request:
         request = Request(numbers)
         self._awaited.setdefault((tag, source, dest), deque()).append(request)
         return request
@@ -84,7 +84,7 @@ class Network:
 class TurnLink:
     """What an algorithm of one rank sends and receives with (waiting.py); ``tag`` keeps the messages of calls apart."""
 
-    def __init__(self, network: Network, rank: int, tag=0, what=None):
+    def __init__(self, network: Network, rank: int, tag: object = 0, what: object = None):
         self.network, self.rank, self.size = network, rank, network.size
         self.messages = self.bytes = 0
         self._tag, self._what = tag, what

@@ -11,20 +11,35 @@ Where a tensor lives decides how it travels: from its own memory on the CPU; fro
 GPU -> pinned host memory -> MPI -> pinned host memory -> GPU.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from dtlib.comm.watch.call import dtype_name
+from dtlib.comm.watch.call import AnyTensor, dtype_name
 from dtlib.errors import CommunicationError
 
+if TYPE_CHECKING:
+    import torch
 
-def maximum(a, b, out):
+
+# An operation returns what it was given.
+T = TypeVar("T", bound=AnyTensor)
+No = Literal[False]  # to async_op: it returns the tensor, and else a handle
+Yes = Literal[True]
+Name = str | None  # of an algorithm
+Sizes = Sequence[int] | None
+
+
+def maximum(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     np.maximum(a, b, out=out)  # numpy wants out named here
 
 
-def minimum(a, b, out):
+def minimum(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     np.minimum(a, b, out=out)
 
 
@@ -48,7 +63,7 @@ class Payload:
 
     __slots__ = ("flat", "memory", "tensor")
 
-    def __init__(self, tensor, memory: np.ndarray):
+    def __init__(self, tensor: AnyTensor, memory: np.ndarray):
         self.tensor = tensor
         self.memory: np.ndarray | None = memory  # the tensor's own memory, in its own shape; None where ``flat`` is it
         if memory.flags.c_contiguous:
@@ -56,7 +71,7 @@ class Payload:
         else:
             self.flat = np.ascontiguousarray(memory).reshape(-1)
 
-    def store(self):
+    def store(self) -> AnyTensor:
         if self.memory is not None:
             self.memory[...] = self.flat.reshape(self.memory.shape)
         if not isinstance(self.tensor, np.ndarray):
@@ -83,7 +98,7 @@ def check_name(name: str, operation: str) -> None:
         raise CommunicationError(f"{operation} does not carry {name}: it carries {', '.join(ALLOWED)}.")
 
 
-def host_memory(tensor, name: str, operation: str) -> np.ndarray:
+def host_memory(tensor: torch.Tensor, name: str, operation: str) -> np.ndarray:
     """The memory of a CPU tensor as numpy knows it."""
     try:
         pointer = None if tensor.is_neg() else tensor.data_ptr()
@@ -118,13 +133,14 @@ def _what_it_is(tensor) -> str:
     return "this one is negated or conjugated when it is read: pass tensor.resolve_neg().resolve_conj()"
 
 
-def payload(tensor, operation: str, writes: bool) -> Payload:
+def payload(tensor: AnyTensor, operation: str, writes: bool) -> Payload:
     """The memory of a CPU tensor or numpy array, without a copy where it is contiguous; a copy of a CUDA tensor's.
 
     Raises:
         CommunicationError: for anything else, for types that are not in the table, and for read-only memory where
             the operation writes.
     """
+    it: Any = tensor
     is_array = isinstance(tensor, np.ndarray)
     if not is_array and not hasattr(tensor, "detach"):
         cure = f", or use {operation}_object" if operation in ("broadcast", "all_gather") else ""
@@ -135,11 +151,11 @@ def payload(tensor, operation: str, writes: bool) -> Payload:
     name = dtype_name(tensor.dtype)
     if name not in ALLOWED:
         check_name(name, operation)
-    if not is_array and not tensor.is_cpu:
-        return staged(tensor, name, operation)
+    if not is_array and not it.is_cpu:
+        return staged(it, name, operation)
     if is_array and isinstance(tensor, np.ma.MaskedArray):
         raise CommunicationError(f"{operation} does not know of masks: pass array.filled(...).")
-    memory = tensor.view(np.ndarray) if is_array else host_memory(tensor, name, operation)
+    memory = it.view(np.ndarray) if is_array else host_memory(it, name, operation)
     if not writes or memory.flags.carray:  # contiguous, and to be written to
         return Payload(tensor, memory)
     if not memory.flags.writeable:
@@ -164,7 +180,7 @@ def _overlaps_itself(memory: np.ndarray) -> bool:
     return False
 
 
-def staged(tensor, name: str, operation: str) -> "StagedPayload":
+def staged(tensor: torch.Tensor, name: str, operation: str) -> StagedPayload:
     """A tensor that is not on the CPU as MPI sees it: a copy in host memory.
 
     Raises:
@@ -182,8 +198,9 @@ class StagedPayload(Payload):
     """A copy of a tensor in pinned host memory, from which a GPU copies fastest; ``store()`` brings it back."""
 
     __slots__ = ("_host",)
+    tensor: torch.Tensor
 
-    def __init__(self, tensor, name: str, operation: str):
+    def __init__(self, tensor: torch.Tensor, name: str, operation: str):
         import torch
 
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -191,7 +208,7 @@ class StagedPayload(Payload):
             self._host.copy_(tensor.detach(), non_blocking=True)
         super().__init__(tensor, host_memory(self._host, name, operation))
 
-    def store(self):
+    def store(self) -> torch.Tensor:
         with _transfers(self.tensor, after_others=False):
             self.tensor.detach().copy_(self._host, non_blocking=True)
         return self.tensor
@@ -223,7 +240,7 @@ def _transfers(tensor, after_others: bool = True):
     stream.synchronize()
 
 
-def combiner(tensor, op: str, operation: str):
+def combiner(tensor: AnyTensor, op: str, operation: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], object]:
     """The function ``combine(a, b, out)`` that adds (or ...) two arrays of this tensor's payload.
 
     Raises:
@@ -261,11 +278,12 @@ def _half_combiner(name: str, op: str):
     return combine
 
 
-def divide(tensor, flat: np.ndarray, by: int) -> None:
+def divide(tensor: AnyTensor, flat: np.ndarray, by: int) -> None:
     """Divide a payload of floats in place."""
     if dtype_name(tensor.dtype) in ("float16", "bfloat16"):
         import torch
 
-        torch.from_numpy(flat.view(np.int16)).view(tensor.dtype).div_(by)
+        dtype: Any = tensor.dtype
+        torch.from_numpy(flat.view(np.int16)).view(dtype).div_(by)
     else:
         np.divide(flat, by, out=flat)

@@ -13,46 +13,58 @@ Collectives of one communicator run one after the other, in the order in which t
 whatever, drives all of them: a task that nobody waits for yet goes on meanwhile.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dtlib.comm.watch import board, in_vain, recorder
 from dtlib.errors import RESET, CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
 if TYPE_CHECKING:
     import numpy as np
+    from mpi4py import MPI
+
+    from dtlib.comm.watch.call import Call
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
 NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
 LONGEST_NAP = 0.05  # and never more than this
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
+V = TypeVar("V")  # what an operation returns
 LOOK_SECONDS = 0.25  # from one look at the others to the next
 
 LARGEST = 2**30  # bytes: from here on messages are cut, as MPI counts what it sends in 31 bits
 
 crowded = False  # True where ranks outnumber cores: then whoever spins holds up the rank that it waits for
-notice: Callable[[str | None], object] | None = (
-    None  # how a notebook is told of a long wait: a function of one sentence, or of None once it is over
-)
+# How a notebook is told of a long wait: a function of one sentence, or of None once it is over.
+notice: Callable[[str | None], object] | None = None
 
 # Of a task that was interrupted, MPI may still write into the buffers: they are kept until it says that it is done.
-_abandoned: list["Task"] = []
-_active: dict["Queue", None] = {}  # queues with tasks, in the order in which they got them
-_posted: dict["Task", "Queue"] = {}  # sends and receives under way; here, because a handle may be thrown away unused
+_abandoned: list[Task] = []
+_active: dict[Queue, None] = {}  # queues with tasks, in the order in which they got them
+_posted: dict[Task, Queue] = {}  # sends and receives under way; here, because a handle may be thrown away unused
 _lock = threading.RLock()  # for the progress thread; without one nobody contends for it
+
+
+class Request(Protocol):
+    """MPI's, or one of ours that stands for several or for one that has not left yet."""
+
+    def Test(self, status: MPI.Status | None = None) -> bool: ...
+    def Cancel(self) -> None: ...
 
 
 class Link:
     """Messages under one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
 
-    def __init__(self, mpi, rank: int, size: int, tag: int, buffers: dict):
+    def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: dict):
         self.mpi = mpi
         self.rank = rank
         self.size = size
@@ -62,17 +74,17 @@ class Link:
         self._buffers = buffers
         self._cut = False  # has it had messages that were cut?
 
-    def send(self, array: "np.ndarray", dest: int):
+    def send(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a contiguous array; returns a request."""
         self.messages += 1
         self.bytes += array.nbytes
         return self._start(self.mpi.Isend, array, dest)
 
-    def recv(self, array: "np.ndarray", source: int):
+    def recv(self, array: np.ndarray, source: int) -> Request:
         """Start to receive into a contiguous array; returns a request."""
         return self._start(self.mpi.Irecv, array, source)
 
-    def _start(self, begin, array: "np.ndarray", other: int):
+    def _start(self, begin, array: np.ndarray, other: int):
         if array.nbytes < LARGEST:
             return begin(array, other, self._tag)
         self._cut = True
@@ -90,13 +102,13 @@ class Link:
             if request:
                 request.Cancel()
 
-    def nothing(self) -> "np.ndarray":
+    def nothing(self) -> np.ndarray:
         """The array of a message that says only that it has arrived."""
         import numpy as np
 
         return np.zeros(0, dtype=np.uint8)
 
-    def scratch(self, like: "np.ndarray", number: int = 0) -> "np.ndarray":
+    def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
         """Room for an array like this one. It is kept from call to call: fresh memory costs a page fault a page."""
         key = (like.dtype, number)
         room = self._buffers.get(key)
@@ -105,7 +117,7 @@ class Link:
         return room[: like.size]
 
 
-def _page_aligned(size: int, dtype) -> "np.ndarray":
+def _page_aligned(size: int, dtype) -> np.ndarray:
     """An array that begins on a page, as large torch tensors do: from page to page processors copy fastest."""
     import numpy as np
 
@@ -117,12 +129,12 @@ def _page_aligned(size: int, dtype) -> "np.ndarray":
 class _Pieces:
     """One message as several of ``LARGEST`` bytes and a shorter one, perhaps of none, by which its end is known."""
 
-    def __init__(self, start, array: "np.ndarray"):
+    def __init__(self, start, array: np.ndarray):
         flat = array.reshape(-1).view("u1")
         self._requests = [start(flat[at : at + LARGEST]) for at in range(0, flat.size + 1, LARGEST)]
         self.come = 0  # bytes of those that are complete, but for the last
 
-    def Test(self, status=None) -> bool:
+    def Test(self, status: MPI.Status | None = None) -> bool:
         """True once all are complete; of a receive, whose ``status`` is given, also after a shorter one."""
         from mpi4py import MPI
 
@@ -153,7 +165,7 @@ class IncomingLink:
         self._mpi, self._status = MPI, MPI.Status()
         self._too_long = False
 
-    def recv(self, array, source):
+    def recv(self, array: np.ndarray, source: int) -> Request:
         self._arriving = self._link.recv(array, source)
         return self._arriving
 
@@ -179,7 +191,7 @@ class Awaited:
 
     messages = bytes = 0
 
-    def __init__(self, mpi):
+    def __init__(self, mpi: MPI.Comm):
         self._mpi = mpi  # held: it is in use
 
     def all_done(self, requests: list) -> bool:
@@ -196,16 +208,20 @@ class Task:
         "_finish", "_keep", "_link", "_requests", "_steps", "call", "done", "error", "event", "rounds", "value",
     )  # fmt: skip
 
-    def __init__(self, steps, link, finish, call, keep=None):
+    def __init__(
+        self, steps: Iterator[list], link: Link | IncomingLink | Awaited, finish: Callable[[], object], call: Call,
+        keep: object = None,
+    ):  # fmt: skip
         self.call = call
         self.done = False
-        self.error = self.value = None
+        self.error: BaseException | None = None
+        self.value: Any = None
         self.event = None  # what the recorder keeps of it
         self.rounds = 0  # how often what it waited for has arrived
-        self._steps = steps
+        self._steps: Any = steps
         self._link = link
         self._finish = finish
-        self._requests = []
+        self._requests: Any = []  # None: not known
         self._keep = keep  # buffers that MPI reads or writes meanwhile
 
     def fail(self, error: BaseException) -> None:
@@ -316,7 +332,7 @@ def idle() -> bool:
 
 
 @contextmanager
-def progress_thread(every: float = 0.0002):
+def progress_thread(every: float = 0.0002) -> Iterator[None]:
     """Let asynchronous operations go on by themselves, in a thread that looks after them ``every`` so many seconds.
 
     It pays where this rank's core is idle meanwhile (an accelerator computes, or the network is slow). Where the core
@@ -338,7 +354,7 @@ def progress_thread(every: float = 0.0002):
         thread.join()
 
 
-class Handle:
+class Handle(Generic[V]):
     """An operation that was started with ``async_op=True``."""
 
     __slots__ = ("_blocking", "_queue", "_task", "_time_limit")
@@ -371,7 +387,7 @@ class Handle:
             raise
         return True
 
-    def wait(self):
+    def wait(self) -> V:
         """Wait for the end and return what the operation returns.
 
         Raises ``WaitTimeout`` after the communicator's ``time_limit``; Ctrl-C or Stop ends it at once. After either

@@ -7,12 +7,19 @@ Buckets are launched in one order on all ranks, whatever the order in which grad
 before it, and what never arrives (a parameter that was not used) is launched at the end.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
 from dtlib.comm.waiting import advance_all, progress_thread
 from dtlib.errors import DtlibError
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
 
 
 class RanksDisagree(DtlibError):
@@ -29,7 +36,15 @@ class BackwardPass:
         names: of the parameters, for errors.
     """
 
-    def __init__(self, buckets, begin, launch, finish, progress: str, names: dict):
+    def __init__(
+        self,
+        buckets: Sequence,
+        begin: Callable[[], None],
+        launch: Callable,
+        finish: Callable[[], None],
+        progress: str,
+        names: dict,
+    ):
         self.buckets = buckets
         self.progress = progress
         self._begin, self._launch, self._finish = begin, launch, finish
@@ -40,7 +55,7 @@ class BackwardPass:
         self._under_way = False
         self._background = ExitStack()  # the progress thread while buckets travel
 
-    def gradient_is_ready(self, parameter) -> None:
+    def gradient_is_ready(self, parameter: torch.Tensor) -> None:
         """A hook: autograd has added this parameter's gradient, and nothing more will come in this pass."""
         if not self._under_way:
             self._start()
@@ -106,7 +121,7 @@ class BackwardPass:
         self._launched, self._under_way = 0, False
 
 
-def progress_for(comm, tensors, wanted: str | None, who: str) -> str:
+def progress_for(comm: Communicator, tensors: Iterable[torch.Tensor], wanted: str | None, who: str) -> str:
     """``inline`` where computing keeps the cores busy, ``thread`` where it leaves them idle: an accelerator, or an
     emulated network; ``wanted`` overrides it."""
     if wanted not in (None, "inline", "thread"):

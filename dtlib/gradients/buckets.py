@@ -11,6 +11,7 @@ rank 0        w1[0:6], b1[0:1]       rank 1: b1[1:3], w2[0:3]
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,14 @@ class FlatBuffer:
     ``memory`` is used instead of new memory: a flat tensor that is long enough.
     """
 
-    def __init__(self, shapes, dtype: torch.dtype, device="cpu", extra: int = 0, memory: torch.Tensor | None = None):
+    def __init__(
+        self,
+        shapes: Iterable[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        extra: int = 0,
+        memory: torch.Tensor | None = None,
+    ):
         sizes = [math.prod(shape) for shape in shapes]
         self.numel = sum(sizes)
         if memory is None:
@@ -58,7 +66,7 @@ class Shards:
     ``slices`` what rank ``rank`` has of each tensor.
     """
 
-    def __init__(self, shapes, rank: int, ranks: int):
+    def __init__(self, shapes: Iterable[Sequence[int]], rank: int, ranks: int):
         self.shapes = [tuple(shape) for shape in shapes]
         self.rank, self.ranks = rank, ranks
         sizes = [math.prod(shape) for shape in self.shapes]
@@ -80,7 +88,7 @@ class Shards:
         return list(own[: sum(sizes)].split(sizes))
 
 
-def buckets_of(tensors, cap: int, first_cap: int = FIRST_BUCKET) -> list[list[int]]:
+def buckets_of(tensors: Iterable[torch.Tensor], cap: int, first_cap: int = FIRST_BUCKET) -> list[list[int]]:
     """The indices of ``tensors`` in buckets of at most ``cap`` bytes, the first of at most ``first_cap``.
 
     Tensors keep their order; a bucket holds one dtype and one device; a tensor larger than the cap has one of its own.

@@ -8,7 +8,11 @@
 Whatever lies outside is refused on every rank, with a sentence that names the way round: mostly the full class.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +23,9 @@ from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.tokens import divided_by_all_tokens
 
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 class Contract:
     """The contract of class ``who`` about ``model`` on ``comm``; all ranks make one.
@@ -28,7 +35,14 @@ class Contract:
         in_order: gradients have to be computed in one order on all ranks.
     """
 
-    def __init__(self, who: str, model, comm, units=None, in_order: bool = False):
+    def __init__(
+        self,
+        who: str,
+        model: nn.Module,
+        comm: Communicator,
+        units: Iterable[nn.Module] | None = None,
+        in_order: bool = False,
+    ):
         self.who, self.model, self.in_order = who, model, in_order
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}
@@ -47,10 +61,10 @@ class Contract:
         self.ready: list = []  # of the last forward pass; parameters with a gradient since the last step
         model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
 
-    def gradient_is_ready(self, parameter) -> None:
+    def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         self.ready.append(parameter)
 
-    def check_step(self, closure=None) -> None:
+    def check_step(self, closure: Callable | None = None) -> None:
         """Refuse what happened since the last step; all ranks call it."""
         if closure is not None:
             self._refuse("step() takes no closure: call loss.backward() first, and then step()")
@@ -121,20 +135,20 @@ class Contract:
         raise DtlibError(f"{self.who}: {why}.")
 
 
-def check_optimizer(optimizer_class, known, who: str) -> None:
+def check_optimizer(optimizer_class: type[torch.optim.Optimizer], known: Collection[type], who: str) -> None:
     """Refuse an optimizer that may not work element by element: it would see shards of parameters."""
     if optimizer_class not in known:
         name, choice = getattr(optimizer_class, "__name__", optimizer_class), ", ".join(one.__name__ for one in known)
         raise DtlibError(f"{who} cuts parameters anywhere, and {name} may not work element by element: take {choice}.")
 
 
-def check_output(output, who: str) -> None:
+def check_output(output: object, who: str) -> None:
     """Refuse a module that gives something else than one tensor."""
     if not isinstance(output, torch.Tensor):
         raise DtlibError(f"{who}: a module gave {type(output).__name__}, and has to give one tensor: join them.")
 
 
-def check_input(x, weight, who: str) -> None:
+def check_input(x: torch.Tensor, weight: torch.Tensor, who: str) -> None:
     """Refuse an input that is not what this rank's ``weight``, (out_features, in_features), multiplies."""
     if x.shape[-1:] != weight.shape[1:] or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
         raise DtlibError(
@@ -143,7 +157,7 @@ def check_input(x, weight, who: str) -> None:
         )
 
 
-def about_stage(stage, loss_fn) -> tuple:
+def about_stage(stage: nn.Module, loss_fn: Callable) -> tuple:
     """What ``check_stages`` has to know of a rank's stage of a pipeline."""
     trained = any(parameter.requires_grad for parameter in stage.parameters())
     norms = [

@@ -5,6 +5,7 @@ another norm, or another overflow, and ranks would scale or skip differently wit
 what would look at a whole gradient; to torch they are otherwise ordinary ones.
 """
 
+from collections.abc import Callable
 from functools import wraps
 
 import torch
@@ -25,7 +26,7 @@ class ShardedGradient(torch.Tensor):
     what = "this rank's shard of it"
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         name = getattr(func, "__name__", "")
         if name == OVERFLOW:
             raise DtlibError(
@@ -52,9 +53,9 @@ class UnaveragedGradient(ShardedGradient):
     what = "this rank's batch"
 
 
-def refuse_torch_clipping(parameter) -> None:
+def refuse_torch_clipping(parameter: torch.Tensor) -> None:
     """Gradients of this parameter are gone when torch's functions would clip them: these raise from now on."""
-    parameter._gradients_leave = True
+    vars(parameter)["_gradients_leave"] = True
 
 
 def _refusing(clip):

@@ -7,9 +7,17 @@
 P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 
 from dtlib.errors import DtlibError
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
 
 
 class MasterWeights:
@@ -21,7 +29,12 @@ class MasterWeights:
     ``parameters`` are shards of it.
     """
 
-    def __init__(self, parameters, device=None, wholes=None):
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        device: torch.device | str | None = None,
+        wholes: Iterable[torch.Tensor] | None = None,
+    ):
         self.parameters = list(parameters)
         self.wholes = list(self.parameters if wholes is None else wholes)
         self.versions = [whole._version for whole in self.wholes]
@@ -29,7 +42,7 @@ class MasterWeights:
             self._master_of(parameter, torch.device(device or parameter.device)) for parameter in self.parameters
         ]
 
-    def __iadd__(self, other):
+    def __iadd__(self, other: MasterWeights) -> MasterWeights:
         for name in ("parameters", "wholes", "versions", "masters"):
             getattr(self, name).extend(getattr(other, name))
         return self
@@ -76,7 +89,9 @@ class LossScale:
     overflows is skipped. ``dynamic=False`` keeps it as it is. Counterpart: DeepSpeed's ``DynamicLossScaler``.
     """
 
-    def __init__(self, scale: float = 1.0, dynamic: bool = False, window=1000, hysteresis=2, smallest=1.0):
+    def __init__(
+        self, scale: float = 1.0, dynamic: bool = False, window: int = 1000, hysteresis: int = 2, smallest: float = 1.0
+    ):
         self.scale = scale
         self.dynamic = dynamic
         self.window, self.hysteresis, self.smallest = window, hysteresis, smallest
@@ -105,7 +120,7 @@ class LossScale:
             self._patience = self.hysteresis
 
 
-def all_finite(gradients, comm=None) -> bool:
+def all_finite(gradients: Iterable[torch.Tensor | None], comm: Communicator | None = None) -> bool:
     """True if no gradient has an infinity or a NaN; with ``comm``, on any of its ranks, each of which has others."""
     finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
     if comm is not None:
@@ -113,7 +128,7 @@ def all_finite(gradients, comm=None) -> bool:
     return finite
 
 
-def refuse_shards(parameters, what: str) -> None:
+def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
     """A norm over parameters that tensor parallelism has cut, or of experts, would be that of one rank's share.
 
     Raises:
@@ -134,7 +149,13 @@ def refuse_shards(parameters, what: str) -> None:
         )
 
 
-def clip_by_norm(gradients, largest: float, comm=None, counted=None, norm_type: float = 2.0) -> float:
+def clip_by_norm(
+    gradients: Iterable[torch.Tensor | None],
+    largest: float,
+    comm: Communicator | None = None,
+    counted: Iterable[torch.Tensor] | None = None,
+    norm_type: float = 2.0,
+) -> float:
     """Scale gradients down together so that their joint norm is at most ``largest``; returns the norm before.
 
     With ``comm`` they are shards: every rank has others, and the norm is that of all. ``counted`` are those that count
@@ -145,14 +166,14 @@ def clip_by_norm(gradients, largest: float, comm=None, counted=None, norm_type: 
     if not norm_type > 0:
         raise DtlibError(f"clip_grad_norm_(norm_type={norm_type:g}): give a number above 0, such as 2, or inf.")
     # Ordinary tensors: ShardedGradient refuses norms, as those who ask rarely know of the other ranks.
-    gradients = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
-    counted = gradients if counted is None else counted
+    ordinary = [gradient.as_subclass(torch.Tensor) for gradient in gradients if gradient is not None]
+    counted = ordinary if counted is None else counted
     norms = [torch.linalg.vector_norm(one, norm_type) for one in counted if one.numel()]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if comm is not None and norm_type == float("inf"):
         norm = comm.all_reduce(norm.double(), op="max").to(norm.dtype)
     elif comm is not None:
         norm = comm.all_reduce(norm.double() ** norm_type).pow(1 / norm_type).to(norm.dtype)
-    if gradients:
-        torch._foreach_mul_(gradients, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
+    if ordinary:
+        torch._foreach_mul_(ordinary, float(torch.clamp(largest / (norm + 1e-6), max=1.0)))
     return float(norm)

@@ -1,10 +1,19 @@
 """Strategies rely on the same model on all ranks, with parameters that can be averaged: refuse others by name."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
 from dtlib.comm import types
 from dtlib.errors import DtlibError
 
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
 
-def check_same_model(parameters: dict, comm, who: str) -> None:
+
+def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:
     """Compare parameters, by name, between ranks; all ranks call it.
 
     Raises:
@@ -31,7 +40,7 @@ def check_same_model(parameters: dict, comm, who: str) -> None:
             raise DtlibError("The models differ in the order of their parameters: build the same model on all ranks.")
 
 
-def check_axis(parameters: dict, comm, who: str) -> None:
+def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
     """Refuse parameters of experts and of shared sequences along the wrong axis of a mesh.
 
     ``parameter.expert_parallel`` are the ranks whose experts differ, ``parameter.context_parallel`` those that share
@@ -57,7 +66,7 @@ def check_axis(parameters: dict, comm, who: str) -> None:
             )
 
 
-def check_same_values(module, parameters: list, comm, what: str) -> None:
+def check_same_values(module: nn.Module, parameters: list, comm: Communicator, what: str) -> None:
     """In the first passes of training: have the gradients of these parameters been averaged over ``comm``? All ranks
     call it; where nobody has, values differ from the second step on, and nothing else would say so."""
     passes = module.__dict__.setdefault("_passes_compared", 0)

@@ -5,7 +5,11 @@ reduce_scatter, in place            this rank's shard of the staging memory is t
 two launches later, or at the end   the shard is added to what this rank keeps, and the memory is used again
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -15,6 +19,9 @@ from dtlib.gradients.backward import BackwardPass, RanksDisagree
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.tokens import refuse_weights
 
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 class GradientShard:
     """A bucket: ``parameters`` whose gradients travel together, and this rank's shard of their ``average``.
@@ -22,7 +29,13 @@ class GradientShard:
     They travel and are added up in ``dtype``, and are kept in ``kept_in``; both are by default that of the parameters.
     """
 
-    def __init__(self, parameters, shards: Shards, dtype=None, kept_in=None):
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        shards: Shards,
+        dtype: torch.dtype | None = None,
+        kept_in: torch.dtype | None = None,
+    ):
         self.parameters, self.shards = parameters, shards
         first = parameters[0]
         self.kind = dtype or first.dtype, first.device
@@ -33,7 +46,7 @@ class GradientShard:
         self._travelling: torch.Tensor | None = None
         self._unscaled: torch.Tensor | None = None
 
-    def launch(self, comm, memory: torch.Tensor, weight: float | None) -> None:
+    def launch(self, comm: Communicator, memory: torch.Tensor, weight: float | None) -> None:
         """Move the gradients into ``memory`` and send them from there."""
         buffer = FlatBuffer(self.shards.shapes, *self.kind, extra=self.shards.padding, memory=memory)
         buffer.tail.zero_()
@@ -87,7 +100,16 @@ class Reducer:
         progress, names: as for ``BackwardPass``.
     """
 
-    def __init__(self, shards, comm, batch_size, progress: str, names: dict, finished=None, launched=None):
+    def __init__(
+        self,
+        shards: Sequence[GradientShard],
+        comm: Communicator,
+        batch_size: Callable[[], float | None],
+        progress: str,
+        names: dict,
+        finished: Callable[[], None] | None = None,
+        launched: Callable[[GradientShard], None] | None = None,
+    ):
         self.shards, self.comm = shards, comm
         self.passes = 0  # since the last forget()
         self._ask_batch_size, self._finished, self._launched = batch_size, finished, launched
@@ -141,7 +163,7 @@ class Reducer:
         if self._finished:
             self._finished()
 
-    def used_anywhere(self):
+    def used_anywhere(self) -> Iterator[int]:
         """For each parameter of each shard in turn: whether any rank has sent a gradient of it."""
         return iter(self._used)
 
@@ -155,13 +177,13 @@ class Reducer:
         return [memory for pair in self._staging.values() for memory in pair]
 
 
-def check_dense(gradient) -> None:
+def check_dense(gradient: torch.Tensor | None) -> None:
     """Flat memory has room for every element."""
     if gradient is not None and gradient.is_sparse:
         raise DtlibError("A gradient is sparse, and only dense ones are averaged: build embeddings with sparse=False.")
 
 
-def exchange_used(comm, used: list[torch.Tensor], batch_size) -> list[int]:
+def exchange_used(comm: Communicator, used: list[torch.Tensor], batch_size: float | None) -> list[int]:
     """Flags of this rank, int8; returned are those that are set on any rank.
 
     Raises:
@@ -174,7 +196,7 @@ def exchange_used(comm, used: list[torch.Tensor], batch_size) -> list[int]:
     return anywhere
 
 
-def refuse_mixed(batch_size):
+def refuse_mixed(batch_size: float | None) -> NoReturn:
     raise RanksDisagree(
         f"batch_size is {batch_size} here, and set on some ranks only: set it on all of them before the backward pass, "
         "or on none."
@@ -189,7 +211,7 @@ class Samples:
     pass so far.
     """
 
-    def __init__(self, comm):
+    def __init__(self, comm: Communicator):
         self._comm, self._guess = comm, 64.0
 
     def weight(self, batch_size: float) -> float:
@@ -203,6 +225,6 @@ class Samples:
         return factor
 
 
-def samples_of_all(comm, batch_size: float) -> float:
+def samples_of_all(comm: Communicator, batch_size: float) -> float:
     """The sum over ranks; 1 where nobody has a sample, so that it can be divided by."""
     return comm.all_reduce(torch.tensor(float(batch_size), dtype=torch.float64)).item() or 1.0

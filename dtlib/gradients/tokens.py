@@ -1,15 +1,23 @@
 """A mean over all ranks' tokens, of which each rank has some, or some that count."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 
 from dtlib.errors import DtlibError
 
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
+
 divided_by_all_tokens: WeakSet = WeakSet()  # communicators on which the loss of this step is divided so (contract.py)
 
 
-def mean_over_tokens(losses: torch.Tensor, comm, mask: torch.Tensor | None = None) -> torch.Tensor:
+def mean_over_tokens(losses: torch.Tensor, comm: Communicator, mask: torch.Tensor | None = None) -> torch.Tensor:
     """A loss for this rank whose gradients, averaged over ``comm``, are those of the mean over all ranks' tokens.
 
     ``losses`` is a number a token, of any shape; ``mask``, of that shape, is False where one does not count. ``comm``
@@ -26,7 +34,7 @@ def mean_over_tokens(losses: torch.Tensor, comm, mask: torch.Tensor | None = Non
     return kept.sum() * (comm.size / max(total, 1.0))
 
 
-def refuse_weights(parameters, batch_size) -> None:
+def refuse_weights(parameters: Iterable[torch.Tensor], batch_size: float | None) -> None:
     """Weights after the backward pass are wrong where ranks share sequences; all ranks set ``batch_size``, or none."""
     if batch_size is not None and any(len(getattr(one, "context_parallel", ())) > 1 for one in parameters):
         raise DtlibError(

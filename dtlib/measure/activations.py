@@ -1,5 +1,7 @@
 """What comes and goes while a block runs: tensors that autograd keeps, and memory that torch's allocator gives out."""
 
+from collections.abc import Iterable
+
 import torch
 from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 
@@ -24,7 +26,7 @@ class Activations:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *problem) -> None:
+    def __exit__(self, *problem: object) -> None:
         self._hooks.__exit__(*problem)
 
     def _pack(self, tensor):
@@ -38,7 +40,7 @@ class Activations:
         self._kept[key] += 1
         return _Kept(tensor, self)
 
-    def let_go(self, tensor) -> None:
+    def let_go(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
         self._kept[key] -= 1
         if not self._kept[key]:
@@ -64,7 +66,7 @@ class Allocations:
     """A context in which this thread's allocations are recorded; ``most`` is the most bytes at a time, above those that
     were there before. With ``devices``, which are GPUs, it is the most on these, with what was there before."""
 
-    def __init__(self, devices=()):
+    def __init__(self, devices: Iterable[torch.device] = ()):
         self.devices = devices
         self.most = 0
 
@@ -78,7 +80,7 @@ class Allocations:
             _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *only_memory, experimental))
         return self
 
-    def __exit__(self, *problem) -> None:
+    def __exit__(self, *problem: object) -> None:
         if self.devices:
             self.most = sum(torch.cuda.max_memory_allocated(device) for device in self.devices)
             return

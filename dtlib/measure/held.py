@@ -20,7 +20,7 @@ from torch import nn
 KINDS = ("parameters", "gradients", "masters", "communication", "scratch", "communicators")
 
 
-def held(*things) -> dict[str, list]:
+def held(*things: object) -> dict[str, list]:
     """What these hold, and the modules inside them, by kind: lists, in which a tensor may stand more than once."""
     found: dict[str, list] = {kind: [] for kind in KINDS}
     for thing in things:

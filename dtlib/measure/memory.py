@@ -14,7 +14,10 @@ tensor claims is padding:
 Who keeps memory of its own says so in a method ``held()`` (held.py).
 """
 
+from __future__ import annotations
+
 from contextlib import ExitStack
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +25,7 @@ from dtlib.errors import DtlibError
 from dtlib.measure.activations import Activations, Allocations
 from dtlib.measure.held import held
 from dtlib.measure.storages import Storages, storage_key
-from dtlib.theory.zero import SCHEMES, zero_bytes
+from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes
 
 LINES = (
     "parameters", "buffers", "gradients", "master_weights", "optimizer_states", "step_counters", "padding",
@@ -30,7 +33,14 @@ LINES = (
 )  # fmt: skip
 
 
-def memory(model, optimizer=None) -> "Memory":
+class Engine(Protocol):
+    """What ``dtlib.initialize`` gives."""
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def memory(model: torch.nn.Module | Engine, optimizer: torch.optim.Optimizer | None = None) -> Memory:
     """Count what this rank holds for a model while a block runs: ``with dtlib.memory(model, optimizer) as m: ...``
 
     Args:
@@ -63,15 +73,15 @@ class Memory:
     Inside the block autograd does not notice that a tensor that it keeps is changed in place.
     """
 
-    def __init__(self, model, optimizer=None):
-        self._engine = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
-        self._model = model if self._engine is None else model.module
-        self._optimizer = optimizer if self._engine is None else optimizer or model.optimizer
-        self._sampled = {}  # the largest counts so far
+    def __init__(self, model: torch.nn.Module | Engine, optimizer: torch.optim.Optimizer | None = None):
+        self._engine: Any = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
+        self._model: Any = model if self._engine is None else model.module
+        self._optimizer: Any = optimizer if self._engine is None else optimizer or model.optimizer
+        self._sampled: dict = {}  # the largest counts so far
         self._kept = Activations()
-        self._formula = None
+        self._formula: dict[str, int] | None = None
 
-    def __enter__(self) -> "Memory":
+    def __enter__(self) -> Memory:
         if torch.autograd._profiler_enabled():
             raise DtlibError("dtlib.memory() asks torch's profiler, and one runs already: end that one first.")
         comms = self._held()["communicators"]
@@ -93,7 +103,7 @@ class Memory:
             self._hooks = hooks.pop_all()
         return self
 
-    def __exit__(self, kind, problem, traceback) -> None:
+    def __exit__(self, kind: object, problem: object, traceback: object) -> None:
         self._hooks.close()
         if kind is None:
             self._count_at_the_end()
@@ -183,7 +193,7 @@ class Memory:
             kind[place] = kind.get(place, 0) + size
         return list(trained.values()), list(frozen.values())
 
-    def beside(self, stage: int | None = None, ranks: int | None = None, scheme="adam") -> "Memory":
+    def beside(self, stage: int | None = None, ranks: int | None = None, scheme: str | Scheme = "adam") -> Memory:
         """Have the table show the closed formula of a ZeRO stage (zero_theory.py) too, for this rank; returns itself.
 
         Stage and ranks are by default those that the model and its optimizer have.
@@ -217,7 +227,7 @@ class Memory:
         sides = ("left", *["right"] * (len(headers) - 1))
         return tabulate(rows, headers, disable_numparse=True, colalign=sides, tablefmt=form)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.table()
 
     __repr__ = __str__

@@ -4,12 +4,20 @@ Every rank reports what it has done; rank 0 adds up and draws. Reports are small
 rank 0 looks for them whenever it has something to report itself.
 """
 
+from __future__ import annotations
+
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtlib.comm.link import CALLER_TAGS
 from dtlib.world.launch import in_engine
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 PUBLISH_SECONDS = 0.2
 MOST_POINTS = 300  # of a curve that is shown while it grows
@@ -33,7 +41,7 @@ class RankProgress:
     nobody sends anything.
     """
 
-    def __init__(self, comm, total: int, unit: str = "points", in_step: bool = False):
+    def __init__(self, comm: Communicator, total: int, unit: str = "points", in_step: bool = False):
         self.in_step = in_step
         self._published = 0.0  # when, in an engine
         self.comm = comm
@@ -48,10 +56,10 @@ class RankProgress:
 
             self._bar = tqdm(total=total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
 
-    def __enter__(self):
+    def __enter__(self) -> RankProgress:
         return self
 
-    def __call__(self, units: int, curve=(), held=None) -> None:
+    def __call__(self, units: int, curve: Sequence[float] = (), held: list[int] | None = None) -> None:
         """``curve``, such as the losses so far, and ``held``, the bytes of each rank, are shown beside it."""
         if self.comm.rank == 0:
             self._add(units, curve, held)
@@ -62,7 +70,7 @@ class RankProgress:
         else:
             self._send(units)
 
-    def __exit__(self, kind, value, trace):
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         if kind is None and not self.in_step:
             if self.comm.rank == 0:
                 while self._finished_ranks < self.comm.size - 1:

@@ -1,5 +1,6 @@
 """Memory claimed byte by byte: tensors are views of storages, and a byte counts once, for whoever claims it first."""
 
+from collections.abc import Iterable
 from itertools import product
 
 import torch
@@ -12,7 +13,7 @@ class Storages:
         self._claimed = {}  # by storage: disjoint spans of bytes, in order
         self._storages = {}
 
-    def claim(self, tensors) -> int:
+    def claim(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of these tensors that nobody has claimed."""
         spans: dict[int, list[tuple[int, int]]] = {}
         for tensor in _strided(tensors):
@@ -25,7 +26,7 @@ class Storages:
             gained += _length(self._claimed[key]) - _length(before)
         return gained
 
-    def rest(self, tensors) -> int:
+    def rest(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes around these tensors, in the same storages, that nobody has claimed."""
         gained = 0
         for key, storage in {storage_key(tensor): tensor.untyped_storage() for tensor in _strided(tensors)}.items():
@@ -34,7 +35,7 @@ class Storages:
         return gained
 
 
-def storage_key(tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """Which storage it is. Its address will not do: it changes when a storage is resized."""
     return _local(tensor).untyped_storage()._cdata
 

@@ -10,16 +10,25 @@ From the record come the messages and bytes that exercises check, the timelines 
 (``lab.timeline("trace")``), and a file that https://ui.perfetto.dev and Chrome's about:tracing open.
 """
 
+from __future__ import annotations
+
 import json
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtlib.comm.watch import recorder
 from dtlib.comm.watch.recorder import Event
 from dtlib.world import init
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 ROUND_TRIPS = 20
 
@@ -37,13 +46,13 @@ class Trace:
         chosen = [event for event in self.events if operation in (None, event.name)]
         return sum(event.messages for event in chosen), sum(event.bytes for event in chosen)
 
-    def gather(self, comm=None) -> "Timeline":
+    def gather(self, comm: Communicator | None = None) -> Timeline:
         """The records of all ranks, on every rank; all ranks call it."""
         return Timeline((comm or init().comm).all_gather_object(self))
 
 
 @contextmanager
-def trace():
+def trace() -> Iterator[Trace]:
     """Record every operation and phase of this rank while the block runs: ``with dtlib.trace() as trace: ...``
 
     All ranks enter it together where they are on several machines, as their clocks are compared first. An operation
@@ -56,12 +65,12 @@ def trace():
         yield Trace(world.rank, offset, events)
 
 
-def phase(name: str):
+def phase(name: str) -> AbstractContextManager[None]:
     """A piece of computing, for the timeline: ``with dtlib.phase("forward"): ...``"""
     return recorder.phase(str(name), init().rank)
 
 
-def clock_offset(comm, clock=time.monotonic) -> float:
+def clock_offset(comm: Communicator, clock: Callable[[], float] = time.monotonic) -> float:
     """Seconds to add to this rank's ``clock`` to get rank 0's; all ranks call it.
 
     Of several round trips the shortest is believed: rank 0 looked at its clock in the middle of it, give or take half
@@ -111,7 +120,7 @@ class Timeline:
         """True if part of it ran on a network that was slowed down on purpose."""
         return any(event.emulated for event in self.events)
 
-    def save(self, file) -> None:
+    def save(self, file: str | PathLike[str]) -> None:
         """Write the events in the Trace Event Format (Google, 2016) for Perfetto and Chrome; times in microseconds."""
         lanes = {"main": 0, "background": 1}
         rows = [{"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in self.ranks]

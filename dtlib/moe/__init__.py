@@ -6,7 +6,7 @@ from dtlib.moe import utils
 __all__ = ["utils"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name in ("layer", "MoE"):
         raise MissingName(f"dtlib.moe.{name} is not offered: run the program without its option for experts.")
     raise AttributeError(f"module 'dtlib.moe' has no attribute {name!r}")

@@ -11,17 +11,26 @@ figure 16), which walks through all 2**64 states before it repeats. x and y stay
 x*x + y*y < 2**62. Nothing is rounded, so the counts of two machines must be equal.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtlib.errors import DtlibError
 from dtlib.pi.generator import GOLDEN, MASK_31, MASK_64, MIX_1, MIX_2, RADIUS_SQUARED
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 MOST_POINTS = 10**15
 BLOCK = 2**13  # points in memory at once: their arrays of 64 kB stay in a core's cache
@@ -152,7 +161,13 @@ def slice_of(points: int, rank: int, size: int) -> tuple[int, int]:
     return points * rank // size, points * (rank + 1) // size
 
 
-def count_on_ranks(points: int, comm, kernel=count_compiled, seed: int = 0, progress=None) -> int:
+def count_on_ranks(
+    points: int,
+    comm: Communicator,
+    kernel: Callable[..., int] = count_compiled,
+    seed: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> int:
     """Count on all ranks of ``comm``; every rank returns the total.
 
     ``progress(done)`` is called after each burst of about half a second with the points that this rank just counted.
@@ -175,7 +190,7 @@ def count_on_ranks(points: int, comm, kernel=count_compiled, seed: int = 0, prog
 # Rung 5: ranks that each read a slice of a file
 
 
-def write_points(path, points: int, seed: int = 0) -> Path:
+def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:
     """Write ``points`` points to ``path``: pairs of little-endian uint32, x then y, 8 bytes a point."""
     path = Path(path)
     with open(path, "wb") as file:
@@ -185,7 +200,7 @@ def write_points(path, points: int, seed: int = 0) -> Path:
     return path
 
 
-def count_file(path, comm) -> Estimate:
+def count_file(path: str | PathLike[str], comm: Communicator) -> Estimate:
     """Count the points of a file of ``write_points``; each rank reads its own slice and no other."""
     try:
         size = os.path.getsize(path)

@@ -40,7 +40,7 @@ def _count_kernel(
     tl.atomic_add(total, tl.sum(inside.to(tl.int64), axis=0))
 
 
-def count(start: int, stop: int, seed: int, device=None) -> int:
+def count(start: int, stop: int, seed: int, device: torch.device | str | None = None) -> int:
     """How many of the points ``start`` to ``stop - 1`` lie inside, counted on this rank's GPU or on ``device``."""
     if stop <= start:
         return 0

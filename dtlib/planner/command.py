@@ -1,6 +1,9 @@
 """``dtlib plan``: what was asked, as a model, GPUs and a batch; one sentence where that cannot be."""
 
+from __future__ import annotations
+
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, 
 WRITERS = {"dtlib": configs.for_dtlib, "deepspeed": configs.for_deepspeed, "torchtitan": configs.for_torchtitan}
 
 
-def model_of(asked, seq: int = 0) -> Model:
+def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
     """A ``Model``; a name in ``MODELS``; the path of a transformers config.json, or its dictionary; sizes, written as
     ``layers=24,hidden=2048,heads=16,vocab=51200,seq=1024``."""
     if isinstance(asked, Model):
@@ -37,7 +40,7 @@ def model_of(asked, seq: int = 0) -> Model:
         raise PlanError(f"{asked} is no config of a model: give the config.json that transformers saves.") from None
 
 
-def device_of(asked) -> Device:
+def device_of(asked: Device | str) -> Device:
     if isinstance(asked, Device):
         return asked
     if asked not in DEVICES:
@@ -50,7 +53,15 @@ def fixed_of(text: str) -> dict:
     return _fields(text, Plan, "a plan") if text else {}
 
 
-def asked(model, gpus: int, device="h100", batch: int = 0, seq: int = 0, fixed: dict | None = None, best: int = 10):
+def asked(
+    model: Model | str | dict,
+    gpus: int,
+    device: Device | str = "h100",
+    batch: int = 0,
+    seq: int = 0,
+    fixed: dict | None = None,
+    best: int = 10,
+) -> tuple[list[Estimate], list[Estimate]]:
     """The best plans, and all that were tried. Without a batch: four million tokens, in whole samples a GPU."""
     if not isinstance(gpus, int) or gpus < 1:
         raise PlanError(f"gpus is {gpus!r}: give a whole number from 1 on.")
@@ -73,7 +84,7 @@ def written(plan: Estimate, path: str) -> str:
     return f"{path}: {plan.plan}, for {whose}"
 
 
-def run(options) -> int:
+def run(options: Namespace) -> int:
     from tabulate import tabulate
 
     fixed = fixed_of(options.fixed)

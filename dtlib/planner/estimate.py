@@ -3,6 +3,7 @@
 What was never measured is not given as if it had been: an estimate lists what lies outside of its calibration, and its
 time is rounded to one digit there, with a band that is twice as wide."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import exp, floor, log, log10
 
@@ -10,7 +11,7 @@ from dtlib.planner.calibrated import CALIBRATIONS, USABLE
 from dtlib.planner.memory import Footprint, Memory, memory
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import GIB, Device, Model, PlanError
-from dtlib.planner.time import parts, work
+from dtlib.planner.time import Calibration, parts, work
 from dtlib.planner.wire import step_bytes
 
 
@@ -39,7 +40,7 @@ class Estimate:
     def fits(self) -> bool:
         return not self.why_not
 
-    def __str__(self):
+    def __str__(self) -> str:
         took, low, high = map(rounded if self.outside else "{:.3g}".format, (self.seconds, self.low, self.high))
         about = "about " if self.outside else ""
         says = f"{self.plan}: {about}{took} s a step ({low} to {high} s), {self.memory.total / GIB:.1f} GiB"
@@ -83,7 +84,7 @@ def nearest(gpus: int, device: Device) -> str:
     return in_node[0] if in_node and gpus <= device.per_node else own[-1]
 
 
-def outside_of(known, model: Model, plan: Plan, device: Device) -> tuple[str, ...]:
+def outside_of(known: Calibration, model: Model, plan: Plan, device: Device) -> tuple[str, ...]:
     """What of this plan the calibration has never seen, as sentences."""
     said = []
     if device.name != known.device:
@@ -157,7 +158,7 @@ def search(
     best: int = 10,
     calibration: str | None = None,
     footprint: Footprint | None = None,
-    **fixed,
+    **fixed: int | str | bool,
 ) -> tuple[list[Estimate], list[Estimate]]:
     """The fastest plans that fit, at most ``best``, one a mesh; and all that were tried, one a mesh: its fastest that
     fits, or the smallest that does not.
@@ -187,14 +188,14 @@ def _rank(each: Estimate) -> tuple:
     return (not each.fits, each.seconds if each.fits else each.memory.total)
 
 
-def plans(model: Model, gpus: int, device: Device, batch: int, **fixed):
+def plans(model: Model, gpus: int, device: Device, batch: int, **fixed: int | str | bool) -> Iterator[Plan]:
     """All plans that can be: every factorisation of the GPUs, powers of two as micro-batches, stages of ZeRO,
     recomputation. Tensor parallelism stays in a node, as across nodes it was never the fastest."""
     contexts = [fixed["context"]] if "context" in fixed else [1]
     for pipe in _divisors(gpus):
         for tensor in _divisors(gpus // pipe):
             for context in contexts:
-                data, rest = divmod(gpus, pipe * tensor * context)
+                data, rest = divmod(gpus, pipe * tensor * int(context))
                 if rest or (tensor > device.per_node and "tensor" not in fixed):
                     continue
                 choices = {

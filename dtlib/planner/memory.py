@@ -67,7 +67,7 @@ class Memory:
         parts = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "stage"}
         return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
-    def __str__(self):
+    def __str__(self) -> str:
         parts = ", ".join(f"{name} {held / GIB:.1f}" for name, held in self.parts().items() if held >= GIB / 20)
         return f"{self.total / GIB:.1f} GiB ({parts})"
 

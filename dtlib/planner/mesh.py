@@ -58,7 +58,7 @@ class Plan:
         """Ranks over which ZeRO shares out: those with the same parameters."""
         return self.data * self.context
 
-    def __str__(self):
+    def __str__(self) -> str:
         axes = ("data", "context", "tensor", "pipe", "expert")
         cut = " x ".join(f"{name} {getattr(self, name)}" for name in axes if getattr(self, name) > 1) or "one GPU"
         zero = f", ZeRO-{self.zero}" if self.zero else ""

@@ -44,7 +44,7 @@ class Model:
     active: int = 1
     name: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq"):
             if not _is_whole(getattr(self, name)):
                 raise PlanError(f"{name} is {getattr(self, name)!r}: give a whole number from 1 on.")

@@ -3,10 +3,13 @@
 import logging
 import os
 import warnings
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import torch
+from torch import nn
 
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import LayerSpec, TiedLayerSpec
@@ -20,7 +23,7 @@ OURS = ("optimizer", "seed", "pipeline")  # sections that are not for its config
 FOR_ITS_OPTIMIZERS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def library():
+def library() -> ModuleType:
     """The package ``deepspeed``, with its own idea of ranks set up; all ranks of the world call this.
 
     Its first use on a machine compiles for about a minute, into a folder of its own.
@@ -51,7 +54,9 @@ def library():
     return deepspeed
 
 
-def engine(model, config: dict, optimizer, parameters, scheduler):
+def engine(
+    model: nn.Module, config: dict, optimizer: Callable | None, parameters: Iterable | None, scheduler: object
+) -> tuple:
     """``deepspeed.initialize`` for a config in DeepSpeed's keys; ``optimizer`` makes one of torch's for parameters."""
     # Its own default is 1, and ours 0: what a config does not ask for is not done.
     theirs = {"gradient_clipping": 0.0, "steps_per_print": 10**9}
@@ -69,12 +74,12 @@ def engine(model, config: dict, optimizer, parameters, scheduler):
     return made[0], made[3]
 
 
-def is_pipeline(model) -> bool:
+def is_pipeline(model: object) -> bool:
     """Whether a model is DeepSpeed's own ``PipelineModule``."""
     return find_spec("deepspeed") is not None and type(model).__module__.startswith("deepspeed.")
 
 
-def pipeline_module(layers, stages: int, loss_fn, seed: int):
+def pipeline_module(layers: Iterable, stages: int, loss_fn: Callable | None, seed: int) -> nn.Module:
     """Layers as DeepSpeed's ``PipelineModule``, with the values that ours gives them."""
     deepspeed = library()
     from deepspeed import pipe
@@ -96,7 +101,7 @@ def pipeline_module(layers, stages: int, loss_fn, seed: int):
     )  # fmt: skip
 
 
-def whole(parameter):
+def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A copy of a parameter that stage 3 may have cut; all ranks call it."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach()

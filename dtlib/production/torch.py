@@ -1,16 +1,27 @@
 """``runtime="torch"``: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 and torch's pipelining."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import distributed, nn
 from torch.func import functional_call
 
+from dtlib.comm import Communicator
 from dtlib.comm.torch.process_group import ProcessGroupCommunicator
 from dtlib.errors import DtlibError
+from dtlib.parallel.pipeline import PipelineModule
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
 
 _groups: dict = {}  # by their ranks as the world counts them; the default group and its ranks under `all` and `members`
 
 
-def process_group(comm):
+def process_group(comm: Communicator) -> distributed.ProcessGroup:
     """A torch process group of the ranks of ``comm``: NCCL for GPUs and gloo for the CPU; no fixed port.
 
     The first call makes torch's default group, unless there is one, such as ``init_process_group("dtlib")``; it lives
@@ -33,7 +44,7 @@ def process_group(comm):
         _groups.update(all=distributed.group.WORLD, members=default or tuple(range(distributed.get_world_size())))
     default = _groups["members"]
     if members == default:
-        return distributed.group.WORLD
+        return distributed.group.WORLD  # type: ignore[return-value]  # there is one by now
     if not set(members) <= set(default):
         raise DtlibError(
             f"torch's default process group has the ranks {', '.join(map(str, default))}, and "
@@ -45,21 +56,23 @@ def process_group(comm):
     return _groups[members]
 
 
-def data_parallel(module: nn.Module, comm) -> nn.Module:
+def data_parallel(module: nn.Module, comm: Communicator) -> nn.Module:
     """The module in a ``DistributedDataParallel`` that behaves like ours: unused parameters are allowed."""
     return nn.parallel.DistributedDataParallel(
         module, process_group=process_group(comm), gradient_as_bucket_view=True, find_unused_parameters=True
     )
 
 
-def zero_redundancy(groups, optimizer_class, settings: dict, comm):
+def zero_redundancy(
+    groups: Iterable, optimizer_class: type[torch.optim.Optimizer], settings: dict, comm: Communicator
+) -> torch.optim.Optimizer:
     """torch's ``ZeroRedundancyOptimizer``, ZeRO stage 1, for a model in its DistributedDataParallel."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(groups, optimizer_class, process_group=process_group(comm), **settings)
 
 
-def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Module:
+def shard_fully(module: nn.Module, comm: Communicator, reshard_after_forward: bool) -> nn.Module:
     """torch's ``fully_shard`` (FSDP2), in place; call it on the blocks of a model first, then on the model."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -70,7 +83,9 @@ def shard_fully(module: nn.Module, comm, reshard_after_forward: bool) -> nn.Modu
     return module
 
 
-def pipeline_schedule(name: str, submodule: nn.Module, module, microbatches: int, loss_fn, inputs: tuple):
+def pipeline_schedule(
+    name: str, submodule: nn.Module, module: PipelineModule, microbatches: int, loss_fn: Callable, inputs: tuple
+) -> PipelineScheduleSingle:
     """torch's GPipe or 1F1B for this rank's stage of a ``PipelineModule``, with ``step`` and ``eval``.
 
     ``submodule`` is the module, or a ``DistributedDataParallel`` of it; ``inputs`` are those of the first stage for all

@@ -10,12 +10,19 @@ Each line is written at once and as a whole, so nothing is lost with a rank that
 machine's clock; ``rank`` is that of the world, and ``ranks`` says how many are left.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 
+from dtlib.comm import Communicator
+from dtlib.recovery.replica import Replica
+from dtlib.world import World
 from dtlib.world.processes import Process
 
 FILE = "journal.jsonl"
@@ -24,27 +31,35 @@ FILE = "journal.jsonl"
 class Journal:
     """One rank's pen; ``tell`` of the trainings is one of these."""
 
-    def __init__(self, folder, world):
+    def __init__(self, folder: str | PathLike[str], world: World):
         self.rank, self.late = world.rank, ""
         self._file = os.open(Path(folder) / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         process = Process.of(os.getpid())
         self.write("started", ranks=world.size, pid=process.pid, created=process.created)
 
-    def write(self, what: str, **facts) -> None:
+    def write(self, what: str, **facts: object) -> None:
         line = json.dumps({"at": time.time(), "what": what, "rank": self.rank, **facts})
         os.write(self._file, line.encode() + b"\n")
 
-    def __call__(self, what: str, replica=None, comm=None, ranks=(), error=None) -> None:
+    def __call__(
+        self,
+        what: str,
+        replica: Replica | None = None,
+        comm: Communicator | None = None,
+        ranks: Iterable[int] = (),
+        error: BaseException | None = None,
+    ) -> None:
         """Told of a step, of ranks that were lost, and of a step that was undone. The first two the lowest rank writes
         down; an error that undoes a step may be that of any rank."""
+        assert comm is not None
         if comm.rank and what != "undone":
             return
-        facts = {"ranks": comm.size}
+        facts: dict[str, object] = {"ranks": comm.size}
         if what == "lost":
             facts["lost"] = list(ranks)
         elif what == "undone":
             facts["sentence"] = f"{error}"
-        else:
+        elif replica is not None:
             facts |= {"step": replica.steps, "loss": replica.losses[-1]}
             if replica.signs.late and not self.late:  # once
                 self.late = replica.signs.late
@@ -52,7 +67,7 @@ class Journal:
         self.write(what, **facts)
 
     @contextmanager
-    def last_words(self):
+    def last_words(self) -> Iterator[None]:
         """An error that ends the training on this rank is in the journal before it ends the process."""
         try:
             yield
@@ -62,7 +77,7 @@ class Journal:
         self.write("ended")
 
 
-def read(folder, start: int = 0) -> tuple[list[dict], int]:
+def read(folder: str | PathLike[str], start: int = 0) -> tuple[list[dict], int]:
     """The events after the first ``start`` bytes of the journal in ``folder``, and where the next ones will begin."""
     try:
         with open(Path(folder) / FILE, "rb") as file:

@@ -10,13 +10,23 @@ shrink.py: the step may fail anywhere, in the middle of the optimizer too, and i
 that failed for another reason, such as NaN or an error on one rank, is undone on all and tried once more.
 """
 
+from collections.abc import Callable
+
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.recovery.replica import Replica
 from dtlib.recovery.shrink import failure_of_a_rank, shrunk
 from dtlib.recovery.signs import AskedToEnd
 from dtlib.world.launch import survives
 
 
-def train_and_commit(replica, comm, steps: int, every: int = 1, tell=lambda what, **facts: None):
+def train_and_commit(
+    replica: Replica,
+    comm: Communicator,
+    steps: int,
+    every: int = 1,
+    tell: Callable[..., object] = lambda what, **facts: None,
+) -> Communicator:
     """Train until ``replica.steps == steps``, on the ranks that are left; returns their communicator.
 
     Contract and arguments as in ``train_and_shrink``. With a commit ``every`` k steps, up to k - 1 are done once more.

@@ -9,10 +9,13 @@ the mean over the whole batch, so that training goes on as if nobody had been lo
 
 import copy
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
 from dtlib.recovery.signs import Signs
@@ -31,17 +34,24 @@ class Replica:
         DtlibError: for states that are cut into shards: those of a rank are lost with it.
     """
 
-    def __init__(self, model, optimizer, loss_fn, batch_of):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., torch.Tensor],
+        batch_of: Callable,
+    ):
         self.model, self.optimizer, self.loss_fn, self.batch_of = model, optimizer, loss_fn, batch_of
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.steps, self.losses = 0, []
+        self.steps = 0
+        self.losses: list[float] = []
         self.signs = Signs()
         _refuse_shards(model, optimizer)
         if {parameter.dtype for parameter in self.trained.values()} not in ({torch.float32}, {torch.float64}):
             kinds = sorted({str(parameter.dtype) for parameter in self.trained.values()})
             raise DtlibError(f"Replica: trained parameters are {kinds}: take one of float32 and float64.")
 
-    def step(self, comm) -> None:
+    def step(self, comm: Communicator) -> None:
         """One step on the batch of all ranks; it is done as a whole, or, where an error ends it, not at all."""
         began = time.monotonic()
         x, y = self.batch_of(self.steps)
@@ -59,6 +69,7 @@ class Replica:
             loss, signs, gradients = flat.split([1, len(signs), len(flat) - 1 - len(signs)])
             self.signs.check(signs, self.steps, comm)
         for parameter, gradient in zip(self.trained.values(), self.cut(gradients), strict=True):
+            assert parameter.grad is not None
             parameter.grad.copy_(gradient.view_as(parameter))
         self.optimizer.step()
         self.steps += 1
@@ -72,11 +83,11 @@ class Replica:
             )
         return gradient.flatten()
 
-    def cut(self, flat):
+    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return flat.split([parameter.numel() for parameter in self.trained.values()])
 
     @contextmanager
-    def undone_by_an_error(self):
+    def undone_by_an_error(self) -> Iterator[None]:
         """A forward pass changes buffers, and draws random numbers: put both back if the step comes to nothing."""
         buffers, chance = [buffer.clone() for buffer in self.model.buffers()], torch.get_rng_state()
         try:
@@ -101,7 +112,7 @@ class Replica:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.losses = state["steps"], state["losses"]
 
-    def check_same(self, comm) -> None:
+    def check_same(self, comm: Communicator) -> None:
         """Refuse other models on other ranks; all ranks call it."""
         check_same_model(self.trained, comm, "Replica")
 

@@ -7,14 +7,25 @@ Nothing of the job outlives it, so somebody outside has to start it again: a sch
 the last checkpoint are done once more. What is in shards can be loaded on any number of ranks (dtlib.checkpoint).
 """
 
+from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 
 from dtlib import checkpoint
 from dtlib.checkpoint.folder import INDEX
+from dtlib.comm import Communicator
+from dtlib.recovery.replica import Replica
 from dtlib.recovery.signs import AskedToEnd
 
 
-def train_and_save(replica, comm, steps: int, folder, every: int = 10, tell=lambda what, **facts: None):
+def train_and_save(
+    replica: Replica,
+    comm: Communicator,
+    steps: int,
+    folder: str | PathLike[str],
+    every: int = 10,
+    tell: Callable[..., object] = lambda what, **facts: None,
+) -> Communicator:
     """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; returns ``comm``.
 
     Saves ``every`` so many steps, at the end, and before it ends because somebody asks it to (signs.py).
@@ -28,6 +39,7 @@ def train_and_save(replica, comm, steps: int, folder, every: int = 10, tell=lamb
     replica.check_same(comm)
     if comm.broadcast_object((folder / INDEX).exists()):
         extra = checkpoint.load(folder, replica.model, replica.optimizer, comm)
+        assert isinstance(extra, dict)
         replica.steps, replica.losses = extra["steps"], extra["losses"]
     else:
         replica.load(comm.broadcast_object(replica.state()))

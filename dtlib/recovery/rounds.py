@@ -8,12 +8,21 @@ A rank that dies between two rounds costs its own steps since the last one, and 
 theirs alone, and still have them. Start the ranks with ``mpiexec --with-ft ulfm``, as for shrink.py.
 """
 
+from collections.abc import Callable
+
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.parallel.local import DiLoCo
 from dtlib.recovery.shrink import failure_of_a_rank, shrunk
 from dtlib.world.launch import survives
 
 
-def train_in_rounds(local, one_step, steps: int, tell=lambda what, **facts: None):
+def train_in_rounds(
+    local: DiLoCo,
+    one_step: Callable[[int], object],
+    steps: int,
+    tell: Callable[..., object] = lambda what, **facts: None,
+) -> Communicator:
     """Train until ``local.steps == steps``, on the ranks that are left; returns their communicator.
 
     Args:

@@ -15,14 +15,18 @@ they are not in the MPI standard yet.
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.recovery.replica import Replica
 from dtlib.world.launch import survives
 
 
-def train_and_shrink(replica, comm, steps: int, tell=lambda what, **facts: None):
+def train_and_shrink(
+    replica: Replica, comm: Communicator, steps: int, tell: Callable[..., object] = lambda what, **facts: None
+) -> Communicator:
     """Train until ``replica.steps == steps``, on the ranks that are left; returns their communicator.
 
     Contract: what is trained is whole on every rank (replica.py). Rank 0's values hold at the beginning. Rank 0 may
@@ -57,16 +61,16 @@ def failure_of_a_rank(error: Exception) -> bool:
     return isinstance(error, MPI.Exception) and error.Get_error_class() in known
 
 
-def shrunk(comm, tell=lambda what, **facts: None) -> Communicator:
+def shrunk(comm: Communicator, tell: Callable[..., object] = lambda what, **facts: None) -> Communicator:
     """A communicator of those who live, in their old order; all of them call it."""
     comm.mpi.Revoke()
-    rest = Communicator(comm.mpi.Shrink(), comm.time_limit, name=f"{comm.name}-")
+    rest = Communicator(comm.mpi.Shrink(), comm.time_limit, name=f"{comm.name}-")  # type: ignore[arg-type]  # mpi4py says Comm
     if lost := sorted(set(comm._members) - set(rest._members)):
         tell("lost", ranks=lost, comm=rest)
     return rest
 
 
-def leave(comm) -> None:
+def leave(comm: Communicator) -> None:
     """End this process, when all are here. After a failure MPI_Finalize may wait for the dead for ever.
 
     Without ULFM it does nothing: there the process ends as usual.

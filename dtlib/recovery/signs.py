@@ -11,10 +11,12 @@ Each rank fills its own places of a vector and leaves zeros in those of the othe
 
 import signal
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from statistics import median
 
 import torch
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 
 LOOK_BACK = 8  # steps: a rank is late if it was in the middle of so many
@@ -50,13 +52,13 @@ class Signs:
     def _hear(self, *_) -> None:
         self.asked = True
 
-    def of_this_rank(self, comm, gradients, seconds: float) -> torch.Tensor:
+    def of_this_rank(self, comm: Communicator, gradients: Iterable[torch.Tensor], seconds: float) -> torch.Tensor:
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         signs = torch.zeros(3, comm.size)
         signs[:, comm.rank] = torch.tensor([seconds, not finite, self.asked])
         return signs.flatten()
 
-    def check(self, signs: torch.Tensor, step: int, comm) -> None:
+    def check(self, signs: torch.Tensor, step: int, comm: Communicator) -> None:
         """Raise what all ranks have to know. ``step`` is the one that is under way, counted from 0."""
         seconds, broken, asked = signs.view(3, comm.size).tolist()
         members = comm._members  # a rank keeps the number that it had in the world
@@ -87,7 +89,7 @@ class Signs:
             )
 
 
-def ranks_in(flags, members) -> str:
+def ranks_in(flags: Iterable, members: Iterable[int]) -> str:
     """``rank 2``, or ``ranks 0 and 2``, as the world counts them."""
     found = [str(member) for flag, member in zip(flags, members, strict=True) if flag]
     return f"rank {found[0]}" if len(found) == 1 else f"ranks {', '.join(found[:-1])} and {found[-1]}"

@@ -1,5 +1,7 @@
 """Start a training, and start it again from its checkpoint as often as it takes: a scheduler in forty lines."""
 
+from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 
 from dtlib.errors import DtlibError
@@ -7,7 +9,15 @@ from dtlib.recovery.run import Run
 from dtlib.world.launch import forked_ranks
 
 
-def supervise(program: list[str], ranks: int, folder, fewest: int = 1, replace: bool = True, say=print, watch=None):
+def supervise(
+    program: list[str],
+    ranks: int,
+    folder: str | PathLike[str],
+    fewest: int = 1,
+    replace: bool = True,
+    say: Callable[[str], object] = print,
+    watch: Callable[[Run], object] | None = None,
+) -> list[Run]:
     """Run ``program`` (a Python program's arguments) on ranks until it ends well; returns its runs.
 
     Args:

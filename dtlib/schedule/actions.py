@@ -11,6 +11,7 @@ The letters, and the way in which actions are written, are those of ``torch.dist
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dtlib.errors import DtlibError
@@ -44,7 +45,7 @@ def parse(text: str) -> Action:
     return Action(int(match[1]), match[2], int(match[3]))
 
 
-def needs(schedule) -> dict[Action, list[Action]]:
+def needs(schedule: Iterable[Iterable[Action]]) -> dict[Action, list[Action]]:
     """For each action of the schedule, the actions whose results it needs: those of other ranks come as messages.
 
     It is one message at most, because two neighbours of a stage send it different things: activations come from the

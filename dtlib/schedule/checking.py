@@ -21,7 +21,7 @@ one after the other until none can move; what has not run then never runs, and w
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dtlib.schedule.actions import KINDS, Action, ScheduleError, needs
 
@@ -29,7 +29,10 @@ LOOKAHEAD = 2  # enough for every order of this package
 
 
 def validate(
-    schedule, stages: int | None = None, microbatches: int | None = None, lookahead: int | None = LOOKAHEAD
+    schedule: Sequence[Sequence[Action]],
+    stages: int | None = None,
+    microbatches: int | None = None,
+    lookahead: int | None = LOOKAHEAD,
 ) -> None:
     """Raises ``ScheduleError``, with the actions by name, unless ranks can carry out the schedule.
 
@@ -52,7 +55,7 @@ def validate(
         pass
 
 
-def possible_order(schedule, lookahead: int | None = None) -> Iterator[Action]:
+def possible_order(schedule: Sequence[Sequence[Action]], lookahead: int | None = None) -> Iterator[Action]:
     """All actions of all ranks, one after the other, in an order in which they can run; each after what it needs.
 
     Raises ``ScheduleError`` where no rank can move on.

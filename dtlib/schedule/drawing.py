@@ -1,11 +1,13 @@
 """A schedule as text: one row a rank, time across."""
 
+from collections.abc import Sequence
 from math import ceil
 
+from dtlib.schedule.actions import Action
 from dtlib.schedule.simulation import Simulation, simulate
 
 
-def draw(schedule, unit: float | None = None, widest: int | None = None) -> str:
+def draw(schedule: Sequence[Sequence[Action]], unit: float | None = None, widest: int | None = None) -> str:
     """The text equivalent of a picture of a schedule.
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --

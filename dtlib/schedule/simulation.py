@@ -5,7 +5,7 @@ compute, any number at a time, and cost the sender nothing: a machine with async
 never full. What is left out on purpose: the optimizer, the all-reduce of gradients, and that ranks share cores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dtlib.schedule.actions import Action, ScheduleError, needs
@@ -24,7 +24,7 @@ class Simulation:
         idle_over_ideal   idle time / busy time    how much longer than ideal:         GPipe (p-1)/m
     """
 
-    schedule: list[list[Action]]
+    schedule: Sequence[Sequence[Action]]
     start: dict[Action, float]
     end: dict[Action, float]
 
@@ -64,7 +64,7 @@ class Simulation:
 
 
 def simulate(
-    schedule,
+    schedule: Sequence[Sequence[Action]],
     forward: Time = 1.0,
     backward: Time = 2.0,
     input_gradient: Time | None = None,
@@ -103,7 +103,7 @@ def simulate(
     return Simulation(schedule, start, end)
 
 
-def peak_activations(schedule) -> list[int]:
+def peak_activations(schedule: Sequence[Sequence[Action]]) -> list[int]:
     """The most forward passes whose activations each rank holds at a time: from the start of F to the end of B or W.
 
     One is what a single stage keeps for a single micro-batch, so with v stages a rank it is 1/v as large. In truth a

@@ -1,17 +1,26 @@
 """Closer to the accelerator: samples kept in memory, files staged in a local folder."""
 
+from __future__ import annotations
+
 import fcntl
 import os
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from dtlib.errors import DtlibError
 from dtlib.storage.files import StorageError
 from dtlib.storage.formats import INDEX, read_index, write_index
-from dtlib.storage.readers import Samples
+from dtlib.storage.readers import Reader, Samples
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 CHUNK = 2**22  # bytes that are copied at a time
 
@@ -22,7 +31,7 @@ class Cached(Samples):
     ``most_bytes``: what it may keep; a set of samples that is larger is refused, not kept by half.
     """
 
-    def __init__(self, reader, most_bytes: int = 2**30):
+    def __init__(self, reader: Reader, most_bytes: int = 2**30):
         size = reader.sample_bytes * len(reader)
         if size > most_bytes:
             raise DtlibError(
@@ -41,14 +50,15 @@ class Cached(Samples):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def will_need(self, numbers) -> None:
+    def will_need(self, numbers: Sequence[int]) -> None:
         have = self._have.numpy()
         if missing := [number for number in numbers if not have[number]]:
             self.reader.will_need(missing)
 
-    def read(self, numbers):
+    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
         have, numbers = self._have.numpy(), list(map(self._number, numbers))
-        missing, skipped = [number for number in numbers if not have[number]], []
+        missing = [number for number in numbers if not have[number]]
+        skipped: list[StorageError] = []
         self.files.counters.add(hits=len(numbers) - len(missing))
         if missing:
             batch, skipped = self.reader.read(missing)
@@ -71,7 +81,9 @@ class Staged:
     bytes: int
 
 
-def stage(folder, local, if_full: str = "stop", comm=None) -> Staged:
+def stage(
+    folder: str | PathLike[str], local: str | PathLike[str], if_full: str = "stop", comm: Communicator | None = None
+) -> Staged:
     """Copy samples to a folder on this node's own disk; ``open_samples(staged.folder)`` reads them there.
 
     ``if_full="leave"``: files for which there is no room stay where they are, and are read from there; else it is an
@@ -90,10 +102,11 @@ def stage(folder, local, if_full: str = "stop", comm=None) -> Staged:
             done = stage(folder, local, if_full)
         except DtlibError as error:
             done = error
-    done = comm.broadcast_object(done)
-    if isinstance(done, DtlibError):
-        raise done
-    return done
+    outcome = comm.broadcast_object(done)
+    if isinstance(outcome, DtlibError):
+        raise outcome
+    assert isinstance(outcome, Staged)
+    return outcome
 
 
 def _copy(folder: Path, local: Path, if_full: str) -> Staged:

@@ -19,11 +19,11 @@ MOST_OPEN = 64  # files, in a process
 class StorageError(DtlibError):
     """A sample cannot be read: in which ``file``, at which byte, its ``offset``; ``sample`` is its number."""
 
-    def __init__(self, file, offset: int, sentence: str, sample: int | None = None):
+    def __init__(self, file: str | Path, offset: int, sentence: str, sample: int | None = None):
         super().__init__(sentence)
         self.file, self.offset, self.sample = str(file), offset, sample
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return StorageError, (self.file, self.offset, str(self), self.sample)
 
 
@@ -139,8 +139,8 @@ class Files:
         while self._open:
             os.close(self._open.popitem()[1][0])
 
-    def __del__(self):
+    def __del__(self) -> None:
         self.close()
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict:
         return {**self.__dict__, "_open": OrderedDict(), "_sizes": [], "_jumps": 0, "_opens": 0}

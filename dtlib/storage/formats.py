@@ -18,6 +18,7 @@ import os
 import tarfile
 from collections.abc import Iterable
 from itertools import islice
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,14 @@ END = b"\ndtlib.\n"  # 8 bytes
 INDEX = "index.json"
 
 
-def write(folder, records: Iterable, dtype, form: str, per_shard: int = 1024, row_group: int = 64) -> Path:
+def write(
+    folder: str | PathLike[str],
+    records: Iterable,
+    dtype: np.dtype | list | str,
+    form: str,
+    per_shard: int = 1024,
+    row_group: int = 64,
+) -> Path:
     """Write ``records`` (arrays of no dimension, or anything of ``dtype.itemsize`` bytes) as ``form``; the folder.
 
     ``per_shard``: samples in a shard, a tar file or a Parquet file. ``row_group``: rows that Parquet reads together.

@@ -12,7 +12,9 @@ that all of them have taken. Workers and threads read ahead, but a batch counts 
 """
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +23,16 @@ from torch.utils.data import DataLoader, Dataset
 from dtlib.errors import DtlibError
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.slots import HandedOver, Slots
+
+
+class Source(Protocol):
+    """Samples by their numbers (readers.py), and in which order they are best read (order.py)."""
+
+    block: int
+    window: int
+
+    def __len__(self) -> int: ...
+    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list]: ...
 
 
 class Loader:
@@ -42,9 +54,9 @@ class Loader:
     """
 
     def __init__(
-        self, reader, batch_size: int, rank: int = 0, ranks: int = 1, *, seed: int = 0, workers: int = 0,
-        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False, device=None, block: int | None = None,
-        window: int | None = None,
+        self, reader: Source, batch_size: int, rank: int = 0, ranks: int = 1, *, seed: int = 0, workers: int = 0,
+        prefetch: int = 2, shuffle: bool = True, drop_last: bool = False,
+        device: torch.device | str | None = None, block: int | None = None, window: int | None = None,
     ):  # fmt: skip
         if batch_size < 1 or not 0 <= rank < ranks or workers < 0 or prefetch < bool(workers):
             raise DtlibError(
@@ -110,7 +122,7 @@ class Loader:
         self._epoch, self._taken = states[0]["epoch"], states[0]["samples"]
         self._begin = self._taken
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         self._epoch, self._taken = self._position()
         self._begin = min(self._begin, self._taken)
         numbers = self._numbers() if self._order["shuffle"] else np.arange(len(self.reader))

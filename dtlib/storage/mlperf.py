@@ -4,7 +4,9 @@ The published table is ``data/mlperf_storage_workloads.csv``; its demand is batc
 """
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from os import PathLike
 
 import numpy as np
 
@@ -32,7 +34,7 @@ class Workload:
     def dtype(self) -> np.dtype:
         return np.dtype([("data", "u1", (self.record_bytes,))])
 
-    def records(self, seed: int = 0):
+    def records(self, seed: int = 0) -> Iterator[bytes]:
         """So many records of random bytes, which no file system can compress."""
         random = np.random.default_rng(seed)
         return (random.bytes(self.record_bytes) for _ in range(self.samples))
@@ -48,7 +50,7 @@ class Workload:
         )
 
 
-def published(file) -> list[Workload]:
+def published(file: str | PathLike[str]) -> list[Workload]:
     """The rows of the table."""
     with open(file, newline="") as opened:
         return [
@@ -61,5 +63,5 @@ def published(file) -> list[Workload]:
         ]  # fmt: skip
 
 
-def named(file, name: str, accelerator: str) -> Workload:
+def named(file: str | PathLike[str], name: str, accelerator: str) -> Workload:
     return next(row for row in published(file) if (row.name, row.accelerator) == (name, accelerator))

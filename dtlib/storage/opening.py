@@ -1,5 +1,7 @@
 """Which reader a folder of samples has."""
 
+from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 
 from dtlib.storage.formats import read_index
@@ -11,7 +13,9 @@ READERS = {
 }  # fmt: skip
 
 
-def open_samples(folder, damaged: str = "stop", columns=None, open_delay: float = 0.0) -> Reader:
+def open_samples(
+    folder: str | PathLike[str], damaged: str = "stop", columns: Sequence[str] | None = None, open_delay: float = 0.0
+) -> Reader:
     """The reader of what ``write`` has written to ``folder``.
 
     ``damaged="skip"``: what cannot be read is left out, and told beside each batch; else it is an error.

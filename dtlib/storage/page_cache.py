@@ -7,12 +7,13 @@ import ctypes
 import mmap
 import os
 import sys
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
 
-def drop(folder) -> float | None:
+def drop(folder: str | PathLike[str]) -> float | None:
     """Empty the cache of a folder's files, and return the fraction of their bytes that is cached all the same.
 
     0.0: it is empty. None: this system lets nobody do it, or look; then a measurement has to say so.
@@ -33,7 +34,7 @@ def _forget(folder) -> None:
         os.close(descriptor)
 
 
-def cached(folder) -> float | None:
+def cached(folder: str | PathLike[str]) -> float | None:
     """The fraction of a folder's bytes that is in the system's cache, by ``mincore``; None where nobody can tell."""
     if sys.platform != "linux":
         return None

@@ -2,7 +2,9 @@
 
 import io
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,13 +21,20 @@ class ColumnReader(Reader):
     Where several ranks or workers need samples of one row group, each of them reads it: see the counters.
     """
 
-    def __init__(self, folder, index, damaged="stop", columns=None, open_delay=0.0):
+    def __init__(
+        self,
+        folder: Path,
+        index: dict,
+        damaged: str = "stop",
+        columns: Sequence[str] | None = None,
+        open_delay: float = 0.0,
+    ):
         super().__init__(folder, index, damaged, columns, open_delay)
         self.block, self.window = index["row_group"], KEPT
-        self._groups = OrderedDict()  # (file, row group) -> its columns, as arrays
-        self._tables = {}  # file -> what pyarrow knows of it
+        self._groups: OrderedDict = OrderedDict()  # (file, row group) -> its columns, as arrays
+        self._tables: dict = {}  # file -> what pyarrow knows of it
 
-    def read(self, numbers):
+    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
         places, skipped = [], []
         for number in map(self._number, numbers):
             file, at = self.place(number)
@@ -51,7 +60,7 @@ class ColumnReader(Reader):
             self._groups.popitem(last=False)
         return {name: torch.from_numpy(values) for name, values in batch.items()}, skipped
 
-    def will_need(self, numbers):
+    def will_need(self, numbers: Sequence[int]) -> None:
         for first in np.unique(np.asarray(numbers) // self.block) * self.block:
             file, at = self.place(int(first))
             with suppress(StorageError):  # is told when it is read
@@ -136,7 +145,7 @@ class ColumnReader(Reader):
         what = str(problem).splitlines()[0].rstrip(". ")
         return StorageError(path, offset, f"{path} cannot be read as Parquet at byte {offset} ({what}): {CURE}")
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict:
         return {**self.__dict__, "_groups": OrderedDict(), "_tables": {}}
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,7 +13,7 @@ WORDS = 16
 RECORD = np.dtype([("image", "u1", IMAGE), ("label", "<i4"), ("text", "<u2", (WORDS,))])
 
 
-def raw_samples(count: int, seed: int = 0):
+def raw_samples(count: int, seed: int = 0) -> Iterator[tuple[bytes, bytes, bytes]]:
     """``count`` made-up samples as they come from a camera and an annotator: (JPEG, JSON, text), all bytes."""
     from PIL import Image
 

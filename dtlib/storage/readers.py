@@ -7,7 +7,7 @@ any batch, and there is no state to be saved here. ``open_samples(folder)`` (``o
 import operator
 import tarfile
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -35,26 +35,26 @@ class Samples(Dataset):
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def read(self, numbers) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
+    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
         """The batch of these samples, and what was skipped."""
         raise NotImplementedError
 
-    def __getitem__(self, numbers) -> dict[str, torch.Tensor]:
+    def __getitem__(self, numbers: int | Sequence[int]) -> dict[str, torch.Tensor]:
         if not isinstance(numbers, int) and getattr(numbers, "ndim", True):
             return self.read(numbers)[0]
-        batch, skipped = self.read([numbers])
+        batch, skipped = self.read([numbers])  # type: ignore[list-item]  # or an array of no dimension
         if skipped:
             raise skipped[0]
         return {name: values[0] for name, values in batch.items()}
 
-    def __getitems__(self, numbers) -> list[dict[str, torch.Tensor]]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, torch.Tensor]]:
         """The samples of a batch, for torch's ``DataLoader``, which has no batch of none."""
         batch, skipped = self.read(numbers)
         if len(skipped) == len(numbers) > 0:
             raise skipped[0]
         return [{name: values[at] for name, values in batch.items()} for at in range(len(numbers) - len(skipped))]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for number in range(len(self)):
             batch, skipped = self.read([number])
             if not skipped:
@@ -74,7 +74,14 @@ class Reader(Samples):
     block, window = 1, 1  # of the order in which it is best read; see order.py
     _read_into: Callable  # of one record
 
-    def __init__(self, folder: Path, index: dict, damaged: str = "stop", columns=None, open_delay: float = 0.0):
+    def __init__(
+        self,
+        folder: Path,
+        index: dict,
+        damaged: str = "stop",
+        columns: Sequence[str] | None = None,
+        open_delay: float = 0.0,
+    ):
         if damaged not in ("stop", "skip"):
             raise DtlibError(f"damaged={damaged!r} is not known: 'stop' at it, or 'skip' it and count.")
         self.format, self.dtype, self.damaged = index["format"], index["dtype"], damaged
@@ -99,7 +106,7 @@ class Reader(Samples):
         delay = self.files.open_delay
         return f"INJECTED: every open waits {1e3 * delay:g} ms" if delay else ""
 
-    def read(self, numbers) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
+    def read(self, numbers: Sequence[int]) -> tuple[dict[str, torch.Tensor], list[StorageError]]:
         """The batch of these samples, and what was skipped: a batch has so many samples less."""
         size, kept, skipped = self.dtype.itemsize, 0, []
         rows = torch.empty(len(numbers) * size, dtype=torch.uint8)
@@ -122,7 +129,7 @@ class Reader(Samples):
         file = bisect_right(self._starts, number) - 1
         return file, number - self._starts[file]
 
-    def will_need(self, numbers) -> None:
+    def will_need(self, numbers: Sequence[int]) -> None:
         """The system may read these already; without effect where each sample is a file."""
 
     def _ends_early(self, name: str, offset: int) -> StorageError:

@@ -5,6 +5,7 @@ that was used before. So it is made before the workers start; who sends a worker
 """
 
 import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils.data import Dataset
@@ -24,7 +25,7 @@ class Slots:
         self._memory = [torch.empty(self._size, dtype=torch.uint8).share_memory_() for _ in range(wanted)]
         self._free = list(range(wanted))
 
-    def with_slots(self, steps):
+    def with_slots(self, steps: Iterable) -> Iterator[tuple]:
         """Each step and a slot for its batch, or None where batches are held in all of them."""
         for step in steps:
             yield step, self._free.pop() if self._free else None
@@ -43,7 +44,7 @@ class Slots:
             _field(self._memory[slot], *places[name]).copy_(x)
         return places
 
-    def take(self, sent):
+    def take(self, sent: tuple) -> object:
         """What a worker has read, as tensors. Its slot is free when the last of them, and of their views, is gone."""
         slot, got = sent
         if isinstance(got, DtlibError) or not any(isinstance(x, tuple) for x in got[0].values()):
@@ -64,7 +65,7 @@ class HandedOver(Dataset):
     def __init__(self, batches: Dataset, slots: Slots):
         self.batches, self.slots = batches, slots
 
-    def __getitem__(self, item):
+    def __getitem__(self, item: tuple) -> object:
         step, slot = item
         got = self.batches[step]
         return slot, got if isinstance(got, DtlibError) else (self.slots.put(got[0], slot), got[1])

@@ -8,10 +8,17 @@ The first step is left out, as workers start in it. The accelerator's time is th
 late the accelerator has waited.
 """
 
+from __future__ import annotations
+
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtlib.comm.watch import recorder
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Utilisation:
     def samples_a_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
 
-    def __str__(self):
+    def __str__(self) -> str:
         text = f"AU {self.au:.0%}, {self.samples_a_second:,.0f} samples/s, {self.counters.get('bytes', 0):,} bytes read"
         text += f", {self.skipped} samples SKIPPED" if self.skipped else ""
         return text + (f" ({self.injected})" if self.injected else "")
@@ -49,12 +56,14 @@ class EmulatedAccelerator:
     def __init__(self, seconds: float, rank: int = 0):
         self.seconds, self.rank = seconds, rank
 
-    def step(self, batch) -> None:
+    def step(self, batch: object) -> None:
         with recorder.phase("computes", self.rank):
             time.sleep(self.seconds)
 
 
-def measure(loader, accelerator: EmulatedAccelerator, steps: int | None = None, comm=None) -> Utilisation:
+def measure(
+    loader: Iterable, accelerator: EmulatedAccelerator, steps: int | None = None, comm: Communicator | None = None
+) -> Utilisation:
     """Feed the accelerator from ``loader``, for so many steps or to the end of the epoch.
 
     With ``comm`` ranks wait for each other after each step, as they do for their gradients.

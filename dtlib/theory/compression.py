@@ -5,6 +5,7 @@ goes by all_reduce, whose formula depends on its algorithm: ``powersgd_elements`
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
 SCALE = INDEX = 4  # bytes
 
@@ -19,7 +20,7 @@ def eight_bit_bytes(count: int, ranks: int, block: int = 256) -> int:
     return 2 * (ranks - 1) * math.ceil(count / (ranks * block)) * (SCALE + block)
 
 
-def powersgd_elements(shapes, rank: int, min_compression_rate: float = 2) -> tuple[int, int]:
+def powersgd_elements(shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float = 2) -> tuple[int, int]:
     """Elements of its all_reduces: of P, with what travels whole beside it; and of Q, 0 if all travels whole."""
     first = second = 0
     for shape in shapes:

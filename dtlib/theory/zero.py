@@ -15,7 +15,7 @@ sections 3.1 and 5 (figure 1 and table 1), what is sent in section 7.
 A gigabyte (GB) is 10**9 bytes, as in the paper; a gibibyte (GiB) is 2**30, as in the data sheets of accelerators.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dtlib.theory.collectives import elements_sent
@@ -54,7 +54,14 @@ SCHEMES = {
 }
 
 
-def zero_bytes(parameters, ranks: int, stage: int, scheme="mixed_adam", rank: int = 0, frozen=()) -> dict[str, int]:
+def zero_bytes(
+    parameters: int | Sequence[int],
+    ranks: int,
+    stage: int,
+    scheme: str | Scheme = "mixed_adam",
+    rank: int = 0,
+    frozen: int | Sequence[int] = (),
+) -> dict[str, int]:
     """Bytes of model states that one rank holds, exactly, by what they are for.
 
     A flat buffer is cut into equal shards of ceil(P / N) elements; what is missing at the end is padding. Rank 0, the
@@ -87,7 +94,13 @@ def zero_bytes(parameters, ranks: int, stage: int, scheme="mixed_adam", rank: in
 
 
 def zero_peak_bytes(
-    parameters, ranks: int, stage: int, scheme="mixed_adam", at_a_time: int = 0, gathered: int = 1, rank: int = 0
+    parameters: int | Sequence[int],
+    ranks: int,
+    stage: int,
+    scheme: str | Scheme = "mixed_adam",
+    at_a_time: int = 0,
+    gathered: int = 1,
+    rank: int = 0,
 ) -> dict[str, int]:
     """The most bytes alive on a rank in each phase of a step, without activations and temporaries of the optimizer.
 
@@ -128,7 +141,12 @@ def zero_peak_bytes(
 
 
 def zero_wire_elements(
-    parameters, ranks: int, stage: int, micro_steps: int = 1, reshard_after_forward: bool = True, rank: int = 0
+    parameters: int | Sequence[int],
+    ranks: int,
+    stage: int,
+    micro_steps: int = 1,
+    reshard_after_forward: bool = True,
+    rank: int = 0,
 ) -> int:
     """Elements that one rank sends in a step of ``micro_steps`` forward and backward passes, with rings.
 
@@ -148,7 +166,7 @@ def zero_wire_elements(
     return once * {1: 2, 2: micro_steps + 1, 3: (3 if reshard_after_forward else 2) * micro_steps}[stage]
 
 
-def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme="mixed_adam") -> int | None:
+def fewest_ranks(parameters: int, budget_bytes: float, stage: int, scheme: str | Scheme = "mixed_adam") -> int | None:
     """The smallest number of ranks on which model states fit into ``budget_bytes`` a rank, or None if on none.
 
     Without padding, which is fewer than N elements. More ranks than parameters do not help.

@@ -63,6 +63,7 @@ class Checkpoints(Facts):
             return None, None
         folder = self._place(load_dir, _name_of(tag, self._everyone))
         extra = checkpoint.load(folder, check=partial(self._check_extra, folder, load_lr_scheduler_states), **saved)
+        assert isinstance(extra, dict)
         self.zero_grad()
         if load_lr_scheduler_states and self.lr_scheduler is not None and "scheduler" in extra:
             self.lr_scheduler.load_state_dict(extra["scheduler"])

@@ -5,12 +5,13 @@ server.py   who may say what, how often and how much; the page
 site/       the page: what others wrote is shown as text alone
 """
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 PORT = 8790
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all of this machine)")
     parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on (default: {PORT})")
     parser.add_argument("--keep", metavar="FILE", type=Path, help="keep what the page shows; nothing is kept without")
@@ -18,7 +19,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
 
 
-def run(options) -> int:
+def run(options: Namespace) -> int:
     from dtlib.wall import kept, server
 
     if options.delete is not None:

@@ -137,7 +137,7 @@ def _choices(name: str, messages: list[dict]) -> dict:
     return {"name": f"{quiz}, question {int(number) + 1}", "asks": question.asks, "options": options}
 
 
-def checked(message) -> dict:
+def checked(message: dict) -> dict:
     """A message as a learner's notebook sends it, and nothing else.
 
     Raises:

@@ -24,9 +24,11 @@ import time
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from tornado import httpserver, netutil, web
+from tornado.iostream import IOStream
 
 from dtlib.errors import DtlibError
 from dtlib.wall import kept
@@ -82,16 +84,16 @@ class Wall:
 class Answers(web.RequestHandler):
     """What all of them share: refusals are counted, and no answer is kept by a browser or shown inside another page."""
 
-    def initialize(self, wall: Wall):
+    def initialize(self, wall: Wall) -> None:
         self.wall = wall
 
-    def set_default_headers(self):
+    def set_default_headers(self) -> None:
         set_headers(self)
 
-    def write_error(self, status_code: int, **_):
+    def write_error(self, status_code: int, **_: object) -> None:
         self.finish({"error": status_code})
 
-    def refuse(self, status: int = 403):
+    def refuse(self, status: int = 403) -> NoReturn:
         raise web.HTTPError(status if self.wall.rates.allow("refused", self.request.remote_ip or "") else 429)
 
     def bearer(self) -> str:
@@ -111,7 +113,7 @@ class Answers(web.RequestHandler):
         return number
 
 
-def set_headers(handler) -> None:
+def set_headers(handler: web.RequestHandler) -> None:
     handler.set_header("Content-Security-Policy", POLICY)
     handler.set_header("X-Content-Type-Options", "nosniff")
     handler.set_header("Referrer-Policy", "no-referrer")
@@ -123,8 +125,8 @@ def _bytes(code) -> bytes:
 
 
 class Join(Answers):
-    def post(self):
-        if not self.wall.rates.allow("refused", self.request.remote_ip, cost=0):  # who guesses codes has to wait
+    def post(self) -> None:
+        if not self.wall.rates.allow("refused", self.request.remote_ip or "", cost=0):  # who guesses codes has to wait
             raise web.HTTPError(429)
         if not hmac.compare_digest(_bytes(self.body().get("code")), self.wall.secret["code"].encode()):
             self.refuse()
@@ -134,7 +136,7 @@ class Join(Answers):
 
 
 class Tell(Answers):
-    def post(self):
+    def post(self) -> None:
         number = self.learner()
         try:
             message = checked(self.body())
@@ -146,13 +148,13 @@ class Tell(Answers):
 
 
 class Leave(Answers):
-    def post(self):
+    def post(self) -> None:
         self.wall.room.leave(self.learner())
         self.finish({})
 
 
 class Shown(Answers):
-    def get(self):
+    def get(self) -> None:
         if not hmac.compare_digest(self.bearer().encode(), self.wall.secret["key"].encode()):
             self.refuse()
         code, address = self.wall.secret["code"], self.wall.address
@@ -160,14 +162,14 @@ class Shown(Answers):
 
 
 class Site(web.StaticFileHandler):
-    def set_extra_headers(self, path):
+    def set_extra_headers(self, path: str) -> None:
         set_headers(self)
 
 
 class Server(httpserver.HTTPServer):
     """One that is not filled by those who connect and say nothing."""
 
-    def handle_stream(self, stream, address):
+    def handle_stream(self, stream: IOStream, address: tuple) -> None:
         if len(self._connections) >= MOST_CONNECTIONS:
             stream.close()
         else:
@@ -192,7 +194,7 @@ def entrance(wall: Wall, prefix: str) -> list:
 
     class Entrance(HubOAuthenticated, web.RequestHandler):
         @web.authenticated
-        def get(self):
+        def get(self) -> None:
             self.redirect(f"{prefix}page.html#{wall.secret['key']}")
 
     return [(re.escape(prefix), Entrance), (re.escape(prefix) + "oauth_callback", HubOAuthCallbackHandler)]

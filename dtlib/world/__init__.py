@@ -1,5 +1,7 @@
 """Who am I: this process's rank, how many ranks there are, and how to talk to them."""
 
+from __future__ import annotations
+
 import atexit
 import io
 import os
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from dtlib.comm import Communicator, lifetime, waiting
 from dtlib.comm.watch import board
@@ -17,6 +20,10 @@ from dtlib.world import loopback, torchrun
 from dtlib.world.launch import INSTALL_MPI, in_engine, is_rank
 from dtlib.world.machine import usable_cores
 from dtlib.world.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
+
 
 _world = None
 _begun = None  # a communicator that is being made, with its request
@@ -43,7 +50,7 @@ class World:
     nodes: int = 1
 
     @cached_property
-    def device(self):
+    def device(self) -> torch.device:
         """The ``torch.device`` of this rank: a GPU of its own if there are enough, else a shared one, else the CPU.
 
         A GPU becomes torch's current device, so that ``"cuda"`` means this one.

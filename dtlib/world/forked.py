@@ -116,7 +116,7 @@ def _words(path: str) -> list[bytes]:
         return file.read().split(b"\0")[:-1]
 
 
-def environment_of(process) -> dict[bytes, bytes]:
+def environment_of(process: int | str) -> dict[bytes, bytes]:
     """That with which a process has begun."""
     return dict(entry.partition(b"=")[::2] for entry in _words(f"/proc/{process}/environ"))
 

@@ -14,6 +14,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def listen(folder: str, name: str) -> socket.socket:
     return listener
 
 
-def command(folder: str, name: str, listener: socket.socket, imports) -> list[str]:
+def command(folder: str, name: str, listener: socket.socket, imports: Iterable[str]) -> list[str]:
     """That of a zygote which hears this socket, and imports these modules beside those that every rank needs."""
     start = "import sys; sys.path[0] = sys.argv[1]; from dtlib.world.zygote import main; main()"
     home = str(Path(__file__).parents[2])

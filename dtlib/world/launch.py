@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, TypedDict, Unpack
 
 import psutil
 
@@ -116,7 +118,9 @@ def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str
     return command if ranks is None else [*command, "-n", str(ranks)]
 
 
-def mpiexec_over_nodes(hosts=(), hostfile: str = "", agent: str = "", interface: str = "") -> list[str]:
+def mpiexec_over_nodes(
+    hosts: Sequence[str] = (), hostfile: str = "", agent: str = "", interface: str = ""
+) -> list[str]:
     """The command that starts ranks on several machines, without ``-n``: those of the scheduler, or these.
 
     Args:
@@ -203,7 +207,7 @@ def start_zygote(*imports: str) -> subprocess.Popen | None:
 
 
 @contextmanager
-def forked_ranks(*imports: str):
+def forked_ranks(*imports: str) -> Iterator[subprocess.Popen | None]:
     """A zygote meanwhile, where one can be had."""
     before, zygote = os.environ.get(forking.VARIABLE), start_zygote(*imports)
     try:
@@ -216,12 +220,23 @@ def forked_ranks(*imports: str):
             os.environ.update({forking.VARIABLE: before} if before else {})
 
 
-def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen) -> subprocess.Popen:
+class Options(TypedDict, total=False):
+    """Of ``subprocess.Popen``."""
+
+    env: dict[str, str]
+    stdin: int | IO | None
+    stdout: int | IO | None
+    stderr: int | IO | None
+    cwd: str | Path | None
+    text: bool
+
+
+def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: Unpack[Options]) -> subprocess.Popen:
     """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process.
 
     ``survive``: they do not end with the first one that dies.
     """
-    return subprocess.Popen(
+    return subprocess.Popen(  # type: ignore[call-overload]  # it knows no options by a dictionary
         ends_with_this_process([*mpiexec_command(ranks, survive), *python_of_a_rank(), *command]),
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
@@ -229,7 +244,7 @@ def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen) 
     )
 
 
-def run_ranks(command: list[str], ranks: int, **popen) -> int:
+def run_ranks(command: list[str], ranks: int, **popen: Unpack[Options]) -> int:
     """Run ``command`` on ``ranks`` ranks to its end and return its exit status; Ctrl-C ends all of them."""
     process = start_ranks(command, ranks, **popen)
     try:

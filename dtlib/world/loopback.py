@@ -14,6 +14,7 @@ import functools
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def all_ranks_here() -> bool:
 
 
 @contextmanager
-def shared_memory():
+def shared_memory() -> Iterator[None]:
     """Around the start of MPI: with all ranks here it opens no port. What this process starts later may choose anew."""
     chosen = {name: value for name, value in SHARED_MEMORY.items() if name not in os.environ}
     if not all_ranks_here() or not _room_in_memory():

@@ -1,7 +1,10 @@
 """Ranks on a grid with named axes, and a communicator along each."""
 
+from __future__ import annotations
+
 import math
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 
 
@@ -29,7 +32,7 @@ class Mesh:
             give different ones; on every rank.
     """
 
-    def __init__(self, comm, axes: dict[str, int]):
+    def __init__(self, comm: Communicator, axes: dict[str, int]):
         self.shape = shape_of(axes, comm.size)
         asked = comm.all_gather_object(list(self.shape.items()))
         for rank, others in enumerate(asked):
@@ -46,7 +49,7 @@ class Mesh:
             line = rank_of({**self.coordinates, axis: 0}, self.shape)  # the first rank on this line names it
             self._communicators[axis] = comm.split(line, key=here)
 
-    def __getitem__(self, axis: str | tuple[str, ...]):
+    def __getitem__(self, axis: str | tuple[str, ...]) -> Communicator:
         if isinstance(axis, tuple):
             return self._joined(axis)
         if axis not in self._communicators:
@@ -62,7 +65,7 @@ class Mesh:
             self._communicators[axes] = self._comm.split(line, key=self._comm.rank)
         return self._communicators[axes]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         shape = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         here = ", ".join(f"{axis}={place}" for axis, place in self.coordinates.items())
         return f"Mesh({shape}; this rank is {here})"

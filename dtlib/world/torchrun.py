@@ -1,10 +1,17 @@
 """The world of processes that torchrun started: on torch.distributed, without MPI."""
 
+from __future__ import annotations
+
 import atexit
 import os
+from typing import TYPE_CHECKING
 
 from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
+
+if TYPE_CHECKING:
+    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+
 
 # What torchrun tells each process; a program that sets WORLD_SIZE alone was not started by it.
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -34,6 +41,7 @@ def join() -> dict:
     # DeepSpeed's launcher has names of its own for the ranks of a node and for the node.
     local_rank, local_size = int(told["LOCAL_RANK"]), int(told.get("LOCAL_WORLD_SIZE", told.get("LOCAL_SIZE", 1)))
     waiting.crowded = local_size > usable_cores()
+    assert dist.group.WORLD is not None
     comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
     node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))
     nodes = sorted(set(comm.all_gather_object(node)))
@@ -47,7 +55,7 @@ def join() -> dict:
     }
 
 
-def fresh_communicator(old):
+def fresh_communicator(old: ProcessGroupCommunicator) -> ProcessGroupCommunicator:
     """A new group of all ranks, beside the one that an interrupt or an error has left out of step."""
     from torch import distributed as dist
 

@@ -161,7 +161,7 @@ class Zygote:
             command, handles = ends_with_this_process(command), [listener.fileno()]
             self.second = subprocess.Popen(command, env=self.environment, pass_fds=handles)
 
-    def end(self, *_) -> None:
+    def end(self, *_: object) -> None:
         """End, with the ranks, and leave no file; what a fork inherits of it does nothing."""
         if os.getpid() == self.pid:
             with suppress(OSError):

@@ -1,15 +1,21 @@
 """Torch process groups, the tensors that they can carry and add, and handles of what is under way on them."""
 
+from __future__ import annotations
+
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from dtlib.comm import types, waiting
-from dtlib.comm.types import payload
+from dtlib.comm.types import AnyTensor, payload
 from dtlib.comm.watch import recorder
+from dtlib.comm.watch.call import Call
+from dtlib.comm.watch.recorder import Event
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
 # What gloo and NCCL cannot add is added in a wider type; cut back to its own, a sum wraps around as it should.
@@ -22,7 +28,7 @@ _groups: list = []
 _abandoned: list = []  # what a group may still read from or write into
 
 
-def backends_of(group) -> dict[str, str]:
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The kinds of devices from which a group carries tensors without a copy, each with the name of its backend."""
     if not isinstance(group, dist.ProcessGroup):
         name = group.name()
@@ -31,7 +37,7 @@ def backends_of(group) -> dict[str, str]:
     return {device: name for device, name in names.items() if (device, name) != ("cuda", "gloo")}
 
 
-def make_group(backends: dict[str, str], store, rank: int, size: int):
+def make_group(backends: dict[str, str], store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     """A process group of its own, which torch's default group and its list of groups know nothing of.
 
     ``backends`` maps kinds of devices to ``gloo`` or ``nccl``; all ``size`` ranks call it with the same ``store``.
@@ -55,6 +61,9 @@ def make_group(backends: dict[str, str], store, rank: int, size: int):
     return group
 
 
+V = TypeVar("V")
+
+
 class Carried:
     """A tensor as a group carries it: ``flat`` is contiguous, on a device of the group (``on``), of the same dtype.
 
@@ -62,10 +71,11 @@ class Carried:
     a copy, and returns the caller's tensor. Raises CommunicationError for what types.py refuses.
     """
 
-    def __init__(self, tensor, operation: str, writes: bool, backends: dict[str, str]):
-        if getattr(tensor, "is_cuda", False) and "cuda" in backends:
+    def __init__(self, tensor: AnyTensor, operation: str, writes: bool, backends: dict[str, str]):
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda and "cuda" in backends:
             types.check_name(types.dtype_name(tensor.dtype), operation)
-            self._home, self._back = tensor.detach(), lambda: tensor
+            self._home = tensor.detach()
+            self._back: Callable[[], AnyTensor] = lambda: tensor
             flat = self._home.contiguous().view(-1)
         else:
             content = payload(tensor, operation, writes)
@@ -80,7 +90,7 @@ class Carried:
         self.nbytes = self.octets.numel()
         self.on = flat.device.type
 
-    def store(self):
+    def store(self) -> AnyTensor:
         if self.flat.data_ptr() != self._home.data_ptr():
             self._home.copy_(self.flat.view(self._home.shape))
         return self._back()
@@ -92,7 +102,7 @@ class Reduced:
     Raises CommunicationError for an ``op`` that the table in types.py refuses.
     """
 
-    def __init__(self, flat: torch.Tensor, tensor, op: str, operation: str):
+    def __init__(self, flat: torch.Tensor, tensor: AnyTensor, op: str, operation: str):
         types.combiner(tensor, op, operation)
         self._flat = flat
         self._op = op
@@ -139,19 +149,37 @@ def disjoint(octets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return octets if apart else octets.clone()
 
 
-class GroupHandle:
+class Breakable(Protocol):
+    """A communicator that is told why it cannot be used any more."""
+
+    time_limit: float | None
+    broken: str | None
+
+
+class GroupHandle(Generic[V]):
     """An operation under way on a process group, as ``waiting.Handle`` is for MPI: ``wait()`` and ``done()``.
 
     ``comm`` is told if it fails or is interrupted; ``keep`` holds the buffers.
     """
 
-    def __init__(self, comm, call, work, on: str, finish, keep, event, blocking: bool):
+    def __init__(
+        self,
+        comm: Breakable,
+        call: Call,
+        work: dist.Work,
+        on: str,
+        finish: Callable[[], V],
+        keep: tuple,
+        event: Event | None,
+        blocking: bool,
+    ):
         self._comm, self._call, self._work, self._finish = comm, call, work, finish
-        self._keep, self._event, self._blocking = keep, event, blocking
+        self._keep: tuple | None = keep
+        self._event, self._blocking = event, blocking
         # On a GPU waiting is the stream's business. A send or a receive of gloo is complete only for who waits for it.
         self._polled = on == "cpu" and call.operation not in ("send", "recv")
         self._complete = False
-        self._value = None
+        self._value: Any = None
 
     def done(self) -> bool:
         """True once the operation is complete on this rank. Does not wait. (A gloo send or recv: once waited for.)"""
@@ -159,7 +187,7 @@ class GroupHandle:
             self._end()
         return self._complete
 
-    def wait(self):
+    def wait(self) -> V:
         """Wait for the end and return what the operation returns; on a GPU, make the current stream wait.
 
         Raises ``WaitTimeout`` after the communicator's ``time_limit`` and ``CommunicationError`` where torch fails.
@@ -209,7 +237,7 @@ class GroupHandle:
         self._comm.broken = self._comm.broken or why
 
 
-def failure(call, error) -> CommunicationError:
+def failure(call: Call, error: Exception) -> CommunicationError:
     """torch's own error as one sentence."""
     reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     return CommunicationError(

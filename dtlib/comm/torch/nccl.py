@@ -8,13 +8,21 @@ send or a receive always goes through host memory: its two ends cannot know whet
 So does a collective with ``algorithm=``, as that choice is one of messages over MPI.
 """
 
+from __future__ import annotations
+
 import socket
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 
+from dtlib.comm.objects import ObjectOperations
 
-def nccl_communicator(comm, device):
+if TYPE_CHECKING:
+    from dtlib.comm.torch.process_group import ProcessGroupCommunicator
+
+
+def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGroupCommunicator | None:
     """A communicator over NCCL of the same ranks, or None where they share a GPU; all ranks call it together."""
     from dtlib.comm.torch.group_work import make_group
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator

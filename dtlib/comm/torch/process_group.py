@@ -4,7 +4,10 @@ Values and payload bytes are those of ``Communicator``. What depends on waiting 
 interruption (Ctrl-C reaches collectives on gloo), whom everybody waits for, and the choice of an algorithm.
 """
 
+from __future__ import annotations
+
 import uuid
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
+from dtlib.comm.types import AnyTensor, T
 from dtlib.comm.watch import recorder
 from dtlib.comm.watch.call import Call, callers_line
 from dtlib.errors import CommunicationError
@@ -52,14 +56,21 @@ class ProcessGroupCommunicator(ObjectOperations):
     simulated = False
     verify = False
 
-    def __init__(self, group, time_limit: float | None = None, members=None, name: str = "group", store=None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        time_limit: float | None = None,
+        members: Sequence[int] | None = None,
+        name: str = "group",
+        store: dist.Store | None = None,
+    ):
         self.group = group
         self.store = store
         self.time_limit = time_limit
         self.name = name
         self.rank = group.rank()
         self.size = group.size()
-        self.broken = None  # why it cannot be used any more
+        self.broken: str | None = None  # why it cannot be used any more
         self.backends = backends_of(group)
         self._members = tuple(members or range(self.size))
 
@@ -68,12 +79,12 @@ class ProcessGroupCommunicator(ObjectOperations):
         """This rank as the world counts it."""
         return self._members[self.rank]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, {', '.join(self.backends.values())})"
 
     # Point to point
 
-    def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
+    def send(self, tensor: T, dest: int, tag: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
         content = self._carried(tensor, "send", writes=False)
@@ -81,7 +92,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         begin = partial(self.group.send, [content.octets], dest, tag)
         return self._start(call, content, begin, lambda: tensor, async_op, content.nbytes)
 
-    def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
+    def recv(self, tensor: T, source: int, tag: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = self._carried(tensor, "recv", writes=True)
@@ -91,7 +102,9 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # One to all, all to one
 
-    def broadcast(self, tensor, root: int = 0, async_op: bool = False, algorithm=None):
+    def broadcast(
+        self, tensor: T, root: int = 0, async_op: bool = False, algorithm: str | None = None
+    ) -> T | GroupHandle[T]:
         """Give every rank the values that ``tensor`` has on rank ``root``, in place; returns it."""
         self._check_rank(root, "broadcast", "root")
         content = self._carried(tensor, "broadcast", writes=self.rank != root, algorithm=algorithm)
@@ -101,7 +114,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("broadcast", tensor, peer=root)
         return self._start(call, content, begin, content.store, async_op, sent)
 
-    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False, algorithm=None):
+    def reduce(
+        self, tensor: T, root: int = 0, op: str = "sum", async_op: bool = False, algorithm: str | None = None
+    ) -> T | GroupHandle[T]:
         """Like ``all_reduce``, but only rank ``root`` gets the result; the others keep their values."""
         self._check_rank(root, "reduce", "root")
         content = self._carried(tensor, "reduce", writes=self.rank == root, algorithm=algorithm)
@@ -120,7 +135,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         sent = 0 if self.rank == root else content.nbytes
         return self._start(call, content, partial(self.group.reduce, [moving], options), finish, async_op, sent)
 
-    def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
+    def scatter(
+        self, out: T, tensor: AnyTensor | None = None, root: int = 0, async_op: bool = False
+    ) -> T | GroupHandle[T]:
         """Give rank r chunk r of the ``tensor`` of rank ``root``, which has ``size`` equal chunks; returns ``out``."""
         self._check_rank(root, "scatter", "root")
         mine = self._carried(out, "scatter", writes=True)
@@ -135,7 +152,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("scatter", out, peer=root)
         return self._start(call, mine, begin, mine.store, async_op, sent)
 
-    def gather(self, out, tensor, root: int = 0, async_op: bool = False):
+    def gather(self, out: T, tensor: AnyTensor, root: int = 0, async_op: bool = False) -> T | GroupHandle[T]:
         """The reverse: ``out`` on rank ``root`` gets every rank's ``tensor``, in rank order; None elsewhere will do."""
         self._check_rank(root, "gather", "root")
         mine = self._carried(tensor, "gather", writes=False)
@@ -152,7 +169,9 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # All to all
 
-    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
+    def all_reduce(
+        self, tensor: T, op: str = "sum", async_op: bool = False, algorithm: str | None = None
+    ) -> T | GroupHandle[T]:
         """Combine ``tensor`` over all ranks (``sum``, ``mean``, ``max``, ``min``, ``prod``), in place; returns it."""
         content = self._carried(tensor, "all_reduce", writes=True, algorithm=algorithm)
         wire = Reduced(content.flat, tensor, op, "all_reduce")
@@ -166,7 +185,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("all_reduce", tensor, op=op)
         return self._start(call, content, begin, finish, async_op, sent)
 
-    def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False, algorithm=None):
+    def reduce_scatter(
+        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None
+    ) -> T | GroupHandle[T]:
         """Combine ``tensor``, of ``size`` equal chunks, over all ranks; rank r gets chunk r in ``out``; returns it."""
         mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
         whole = self._carried(tensor, "reduce_scatter", writes=False)
@@ -189,7 +210,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("reduce_scatter", tensor, op=op)
         return self._start(call, mine, begin, finish, async_op, (self.size - 1) * mine.nbytes)
 
-    def all_gather(self, out, tensor, async_op: bool = False, algorithm=None):
+    def all_gather(
+        self, out: T, tensor: AnyTensor, async_op: bool = False, algorithm: str | None = None
+    ) -> T | GroupHandle[T]:
         """Put every rank's ``tensor`` one after the other, in rank order, into ``out``, on every rank; returns it."""
         mine = self._carried(tensor, "all_gather", writes=False, algorithm=algorithm)
         whole = self._carried(out, "all_gather", writes=True)
@@ -198,7 +221,14 @@ class ProcessGroupCommunicator(ObjectOperations):
         call = self._call("all_gather", tensor)
         return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
 
-    def all_to_all(self, out, tensor, output_split_sizes=None, input_split_sizes=None, async_op: bool = False):
+    def all_to_all(
+        self,
+        out: T,
+        tensor: AnyTensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> T | GroupHandle[T]:
         """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it: equal ones, or so many rows."""
         whole = self._carried(out, "all_to_all", writes=True)
         content = self._carried(tensor, "all_to_all", writes=False)
@@ -213,7 +243,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         sent = content.nbytes - sizes[1][self.rank]
         return self._start(self._call("all_to_all", tensor), content, begin, whole.store, async_op, sent)
 
-    def barrier(self, async_op: bool = False):
+    def barrier(self, async_op: bool = False) -> GroupHandle[None] | None:
         """Wait until every rank has arrived here."""
         # The group's own barrier would pick a device; a sum does the same where the group is at home.
         home = "cpu" if "cpu" in self.backends else "cuda"
@@ -226,7 +256,7 @@ class ProcessGroupCommunicator(ObjectOperations):
 
     # Other communicators
 
-    def split(self, color: int | None, key: int = 0) -> "ProcessGroupCommunicator | None":
+    def split(self, color: int | None, key: int = 0) -> ProcessGroupCommunicator | None:
         """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then by rank.
 
         All ranks call it; who passes None gets None. The new group is known to nobody else: torch's functions take it

@@ -16,13 +16,14 @@ from contextlib import suppress
 import psutil
 from torch import distributed as dist
 
+from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.watch.board import folder_in_memory
 from dtlib.errors import CommunicationError
 
 REACH_SECONDS = 3  # within which a message that was lost is sent twice more
 
 
-def shared_store(comm):
+def shared_store(comm: ObjectOperations) -> dist.Store:
     """A torch store that all ranks of ``comm`` reach; they call it together, and it lives as long as rank 0.
 
     Across machines whoever reaches its port can read and write it: torch's store asks for no password.

@@ -7,21 +7,31 @@ nothing is left over, however the ranks end. Across nodes a thread on one rank o
     rank 0   waits in all_reduce ...   |   rank 1   waits in all_reduce ...   |   rank 2   finished barrier ...
 """
 
+from __future__ import annotations
+
 import json
 import mmap
 import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from dtlib.comm.watch.call import Call
+
 
 SLOT, HEAD = 640, 160  # bytes, and those of them that hold number, state and cell
 LONGEST = 80  # characters of a call or a communicator's name, on every rank alike, as ranks compare them
 CARRY_SECONDS = 0.5
 
-current: "Board | None" = None  # the board of this process, once the world has put one up
+current: Board | None = None  # the board of this process, once the world has put one up
 cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so
 
 
@@ -49,7 +59,7 @@ def folder_in_memory() -> str | None:
 class Board:
     """One slot a rank in a file that all ``members`` of a node have open. Ranks count here as they do in the world."""
 
-    def __init__(self, file: str, rank: int, members):
+    def __init__(self, file: str, rank: int, members: Iterable[int]):
         self.rank = rank
         self.members = list(members)
         self._mine = self.members.index(rank)
@@ -65,7 +75,7 @@ class Board:
         os.close(handle)
         return name
 
-    def publish(self, state: str, call=None) -> None:
+    def publish(self, state: str, call: Call | None = None) -> None:
         """Say what this rank does; without a call it is about the last one."""
         if call is not None:
             words = _in_words(call.operation, str(call)[:LONGEST], call.where, call.group[-LONGEST:], tuple(call.peers))
@@ -102,7 +112,7 @@ class ClusterBoard(Board):
     old.
     """
 
-    def __init__(self, file: str, rank: int, members, node: int, nodes: int, store):
+    def __init__(self, file: str, rank: int, members: Iterable[int], node: int, nodes: int, store: Store):
         super().__init__(file, rank, members)
         self._node, self._nodes, self._store = node, nodes, store
         if self._mine == 0:
@@ -159,7 +169,7 @@ def _sighting(state, peers=(), **facts) -> Sighting:
     return Sighting(state, peers=tuple(peers), **facts)
 
 
-def publish(state: str, call=None) -> None:
+def publish(state: str, call: Call | None = None) -> None:
     """Say on the board, if there is one, what this rank does."""
     if current is not None:
         current.publish(state, call)

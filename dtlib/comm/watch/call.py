@@ -1,5 +1,7 @@
 """One use of an operation: what was called, with what, and in which line of whose code."""
 
+from __future__ import annotations
+
 import linecache
 import os
 import sys
@@ -8,8 +10,14 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+AnyTensor: TypeAlias = "torch.Tensor | np.ndarray"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
@@ -27,7 +35,7 @@ class Call:
     """
 
     operation: str
-    tensor: Any
+    tensor: Any  # AnyTensor, or None for a barrier
     rank: int
     peers: Sequence[int] = ()
     group: str = ""
@@ -41,7 +49,7 @@ class Call:
     where: str = ""
     watched: bool = False  # whether it shows on the board
 
-    def __str__(self):
+    def __str__(self) -> str:
         short = in_short(self.operation, self.op, self.peer, self.algorithm)
         if self.counts is not None:
             row = _shape_and_type(self.tensor.shape[1:], dtype_name(self.tensor.dtype))
@@ -58,12 +66,12 @@ def in_short(operation: str, op: str, peer: int | None, algorithm: str) -> str:
 
 
 @cache
-def dtype_name(dtype) -> str:
+def dtype_name(dtype: object) -> str:
     """``float32`` for torch's and for numpy's."""
     return str(dtype).removeprefix("torch.")
 
 
-def shape_and_type(tensor) -> str:
+def shape_and_type(tensor: AnyTensor) -> str:
     return _shape_and_type(tensor.shape, dtype_name(tensor.dtype))
 
 

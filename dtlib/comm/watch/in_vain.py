@@ -1,12 +1,13 @@
 """Waits that cannot end: seen on the board while a rank waits, and said in one sentence."""
 
 from dtlib.comm.watch import blame, board
+from dtlib.comm.watch.call import Call
 from dtlib.errors import RESET, PeerFailed, WaitTimeout
 
 FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough to read whom everybody waits for
 
 
-def look(call, waited: float) -> None:
+def look(call: Call, waited: float) -> None:
     """Raise if a rank that this one waits for has come to the end of its cell in the notebook: it will not arrive.
 
     ``PeerFailed`` where an error ended it; ``WaitTimeout`` where it finished well, and only after ten seconds.
@@ -20,7 +21,7 @@ def look(call, waited: float) -> None:
         raise WaitTimeout(sentence(call, FINISHED_SECONDS))
 
 
-def sentence(call, limit: float) -> str:
+def sentence(call: Call, limit: float) -> str:
     """What a rank says that has waited for so many seconds."""
     return f"Waited {limit:g} s in {call}{_place(call)}: {whom()}. {RESET}"
 

@@ -3,15 +3,18 @@
 Where ranks verify what they call, a note with shape, type and line travels beside each message.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from dtlib.comm.waiting import IncomingLink, Link
 from dtlib.comm.watch.blame import mismatch
-from dtlib.comm.watch.call import shape_and_type
+from dtlib.comm.watch.call import Call, shape_and_type
 from dtlib.comm.watch.verify import NOTE, note_of, read_note
 from dtlib.errors import RESET, CommunicationError
 
 
-def send_message(link, array, dest, call, notes):
+def send_message(link: Link, array: np.ndarray, dest: int, call: Call, notes: Link | None) -> Iterator[list]:
     """A generator like those of the collectives."""
     requests = [link.send(array, dest)]
     if notes is not None:
@@ -19,7 +22,9 @@ def send_message(link, array, dest, call, notes):
     yield requests
 
 
-def receive_message(link, array, source, call, notes):
+def receive_message(
+    link: IncomingLink, array: np.ndarray, source: int, call: Call, notes: Link | None
+) -> Iterator[list]:
     """The other end: raises CommunicationError where the message is not what ``call`` expects."""
     arriving = link.recv(array, source)
     if notes is not None:

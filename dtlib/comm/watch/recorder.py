@@ -1,10 +1,11 @@
 """What a rank did and when: every operation and every phase of computing, while somebody records."""
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.comm.watch.call import dtype_name, in_short
+from dtlib.comm.watch.call import Call, dtype_name, in_short
 
 recordings: list[list["Event"]] = []  # the lists that are being filled; none while nobody records
 
@@ -49,9 +50,9 @@ class Event:
 
 
 @contextmanager
-def recording():
+def recording() -> Iterator[list[Event]]:
     """Collect the events of this rank in the list that this yields."""
-    events = []
+    events: list[Event] = []
     recordings.append(events)
     try:
         yield events
@@ -66,7 +67,7 @@ def record(event: Event) -> Event:
     return event
 
 
-def event_of(call, kind: str = "operation", lane: str = "main") -> Event:
+def event_of(call: Call, kind: str = "operation", lane: str = "main") -> Event:
     """Begin an event for an operation."""
     event = Event(
         call.rank, kind, call.operation, time.monotonic(), where=call.where, op=call.op, peer=call.peer,
@@ -78,7 +79,7 @@ def event_of(call, kind: str = "operation", lane: str = "main") -> Event:
 
 
 @contextmanager
-def phase(what, rank: int = 0):
+def phase(what: str | tuple, rank: int = 0) -> Iterator[None]:
     """A piece of computing, for the timeline: ``with phase("forward"): ...``, or an ``Action`` of a pipeline."""
     if not recordings:
         yield

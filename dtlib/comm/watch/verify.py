@@ -8,13 +8,16 @@ packet and travel in log2 N rounds, so in a notebook it is always on.
     rank 2   broadcast(from rank 0) of (1,) .. line 5 /
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
 import numpy as np
 
 from dtlib.comm.algorithms import dissemination_all_gather
+from dtlib.comm.waiting import Link
 from dtlib.comm.watch.blame import disagreement
+from dtlib.comm.watch.call import Call
 from dtlib.errors import RESET, CommunicationError
 
 NOTE = 320  # bytes
@@ -32,7 +35,7 @@ def read_note(note: np.ndarray) -> tuple[str, str]:
     return call, where
 
 
-def verified(link, call, steps):
+def verified(link: Link, call: Call, steps: Iterator[list]) -> Iterator[list]:
     """``steps``, once it is certain that all ranks of ``link`` have called the same."""
     notes = np.empty((link.size, NOTE), dtype=np.uint8)
     notes[0] = note = note_of(str(call), call.where)
@@ -51,7 +54,7 @@ def verified(link, call, steps):
     yield from steps
 
 
-def check_counts(call, counts) -> None:
+def check_counts(call: Call, counts: np.ndarray) -> None:
     """``counts[r]`` are what rank r sends to each rank, and what it expects from each: the same on all ranks."""
     sent, come = counts[:, 0], counts[:, 1].T
     if (sent != come).any():

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of, times_of
 from dtlib.parallel.pipeline.stage import PipelineStage
@@ -31,7 +31,7 @@ class LayerSpec:
     def build(self) -> nn.Module:
         return self.typename(*self.module_args, **self.module_kwargs)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"LayerSpec({self.typename.__name__})"
 
 
@@ -89,7 +89,8 @@ class PipelineModule(nn.Module):
             )
         if comm is None:
             mesh = init().mesh(data=-1, pipe=needed)
-            self.comm, self.data_comm, self.everyone = mesh["pipe"], mesh["data"], init().comm
+            self.comm, self.everyone = mesh["pipe"], init().comm
+            self.data_comm: Communicator | None = mesh["data"]
         else:
             self.comm = self.everyone = comm
             self.data_comm = None

@@ -32,7 +32,7 @@ from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shards import Reducer, exchange_used, samples_of_all
+from dtlib.gradients.shards import GradientShard, Reducer, exchange_used, samples_of_all
 from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.zero.arguments import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, names_of
@@ -138,7 +138,7 @@ class ZeroOptimizer(optim.Optimizer):
         """Have autograd tell of gradients."""
         self.progress = progress_for(self.comm, self._shard_of, self._wanted_progress, "ZeroOptimizer")
         if self.stage == 2:
-            shards = [bucket.gradients for bucket in self._buckets]
+            shards = [bucket.gradients for bucket in self._buckets if isinstance(bucket.gradients, GradientShard)]
             self._reducer = Reducer(shards, self.comm, lambda: self.batch_size, self.progress, self._names)
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):

@@ -61,7 +61,7 @@ class Plan:
                 other.free()
         if not raised and self._running != self._order:
             self._order = self._running
-            shards = [flat.gradients for flat in self._trained(self._order)]
+            shards = [flat.gradients for flat in self._trained(self._order) if flat.gradients]
             names = {
                 leaf: place[0][2]
                 for flat in self._trained(self._order)
