@@ -54,6 +54,13 @@ def test_a_first_sum_that_nobody_has_computed_is_told():
         judge_total(right)
 
 
+def test_an_estimate_that_is_no_number_is_no_right_one():
+    from dtlib.lessons.l02.judge_pi import judge_estimate
+
+    with pytest.raises(Wrong, match="other-estimate"):
+        judge_estimate([[(3000, [(*pi.slice_of(3000, rank, 3), 0)], float("nan"))] for rank in range(3)])
+
+
 def test_the_first_row_that_holds_is_told():
     for expected in ((), ("a sum",)):
         wrong = rows(2, *expected)

@@ -195,7 +195,7 @@ def cut_messages(world):
             group.send(torch.ones(sent).byte(), 1)
         elif world.rank == 1:
             with pytest.raises(
-                CommunicationError, match=f"(more|{sent} bytes) came, and this tensor has {received} bytes"
+                CommunicationError, match=f"(more|{sent} bytes) arrived, and this tensor has {received} bytes"
             ):
                 group.recv(torch.zeros(received).byte(), 0)
     dtlib.reset()
@@ -233,7 +233,7 @@ def test_a_message_of_another_length_is_refused(world, sent, received):
         world.comm.send(torch.ones(sent), 1)
     else:
         with pytest.raises(
-            CommunicationError, match=r"recv\(from rank 0\) of .*: .* came, .* bytes; .*same shape and dtype"
+            CommunicationError, match=r"recv\(from rank 0\) of .*: .* arrived, .* bytes; .*same shape and dtype"
         ):
             world.comm.recv(torch.zeros(received), 0)
     dtlib.reset()

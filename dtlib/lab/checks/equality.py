@@ -21,6 +21,14 @@ def factors(got, *parts) -> list | None:
     return numbers.tolist() if same(columns @ numbers, got.flatten()) else None
 
 
+def number(value: object) -> float | str:
+    """A float, or text where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return f"{value!r:.60}"
+
+
 def rounded(got: float, wanted: float) -> bool:
     """Whether one number is the other with fewer digits, in all or behind the point."""
     shorter = [float(f"{wanted:.{digits}{kind}}") for digits in range(12) for kind in "ef"]

@@ -53,7 +53,7 @@ def judge_estimate(observations) -> None:
                     "type", rank, "a number: " + expected_text, f"{got}",
                     "Return the estimate itself, on every rank." if got == "None" else "Return the number alone.",
                     "return 4 * inside.item() / points, as the last line, outside of any if.")
-        off = [rank for rank, got in enumerate(estimates) if abs(got - expected) > 1e-6]
+        off = [rank for rank, got in enumerate(estimates) if not abs(got - expected) <= 1e-6]  # NaN, too
         rank = off[0] if off else None
         got = estimates[off[0]] if off else expected
         wrong = rows(rank, expected_text)

@@ -162,8 +162,8 @@ def judge_hangs(observations) -> None:
             counted *= isinstance(line, int) and line - 1 in lines
             wrong("where-others-wait", hang.others and _same_line(line, hang.others, hang),
                   f"in hang {number} the line that keeps rank {rank} away", f"{shown}: there the others wait",
-                  f"Rank {rank} is right. It is not in that line when the others are: why does it not come?", *counted,
-                  hang.hints[-1])
+                  f"Rank {rank} is right. It is not in that line when the others are: why does it not get there?",
+                  *counted, hang.hints[-1])
             first = f"Rank {rank} is right. This line does not keep it away: which one does?"
             hints = *(counted or (first,)), hang.hints[-1]
             wrong("line", True, f"in hang {number} the line that keeps rank {rank} away", shown, *hints)

@@ -1,4 +1,4 @@
-"""Lesson 03: a ring all-reduce is judged by what comes out and by what every rank sends."""
+"""Lesson 03: a ring all-reduce is judged by the values on every rank and by what each sends."""
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.lessons.l03.observe_ring import BASE, input_of, lengths, observe_ring, unit_of
@@ -45,7 +45,7 @@ def _judge_errors(cases) -> None:
           f"{got}, and with float64 it was right",
           "A tensor may have another type: where does the code take one for granted?",
           "torch.empty_like(chunk) has the type of the chunk.")
-    wrong("other-chunk", "more came" in got, "messages of the chunk that the receiver has room for", got,
+    wrong("other-chunk", "more arrived" in got, "messages of the chunk that the receiver has room for", got,
           "Two ranks mean different chunks: which one does the left neighbour send in this step? An empty one, too?",
           "In every step of both halves each rank sends to the right and receives from the left: one chunk each.")
     wrong("remainder", length not in (lengths(len(cases))[0], lengths(len(cases))[-1]) and not waited,
@@ -108,9 +108,9 @@ def _judge_values(cases) -> None:
           f"1/{size} of it: a mean over ranks", "The sum is asked for: who divides?",
           "Add what is received, and leave it at that.")
     columns = torch.stack([input_of(r, length, size, dtype).double() for r in range(size)])
-    came_everywhere = torch.tensor([case["values"] for case in cases.values()], dtype=torch.float64)
+    everywhere = torch.tensor([case["values"] for case in cases.values()], dtype=torch.float64)
     for op in ("amax", "amin", "prod"):
-        wrong("other-op", torch.allclose(came_everywhere, getattr(columns, op)(0).expand_as(came_everywhere)),
+        wrong("other-op", torch.allclose(everywhere, getattr(columns, op)(0).expand_as(everywhere)),
               f"the {op.strip('a')} over ranks, complete on all of them",
               "The way round the ring is right. What becomes of a chunk that arrives in the first half?",
               "Chunks are added: incoming += received.")

@@ -93,7 +93,7 @@ def _judge_values(cases, moved: bool) -> None:
     if all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r, n in everywhere):
         got = f"each rank's own gradient, although {calls} operations ran" if calls else "each rank's own gradient"
         wrong("not-averaged", True, f"{where}: the same on all ranks", got,
-              "Does the average come back into parameter.grad, and is it waited for?" if calls else "Who averages?",
+              "Is the average written back to parameter.grad, and is it waited for?" if calls else "Who averages?",
               "all_reduce works in place: on a copy, such as torch.cat makes, copy the pieces back: grad.copy_(piece).")
     wrong("left-out", all(_close(cases[r]["gradients"][n], cases[r]["local"][n]) for r in off for n in off[r]),
           f"{where}: the same on all ranks", f"this rank's own, and so of {', '.join(off[rank])}",

@@ -130,7 +130,7 @@ def judge_golf(observations) -> Score:
             raise Wrong("loads-digits", rank, "training on the images that golf gets, and on nothing else",
                         "all digits, loaded by this rank on its own",
                         "Whoever has all images needs no other rank: the play is about what ranks tell one another.",
-                        "Take x and y as they come, and let ranks send: gradients, weights, or images.")
+                        "Take x and y as they are, and let ranks send: gradients, weights, or images.")
     worst = min(range(len(observations)), key=lambda rank: observations[rank]["mine"]["accuracy"])
     accuracy = observations[worst]["mine"]["accuracy"]
     mine, par = (sum(seen[who]["bytes"] for seen in observations) for who in ("mine", "par"))

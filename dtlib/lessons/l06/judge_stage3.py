@@ -37,7 +37,7 @@ def make_input(kind: str, rank: int, call: int):
 
 
 def observe_on_demand(cls, comm):
-    """For each layer: what comes out, bytes sent, and bytes held before the first call and after each."""
+    """For each layer: its outputs, bytes sent, and bytes held before the first call and after each."""
     return [attempt(lambda kind=kind: _call(cls, comm, kind), kind) for kind in LAYERS]
 
 

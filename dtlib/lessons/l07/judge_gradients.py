@@ -78,7 +78,7 @@ def _tell_mixed_up(rank: int, what: str, cases) -> None:
     wrong("backward-order", mine != behind,
           f"something else: backward passes in the order {_listed(mine)}, and on rank {rank + 1} {_listed(behind)}",
           "The rank behind sends a gradient: of which micro-batch? And which output does this rank use it for?",
-          "Messages from one rank come in the order in which they were sent: let all ranks go through the "
+          "Messages from one rank arrive in the order in which they were sent: let all ranks go through the "
           "micro-batches in the same order.")
     # where the library runs the passes
     wrong("other-loss", cases[rank]["kind"] == "split", "something else: no sum of the gradients of the micro-batches",

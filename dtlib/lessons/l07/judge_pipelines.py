@@ -103,7 +103,7 @@ def _judge_errors(cases) -> None:
     kind, got = case["kind"], f"{case['error']} ({_described(case)}; so far: {words_of(case)})"
     wrong = rows(rank)
     if not waited and "NoneType" in case["error"]:
-        first = "A tensor that has come in a message is not part of a graph. Who wants its gradient must say so first."
+        first = "A tensor that was received is not part of a graph. Who wants its gradient must say so first."
         if (done := backwards_of(case)) and done != list(range(len(done))):
             first = (
                 f"The backward pass was that of micro-batch {done[-1]}: is it the gradient of its input that is sent?"

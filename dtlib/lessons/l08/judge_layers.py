@@ -116,7 +116,7 @@ def _judge_input_gradient(one, ways, rank: int, ranks: int, step: int) -> None:
           "those of all ranks' inputs, added up",
           "Each rank has other features of the input: do their gradients belong together?",
           "f, copy_to_ranks, is for an input that all ranks share. Here g alone is needed.")
-    wrong("f-late", any(same(got, late) for late in ways["x_late"][rank]), "what comes of f behind the first product",
+    wrong("f-late", any(same(got, late) for late in ways["x_late"][rank]), "what f gives behind the first product",
           "f stands where all ranks have the same: what do they have behind the first product?",
           "linear(copy_to_ranks(x, comm), self.weight1, self.bias1)")
     wrong("other-gradient", True, "something else", "What does backward send, and in which order?",
@@ -164,17 +164,17 @@ def _judge_parameters(one, ways, rank: int, ranks: int) -> None:
 
 def _gradient_of(parameters, value, name: str, rank: int, of_all_ranks):
     """The gradient of the parameter with these values, whatever its name; it may be kept transposed."""
-    for come, gradient in parameters:
-        come = as_tensor(come)
+    for found, gradient in parameters:
+        found = as_tensor(found)
         for turned in (lambda tensor: tensor, lambda tensor: tensor.t()):
-            if come.dim() == value.dim() and same(turned(come), value):
+            if found.dim() == value.dim() and same(turned(found), value):
                 return None if gradient is None else turned(as_tensor(gradient))
-    shapes = ", ".join(f"{tuple(as_tensor(come).shape)}" for come, _ in parameters) or "none"
+    shapes = ", ".join(f"{tuple(as_tensor(found).shape)}" for found, _ in parameters) or "none"
     expected = f"{name}, a parameter of shape {tuple(value.shape)}: this rank's features"
     wrong = rows(rank, expected)
-    wrong("other-shard", any(same(as_tensor(come), other) for come, _ in parameters for other in of_all_ranks),
+    wrong("other-shard", any(same(as_tensor(found), other) for found, _ in parameters for other in of_all_ranks),
           "the shard of another rank", "Rank r has shard r, in rank order.")
-    if any(as_tensor(come).shape == value.shape for come, _ in parameters):
+    if any(as_tensor(found).shape == value.shape for found, _ in parameters):
         hints = (
             "Rank r has consecutive features: slice r of them, and not every N-th.",
             "whole.chunk(comm.size, dim)[comm.rank]",

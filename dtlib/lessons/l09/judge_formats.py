@@ -2,7 +2,7 @@
 
 import math
 
-from dtlib.lab.checks.equality import rounded
+from dtlib.lab.checks.equality import number, rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 BUDGETS = (  # samples, record_bytes, per_shard, opens_a_second, bytes_a_second, columns_read
@@ -27,16 +27,7 @@ def opening_and_reading(form, samples, record_bytes, per_shard, opens_a_second, 
 
 
 def observe_cost(epoch_seconds, comm):
-    return [
-        [(form, _number(epoch_seconds(form, *budget))) for form in FORMS] for budget in BUDGETS
-    ]
-
-
-def _number(value):
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return f"{value!r:.60}"
+    return [[(form, number(epoch_seconds(form, *budget))) for form in FORMS] for budget in BUDGETS]
 
 
 FORMULA = "files / opens_a_second + bytes / bytes_a_second"
@@ -68,7 +59,7 @@ def judge_cost(observations) -> None:
             plain = files / opens + size / speed
             mistakes = [
                 (wanted - files / opens, "no-opens", "Opening files takes time as well: files / opens_a_second."),
-                (files / opens, "no-bytes", "The bytes have to come, too: bytes / bytes_a_second."),
+                (files / opens, "no-bytes", "The bytes have to be read, too: bytes / bytes_a_second."),
                 (samples / opens + wanted - files / opens, "opens-of-samples",
                  "A shard is opened once, not once for each of its samples."),
                 (samples // per_shard / opens + wanted - files / opens, "shards-rounded-down",

@@ -126,7 +126,7 @@ def _epoch(loader) -> list:
 
 
 def judge_stream(observations) -> None:
-    """With any number of ranks and workers each sample comes once, in every epoch, and all workers read."""
+    """With any number of ranks and workers each sample is read once, in every epoch, and all workers read."""
     wrong = rows(None)
     wrong("type", isinstance(observations[0], str), "a class, a kind of IterableDataset", observations[0],
           "class Stream(IterableDataset):", "Hand in the class itself, not an object of it.")

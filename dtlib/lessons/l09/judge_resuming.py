@@ -58,12 +58,12 @@ def _as_text(state) -> str:
 
 
 def judge_resuming(observations) -> None:
-    """Whoever resumes, each sample comes once, and batches have the size that was asked for."""
+    """Whoever resumes, each sample is read once, and batches have the size that was asked for."""
     for place, ((samples, runs), case) in enumerate(zip(RUNS, observations[0], strict=True)):
         order, seen = order_of(samples), []
-        came = sorted(n for got, _ in case for rank in got for batch in rank for n in batch)
+        read = sorted(n for got, _ in case for rank in got for batch in rank for n in batch)
         wrong = rows(None)
-        wrong("loaded-later", place == BEGUN and came != sorted(order),
+        wrong("loaded-later", place == BEGUN and read != sorted(order),
               f"each of {samples} samples once, where an epoch that has begun loads a state",
               "others, and in a new epoch it was right",
               "Does load_state_dict count from what this epoch has had already?",
@@ -76,15 +76,15 @@ def judge_resuming(observations) -> None:
             _judge_again(run, order, before, now, got, number, runs)
         if lost := [n for n in order if n not in seen]:
             first, last = runs[0][0], runs[-1][0]
-            came = f"{len(lost)} never arrived, in {len(runs)} runs that resumed one another: {lost[:5]}"
+            told = f"{len(lost)} never arrived, in {len(runs)} runs that resumed one another: {lost[:5]}"
             everything = "Save how many samples *all* ranks have taken, not one rank's batches or samples."
-            wrong("saved-unread", any(steps == 0 for _, _, steps in runs), f"all {samples} samples", came,
+            wrong("saved-unread", any(steps == 0 for _, _, steps in runs), f"all {samples} samples", told,
                   UNREAD, "Count from __init__ on.")
             if first != last:
                 hint = f"{first} ranks saved, and others go on: does the state mean the same for both?"
-                wrong("other-ranks", True, f"all {samples} samples", came, hint, everything)
-            wrong("lost", True, f"all {samples} samples", came,
-                  "Does the last batch come, if it is a short one? Does the state count batches that nobody had yet?",
+                wrong("other-ranks", True, f"all {samples} samples", told, hint, everything)
+            wrong("lost", True, f"all {samples} samples", told,
+                  "Does the last batch arrive, if it is a short one? Does the state count batches that nobody had yet?",
                   everything)
 
 
@@ -131,20 +131,20 @@ def _judge_again(run, order, before, now, got, number, runs) -> None:
     if not again:
         return
     first = order.index(again[0])
-    came = f"sample {again[0]}, number {first} of the order, was given before it was saved"
-    wrong("saved-unread", runs[number - 1][2] == 0, f"{run}: what was left", came, UNREAD, "Count from __init__ on.")
-    wrong("short-step", len(before) == len(order), f"{run}: nothing, as all samples were taken", came,
+    told = f"sample {again[0]}, number {first} of the order, had arrived before the state was saved"
+    wrong("saved-unread", runs[number - 1][2] == 0, f"{run}: what was left", told, UNREAD, "Count from __init__ on.")
+    wrong("short-step", len(before) == len(order), f"{run}: nothing, as all samples were taken", told,
           "The last step was a short one. How many samples does the state count for it?",
           "self.taken += len(step), which is what all ranks took together.")
-    wrong("from-the-start", len(again) == len(before), f"{run}: what was left", came,
+    wrong("from-the-start", len(again) == len(before), f"{run}: what was left", told,
           "load_state_dict has no effect on what is yielded.", "self.taken = state[...], and __iter__ begins there.")
-    wrong("batch-in-hand", number == 1 and runs[0][0] == runs[1][0], f"{run}: what was left", came,
+    wrong("batch-in-hand", number == 1 and runs[0][0] == runs[1][0], f"{run}: what was left", told,
           "The state was saved while the loop had a batch in hand: does it count that batch?",
           "A generator stops at yield. Count a batch before it is yielded, not behind it.")
-    wrong("second-resume", number > 1, f"{run}: what was left", came,
+    wrong("second-resume", number > 1, f"{run}: what was left", told,
           "The first resume was right, the next one not: does the state count what was taken before, too?",
           "Go on counting from the number that was loaded.")
-    wrong("other-ranks", True, f"{run}: what was left", came,
+    wrong("other-ranks", True, f"{run}: what was left", told,
           f"{runs[number - 1][0]} ranks saved, and {runs[number][0]} go on: does the state mean the same for both?",
           "Save how many samples *all* ranks have taken, not one rank's batches or samples.")
 

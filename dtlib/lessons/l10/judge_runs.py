@@ -103,7 +103,7 @@ def _judge_slices(slices, step: int, batch: int, ranks: int) -> None:
     if twice := sorted({place for place in everything if everything.count(place) > 1}):
         who = [rank for rank, one in enumerate(slices) if twice[0] in one]
         raise Wrong("twice", who[-1], f"step {step}, batch {batch}: each place once",
-                    f"{len(twice)} come several times: {twice[0]} on ranks {who}",
+                    f"{len(twice)} are there several times: {twice[0]} on ranks {who}",
                     "A sample that is computed twice counts twice in the mean.",
                     "range(first + rank, first + batch, ranks): places that differ by `ranks` are one rank's.")
     if lost := sorted(wanted - set(everything)):

@@ -43,7 +43,7 @@ def _judge_loss(it, rank: int) -> None:
     )
     wrong = rows(rank)
     wrong("no-mean", "losses" in it, "one number: the mean over samples", f"{it.get('losses')} numbers", *hints)
-    if abs(it["whole"] - it["mean"]) > 1e-4 * max(1, abs(it["whole"])):
+    if not abs(it["whole"] - it["mean"]) <= 1e-4 * max(1, abs(it["whole"])):  # NaN, too
         expected = f"a mean over samples: {it['mean']:.4f} from two parts"
         wrong("no-mean", True, expected, f"{it['whole']:.4f}", *hints)
     ratio = it["ratios"][0]

@@ -2,7 +2,7 @@
 
 import math
 
-from dtlib.lab.checks.equality import rounded
+from dtlib.lab.checks.equality import number, rounded
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 from dtlib.theory import collectives, scaling
 
@@ -105,14 +105,7 @@ _EFFICIENCY = "strong: n0 t0 / (n t); weak: t0 / t; n0 is the smallest number of
 
 def observe_step(step_seconds, comm):
     """For each case: what was returned, a number or text."""
-    seen = []
-    for case in STEPS:
-        got = step_seconds(**dict(zip(NAMES, case, strict=True)))
-        try:
-            seen.append(float(got))
-        except (TypeError, ValueError):
-            seen.append(f"{got!r:.60}")
-    return seen
+    return [number(step_seconds(**dict(zip(NAMES, case, strict=True)))) for case in STEPS]
 
 
 def judge_step(observations) -> None:

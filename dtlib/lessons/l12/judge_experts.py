@@ -155,7 +155,7 @@ def judge_dispatch(observations) -> None:
             expected = f"{what}: of each token what its expert computes of it"
             wrong = rows(rank)
             wrong("type", isinstance(got, str), f"{what}: {tuple(x.shape)}, a row a token", got,
-                  "Every token comes back, whether its expert is here or there.")
+                  "Every token is returned, whether its expert is here or there.")
             right = torch.stack([expert_of(int(e))(row) for e, row in zip(chosen, x, strict=True)]) if len(x) else x
             if len(x) and not same(got, right):
                 _explain_dispatch(rank, expected, got, right, x)

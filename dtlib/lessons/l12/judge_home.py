@@ -32,7 +32,7 @@ def judge_send_home(observations) -> None:
     for rank, seen in enumerate(observations):
         got, expected = seen["got"], f"the gradients of rank {rank}'s own keys, a summand from each of {ranks} ranks"
         if isinstance(got, str):
-            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got, "Return what has come home.")
+            raise Wrong("type", rank, f"a tensor of {(2, KEYS, WIDTH)}", got, "Return what is home again.")
         others = {
             "one-hop-too-few": (complete(rank + 1), f"complete, and those of rank {(rank + 1) % ranks}",
                                 "Nothing is missing in them. Whose are they?",

@@ -2,6 +2,7 @@
 
 import random
 
+from dtlib.lab.checks.equality import number
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 # parameters, data, tensor, pipe, zero
@@ -22,14 +23,7 @@ def right_held(
 
 
 def observe_held(held, comm):
-    return [_number(held(*case)) for case in CASES]
-
-
-def _number(got):
-    try:
-        return float(got)
-    except (TypeError, ValueError):
-        return f"{got!r:.60}"
+    return [number(held(*case)) for case in CASES]
 
 
 def judge_held(observations) -> None:
