@@ -10,8 +10,7 @@ import sys
 from torch import distributed as dist
 
 from dtlib import world as worlds
-from dtlib.backend.group import Group
-from dtlib.backend.operations import TAG_OF_NEW_GROUPS
+from dtlib.backend.group import TAG_OF_NEW_GROUPS, Group
 from dtlib.backend.stopped import mark_stopped_modules
 from dtlib.backend.work import torchs_errors
 from dtlib.comm import Communicator, lifetime

@@ -9,9 +9,8 @@ from torch.utils._pytree import tree_map
 from dtlib.checkpoint import pointed_to
 from dtlib.errors import DtlibError
 from dtlib.production import deepspeed as production
-from dtlib.training.checkpoints import LATEST
 from dtlib.training.data import RankLoader
-from dtlib.training.engine import Engine
+from dtlib.training.engine import LATEST, Engine
 from dtlib.world import init
 
 

@@ -1,19 +1,51 @@
-"""What ``dtlib.initialize`` gives: forward, backward and step of a model, as its config says."""
+"""What ``dtlib.initialize`` gives: forward, backward and step of a model, as its config says; its checkpoints, and what
+it tells about itself, under the names that scripts written for DeepSpeed call."""
 
+import warnings
 import weakref
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from dtlib.errors import DtlibError
+from dtlib import checkpoint
+from dtlib.errors import DtlibError, MissingName
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.measure.held import held
-from dtlib.training.checkpoints import Checkpoints
+from dtlib.training.config import Config
+from dtlib.world import init
+
+COUNTS = ("global_steps", "skipped_steps")
+LATEST = "latest"
+
+# Methods of DeepSpeed's engine that are not here, and the way round.
+LEFT_OUT = {
+    "set_train_batch_size": "call initialize() again, with another train_batch_size",
+    "set_gradient_accumulation_boundary": "gradient_accumulation_steps of the config says when a step is made",
+    "no_sync": "gradient_accumulation_steps of the config has the same effect",
+    "deepspeed_io": "pass training_data to initialize(), or use a DataLoader with a DistributedSampler",
+    "save_16bit_model": "use dtlib.checkpoint.export(folder, out)",
+    "destroy": "there is nothing to clear away",
+    "compile": "give initialize() the model as torch.compile(model) makes it",
+    "offload_states": "set zero_optimization.offload_optimizer in the config",
+    "reload_states": "set zero_optimization.offload_optimizer in the config",
+}
 
 
-class Engine(Checkpoints):
+class Engine:
     """A model, its optimizer and its schedule. ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, for each
     micro-batch; every ``gradient_accumulation_steps``-th ``step()`` changes the model. Counterpart: DeepSpeedEngine."""
+
+    left_out = LEFT_OUT
+    module: nn.Module
+    optimizer: Optimizer
+    config: Config
+    micro_steps: int
+    _scale: LossScale
+    _norm: float | None
 
     def __init__(self, module, strategy, scheduler, config, comm, loader):
         self.module = module
@@ -163,6 +195,175 @@ class Engine(Checkpoints):
     def eval(self):
         return self.train(False)
 
+    # What it saves beside the model and its optimizer, and how it goes on from there
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
+        """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
+
+        All ranks call it, after a step.
+
+        Args:
+            save_dir: the checkpoint is a folder in it, called ``tag``, by default ``global_step`` and its number.
+            client_state: a dictionary that JSON can hold, which ``load_checkpoint`` returns.
+            save_latest: note in the file ``latest`` that this is the one to go on from.
+
+        Raises:
+            CheckpointError: on all ranks; and DtlibError in the middle of a step, or for a tag that is no name or
+                differs between ranks.
+        """
+        saved = self._saved()
+        if self.micro_steps % self.gradient_accumulation_steps():
+            raise DtlibError("Checkpoints are saved between steps: call step() for all micro-batches first.")
+        tag = _name_of(f"global_step{self.global_steps}" if tag is None else tag, self._everyone)
+        client_state = {} if client_state is None else client_state
+        if not isinstance(client_state, dict):
+            raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
+        others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
+        extra = {name: other.state_dict() for name, other in others.items() if hasattr(other, "state_dict")}
+        extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}
+        counts = {name: getattr(self, name) for name in COUNTS}
+        extra = {"client_state": client_state, "counts": counts, **extra}
+        checkpoint.save(self._place(save_dir, tag), extra=extra, **saved)
+        if save_latest:
+            self._everyone.barrier()  # where stages save by themselves
+            checkpoint.point_to(Path(save_dir) / LATEST, tag, self._everyone)
+
+    def load_checkpoint(self, load_dir, tag=None, load_lr_scheduler_states: bool = True):
+        """Go on from what ``save_checkpoint`` saved; returns the checkpoint's folder and its ``client_state``.
+
+        All ranks call it. ``tag`` is by default that in the file ``latest``; where there is no such file it warns,
+        changes nothing and returns ``None, None``. Gradients of a step that was begun are forgotten. Without
+        ``load_lr_scheduler_states`` the scheduler stays as it is, and may be another one.
+
+        Raises:
+            CheckpointError, DtlibError: on all ranks.
+        """
+        saved = self._saved()
+        if tag is None and (tag := checkpoint.pointed_to(Path(load_dir) / LATEST, self._everyone)) is None:
+            if self.comm.rank == 0:
+                warnings.warn(f"{load_dir} has no file {LATEST!r}: nothing was loaded; pass tag=.", stacklevel=2)
+            return None, None
+        folder = self._place(load_dir, _name_of(tag, self._everyone))
+        extra = checkpoint.load(folder, check=partial(self._check_extra, folder, load_lr_scheduler_states), **saved)
+        assert isinstance(extra, dict)
+        self.zero_grad()
+        if load_lr_scheduler_states and self.lr_scheduler is not None and "scheduler" in extra:
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+        if self._scale.dynamic and extra["kinds"]["dynamic"]:
+            self._scale.load_state_dict(extra["loss_scale"])
+        if self._loader is not None and "loader" in extra:
+            self._loader.load_state_dict(extra["loader"])
+        for name in COUNTS:
+            setattr(self, name, extra["counts"][name])
+        # The number of micro-batches a step may be another one now.
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        self._batches = self._loader.forever() if self._loader is not None else None
+        return str(folder), extra["client_state"]
+
+    def _place(self, folder, tag: str) -> Path:
+        """Where the checkpoint of that name is."""
+        return Path(folder) / tag
+
+    @property
+    def _everyone(self):
+        """The ranks that save together."""
+        return self.comm
+
+    def _check_extra(self, folder, with_scheduler: bool, extra) -> None:
+        if not isinstance(extra, dict) or "counts" not in extra:
+            raise DtlibError(f"{folder} was not saved by an engine, so it has no counters: use dtlib.checkpoint.load.")
+        there, here = extra["kinds"]["scheduler"], _kind(self.lr_scheduler)
+        if with_scheduler and there != here:
+            raise DtlibError(
+                f"{folder} was saved with {there or 'no scheduler'}, and the engine has {here or 'none'}: make the "
+                "same, or pass load_lr_scheduler_states=False."
+            )
+
+    def _saved(self) -> dict:
+        for module in self.module.modules():
+            reshard = getattr(module, "reshard", None)  # of FSDP2, which leaves parameters whole behind a forward pass
+            if callable(reshard):
+                reshard()
+        masters = None if hasattr(self.optimizer, "shard_of") else self._masters
+        return {"model": self.module, "optimizer": self.optimizer, "comm": self.comm, "masters": masters}
+
+    # What it tells about itself: the accessors of DeepSpeedEngine
+
+    def __getattr__(self, name):
+        if name in LEFT_OUT:
+            raise MissingName(f"engine.{name}() is not offered here: {LEFT_OUT[name]}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True if the next ``step()`` changes the model."""
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before they were clipped; None where nothing is clipped."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def loss_scale(self) -> float:
+        return self._scale.scale
+
+    def train_batch_size(self) -> int:
+        assert self.config.train_batch_size is not None  # worked out, like those below
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        assert self.config.train_micro_batch_size_per_gpu is not None
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        assert self.config.gradient_accumulation_steps is not None
+        return self.config.gradient_accumulation_steps
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine."""
+        return init().local_rank
+
+    @property
+    def global_rank(self) -> int:
+        return init().rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks; with a pipeline, also those of its other stages."""
+        return init().size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    def parameters(self):
+        return self.module.parameters()
+
+    def named_parameters(self):
+        return self.module.named_parameters()
+
 
 def _guard(optimizer, masters) -> list[bool]:
     """Have the optimizer refuse steps that are not the engine's, which sets the flag that is returned, and forget the
@@ -183,3 +384,18 @@ def _guard(optimizer, masters) -> list[bool]:
     if any(parameter is not master for parameter, master in zip(parameters, masters.masters, strict=True)):
         optimizer.zero_grad = zero_grad
     return stepping
+
+
+def _kind(scheduler) -> str | None:
+    return None if scheduler is None else type(scheduler).__name__
+
+
+def _name_of(tag, comm) -> str:
+    """A tag as the name of a folder, the same on all ranks."""
+    name = str(tag) if isinstance(tag, (str, int)) else ""
+    names = comm.all_gather_object(name)
+    if len(set(names)) > 1:
+        raise DtlibError(f"tag differs between ranks: rank 0 has {names[0]!r}; give the same on all.")
+    if name in ("", ".", "..", LATEST) or Path(name).name != name:
+        raise DtlibError(f"tag is {tag!r:.60}: give the name of a folder, such as 'global_step100'.")
+    return name

@@ -30,7 +30,7 @@ from dtlib.measure.progress import RankProgress, tell
 from dtlib.parallel import expert
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of
 from dtlib.parallel.tensor import whole_state_dict
-from dtlib.training.checkpoints import LATEST
+from dtlib.training.engine import LATEST
 from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
 from dtlib.training.run_config import CONFIGS as CONFIGS
 from dtlib.training.run_config import read

@@ -13,7 +13,7 @@ def best_and_worst(folder, comm, of: int = 24) -> str:
     """Of ``of`` held-out articles three, by ROUGE-L: beginning, lead, reference, and the summary by the model whose
     last checkpoint is in ``folder``. All ranks call it, and share the writing."""
     from dtlib import checkpoint
-    from dtlib.training.checkpoints import LATEST
+    from dtlib.training.engine import LATEST
     from dtlib.workloads.beam import summarize
     from dtlib.workloads.rouge import lead, rouge_l
     from dtlib.workloads.stories import spread
