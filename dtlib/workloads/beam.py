@@ -1,7 +1,10 @@
 """From a model's log-probabilities to a summary: beam search."""
 
+from typing import Protocol
+
 import torch
-from torch import Tensor
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from dtlib.measure.progress import tell
 from dtlib.workloads import text
@@ -10,7 +13,16 @@ BATCH = 32  # articles at a time
 LENGTH_POWER = 1.6  # of a summary's length, by which its log-probability is divided: 0 favours short ones
 
 
-def summarize(model, data, articles: list[str], beams: int = 4) -> list[str]:
+class Lengths(Protocol):
+    """Of ``Summaries`` what writing takes."""
+
+    tokenizer: Tokenizer
+    summary_tokens: int
+
+    def article(self, words: str) -> list[int]: ...
+
+
+def summarize(model: nn.Module, data: Lengths, articles: list[str], beams: int = 4) -> list[str]:
     """Summaries of articles, as text.
 
     Args:
@@ -31,7 +43,7 @@ def summarize(model, data, articles: list[str], beams: int = 4) -> list[str]:
     return found
 
 
-def search(model, source: Tensor, beams: int, longest: int) -> Tensor:
+def search(model: nn.Module, source: Tensor, beams: int, longest: int) -> Tensor:
     """The best summary of each source (batch, S), without BEGIN, cut off at ``longest``: (batch, T), int64.
 
     In each step every beginning is continued by every token, and the ``beams`` best of the continuations stay. One that

@@ -25,6 +25,7 @@ import re
 import sys
 import tarfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def pair(docstring: str) -> tuple[str, str] | None:
     return None if re.search(r"[{}\\|]|[^\x20-\x7e\n]|={2}", article) else (summary, article)
 
 
-def stories_of(module: str, source: str):
+def stories_of(module: str, source: str) -> Iterator[tuple[str, str, str]]:
     """Name, article and summary of everything in a module that has both."""
 
     def within(node, path):
@@ -93,7 +94,7 @@ def stories_of(module: str, source: str):
     yield from within(ast.parse(source), module)
 
 
-def library(name: str, folders: list[str]):
+def library(name: str, folders: list[str]) -> tuple[str, str, dict[str, str], list]:
     """Version, licence, texts of the licence, and the stories of an installed library.
 
     Raises:

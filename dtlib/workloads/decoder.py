@@ -7,7 +7,11 @@ attention and MLP, and none before the head. With a ``tensor`` communicator its 
 parallel/tensor, and have the same values.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +32,11 @@ from dtlib.parallel.tensor import (
 )
 from dtlib.workloads import stories
 from dtlib.workloads.workload import Chain, Workload, settings, shared_mean
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+    from dtlib.workloads.shared_tokens import Shared
+
 
 VOCABULARY = 256
 DEFAULTS = {
@@ -60,7 +69,7 @@ class MLP(nn.Module):
 class Embedding(nn.Module):
     """Bytes and their places to vectors: (batch, seq) to (batch, seq, width)."""
 
-    def __init__(self, seq: int, width: int, tensor=None, context=None):
+    def __init__(self, seq: int, width: int, tensor: Communicator | None = None, context: Shared | None = None):
         super().__init__()
         self.context = context
         self.bytes = VocabParallelEmbedding(VOCABULARY, width, tensor) if tensor else nn.Embedding(VOCABULARY, width)
@@ -76,7 +85,15 @@ class Block(nn.Module):
     """(batch, seq, width) to the same. ``recompute``: ``selective`` computes the core of attention anew in the backward
     pass, ``full`` all of the block."""
 
-    def __init__(self, width: int, heads: int, recompute: str = "none", tensor=None, context=None, experts=None):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        recompute: str = "none",
+        tensor: Communicator | None = None,
+        context: Shared | None = None,
+        experts: Callable[[int], nn.Module] | None = None,
+    ):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = ParallelAttention(width, heads, tensor, causal=True) if tensor else Attention(width, heads)
@@ -99,7 +116,7 @@ class Block(nn.Module):
             return x + self.mlp(self.norm2(x))
 
 
-def mixed_over_ranks(attention, context, of_heads: Tensor) -> Tensor:
+def mixed_over_ranks(attention: nn.Module, context: Shared, of_heads: Tensor) -> Tensor:
     """The core of attention, over the tokens of all ranks of a context axis."""
     by_heads = of_heads.unflatten(-1, (attention.heads_here, 3, attention.head_width))
     mixed = context.attention(*(each.transpose(-3, -2) for each in by_heads.unbind(-2)))
@@ -121,7 +138,9 @@ class Mixture(nn.Module):
         return sum((weights * (chosen == number)).sum(-1, keepdim=True) * expert(x) for number, expert in experts)
 
 
-def experts_of(width: int, count: int, top: int, expert=None, copies=None) -> nn.Module:
+def experts_of(
+    width: int, count: int, top: int, expert: Communicator | None = None, copies: Communicator | None = None
+) -> nn.Module:
     """All are drawn, so that they begin the same however they are shared out; this rank's are kept."""
     experts = [MLP(width, 4 * width) for _ in range(count)]
     if expert is None:
@@ -133,17 +152,19 @@ def experts_of(width: int, count: int, top: int, expert=None, copies=None) -> nn
 class Decoder(Chain):
     """The layers on one rank, each a unit that ZeRO's stage 3 shards."""
 
-    def __init__(self, specs, seed: int):
+    def __init__(self, specs: Iterable[LayerSpec], seed: int):
         super().__init__(specs, seed)
         self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]  # by their names in a Chain
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        (value,) = inputs
         for layer in self.layers.children():
-            x = layer(x)
-        return x
+            value = layer(value)
+        assert isinstance(value, Tensor)
+        return value
 
 
-def head(width: int, tensor=None) -> LayerSpec:
+def head(width: int, tensor: Communicator | None = None) -> LayerSpec:
     if tensor is None:
         return LayerSpec(nn.Linear, width, VOCABULARY, bias=False)
     return LayerSpec(ColumnParallelLinear, width, VOCABULARY, tensor, bias=False, gather_output=False)
@@ -155,15 +176,22 @@ class Windows(Dataset):
     def __init__(self, text: bytes, seq: int):
         self.bytes, self.seq = torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), seq
 
-    def __len__(self):
+    def __len__(self) -> int:
         return (len(self.bytes) - 1) // self.seq
 
-    def __getitem__(self, place) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
         window = self.bytes[place * self.seq : (place + 1) * self.seq + 1]
         return window[:-1], window[1:]
 
 
-def loss_fn(outputs: Tensor, targets: Tensor, tensor=None, context=None, layers=(), balance: float = 0.0) -> Tensor:
+def loss_fn(
+    outputs: Tensor,
+    targets: Tensor,
+    tensor: Communicator | None = None,
+    context: Shared | None = None,
+    layers: Iterable[MixtureOfExperts] = (),
+    balance: float = 0.0,
+) -> Tensor:
     """-log p, the mean over all bytes, and for the balance of each of ``layers``, which have experts."""
     if context is not None:
         targets = context.tokens(targets)
@@ -174,7 +202,13 @@ def loss_fn(outputs: Tensor, targets: Tensor, tensor=None, context=None, layers=
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def workload(config: dict, tensor=None, context=None, expert=None, copies=None) -> Workload:
+def workload(
+    config: dict,
+    tensor: Communicator | None = None,
+    context: Shared | None = None,
+    expert: Communicator | None = None,
+    copies: Communicator | None = None,
+) -> Workload:
     """The decoder workload: descriptions of functions (those of ``summarization``), a text of bytes.
 
     Args:
@@ -228,7 +262,7 @@ def workload(config: dict, tensor=None, context=None, expert=None, copies=None) 
 
 
 @torch.no_grad()
-def evaluate(model, comm, data: Windows, samples: int) -> dict:
+def evaluate(model: nn.Module, comm: Communicator, data: Windows, samples: int) -> dict:
     """``test_loss``: -log p of a byte, the mean over so many samples, spread over the test data."""
     count = min(samples, len(data))
     device, lost = next(model.parameters()).device, []

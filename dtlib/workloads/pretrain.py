@@ -11,10 +11,12 @@ import math
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtlib.workloads import summarization, text
@@ -22,6 +24,7 @@ from dtlib.workloads.beam import summarize
 from dtlib.workloads.rouge import baselines, mean_rouge_l
 from dtlib.workloads.stories import spread
 from dtlib.workloads.summarization import CHECKPOINT, TOKENIZER, VOCABULARY, collate
+from dtlib.workloads.workload import Workload
 
 BATCH, POOL = 32, 32  # samples in a batch; batches in a pool within which they are sorted by length
 RATE, WARM_UP, LEAST = 1.5e-3, 150, 0.02  # of AdamW; steps; of the rate at the end
@@ -29,7 +32,7 @@ DROPOUT = 0.3  # the more, the later a small corpus is known by heart
 SAVE_EVERY = 240  # seconds
 
 
-def batches(samples: list, chance: random.Random):
+def batches(samples: list, chance: random.Random) -> Iterator[list]:
     """An epoch: batches of articles of about the same length, in random order."""
     order = chance.sample(range(len(samples)), len(samples))
     for start in range(0, len(order), BATCH * POOL):
@@ -39,7 +42,7 @@ def batches(samples: list, chance: random.Random):
         yield from ([samples[place] for place in places] for places in cut)
 
 
-def loss_of(model, batch) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: list) -> torch.Tensor:
     """The mean of -log p over the tokens of all summaries."""
     inputs, targets = collate(batch)
     with torch.autocast("cpu", torch.bfloat16):
@@ -48,7 +51,7 @@ def loss_of(model, batch) -> torch.Tensor:
     return lost[targets != text.PAD].mean()
 
 
-def train(model, samples: list, seconds: float, saved: Path) -> None:
+def train(model: nn.Module, samples: list, seconds: float, saved: Path) -> None:
     """AdamW for so many seconds in all, those before an interruption included."""
     optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.98), weight_decay=0.05)
     done, step, epoch = 0.0, 0, 0
@@ -81,8 +84,9 @@ def train(model, samples: list, seconds: float, saved: Path) -> None:
         epoch += 1
 
 
-def report(workload, articles: int = 400) -> None:
+def report(workload: Workload, articles: int = 400) -> None:
     """ROUGE-L on articles spread over the libraries held out: the model's, and what it is compared with."""
+    assert isinstance(workload.train, summarization.Summaries) and isinstance(workload.test, summarization.Summaries)
     known, held = workload.train.stories, spread(workload.test.stories, articles)
     for beams in (1, 4):
         written = summarize(workload.model, workload.test, [story.article for story in held], beams)

@@ -1,5 +1,9 @@
 """Sequences that ranks share: each reads some, and has some tokens of all of them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -7,6 +11,9 @@ from dtlib.errors import DtlibError
 from dtlib.parallel.context.attention import Sequence
 from dtlib.parallel.context.module import METHODS
 from dtlib.parallel.context.order import ORDERS, positions_of
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
 
 
 class Shared:
@@ -18,7 +25,7 @@ class Shared:
     So a mean over this rank's tokens, averaged over ranks, is the mean over all tokens.
     """
 
-    def __init__(self, comm, order: str = "zigzag", method: str = "ring"):
+    def __init__(self, comm: Communicator, order: str = "zigzag", method: str = "ring"):
         if order not in ORDERS or method not in METHODS:
             raise DtlibError(
                 f"context_parallel has order {order!r} and method {method!r}: choose of {', '.join(ORDERS)}, and of "

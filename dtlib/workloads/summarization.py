@@ -4,12 +4,17 @@ The embedded corpus is documentation, and is called so: name, arguments and desc
 the line that sums it up is the summary. Whole libraries are held out for the test.
 """
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from textwrap import shorten
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
@@ -17,6 +22,10 @@ from dtlib.workloads import stories, text, transformer
 from dtlib.workloads.beam import summarize
 from dtlib.workloads.rouge import lead, rouge_l
 from dtlib.workloads.workload import Workload, chosen, settings, shared_mean
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 TOKENIZER, CHECKPOINT = stories.DATA / "summarizer_tokenizer.json", stories.DATA / "summarizer.safetensors"
 VOCABULARY = 4096  # of the tokenizer that comes with dtlib
@@ -41,14 +50,14 @@ class Summaries(Dataset):
         article_tokens, summary_tokens: what is longer is cut off there.
     """
 
-    def __init__(self, found: list[stories.Story], tokenizer, article_tokens: int, summary_tokens: int):
+    def __init__(self, found: list[stories.Story], tokenizer: Tokenizer, article_tokens: int, summary_tokens: int):
         self.stories, self.tokenizer = found, tokenizer
         self.article_tokens, self.summary_tokens = article_tokens, summary_tokens
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.stories)
 
-    def __getitem__(self, place) -> tuple[list[int], list[int]]:
+    def __getitem__(self, place: int) -> tuple[list[int], list[int]]:
         story = self.stories[place]
         summary = self.tokenizer.encode(story.summary).ids[: self.summary_tokens - 1]
         return self.article(story.article), [text.BEGIN, *summary, text.END]
@@ -58,7 +67,7 @@ class Summaries(Dataset):
         return self.tokenizer.encode(words).ids[: self.article_tokens] or [text.UNKNOWN]
 
 
-def collate(samples) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def collate(samples: Iterable[tuple[list[int], list[int]]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """``(source, prefix), target``: (batch, S), and twice (batch, T), int64; the target follows on the prefix."""
     articles, summaries = map(list, zip(*samples, strict=True))
     targets = text.padded(summaries)
@@ -153,7 +162,7 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
 
 
 @torch.no_grad()
-def load_checkpoint(model) -> None:
+def load_checkpoint(model: nn.Module) -> None:
     """The parameters that come with dtlib, trained by ``python -m dtlib.workloads.pretrain``."""
     from safetensors.torch import load_file
 
@@ -162,7 +171,7 @@ def load_checkpoint(model) -> None:
         parameter.copy_(found[name])
 
 
-def evaluate(model, comm, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
+def evaluate(model: nn.Module, comm: Communicator, data: Summaries, articles: int = 0, beams: int = 1) -> dict:
     """``rouge_l`` of the model's summaries and ``lead_rouge_l`` of the articles' first sentences, means of F."""
     mine = stories.spread(data.stories, articles)[comm.rank :: comm.size]
     written = summarize(model, data, [story.article for story in mine], beams)
@@ -171,7 +180,7 @@ def evaluate(model, comm, data: Summaries, articles: int = 0, beams: int = 1) ->
     return {"rouge_l": shared_mean(scores, comm), "lead_rouge_l": shared_mean(leads, comm)}
 
 
-def examples(model, data: Summaries, places, beams: int = 4) -> str:
+def examples(model: nn.Module, data: Summaries, places: Iterable[int], beams: int = 4) -> str:
     """Articles of ``data`` at these places, each with its reference, its first sentence and the model's summary."""
     shown, blocks = [data.stories[place] for place in places], []
     written = summarize(model, data, [story.article for story in shown], beams)

@@ -1,6 +1,7 @@
 """Text to tokens and back: byte-pair encoding, trained on the corpus at hand (Hugging Face's ``tokenizers``)."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ PAD, BEGIN, END, UNKNOWN = range(4)
 SPECIAL = ["[PAD]", "[BEGIN]", "[END]", "[UNK]"]
 
 
-def train_tokenizer(texts, vocabulary: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """A tokenizer of at most ``vocabulary`` tokens, in lower case.
 
     A word is cut at punctuation, and a token that goes on inside of a word begins with ``##``: so ``rank`` is one and
@@ -38,7 +39,7 @@ def _of_text_alone(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def as_text(tokenizer: Tokenizer, tokens) -> str:
+def as_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
     """What tokens say, up to the first end; spaces stand as they do in a sentence."""
     tokens = [int(token) for token in tokens]
     if END in tokens:

@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.before.weight = nn.Parameter(torch.eye(width).roll(width // 2, 0))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, inputs):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         source, prefix = inputs
         x, y = self.embed(source), self.embed(prefix)
         x = x + functional.pad(self.before(x)[:, :-1], (0, 0, 1, 0))
@@ -90,7 +90,7 @@ class Encoder(nn.Module):
         self.norm, self.attention, self.mlp = nn.LayerNorm(width), Attention(width, heads), FeedForward(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, inputs):
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x, y, source = inputs
         seen = self.norm(x)
         x = x + self.dropout(self.attention(seen, seen, visible(source)))
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         self.norm_source, self.at_source = nn.LayerNorm(width), Attention(width, heads)
         self.mlp, self.dropout = FeedForward(width), nn.Dropout(dropout)
 
-    def forward(self, inputs):
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x, y, source = inputs
         seen = self.norm(y)
         y = y + self.dropout(self.itself(seen, seen, causal=True))
@@ -131,7 +131,7 @@ class Pointer(nn.Module):
             self.query.weight.copy_(torch.eye(width))
             self.key.weight.copy_(torch.eye(width).roll(width // 2, 1))  # back from where the embedding moved it
 
-    def forward(self, inputs) -> Tensor:
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, y, source = inputs
         y = self.norm(y)
         scores = self.query(y) @ self.key(self.norm_source(x)).transpose(1, 2) / y.shape[2] ** 0.5

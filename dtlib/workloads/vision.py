@@ -1,5 +1,9 @@
 """Images to classes: the network of the tutorials and a small residual one, on digits, MNIST or CIFAR-10."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -9,6 +13,10 @@ from dtlib.parallel.pipeline.layers import LayerSpec
 from dtlib.workloads import digits
 from dtlib.workloads.images import read_folder
 from dtlib.workloads.workload import Chain, Workload, chosen, settings
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
 
 DEFAULTS = {"model": "mlp", "data": None, "seed": 0}
 BATCH = 256  # images at a time in an evaluation
@@ -102,25 +110,25 @@ class Images(Dataset):
     def __init__(self, images: Tensor, labels: Tensor, classes: tuple[str, ...]):
         self.images, self.labels, self.classes = images, labels, classes
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, place) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
         image = self.images[place]
         return (image.float() / 255 if image.dtype == torch.uint8 else image), self.labels[place]
 
 
-def embedded():
+def embedded() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
     """The digits: 1440 images to train on and 357 to test with, (images, 1, 28, 28)."""
     halves = []
     for x, y in digits.split():
         images = x.view(-1, 1, 8, 8)
         halves.append((functional.interpolate(images, size=(28, 28), mode="bilinear"), y))
-    return *halves, tuple("0123456789")
+    return halves[0], halves[1], tuple("0123456789")
 
 
 @torch.no_grad()
-def confusion(model, data: Images, comm) -> Tensor:
+def confusion(model: nn.Module, data: Images, comm: Communicator) -> Tensor:
     """How many images of class i (row) were taken for class j (column): (classes, classes), int64, over all ranks."""
     device, was, classes = next(model.parameters()).device, model.training, len(data.classes)
     table = torch.zeros(classes**2, dtype=torch.int64)
@@ -133,7 +141,7 @@ def confusion(model, data: Images, comm) -> Tensor:
     return comm.all_reduce(table).view(classes, classes)
 
 
-def evaluate(model, data: Images, comm) -> dict:
+def evaluate(model: nn.Module, data: Images, comm: Communicator) -> dict:
     """``accuracy``: the fraction of the images that the model gets right."""
     table = confusion(model, data, comm)
     return {"accuracy": table.trace().item() / table.sum().item()}

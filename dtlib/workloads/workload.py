@@ -1,15 +1,23 @@
 """What there is to train: a model, its data, its loss, and the measure by which it is judged."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline.layers import TiedLayerSpec
+from dtlib.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
+
+if TYPE_CHECKING:
+    from dtlib.comm import Communicator
+
+V = TypeVar("V")
 
 
 @dataclass
@@ -50,7 +58,7 @@ class Chain(nn.Module):
     gives several tensors does so as one tuple.
     """
 
-    def __init__(self, specs, seed: int):
+    def __init__(self, specs: Iterable[LayerSpec], seed: int):
         super().__init__()
         self.layers = nn.ModuleDict()
         tied: dict = {}
@@ -65,8 +73,8 @@ class Chain(nn.Module):
                     first = tied.setdefault(spec.key, getattr(layer, spec.tied_weight_attr))
                     setattr(layer, spec.tied_weight_attr, first)
 
-    def forward(self, *inputs):
-        value = inputs[0] if len(inputs) == 1 else inputs
+    def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        value: Any = inputs[0] if len(inputs) == 1 else inputs
         for layer, function in zip(self.layers.values(), self._functions, strict=True):
             value = function(layer, value) if function else layer(value)
         return value
@@ -93,7 +101,7 @@ def settings(config: dict, defaults: dict, name: str) -> dict:
 _KINDS = {str: "a text", int: "a whole number", float: "a number with a point", bool: "true or false"}
 
 
-def chosen(presets: dict, model: str, name: str):
+def chosen(presets: dict[str, V], model: str, name: str) -> V:
     """The preset of that name.
 
     Raises:
@@ -104,7 +112,7 @@ def chosen(presets: dict, model: str, name: str):
     return presets[model]
 
 
-def shared_mean(values: list[float], comm) -> float:
+def shared_mean(values: list[float], comm: Communicator) -> float:
     """The mean over the values of all ranks, in float64; a rank may have none."""
     sums = torch.tensor([sum(values), len(values)], dtype=torch.float64)
     total, count = comm.all_reduce(sums).tolist()

@@ -56,7 +56,7 @@ def _from_transformers(workload: Workload, model) -> nn.Module:
 
 
 class ImageClassifier(nn.Module):
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
@@ -67,11 +67,11 @@ class ImageClassifier(nn.Module):
 class EncoderDecoder(nn.Module):
     """Log-probabilities (batch, T, vocabulary) from ``(source, prefix)``."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs) -> Tensor:
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         source, prefix = inputs
         logits = self.model(input_ids=source, attention_mask=source != text.PAD, decoder_input_ids=prefix).logits
         return functional.log_softmax(logits.float(), 2)
@@ -80,7 +80,7 @@ class EncoderDecoder(nn.Module):
 class DecoderOnly(EncoderDecoder):
     """The same from a model that reads on: the source, then the prefix."""
 
-    def forward(self, inputs) -> Tensor:
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         source, prefix = inputs
         tokens = functional.pad(source, (0, prefix.shape[1]))
         tokens[:, source.shape[1] :] = prefix

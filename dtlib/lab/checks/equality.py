@@ -24,7 +24,7 @@ def factors(got, *parts) -> list | None:
 def number(value: object) -> float | str:
     """A float, or text where it is none."""
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]  # or it raises
     except (TypeError, ValueError):
         return f"{value!r:.60}"
 
