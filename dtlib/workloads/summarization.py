@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
@@ -178,13 +177,3 @@ def evaluate(model: nn.Module, comm: Communicator, data: Summaries, articles: in
     scores = [rouge_l(story.summary, guess) for story, guess in zip(mine, written, strict=True)]
     leads = [rouge_l(story.summary, lead(story.article)) for story in mine]
     return {"rouge_l": shared_mean(scores, comm), "lead_rouge_l": shared_mean(leads, comm)}
-
-
-def examples(model: nn.Module, data: Summaries, places: Iterable[int], beams: int = 4) -> str:
-    """Articles of ``data`` at these places, each with its reference, its first sentence and the model's summary."""
-    shown, blocks = [data.stories[place] for place in places], []
-    written = summarize(model, data, [story.article for story in shown], beams)
-    for story, guess in zip(shown, written, strict=True):
-        rows = ("article", story.article), ("reference", story.summary), ("lead", lead(story.article)), ("model", guess)
-        blocks.append("\n".join(f"{name:<10} {shorten(words, 200)}" for name, words in rows))
-    return "\n\n".join(blocks)
