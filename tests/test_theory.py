@@ -246,11 +246,10 @@ def test_what_is_no_stage_or_scheme_is_refused():
 
 
 def test_scaling():
-    """By hand, and what the three laws must have in common."""
+    """By hand, and what the two laws must have in common."""
     assert scaling.amdahl(0.1, 4) == pytest.approx(1 / (0.1 + 0.9 / 4)) and scaling.amdahl(0.1, 10**9) < 10
-    assert scaling.gustafson(0.1, 4) == pytest.approx(0.1 + 0.9 * 4)
     for serial in (0.0, 0.3, 1.0):
-        assert scaling.amdahl(serial, 1) == scaling.gustafson(serial, 1) == 1
+        assert scaling.amdahl(serial, 1) == 1
     fraction = scaling.serial_fraction(0.9, 512)
     assert scaling.amdahl(fraction, 512) == pytest.approx(0.9 * 512)
     # 1,024 ranks, 4 MB, 5 us, 25 GB/s: 20 latencies, and twice the bytes.

@@ -4,11 +4,8 @@
                 work as one had alone (weak scaling), N times that
     efficiency  speed-up / N
 
-A fraction s of the work is serial, the rest is divided evenly. G. M. Amdahl (AFIPS 1967) keeps the work as it is,
-J. L. Gustafson (CACM 31, 1988) lets the parallel work grow with N, s being its fraction of the time on N ranks:
-
-    Amdahl      1 / (s + (1 - s) / N)    never more than 1 / s
-    Gustafson   s + (1 - s) N            grows with N for ever
+A fraction s of the work is serial, the rest is divided evenly. G. M. Amdahl (AFIPS 1967) keeps the work as it is: the
+speed-up is 1 / (s + (1 - s) / N), and never more than 1 / s.
 """
 
 from dtlib.theory import collectives
@@ -17,11 +14,6 @@ from dtlib.theory import collectives
 def amdahl(serial: float, ranks: int) -> float:
     """Speed-up of the same work on ``ranks`` ranks, of which the fraction ``serial`` is not divided."""
     return 1 / (serial + (1 - serial) / ranks)
-
-
-def gustafson(serial: float, ranks: int) -> float:
-    """Speed-up where the parallel work grows with the ranks; ``serial`` is a fraction of the time on ``ranks``."""
-    return serial + (1 - serial) * ranks
 
 
 def serial_fraction(efficiency: float, ranks: int) -> float:
