@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dtlib.comm.link_types import Combine
 from dtlib.comm.waiting import Link
 from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from dtlib.comm.link_types import Combine
 
 
 def all_reduce(link: Link, array: np.ndarray, combine: Combine[np.ndarray]) -> Iterator[list]:

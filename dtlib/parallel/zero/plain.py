@@ -70,7 +70,7 @@ class Stage1:
 
     def reduce(self, unit: Unit) -> None:
         """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
-        whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)  # type: ignore[misc]
+        whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)
         unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
         unit.module.zero_grad()
 
