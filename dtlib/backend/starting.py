@@ -127,7 +127,7 @@ def _of_members(members: list[int], seconds: float | None) -> Communicator:
     everyone = parent.mpi.Get_group()
     chosen = everyone.Incl(members)
     try:
-        mpi = parent.mpi.Create_group(chosen)
+        mpi = parent.mpi.Create_group(chosen)  # type: ignore[attr-defined]  # of an Intracomm, as it is
     finally:
         chosen.Free()
         everyone.Free()

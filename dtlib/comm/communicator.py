@@ -47,7 +47,7 @@ class Communicator(ObjectOperations):
 
     simulated = False  # True where the other ranks do not exist
 
-    def __init__(self, mpi: MPI.Intracomm, time_limit: float | None = None, verify: bool = False, name: str = "world"):
+    def __init__(self, mpi: MPI.Comm, time_limit: float | None = None, verify: bool = False, name: str = "world"):
         self.mpi = mpi
         self._prepare(mpi.Get_rank(), mpi.Get_size(), world_ranks(mpi), time_limit, verify, name)
 
@@ -326,7 +326,7 @@ class Communicator(ObjectOperations):
         name = f"{self.name}/{self._splits}.{color}"
         if color is None:
             return None
-        group = Communicator(mpi, self.time_limit, self.verify, name)  # type: ignore[arg-type]  # mpi4py says Comm
+        group = Communicator(mpi, self.time_limit, self.verify, name)
         lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group._members)
         group.wire = self.wire  # the same network card
         return group

@@ -64,7 +64,7 @@ def failure_of_a_rank(error: Exception) -> bool:
 def shrunk(comm: Communicator, tell: Callable[..., object] = lambda what, **facts: None) -> Communicator:
     """A communicator of those who live, in their old order; all of them call it."""
     comm.mpi.Revoke()
-    rest = Communicator(comm.mpi.Shrink(), comm.time_limit, name=f"{comm.name}-")  # type: ignore[arg-type]  # mpi4py says Comm
+    rest = Communicator(comm.mpi.Shrink(), comm.time_limit, name=f"{comm.name}-")
     if lost := sorted(set(comm._members) - set(rest._members)):
         tell("lost", ranks=lost, comm=rest)
     return rest

@@ -51,8 +51,8 @@ class DataParallelNaive(nn.Module):
             if parameter.grad is not None:
                 self.contract.gradient_is_ready(parameter)
         self.contract.check_step()
-        for gradient in (parameter.grad for parameter in self.trained if parameter.grad is not None):
-            self.comm.all_reduce(gradient, op="mean")
+        for parameter in self.trained:
+            self.comm.all_reduce(parameter.grad, op="mean")
 
 
 class DataParallelHooks(DataParallelNaive):

@@ -58,9 +58,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(width, self.count, bias=False)
         self.comm.broadcast(self.gate.weight.data)
         for parameter in self.experts.parameters():
-            vars(parameter)["expert_parallel"] = (
-                self.comm._members
-            )  # whoever averages gradients, or takes norms, asks for it
+            parameter.expert_parallel = self.comm._members  # whoever averages gradients, or takes norms, asks for it
             parameter.register_hook(lambda gradient: gradient / self.comm.size)
 
     def forward(self, x):

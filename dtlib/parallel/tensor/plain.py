@@ -53,7 +53,7 @@ def slice_of(parameter: torch.Tensor, dim: int, comm) -> nn.Parameter:
     """This rank's slice, along ``dim``, of rank 0's values."""
     whole = comm.broadcast(parameter.detach().clone())
     mine = nn.Parameter(whole.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format))
-    vars(mine)["tensor_parallel"] = comm.size > 1  # whoever takes norms of gradients asks for it
+    mine.tensor_parallel = comm.size > 1  # whoever takes norms of gradients asks for it
     return mine
 
 
