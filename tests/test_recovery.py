@@ -100,8 +100,10 @@ def test_a_rank_that_ends_well_during_a_look_has_not_died(tmp_path, monkeypatch)
 def test_a_step_is_undone_in_memory_and_tried_once_more(tmp_path):
     faults = [fault("kill", 2, 6, "update"), fault("nan", 1, 10, "nan"), fault("raise", 0, 14, "backward")]
     run = trained(tmp_path, 3, by="memory", steps=20, faults=faults)
-    assert run.said[0] == "Rank 2 has died: 2 ranks are left, and go on."
-    assert run.said[1].startswith("The gradient of rank 1 is not finite in step 10")
+    # On a busy machine a look comes late, and finds a death and the step after it at once.
+    died, undone = sorted(run.said[:2])
+    assert died == "Rank 2 has died: 2 ranks are left, and go on."
+    assert undone.startswith("The gradient of rank 1 is not finite in step 10")
     assert run.said[2] == "this rank's data cannot be read. The step is undone on all ranks, and tried once more."
 
 

@@ -16,16 +16,16 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dtlib.comm.link_types import AnyLink, Combine, N, Steps
+    from dtlib.comm.link_types import Array, Combine, Link, Steps
 
 
-def chunks_of(array: N, size: int) -> list[N]:
+def chunks_of(array: Array, size: int) -> list[Array]:
     """``size`` consecutive pieces of a flat array, as views."""
     count = len(array)
     return [array[count * i // size : count * (i + 1) // size] for i in range(size)]
 
 
-def pieces_of(array: N, sizes: list[int]) -> list[N]:
+def pieces_of(array: Array, sizes: list[int]) -> list[Array]:
     """Consecutive pieces of a flat array, of these sizes, as views."""
     ends = list(accumulate(sizes))
     return [array[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -34,7 +34,7 @@ def pieces_of(array: N, sizes: list[int]) -> list[N]:
 # One to all, all to one
 
 
-def tree_broadcast(link: AnyLink[N], array: N, root: int) -> Steps:
+def tree_broadcast(link: Link[Array], array: Array, root: int) -> Steps:
     """A binomial tree: in every round, who has the values gives them to one who has not.
 
     Ranks are counted from the root. Eight ranks, three rounds:
@@ -56,7 +56,7 @@ def tree_broadcast(link: AnyLink[N], array: N, root: int) -> Steps:
     yield sends
 
 
-def tree_reduce(link: AnyLink[N], array: N, root: int, combine: Combine[N]) -> Steps:
+def tree_reduce(link: Link[Array], array: Array, root: int, combine: Combine[Array]) -> Steps:
     """The broadcast's tree backwards: in every round half of those that still have a sum give it to the other half.
 
         1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6        2 -> 0, 6 -> 4        4 -> 0
@@ -79,7 +79,7 @@ def tree_reduce(link: AnyLink[N], array: N, root: int, combine: Combine[N]) -> S
 # All to all: small arrays, where the number of messages counts
 
 
-def naive_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
+def naive_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
     """Everybody sends to rank 0, which adds and sends the sum back: rank 0 carries 2 (N-1) n bytes alone."""
     if link.rank > 0:
         yield [link.send(array, 0)]
@@ -92,13 +92,13 @@ def naive_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
     yield [link.send(array, other) for other in range(1, link.size)]
 
 
-def tree_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
+def tree_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
     """Up the tree to rank 0 and down again: 2 log2 N rounds of n bytes."""
     yield from tree_reduce(link, array, 0, combine)
     yield from tree_broadcast(link, array, 0)
 
 
-def recursive_doubling_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
+def recursive_doubling_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
     """Exchange with the rank whose number differs in one bit, then in the next bit: log2 N rounds of n bytes.
 
         0 <-> 1, 2 <-> 3        0 <-> 2, 1 <-> 3
@@ -124,7 +124,7 @@ def largest_power_of_two(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def fold(link: AnyLink[N], array: N, whole: int, combine: Combine[N]) -> Steps:
+def fold(link: Link[Array], array: Array, whole: int, combine: Combine[Array]) -> Steps:
     """Ranks from ``whole`` on give their values to the rank ``whole`` places before, and then have nothing to do."""
     if link.rank >= whole:
         yield [link.send(array, link.rank - whole)]
@@ -134,7 +134,7 @@ def fold(link: AnyLink[N], array: N, whole: int, combine: Combine[N]) -> Steps:
         combine(array, received, array)
 
 
-def unfold(link: AnyLink[N], array: N, whole: int) -> Steps:
+def unfold(link: Link[Array], array: Array, whole: int) -> Steps:
     """The ranks from ``whole`` on get the result."""
     if link.rank >= whole:
         yield [link.recv(array, link.rank - whole)]
@@ -145,7 +145,7 @@ def unfold(link: AnyLink[N], array: N, whole: int) -> Steps:
 # All to all: large arrays, where the number of bytes counts
 
 
-def ring_reduce_scatter_in_place(link: AnyLink[N], chunks: list[N], combine: Combine[N]) -> Steps:
+def ring_reduce_scatter_in_place(link: Link[Array], chunks: list[Array], combine: Combine[Array]) -> Steps:
     """Partial sums travel round the ring; after N-1 steps rank r holds the sum of chunk r, in place.
 
     Four ranks; what rank 1 does (send to 2, receive from 0):
@@ -164,7 +164,7 @@ def ring_reduce_scatter_in_place(link: AnyLink[N], chunks: list[N], combine: Com
         combine(incoming, received, incoming)
 
 
-def ring_all_gather(link: AnyLink[N], chunks: list[N]) -> Steps:
+def ring_all_gather(link: Link[Array], chunks: list[Array]) -> Steps:
     """Finished chunks travel round the ring: rank r starts with chunk r, and after N-1 steps everybody has all.
 
     step 0   send chunk r, receive chunk r-1
@@ -176,7 +176,7 @@ def ring_all_gather(link: AnyLink[N], chunks: list[N]) -> Steps:
         yield [link.send(outgoing, right), link.recv(incoming, left)]
 
 
-def ring_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
+def ring_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
     """Reduce-scatter, then all-gather: 2 (N-1) steps, in which every rank sends 2 (N-1)/N of the array.
 
     P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
@@ -186,7 +186,7 @@ def ring_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
     yield from ring_all_gather(link, chunks)
 
 
-def rabenseifner_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> Steps:
+def rabenseifner_all_reduce(link: Link[Array], array: Array, combine: Combine[Array]) -> Steps:
     """Halve what is summed in every round, then double it back: the ring's bytes in 2 log2 N rounds instead of 2 (N-1).
 
     Eight ranks, n elements; rank 0's partners and what it sends them:
@@ -213,7 +213,7 @@ def rabenseifner_all_reduce(link: AnyLink[N], array: N, combine: Combine[N]) -> 
     yield from unfold(link, array, whole)
 
 
-def ring_reduce_scatter(link: AnyLink[N], out: N, chunks: list[N], combine: Combine[N]) -> Steps:
+def ring_reduce_scatter(link: Link[Array], out: Array, chunks: list[Array], combine: Combine[Array]) -> Steps:
     """The ring that leaves its input alone: what travels is added to in two buffers, and ends in ``out``.
 
     Where ``out`` is this rank's chunk itself, everything happens in place.
@@ -235,7 +235,7 @@ def ring_reduce_scatter(link: AnyLink[N], out: N, chunks: list[N], combine: Comb
         outgoing = incoming
 
 
-def same_memory(one: N, other: N) -> bool:
+def same_memory(one: Array, other: Array) -> bool:
     """True if two arrays of one size are the same memory."""
     return one.ctypes.data == other.ctypes.data
 
@@ -243,7 +243,7 @@ def same_memory(one: N, other: N) -> bool:
 # Different data for everybody
 
 
-def direct_scatter(link: AnyLink[N], out: N, chunks: list[N], root: int) -> Steps:
+def direct_scatter(link: Link[Array], out: Array, chunks: list[Array], root: int) -> Steps:
     """The root sends each rank its chunk."""
     if link.rank != root:
         yield [link.recv(out, root)]
@@ -252,7 +252,7 @@ def direct_scatter(link: AnyLink[N], out: N, chunks: list[N], root: int) -> Step
     out[...] = chunks[root]  # last, as out may lie where another rank's chunk was
 
 
-def direct_gather(link: AnyLink[N], chunks: list[N], array: N, root: int) -> Steps:
+def direct_gather(link: Link[Array], chunks: list[Array], array: Array, root: int) -> Steps:
     """Each rank sends its array to the root."""
     if link.rank != root:
         yield [link.send(array, root)]
@@ -261,7 +261,7 @@ def direct_gather(link: AnyLink[N], chunks: list[N], array: N, root: int) -> Ste
     yield [link.recv(chunks[other], other) for other in range(link.size) if other != root]
 
 
-def pairwise_all_to_all(link: AnyLink[N], out_chunks: list[N], chunks: list[N]) -> Steps:
+def pairwise_all_to_all(link: Link[Array], out_chunks: list[Array], chunks: list[Array]) -> Steps:
     """In step s every rank sends to the rank s places on and receives from the one s places back."""
     out_chunks[link.rank][...] = chunks[link.rank]
     for step in range(1, link.size):
@@ -269,7 +269,7 @@ def pairwise_all_to_all(link: AnyLink[N], out_chunks: list[N], chunks: list[N]) 
         yield [link.send(chunks[to], to), link.recv(out_chunks[source], source)]
 
 
-def dissemination_all_gather(link: AnyLink[N], rows: N) -> Steps:
+def dissemination_all_gather(link: Link[Array], rows: Array) -> Steps:
     """Small chunks: in round k every rank passes on all that it has, and so has twice as much: log2 N rounds.
 
     ``rows[0]`` is this rank's chunk; at the end ``rows[i]`` is that of the rank i places on.
@@ -285,7 +285,7 @@ def dissemination_all_gather(link: AnyLink[N], rows: N) -> Steps:
         have += count
 
 
-def dissemination_barrier(link: AnyLink[N]) -> Steps:
+def dissemination_barrier(link: Link[Array]) -> Steps:
     """In round k every rank tells the rank 2^k places on that it has arrived: after log2 N rounds all know of all.
 
     D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.

@@ -20,11 +20,11 @@ BRANCHES = (
     ),
     (
         "Do states fit, shared\nout in part?", "4 P + 12 P/N or\n2 P + 14 P/N ≤ room",
-        "ZeRO-1 or 2: send no more\nthan data parallelism", "lesson 06",
+        "ZeRO-1, or 2 with one micro-\nbatch: sends no more", "lesson 06",
     ),
     (
         "Is there enough to do\nto hide three P a step?", "16 P/N ≤ room\nand n ≥ F/B",
-        "ZeRO-3 (FSDP):\nsends half as much again",
+        "ZeRO-3 (FSDP): half as\nmuch again, or more",
         "lesson 06",
     ),
     (

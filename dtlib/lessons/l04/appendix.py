@@ -191,8 +191,8 @@ ends = [Timeline(lab.values(name)).end for name in ("usual", "turned")]
 assert 0.8 < ends[1] / ends[0] < 1.25
 
 # %% [markdown]
-# Look at where the bars of `all_reduce` begin. In the upper figure one begins under each layer. In the lower figure all
-# begin after the last layer: the first layer's gradient is ready last, and all others wait for it.
+# Look at where the bars of `all_reduce` begin. In the upper figure the first begins early, under the layers. In the lower
+# figure all begin after the last layer: the first layer's gradient is ready last, and all others wait for it.
 #
 # Both backward passes take about as long here, as without a thread messages hardly move before the end. With a thread, as
 # in lesson 04, the usual order hides five of the six buckets, and the reversed order none.

@@ -121,7 +121,7 @@ ours = parameters_to_vector(model.parameters()).detach()
 assert (ours == comm.broadcast(ours.clone())).all()
 assert distance(model, alone) < 1e-12
 if world.rank == 0:
-    print("From rank to rank: equal to the last bit. From one process: less than 1e-12.")
+    print(f"From one process: {distance(model, alone):.0e}. From rank to rank: nothing.")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # The last bits differ from one process: four partial sums round differently from one long sum. That is all: **data
@@ -350,7 +350,7 @@ lab.read_end(plain)
 # and the core is idle. We emulate that: layers whose backward pass *sleeps*, and a slow network. **These timelines are
 # EMULATED.**
 #
-# The plain class sends from hooks: messages move on only *between* layers. The full class, `DataParallel`, can leave
+# `DataParallelBuckets` sends from hooks: messages move on only *between* layers. The full class, `DataParallel`, can leave
 # them to a thread. **Predict:** six layers, one bucket each. How many buckets can the thread hide behind the backward
 # pass?
 

@@ -11,8 +11,8 @@ from dtlib.lab.tables import Table
 # NVLink 600, 900 and 1,800 GB/s, both directions together; PCIe 4 and 5, 16 lanes, one direction. Networks to 800 Gb/s.
 LINKS = (
     ("memory of an accelerator", "2,000 to 8,000 GB/s"),
-    ("accelerators of one machine (NVLink)", "600 to 1,800 GB/s"),
-    ("accelerator and host (PCIe)", "32 to 64 GB/s"),
+    ("accelerators of one machine (NVLink), both ways", "600 to 1,800 GB/s"),
+    ("accelerator and host (PCIe), one way", "32 to 64 GB/s"),
     ("machine and machine (InfiniBand, Ethernet)", "1 to 100 GB/s a link"),
 )
 

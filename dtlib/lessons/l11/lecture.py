@@ -210,16 +210,16 @@ both = {"weak": weak_model, "strong": strong_model}
 figures.modelled(both, "efficiency", "A step of data parallelism")
 
 # %% tags=["statement"]
-# "Weak scaling hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8."
+# "a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds."
 # "Strong scaling ends where a rank's computing is as short as the all-reduce"
 few, many = row("8", "A step of data"), row("4,096", "A step of data")
 assert few[0] == many[0] == 93 and many[1] == 0 < few[1] and 2 * 4095 / 4096 < 1.15 * 2 * 7 / 8
 assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]  # 0.2 s / 8 are 25 ms, the all-reduce 14
 
 # %% [markdown]
-# Strong scaling ends where a rank's computing is as short as the all-reduce, which does not get shorter. Weak scaling
-# hardly ends: in a ring, a rank sends little more with 4,096 ranks than with 8. Nothing fails here, and nobody is
-# late: real curves lie below.
+# Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling
+# hardly ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds.
+# Nothing fails here, nobody is late: real curves lie below.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?

@@ -311,7 +311,7 @@ assert all(found[2] < 1 for found in ratios.values() if found)
 # ## A cheap task flatters
 #
 # Is DiLoCo better than local SGD? Here are both at three rates: the seeds are paired, and the number is the ratio of their
-# losses after as many bytes, with its interval. The last row is a provocation: DDP, against ranks that train
+# losses after as many steps, with its interval. The last row is a provocation: DDP, against ranks that train
 # alone for all 240 steps and are averaged *once*, at a low rate.
 
 # %%

@@ -25,11 +25,12 @@ comm = world.comm
 # 04_data_parallel_exercises
 
 # %% tags=["statement"]
-# "Buckets hide most of this communication behind the backward pass."
+# "Where a thread or a network card moves messages meanwhile, buckets hide most of this"
 assert found(r"You predicted 5, and it came out as (\d)") == [5]
 
 # %% [markdown]
 # ## So far
 #
 # In a ring no rank sends more than twice the array. Each rank computes gradients on its own rows, `all_reduce`
-# averages them, and all take the same step. Buckets hide most of this communication behind the backward pass.
+# averages them, and all take the same step. Where a thread or a network card moves messages meanwhile, buckets hide
+# most of this communication behind the backward pass.

@@ -70,7 +70,8 @@ lab.chart()
 
 # %% [markdown]
 # 16 bytes a parameter make 208 GB: no GPU holds that. With ZeRO-1 a GPU holds 52 + 156/8 = 72 GB, with ZeRO-2
-# 26 + 182/8 = 49 GB. So stop at ZeRO-2, if 31 GB are enough for the activations: it sends no more than data parallelism.
+# 26 + 182/8 = 49 GB. So stop at ZeRO-2, if 31 GB are enough for the activations: with one micro-batch a step it
+# sends no more than data parallelism.
 # Then ask the same of your own model.
 
 # %% [markdown]

@@ -28,11 +28,11 @@ comm = world.comm
 # 04_data_parallel_exercises
 
 # %% tags=["statement"]
-# "Sending buckets during the backward pass hides most of the sending."
+# "A thread can hide most of the sending behind the backward pass."
 assert found(r"You predicted 5, and it came out as (\d)") == [5]
 
 # %% [markdown]
 # ## So far
 #
-# Every rank has its own slice of the batch, `all_reduce` averages the gradients, and all take the same step. Sending
-# buckets *during* the backward pass hides most of the sending.
+# Every rank has its own slice of the batch, `all_reduce` averages the gradients, and all take the same step. A thread
+# can hide most of the sending behind the backward pass.

@@ -27,15 +27,16 @@ from dtlib.theory.zero import GB, SCHEMES, zero_bytes
 
 # %% tags=["statement"]
 # "it sends three parts where the others send two: half as much again"
-# "Stages 1 and 2 send what data parallelism sends."
+# "In a step with one micro-batch, stages 1 and 2 send what data parallelism sends."
 from dtlib.theory.zero import zero_wire_elements
 
 parts = [zero_wire_elements(4_000, 4, stage) / 3_000 for stage in range(4)]
 assert parts == [2, 2, 2, 3]
 
 # %% [markdown]
-# What does this cost? Stages 1 and 2 send what data parallelism sends. Stage 3 gathers each layer's parameters twice, for
-# the forward and for the backward pass, so it sends three parts where the others send two: half as much again.
+# What does this cost? In a step with one micro-batch, stages 1 and 2 send what data parallelism sends. Stage 3 gathers
+# each layer's parameters twice, for the forward and for the backward pass, so it sends three parts where the others
+# send two: half as much again.
 
 # %% [raw]
 # 06_zero_exercises
@@ -43,4 +44,4 @@ assert parts == [2, 2, 2, 3]
 # %% [markdown]
 # ## So far
 #
-# Each stage shards more, and the result is the same. Take the lowest stage that fits: only stage 3 sends more.
+# Each stage shards more, and the result is the same. Take the lowest stage that fits.
