@@ -116,9 +116,8 @@ class Reducer:
         self._samples = Samples(comm)
         self._names = names
         self._used: list[int] = []
-        self._staging: dict[
-            tuple, list[torch.Tensor]
-        ] = {}  # by dtype and device: two pieces of memory, which buckets use in turn
+        # By dtype and device: two pieces of memory, which buckets use in turn.
+        self._staging: dict[tuple, list[torch.Tensor]] = {}
         self._travelling: list[GradientShard] = []
         self._pass = BackwardPass(shards, self._begin, self._launch, self._finish, progress, names)
         self.gradient_is_ready = self._pass.gradient_is_ready

@@ -80,9 +80,8 @@ class MixtureOfExperts(nn.Module):
             for parameter in [*self.gate.parameters(), *(shared.parameters() if shared else ())]:
                 comm.broadcast(parameter.data)
         for parameter in self.experts.parameters():
-            vars(parameter)["expert_parallel"] = (
-                self.comm._members
-            )  # whoever averages gradients, or takes norms, asks for it
+            # Whoever averages gradients, or takes norms, asks for it.
+            vars(parameter)["expert_parallel"] = self.comm._members
             if self.comm.size > 1 or self.data is not None:
                 vars(parameter)["expert_copy"] = self.data.rank if self.data else 0  # a checkpoint takes the first
             if parameter.requires_grad:
