@@ -19,6 +19,9 @@ SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 
 .PHONY: lab lock test test-slow test-nightly test-gpu gpu-report test-all tour notebooks workshop slides book browser wheelhouse lint clean
 
+# Tests start hundreds of processes. Each would compile dtlib anew where the environment says that this is not kept.
+test test-slow test-nightly test-gpu: export PYTHONDONTWRITEBYTECODE :=
+
 PYTEST := $(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 lab: .venv/ready

@@ -4,7 +4,7 @@ import csv
 
 from benchmarks.compare import Row, compare
 from dtlib import pi
-from dtlib.lab.engines.workshop import folder
+from dtlib.lab.course import folder
 from dtlib.world.machine import gpu_names
 
 RANKS = 2

@@ -2,7 +2,8 @@
 ``--ranks 4`` sleeping stages against the simulation.
 
 Our stages are of dtlib's ``Linear``, which adds to gradients while it multiplies; torch's are of ``nn.Linear``. The
-bound is what no schedule without interleaving can beat: the slowest of our stages' passes alone, and the bubble.
+bound is what no schedule without interleaving can beat: the slowest of our stages' passes alone, and the bubble. The
+bare loop is GPipe on mpi4py without anything else, on stages like ours (bare_pipeline.py).
 """
 
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import tensor_parallel
+from benchmarks import bare_pipeline, tensor_parallel
 from benchmarks.compare import in_turns, repeated, row, seconds_of
 from benchmarks.peers import torch_group
 from dtlib import schedule as schedules
@@ -66,7 +67,8 @@ def _against_torch(world, repeats):
         x, y = torch.randn(2, MICROBATCHES * samples, width)
         arguments, target = ([x], None) if world.rank == 0 else ([], y)
         for name, (ours, theirs, plainly) in pairs.items():
-            first, second, third, fourth = (_stage(width, layer) for layer in (Linear, nn.Linear, Linear, Linear))
+            layers = Linear, nn.Linear, Linear, Linear, Linear
+            first, second, third, fourth, fifth = (_stage(width, layer) for layer in layers)
             device, group = torch.device("cpu"), torch_group(world)
             ours = ours(PipelineStage(first, world.rank, 2, world.comm), MICROBATCHES, mse)
             theirs = theirs(pipelining.PipelineStage(second, world.rank, 2, device, group=group), MICROBATCHES, mse)
@@ -76,12 +78,23 @@ def _against_torch(world, repeats):
                 "plain": repeated(partial(_plain_step, world, third, x, y, plainly), times),
                 "passes": repeated(partial(_passes, world, fourth, x, y), times),
             }
+            if name == "GPipe":
+                steps["bare"] = repeated(partial(_bare_step, world.comm.mpi.Dup(), fifth, x, y), times)
             seconds = in_turns(world.comm, steps, repeats)
             bound = seconds["passes"] * (MICROBATCHES + world.size - 1) / MICROBATCHES
             for who, said in (("ours", ""), ("plain", "plain, "), ("theirs", "torch, ")):
                 if who != "theirs":
                     yield row(f"{said}{name}, {size}", "torch pipelining, gloo", seconds[who], seconds["theirs"])
+                    if name == "GPipe":
+                        yield row(f"{said}{name}, {size}", "a bare loop on mpi4py", seconds[who], seconds["bare"])
                 yield row(f"{said}{name}, {size}", "the bound", seconds[who], bound)
+
+
+def _bare_step(mpi, stage, x, y):
+    ends = (x, None) if mpi.Get_rank() == 0 else (None, y)
+    like = x[: len(x) // MICROBATCHES]
+    with weights_at_once():
+        bare_pipeline.gpipe(mpi, stage, *ends, like, MICROBATCHES, nn.functional.mse_loss)
 
 
 def _plain_step(world, stage, x, y, schedule):

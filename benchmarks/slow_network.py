@@ -64,7 +64,7 @@ def _step(comm, number: int, when: str):
     """A backward pass whose gradients are averaged in so many messages, then or meanwhile."""
     import torch
 
-    from dtlib.lab.emulated import EmulatedAccelerator
+    from dtlib.lessons.l04.emulated import EmulatedAccelerator
     from dtlib.parallel.data import DataParallel
 
     model = net = EmulatedAccelerator(LAYERS, COUNT, SECONDS)

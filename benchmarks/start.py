@@ -23,8 +23,8 @@ import psutil
 
 from benchmarks.compare import Row, row
 from benchmarks.recovery import CASES, seconds_of
-from dtlib.lab.engines.workshop import LEFT_BEHIND, PROFILE
-from dtlib.lab.engines.workshop import folder as workshop_folder
+from dtlib.lab.course import LEFT_BEHIND, PROFILE
+from dtlib.lab.course import folder as workshop_folder
 from dtlib.world import forking
 from dtlib.world.launch import find_mpiexec, forked_ranks, python_of_a_rank, run_ranks
 

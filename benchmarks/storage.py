@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import input_peers
 from benchmarks.compare import Row, row
-from dtlib.lab.engines.workshop import folder as workshop_folder
+from dtlib.lab.course import folder as workshop_folder
 from dtlib.storage import FORMATS, Loader, mlperf, open_samples, page_cache
 from dtlib.storage.order import order
 from dtlib.storage.utilisation import EmulatedAccelerator, measure

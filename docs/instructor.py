@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 from dtlib.lab.checks.checks import judge_rounds
+from dtlib.lab.checks.exercise import homes
 from dtlib.lab.checks.questions import quizzes
-from dtlib.lab.checks.registry import homes
 from dtlib.lab.lesson_files import notebooks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES

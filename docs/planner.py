@@ -2,6 +2,7 @@
 dtlib/planner/calibrated.py, and docs/planner.md with docs/planner_rows.csv: how far off it is, row by row."""
 
 import csv
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,14 +72,20 @@ def write_calibrated(found: dict, usable: float) -> None:
             seen[size] = (min(map(of, rows)), max(map(of, rows)))
         seen["recompute"] = tuple(sorted({row.plan.recompute for row in rows}))
         low, high = fits.band_of(off)
-        lines += [f'    "{name}": Calibration(', f'        device="{SETS[name][1]}",', f"        rows={len(rows)},"]
-        lines += [f'        source="{source}",', f"        error={np.abs(off).mean():.3f},"]
-        lines += [f"        band=({low:.3f}, {high:.3f}),", "        speeds=Speeds("]
-        lines += [f"            {key}={float(f'{value:.3g}')!r}," for key, value in vars(speeds).items()]
+        lines += [f'    "{name}": Calibration(', f'        device="{SETS[name][1]}", rows={len(rows)},']
+        lines += [f'        source="{source}",']
+        lines += [f"        error={np.abs(off).mean():.3f}, band=({low:.3f}, {high:.3f}),", "        speeds=Speeds("]
+        lines += _several_a_line(f"{key}={float(f'{value:.3g}')!r}," for key, value in vars(speeds).items())
         lines += ["        ),", "        seen={"]
-        lines += [f'            "{key}": {value!r},'.replace("'", '"') for key, value in seen.items()]
+        lines += _several_a_line(f'"{key}": {value!r},'.replace("'", '"') for key, value in seen.items())
         lines += ["        },", "    ),"]
-    CALIBRATED.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
+    CALIBRATED.write_text("\n".join([*lines, "}  # fmt: skip"]) + "\n", encoding="utf-8")
+
+
+def _several_a_line(entries) -> list[str]:
+    """Entries of a call or dictionary, as many in a line as fit."""
+    text = textwrap.fill(" ".join(each.replace(" ", "\0") for each in entries), 120 - 12, break_on_hyphens=False)
+    return textwrap.indent(text.replace("\0", " "), " " * 12).split("\n")
 
 
 def random_halves() -> str:

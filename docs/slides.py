@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape, unescape
 from pathlib import Path
 
@@ -116,6 +117,7 @@ class Slide:
         return [block for block in self.blocks if block.kind != "text"]
 
 
+@cache
 def deck(source: Path) -> list[Slide]:
     """The slides of a deck's source, in its order, filled from the solved lecture of the same name."""
     outputs = _outputs(lecture(source))
@@ -123,6 +125,7 @@ def deck(source: Path) -> list[Slide]:
     return [_slide(part, outputs, source.name) for part in parts]
 
 
+@cache
 def lecture(source: Path):
     return nbformat.read(ROOT / "notebooks" / "solutions" / f"{source.stem}.ipynb", as_version=4)
 

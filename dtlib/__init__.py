@@ -32,22 +32,13 @@ if TYPE_CHECKING:  # under these names a type checker finds them, too
 __version__ = "0.1.0"
 
 _LAZY = {
-    "init": "dtlib.world",
-    "reset": "dtlib.world",
-    "World": "dtlib.world",
-    "Communicator": "dtlib.comm",
-    "trace": "dtlib.measure.trace",
-    "phase": "dtlib.measure.trace",
-    "Timeline": "dtlib.measure.trace",
-    "initialize": "dtlib.training",
-    "add_config_arguments": "dtlib.training.scripts",
-    "init_distributed": "dtlib.training.scripts",
-    "get_accelerator": "dtlib.accelerator",
-    "PipelineModule": "dtlib.pipe",
-    "log_dist": "dtlib.utils",
-    "memory": "dtlib.measure.memory",
+    "init": "dtlib.world", "reset": "dtlib.world", "World": "dtlib.world", "Communicator": "dtlib.comm",
+    "trace": "dtlib.measure.trace", "phase": "dtlib.measure.trace", "Timeline": "dtlib.measure.trace",
+    "initialize": "dtlib.training", "add_config_arguments": "dtlib.training.scripts",
+    "init_distributed": "dtlib.training.scripts", "get_accelerator": "dtlib.accelerator",
+    "PipelineModule": "dtlib.pipe", "log_dist": "dtlib.utils", "memory": "dtlib.measure.memory",
     "DtlibError": "dtlib.errors",
-}
+}  # fmt: skip
 
 
 # Modules with DeepSpeed's names, which a program that says `import dtlib as deepspeed` finds without importing them.

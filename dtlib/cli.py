@@ -14,7 +14,7 @@ import dtlib
 from dtlib import wall
 from dtlib.errors import DtlibError
 from dtlib.export import EXPORTS, exported
-from dtlib.lab.engines.workshop import current_folder
+from dtlib.lab.course import current_folder
 from dtlib.world.launch import is_rank, run_ranks
 from dtlib.world.machine import gpu_names, usable_cores
 

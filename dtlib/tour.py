@@ -7,7 +7,9 @@ from pathlib import Path
 
 from dtlib import pi
 from dtlib.lab import course
-from dtlib.lab.engines import engine_processes, engine_set, workshop
+from dtlib.lab.course import LEFT_BEHIND, PROFILE
+from dtlib.lab.engines import engine_processes, engine_set
+from dtlib.lab.engines.workshop import Record
 from dtlib.theory import collectives as theory
 
 POINTS = 10**7
@@ -23,14 +25,14 @@ def tour(ranks: int, profile: str | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         if profile is None:
-            profile = Path(folder) / workshop.PROFILE.name
-            left_behind = shutil.ignore_patterns(*workshop.LEFT_BEHIND)
-            shutil.copytree(course.SOURCE / workshop.PROFILE, profile, ignore=left_behind)
+            profile = Path(folder) / PROFILE.name
+            left_behind = shutil.ignore_patterns(*LEFT_BEHIND)
+            shutil.copytree(course.SOURCE / PROFILE, profile, ignore=left_behind)
         try:
             engines = engine_set.engines(ranks, profile=profile)
             rows = [_row(engines, *stop) for stop in _stops(Path(folder), ranks)]
         finally:
-            engine_processes.end(workshop.Record(Path(profile)))
+            engine_processes.end(Record(Path(profile)))
     print()
     head = ("lesson", f"on {ranks} MPI engines", "result", "as expected", "seconds")
     print(tabulate(rows, head, maxcolwidths=WIDTHS, maxheadercolwidths=WIDTHS))

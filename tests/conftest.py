@@ -1,5 +1,6 @@
 import gc
 import shutil
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtlib.lab.engines.workshop import LEFT_BEHIND
+from dtlib.lab.course import LEFT_BEHIND
 from dtlib.world.launch import forked_ranks
 from dtlib.world.machine import gpu_names
 from tests.ranks import IMPORTS, end_worlds
 
 ROOT = Path(__file__).parents[1]
+sys.modules.setdefault("rfc3987_syntax", None)  # nbformat would have jsonschema import it, which takes seconds
 
 
 def pytest_collection_modifyitems(items):
@@ -48,6 +50,8 @@ def pytest_runtest_setup():
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_over(request):
     """No process that a test started outlives the session. Ranks are forked from a process that lives as long as it."""
+    if "torch" in sys.modules:  # two threads that wait for each other's core make small products 500 times as slow
+        sys.modules["torch"].set_num_threads(1)
     with forked_ranks(*IMPORTS) if wants_ranks(request.session.items) else nullcontext():
         yield
         end_worlds()

@@ -27,7 +27,10 @@ from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 from dtlib.world.zygote import LATER
 
-IMPORTS = ("pytest", "_pytest.assertion", *LATER)  # beside those that every rank needs
+IMPORTS = (  # beside those that every rank needs: what many tests would import on each rank of each world
+    *("pytest", "_pytest.assertion", *LATER, "torch.distributed.optim", "torch.distributed.pipelining"),
+    *("torch.distributed.checkpoint.state_dict", "dtlib.production.torch", "dtlib.workloads.summarization"),
+)
 TIME_LIMIT = 60
 GRACE_SECONDS = 2  # for the other ranks, once one has failed
 _worlds = {}

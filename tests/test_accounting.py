@@ -246,10 +246,14 @@ def test_a_tied_weight_and_a_view_count_once():
     model = nn.Module()
     shared = torch.zeros(10)
     model.first, model.second = nn.Parameter(shared[:4]), nn.Parameter(shared[2:8])
-    model.third = model.first
+    model.third, model.inside = model.first, nn.Parameter(shared[3:5])
     with dtlib.memory(model) as m:
         pass
     assert (m.parameters, m.padding) == (4 * 8, 4 * 2)
+    model.after = nn.Parameter(shared[7:9])  # of which one element is new
+    with dtlib.memory(model) as m:
+        pass
+    assert (m.parameters, m.padding) == (4 * 9, 4 * 1)
 
 
 def test_sampled_by_hand_and_states_of_one_element():

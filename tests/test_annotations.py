@@ -8,8 +8,6 @@ import pytest
 
 from tests.test_repository import MODULES
 
-# Rooms in which some public names are not annotated yet: a name may go from here, and none may be added.
-INCOMPLETE = ("backend", "browser", "export", "horovod", "lab", "parallel", "training")
 ROOMS = {}
 for module, path in MODULES.items():
     room = [*module.split("."), "dtlib"][1]
@@ -49,12 +47,11 @@ def gaps(text: str) -> list[str]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_public_names_are_annotated(room):
     found = {str(path): gaps(path.read_text()) for path in ROOMS[room]}
-    found = {path: names for path, names in found.items() if names}
-    assert bool(found) == (room in INCOMPLETE), found or f"{room} is complete: take it off the list"
+    assert not {path: names for path, names in found.items() if names}
 
 
 def test_a_gap_is_found():
     text = "def f(x, *y: int, z: Any = 0): ...\nclass A:\n    def g(self, x: int): ...\n    def _h(self, x): ..."
     assert gaps(text) == ["f: x", "f: z", "f: return", "A.g: return"]
     assert not gaps("def f(x: int, *, y: dict[str, int]) -> None: ...\ndef _g(x): ...")
-    assert not set(INCOMPLETE) - set(ROOMS) and all(isinstance(path, Path) for path in ROOMS["comm"])
+    assert len(ROOMS) > 10 and all(isinstance(path, Path) for path in ROOMS["comm"])

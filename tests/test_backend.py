@@ -240,6 +240,8 @@ def test_messages_subgroups_and_the_end(world):
         sources = {dist.recv(y, group=group, tag=4) for _ in range(size - 1)}
         assert sources == set(range(1, size))
         work = dist.irecv(y, group=group)
+        with pytest.raises(dist.DistBackendError, match="its sender is not known"):
+            work._source_rank()
         while not work.is_completed():
             pass
         assert work._source_rank() == 1 and y[0] == 1

@@ -3,11 +3,11 @@ import time
 
 import pytest
 
+from dtlib.comm.call import Call
 from dtlib.comm.torch.store import shared_store
 from dtlib.comm.watch import board
 from dtlib.comm.watch.blame import over, whom
 from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
-from dtlib.comm.watch.call import Call
 from dtlib.comm.watch.in_step import differing
 from tests.ranks import on_ranks
 

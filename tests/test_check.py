@@ -9,8 +9,7 @@ from dtlib import pi
 from dtlib.errors import DtlibError
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.exercise import Verdict, Wrong, html, rows
-from dtlib.lab.checks.registry import EXERCISES, homes
+from dtlib.lab.checks.exercise import EXERCISES, Verdict, Wrong, homes, html, rows
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.lesson_files import module_of, notebooks
 from dtlib.lessons.l03 import wrong_collectives
@@ -513,10 +512,10 @@ def test_byte_golf_tells_the_score(world):
 @pytest.fixture
 def cells_with():
     """``cells_with(text, version)``: the learner's or the solved cells of the exercises, without %%px."""
-    from dtlib.lab import build  # not on the ranks
+    from tests.books import made  # not on the ranks
 
     def find(text, version, lesson="03_collectives"):
-        book = build.notebook(notebooks()[f"{lesson}_exercises"], version)
+        book = made(notebooks()[f"{lesson}_exercises"], version)
         sources = [cell.source for cell in book.cells if cell.cell_type == "code"]
         return [source.removeprefix("%%px\n") for source in sources if text in source]
 

@@ -49,7 +49,7 @@ def config_of(profile: str):
 
 
 def test_what_a_scheduler_has_given(no_job, tmp_path):
-    assert allocation() is None and workshop.profile_name().name == "profile_local_mpi"
+    assert allocation() is None and workshop.profile().name == "profile_local_mpi"
     for told, expected, profile in (
         ({}, Allocation("Slurm", "7", 2, 8, False), "profile_slurm"),
         ({"SLURM_NTASKS_PER_NODE": "2", "SLURMD_NODENAME": "n1"}, Allocation("Slurm", "7", 2, 4, True),
@@ -62,7 +62,7 @@ def test_what_a_scheduler_has_given(no_job, tmp_path):
         with no_job.context() as inner:
             for name, value in {**SLURM, **told}.items():
                 inner.setenv(name, value)
-            assert allocation() == expected and workshop.profile_name().name == profile
+            assert allocation() == expected and workshop.profile().name == profile
             said = doctor._scheduler(), doctor._ports() if not expected.is_here else "encrypt nothing"
             assert f"in its job 7: {expected.nodes} node" in said[0] and "encrypt nothing" in said[1]
             assert expected.is_here or (starting.suitable_number(), starting.warning(64)) == (expected.ranks, None)
@@ -70,7 +70,7 @@ def test_what_a_scheduler_has_given(no_job, tmp_path):
     nodefile.write_text("n1\nn1\nn2\nn2\n")
     no_job.setenv("PBS_JOBID", "8.server")
     no_job.setenv("PBS_NODEFILE", str(nodefile))
-    assert allocation() == Allocation("PBS", "8.server", 2, 4, True) and workshop.profile_name().name == "profile_pbs"
+    assert allocation() == Allocation("PBS", "8.server", 2, 4, True) and workshop.profile().name == "profile_pbs"
     assert launch.rank_environment(4) == {**launch.rank_environment(2), "DTLIB_RANKS": "4"}  # two a node either way
 
 

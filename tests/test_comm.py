@@ -561,7 +561,7 @@ def test_an_interrupted_wait_takes_its_task_away_only_under_the_lock():
     import threading
 
     from dtlib.comm import solo, waiting
-    from dtlib.comm.watch.call import Call
+    from dtlib.comm.call import Call
 
     queue, link = waiting.Queue(), solo(0, 1)._side_link(0)
     link.all_done, link.give_up = lambda requests: False, lambda requests: None

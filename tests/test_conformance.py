@@ -7,7 +7,6 @@ import pytest
 from docs import conformance
 
 STORED = json.loads((conformance.FOLDER / "signatures.json").read_text())
-INSTALLED = [surface for surface in conformance.TITLES if conformance.signatures_of(surface)]
 
 
 @pytest.mark.parametrize("surface", conformance.TITLES)
@@ -36,6 +35,7 @@ def test_what_is_refused_is_not_there(surface):
 
 
 def test_signatures_of_torch_are_those_of_the_installed_one():
-    assert "torch" in INSTALLED
-    for surface in INSTALLED:
-        assert conformance.signatures_of(surface) == STORED[surface], "python docs/conformance.py --signatures"
+    installed = {surface: found for surface in conformance.TITLES if (found := conformance.signatures_of(surface))}
+    assert "torch" in installed
+    for surface, found in installed.items():
+        assert found == STORED[surface], "python docs/conformance.py --signatures"

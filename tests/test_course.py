@@ -8,9 +8,8 @@ import pytest
 
 from dtlib.errors import DtlibError
 from dtlib.lab import build, course, navigation
-from dtlib.lab.checks import progress
-from dtlib.lab.engines import workshop
 from dtlib.lab.lesson_files import name_of
+from tests.books import made
 from tests.conftest import ROOT
 
 LECTURE = "notebooks/lectures/04_data_parallel.ipynb"
@@ -27,7 +26,7 @@ def test_a_course_laid_out_in_an_empty_folder_keeps_what_the_learner_did(tmp_pat
     _, said = course.open_folder()
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert names == {course.RECORD, *course.sources()} and "files are new" in said
-    assert workshop.folder() == folder, "a notebook in it finds its engines' profile"
+    assert course.folder() == folder, "a notebook in it finds its engines' profile"
     for inside in (folder / "notebooks" / "lectures", folder):
         monkeypatch.chdir(inside)
         assert course.open_folder() == (folder, ""), "a second time there is nothing to do"
@@ -98,7 +97,7 @@ def test_every_notebook_leads_on_and_back():
     reached, books = set(), set()
     for source in build.sources(ROOT):
         for version in ("learner", "solved"):
-            book, file = build.notebook(source, version), build.target(source, version)
+            book, file = made(source, version), build.target(source, version)
             books.add(file)
             head, foot = book.cells[0].source.splitlines()[2], book.cells[-1].source
             assert head.startswith("[Start page](../start.md) · ") and head in foot
@@ -115,24 +114,24 @@ def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     course.open_folder()
     page = tmp_path / course.START_PAGE
-    progress.write_start_page(tmp_path)
+    course.write_start_page(tmp_path)
     assert "| lesson | minutes |" in page.read_text(), "no empty column"
     assert course.open_folder() == (tmp_path, ""), "ticks are no work of the learner's"
     for name in ("pi-streams", "pi-streams", "sum-for-eight", "first-sum"):
-        progress.done(name)
+        course.done(name)
     assert "| lesson | done | minutes |" in page.read_text()
     assert row(page, "00 Start").split(" | ")[1] == "lecture 2 of 3"
-    progress.answered("00", 4, 5)
+    course.answered("00", 4, 5)
     assert row(page, "00 Start").split(" | ")[1] == "lecture ✓"
     assert re.fullmatch(r"exercises 1 of \d", row(page, "02 MPI").split(" | ")[1])
-    file = tmp_path / progress.FILE
+    file = tmp_path / course.DONE
     file.write_text(json.dumps({"done": {**json.loads(file.read_text())["done"], "ring-mend": True}}))
-    assert progress.kept()["done"].get("ring-fix"), "done while it was called ring-mend"
+    assert course.kept()["done"].get("ring-fix"), "done while it was called ring-mend"
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert all((page.parent / link).exists() for link in links)
     monkeypatch.chdir(ROOT)
-    progress.done("ring-build")
-    assert not (ROOT / progress.FILE).exists(), "a clone is no learner's folder"
+    course.done("ring-build")
+    assert not (ROOT / course.DONE).exists(), "a clone is no learner's folder"
 
     # A new version of the page comes in place of the old one, ticks and all.
     record = tmp_path / course.RECORD

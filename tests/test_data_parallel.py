@@ -9,6 +9,7 @@ from torch import nn
 import dtlib
 from benchmarks.peers import torch_group
 from dtlib.errors import DtlibError
+from dtlib.gradients.buckets import buckets_of
 from dtlib.parallel.data import DataParallel, DataParallelNaive
 from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
@@ -103,6 +104,13 @@ def test_the_naive_class_and_the_buckets_agree(world):
         optimizer.zero_grad()
     buckets = DataParallel(build("transformer", seed=world.rank), world.comm)
     assert difference(train(buckets, sgd(buckets), data, world.comm), naive) <= 1e-12
+
+
+def test_the_first_bucket_is_a_small_one_and_each_has_one_dtype():
+    floats, halves = [torch.zeros(10)] * 6, [torch.zeros(10, dtype=torch.float16)] * 2  # of 40 and 20 bytes
+    assert buckets_of(floats, 120, 80) == [[0, 1], [2, 3, 4], [5]]
+    assert buckets_of(floats, 39, 39) == [[0], [1], [2], [3], [4], [5]]  # larger than the cap
+    assert buckets_of([floats[0], halves[0], floats[1], halves[1], floats[2]], 80, 40) == [[0], [1, 3], [2, 4]]
 
 
 @on_ranks(2, 3, 4)

@@ -77,10 +77,12 @@ def python_with(pin: str, *more: str) -> str:
     """A Python in ``~/.cache/dtlib`` that has this package beside what is installed here; ``more``: for pip."""
     folder = Path("~/.cache/dtlib").expanduser() / pin.replace("==", "-")
     python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
+    is_new = not (folder / "ready").exists()
+    if is_new:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        beside = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages" / "beside.pth"
-        beside.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    beside = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages" / "beside.pth"
+    beside.write_text(sysconfig.get_paths()["purelib"] + "\n")  # of this checkout: the one before may be gone
+    if is_new:
         command = [python, "-m", "pip", "install", "-q", pin, *more]
         ran = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-2000:]

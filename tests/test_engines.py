@@ -1,6 +1,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,9 +14,11 @@ import pytest
 import zmq
 from ipyparallel.controller.heartmonitor import HeartMonitor
 
-from dtlib.lab.engines import crowd, heartbeats, panel, starting, workshop
+from dtlib.lab import course
+from dtlib.lab.engines import crowd, heartbeats, panel, starting
 from dtlib.lab.engines.keeper import POLL_SECONDS
 from dtlib.lab.engines.rank_table import RankTable
+from dtlib.lab.engines.workshop import Record
 from dtlib.lab.server import SETTINGS
 from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
@@ -99,7 +102,7 @@ def meanwhile(condition, do) -> None:
 
 
 def engine_pids(folder) -> list[int]:
-    return [pid for _, pid in workshop.Record(folder / workshop.PROFILE).read("ranks.json")["places"]]
+    return [pid for _, pid in Record(folder / course.PROFILE).read("ranks.json")["places"]]
 
 
 def test_from_the_first_cell_to_the_last(shared, shared_folder):
@@ -155,8 +158,8 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
 
     # Nobody on another machine, or under another name on this one, gets at any of it.
     notebook.run("%px import torch; from dtlib.production.torch import process_group; process_group(world.comm)")
-    profile = workshop_folder / workshop.PROFILE
-    family = [Process.of(notebook.pid), Process.of(workshop.Record(profile).keeper().pid)]
+    profile = workshop_folder / course.PROFILE
+    family = [Process.of(notebook.pid), Process.of(Record(profile).keeper().pid)]
     found = [each for process in family for each in listening(process)]
     names = " ".join(sorted({name for name, _, _ in found}))
     assert "python" in names and "prterun" in names, found
@@ -239,11 +242,11 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
     notebook.run("%px import dtlib, time; dtlib.reset(); world = dtlib.init()")
     press = (
         "import threading, time; from dtlib.lab.engines import panel, engine_set; seen = [panel.drawn()]\n"
-        "def once(words, ranks, do):\n"
-        "    def work():\n        while panel.drawn().count(words) < ranks: time.sleep(0.1)\n        do()\n"
+        "def once(ready, do):\n"
+        "    def work():\n        while not ready(panel.drawn()): time.sleep(0.1)\n        do()\n"
         "    threading.Thread(target=work).start()\n"
         "def press():\n    seen.append(panel.drawn())\n    engine_set.current().reset()\n    seen.append('reset')\n"
-        "once('waits for rank 1', 2, press)"
+        "once(lambda page: page.count('waits for rank 1') == 2 and 'busy in' in page, press)"
     )
     notebook.run(press)
     shown = notebook.run("%%px\nif world.rank == 1: time.sleep(60)\nworld.comm.barrier()")
@@ -259,7 +262,7 @@ def test_reset_ends_a_wait_from_another_thread_and_the_panel_says_who_waits(shar
     assert notebook.run("engine_set.current().reset(); lab.values('world.comm.name')").count("world.") == 3
     # Widgets show it, where there is a page.
     assert "Error" not in notebook.run("lab.panel(); lab.panel(); panel._panel.button.click(); panel._panel.said.value")
-    notebook.run("once('busy in', 3, panel._panel.stop.click)")
+    notebook.run("once(lambda page: page.count('busy in') == 3, panel._panel.stop.click)")
     assert "Interrupted on ranks 0 to 2." in notebook.run("%px time.sleep(60)")
 
 
@@ -428,7 +431,7 @@ def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
 
     # A keeper that is itself killed takes its engines along.
     old = engine_pids(workshop_folder)
-    workshop.Record(workshop_folder / workshop.PROFILE).keeper().kill()
+    Record(workshop_folder / course.PROFILE).keeper().kill()
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
     notebook.run(ENGINES.format(2))
     assert set(engine_pids(workshop_folder)).isdisjoint(old)
@@ -465,7 +468,7 @@ def test_an_mpiexec_that_fails_leaves_nothing(workshop_folder, monkeypatch):
     from dtlib.errors import DtlibError
 
     monkeypatch.chdir(workshop_folder)
-    config = workshop_folder / workshop.PROFILE / "ipcluster_config.py"
+    config = workshop_folder / course.PROFILE / "ipcluster_config.py"
     config.write_text(config.read_text() + "\nc.MPILauncher.mpi_cmd = ['/bin/false']\n")
     with pytest.raises(DtlibError, match=r"had come up|did not start"):
         lab.engines(2)
@@ -495,9 +498,9 @@ def test_why_ranks_are_new_and_why_a_start_has_failed():
     assert starting.why_new({"ranks": 2}, 3, False) == "2 were there before."
     assert "do not answer" in starting.why_new({"ranks": 4}, 4, False)
     assert "restart=True" in starting.why_new({"ranks": 4}, None, True)
-    said = starting.too_few(0, 16, 124.0, workshop.PROFILE)
+    said = starting.too_few(0, 16, 124.0, course.PROFILE)
     assert said.startswith("Only 0 of 16 ranks have come up in 124 s") and re.search(r"such as lab.engines\(\d\)", said)
-    assert "log" in starting.too_few(3, 4, None, workshop.PROFILE / "log")
+    assert "log" in starting.too_few(3, 4, None, course.PROFILE / "log")
 
 
 def test_kernels_of_other_notebooks_are_counted_where_they_are_many():
@@ -533,7 +536,7 @@ def test_a_profile_that_cannot_be_written(workshop_folder, monkeypatch):
 
     monkeypatch.chdir(workshop_folder)
     # A file where a folder must go stops root too, which a missing permission does not.
-    (workshop_folder / workshop.PROFILE / "state").write_text("")
+    (workshop_folder / course.PROFILE / "state").write_text("")
     with pytest.raises(DtlibError, match=r"cannot be written .*chmod"):
         lab.engines(2)
 
@@ -548,7 +551,7 @@ def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
         expected = r"cannot run in .*for \$5.* rename that folder"
     monkeypatch.chdir(workshop_folder)
     if where == "notebook":
-        (workshop_folder / workshop.PROFILE / "log").write_text("")  # a file where a folder must go
+        (workshop_folder / course.PROFILE / "log").write_text("")  # a file where a folder must go
         expected = r"The process that starts the engines cannot be started .*dtlib doctor"
     elif where == "keeper":
         monkeypatch.setenv("PYTHONPATH", str(workshop_folder))
@@ -562,11 +565,11 @@ def test_a_keeper_that_does_not_start(workshop_folder, monkeypatch, where):
 
 def test_a_keeper_whose_notebook_s_child_dies_before_it_is_on_record(workshop_folder):
     keeper = (
-        "import os, signal, sys; from dtlib.lab import keeper, workshop;"
+        "import os, signal, sys; from dtlib.lab.engines import keeper, workshop;"
         "workshop.Record.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
-        f"sys.argv[1:] = [{str(workshop_folder / workshop.PROFILE)!r}, '2']; keeper.main()"
+        f"sys.argv[1:] = [{str(workshop_folder / course.PROFILE)!r}, '2']; keeper.main()"
     )
-    subprocess.run([sys.executable, "-c", keeper])
+    assert subprocess.run([sys.executable, "-c", keeper]).returncode == -signal.SIGKILL
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 
 
@@ -584,7 +587,7 @@ def test_another_mpi_is_refused_before_anything_starts(workshop_folder, monkeypa
 
 def test_outside_a_workshop_the_package_s_own_is_used(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert (workshop.folder() / "notebooks" / "source").is_dir()
+    assert (course.folder() / "notebooks" / "source").is_dir()
 
 
 def test_the_call_keeps_its_name_beside_the_room_of_that_name():

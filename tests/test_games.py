@@ -3,7 +3,7 @@
 import pytest
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks import progress
+from dtlib.lab import course
 from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l03 import detective
 from dtlib.lessons.l07 import duel, explorer
@@ -26,7 +26,7 @@ def test_every_case_hangs_and_ranks_tell_rank_and_line(steps, every, tensor):
 
 def test_a_case_from_its_beginning_to_its_end(capsys, monkeypatch):
     scored = []
-    monkeypatch.setattr(progress, "scored", lambda *score: scored.append(score))
+    monkeypatch.setattr(course, "scored", lambda *score: scored.append(score))
     cases = {detective.Case(f"learner {number}").text().partition("\n")[2] for number in range(8)}
     assert len(cases) == 8, "nobody has the same"
     case = detective.case("Ada  Lovelace")

@@ -27,7 +27,7 @@ def test_what_is_missing_is_named_and_nothing_else_happens(monkeypatch, tmp_path
         ("print('| a |')", 60, "| a |\n\nIn "),
         ("print('words')", 60, "```\nwords\n```"),
         ("raise SystemExit('no such thing')", 60, "Ended with status 1.\n\n```\nno such thing\n```"),
-        ("import time; time.sleep(600)", 0.5, "Stopped after "),
+        ("from signal import *; signal(SIGINT, default_int_handler); pause()", 0.5, "Stopped after "),
     ],
 )
 def test_a_part_prints_or_says_why_not(program, seconds, said):

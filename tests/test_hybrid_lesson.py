@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, linear
 
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l08 import figures as hybrid
 from dtlib.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from dtlib.parallel.replicator import Replicator

@@ -4,7 +4,7 @@ import pytest
 from torch.utils.data import get_worker_info
 
 from dtlib.lab.checks.checks import judge_here
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l09.judge_formats import cost
 from dtlib.lessons.l09.wrong_input import _Stream
 from dtlib.lessons.l09.wrong_resuming import Right

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 import tomllib
 from functools import reduce
@@ -24,8 +22,8 @@ from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
 from dtlib.lab import doctor_code
 from dtlib.lab.checks import checks
-from dtlib.lab.checks.registry import EXERCISES
-from dtlib.world.launch import mpiexec_command, rank_environment
+from dtlib.lab.checks.exercise import EXERCISES
+from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 
@@ -72,12 +70,11 @@ def test_a_file_that_has_no_exercise_is_refused_and_offers_no_solution(tmp_path,
 
 def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):
     (tmp_path / "my_model.py").write_text(LISTINGS["my_model.py"])
-    command = [*mpiexec_command(2), sys.executable, "my_model.py"]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **rank_environment(2)}, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("loss ") == 1 and float(ran.stdout.split()[1]) < 1
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_ranks(["my_model.py"], 2, cwd=tmp_path, text=True, **pipes) as ranks:
+        said, errors = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0, errors
+    assert said.count("loss ") == 1 and float(said.split()[1]) < 1
 
 
 def test_questions_to_discuss_are_those_of_the_quizzes_and_lectures():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l05 import intervals, wrong_large_batches
 from dtlib.training.rates import linear_rule
 from tests.ranks import on_ranks

@@ -3,12 +3,13 @@ import shutil
 import subprocess
 import sys
 
-import nbformat
 import pytest
 
 from dtlib.lab import build, tracks
 from dtlib.lab.lesson_files import name_of, notebooks
+from dtlib.lab.server import START
 from dtlib.lab.tables import WIDEST
+from tests.books import made, stored
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
 from tests.tracks import missing
@@ -28,12 +29,11 @@ def code_cells(book):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_notebooks_are_what_their_sources_say(source, version):
-    stored = nbformat.read(build.target(source, version), as_version=4)
-    expected = build.notebook(source, version)
-    assert [(c.id, c.cell_type, c.source, c.metadata) for c in stored.cells] == [
+    found, expected = stored(source, version), made(source, version)
+    assert [(c.id, c.cell_type, c.source, c.metadata) for c in found.cells] == [
         (c.id, c.cell_type, c.source, c.metadata) for c in expected.cells
     ], "the source has changed: run `make notebooks`"
-    executed = [cell.execution_count is not None for cell in code_cells(stored)]
+    executed = [cell.execution_count is not None for cell in code_cells(found)]
     assert all(executed) if version == "solved" else not any(executed)
 
 
@@ -45,7 +45,7 @@ def test_no_notebook_is_without_a_source():
 
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_each_notebook_is_in_the_form_that_readers_expect(source):
-    book = build.notebook(source, "solved")
+    book = made(source, "solved")
     assert re.match(r"# \d\d[a-z]? ", book.cells[0].source), "a notebook begins with its number and title"
     first = code_cells(book)[0].source
     assert ("lab.engines(" in first) == (name_of(source) not in WITHOUT_ENGINES)
@@ -61,7 +61,7 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
 
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_a_notebook_is_no_longer_than_a_lecture(source):
-    book = build.notebook(source, "learner")
+    book = made(source, "learner")
     found = len(code_cells(book)), tracks.words(book.cells)
     assert found[0] <= 45 and found[1] <= 1600, found
 
@@ -90,7 +90,7 @@ def not_as_stored(stems, folder) -> dict[str, list[str]]:
     # What is shown of the library is compared, where it stands in its file is not.
     rules = folder / "lines.cfg"
     rules.write_text("[lines]\nregex: , lines [0-9, to]+\nreplace: , lines\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--disable-plugin-autoload", "-p", "nbval.plugin"]
+    command = [sys.executable, "-c", START, "pytest", "-q", "-rfE", "--disable-plugin-autoload", "-p", "nbval.plugin"]
     command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=100", f"--nbval-sanitize-with={rules}"]
     ran = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, solved)],
@@ -147,12 +147,12 @@ def texts_of(output):
 
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_no_stored_output_is_wider_than_a_page(source):
-    stored = nbformat.read(build.target(source, "solved"), as_version=4)
-    for cell in code_cells(stored):
+    cells = code_cells(stored(source, "solved"))
+    for cell in cells:
         lines = [line for output in cell.outputs for text in texts_of(output) for line in text.splitlines()]
         wide = [line for line in lines if len(re.sub(r"\x1b\[[0-9;]*m", "", line)) > WIDEST]
         assert not wide, (cell.source, wide)
-    outputs = [output for cell in code_cells(stored) for output in cell.outputs]
+    outputs = [output for cell in cells for output in cell.outputs]
     figures = [html for html in map(html_of, outputs) if "<img" in html]
     assert all("<figure" in html and re.search(r'<img alt="[^"]{20,}"', html) for html in figures)
     assert all("<details><summary>as text</summary><" in html for html in figures)

@@ -397,7 +397,7 @@ def test_cells_of_lessons_00_and_03_run_on_simulated_ranks():
         ("reduce_scatter", [30, 31, 32, 33], [72]), ("all_to_all", [30, 31, 32, 33], [3, 13, 23, 33]),
     ]  # fmt: skip
     assert by_number["03 cell 4"].said == ["6 messages, 1,800,000 bytes; every element is 6"] * 4
-    assert by_number["03 cell 3"].said[0] == "naive: sent 3 x 4,000 bytes\ntree: sent 2 x 4,000 bytes"
+    assert by_number["03 cell 3"].said[0] == "naive: sent 3 messages, 12,000 bytes\ntree: sent 2 messages, 8,000 bytes"
     assert by_number["03 cell 9"].said[2] == "finished", "only ranks 0 and 1 wait for one another"
     assert all("they wait for one another" in by_number["03 cell 9"].said[rank] for rank in (0, 1))
     assert all("ranks 1, 2, 3 call broadcast" in text for text in by_number["03 cell 8"].said)

@@ -4,6 +4,7 @@ import re
 from itertools import combinations
 from unittest.mock import patch
 
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 
 from dtlib.comm.watch.recorder import Event
@@ -73,6 +74,25 @@ def test_in_a_timeline_computing_is_strong_and_a_wait_is_pale(monkeypatch):
     assert all(colour in picture.svg for colour in drawn.values()), drawn
     light = [oklab(drawn[kind])[0] for kind in kinds]
     assert light == sorted(light) and light[2] > 0.95 and drawn["phase"] == rank_colour(0).lower()
+
+
+def test_in_a_timeline_what_is_under_way_at_once_is_seen_from_start_to_end():
+    def queued(starts, ends):
+        times = zip(starts, ends, strict=True)
+        return [Event(0, "operation", "all_reduce", start, end, lane="background") for start, end in times]
+
+    assert pictures._lanes(queued([0, 1, 2, 3, 9], [5, 6, None, 8, 10])) == [0, 1, 2, 3, 0]
+    assert pictures._lanes(queued([0, 1, 2], [1, 2, 3])) == [0, 0, 0]
+    assert max(pictures._lanes(queued(range(20), [99] * 20))) == pictures.MOST_LANES - 1
+    heights, long = [], [9.0] * 6
+    for starts in ([0, 1, 2], [0, 1, 2, 3, 4, 5]):
+        record = Timeline([Trace(0, 0.0, queued(starts, long[: len(starts)]))])
+        with patch.object(Axes, "broken_barh", autospec=True, side_effect=Axes.broken_barh) as drawn:
+            picture = shown(pictures.timeline, record)
+        assert len({call.args[2][0] for call in drawn.call_args_list}) == len(starts), "a lane for each"
+        heights.append(float(re.search(r'height="([\d.]+)pt"', picture.svg)[1]))
+        assert (">operation: all_reduce<" in picture.svg) == (len(starts) > 3), "lanes too low for a name"
+    assert heights[0] < heights[1]
 
 
 def test_a_timeline_says_once_that_it_is_emulated():

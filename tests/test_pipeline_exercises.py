@@ -3,7 +3,7 @@
 import pytest
 
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import wrong_pipelines, wrong_puzzle
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
@@ -227,7 +227,7 @@ def test_every_right_pipeline_passes(world, exercise):
 @pytest.fixture
 def cells():
     """The stubs and solutions of the lesson: exercise, source, and the mistake to be recognised."""
-    from dtlib.lab import build  # not on the ranks
+    from tests.books import made  # not on the ranks
 
     found = []
     for stub, exercise in (
@@ -236,7 +236,7 @@ def cells():
         ("no-forward", "1f1b-build"),
     ):
         for version, mistake in (("learner", stub), ("solved", "")):
-            book = build.notebook(notebooks()["07_pipelines_exercises"], version)
+            book = made(notebooks()["07_pipelines_exercises"], version)
             begins = f"%%px\ndef {EXERCISES[exercise].name}("
             found += [
                 (exercise, cell.source.removeprefix("%%px\n"), mistake)

@@ -13,6 +13,7 @@ from dtlib.lab.checks import exercise, predictions
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
 from dtlib.lab.lesson_files import name_of, notebooks
+from tests.books import made, stored
 from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
@@ -151,7 +152,7 @@ def test_without_a_guess_a_run_reveals_nothing(shell, capsys):
 
 
 def code_of(source, version, track=None):
-    cells = [cell for cell in build.notebook(source, version).cells if cell.cell_type == "code"]
+    cells = [cell for cell in made(source, version).cells if cell.cell_type == "code"]
     return [cell.source for cell in cells if track is None or track in cell.metadata.get("tags", [])]
 
 
@@ -182,9 +183,7 @@ def hints_of(prediction):
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
     known, cells = predictions.predictions(), code_of(source, "learner")
-    text = " ".join(
-        " ".join(cell.source.replace("\n", " ") for cell in build.notebook(source, "learner").cells).split()
-    )
+    text = " ".join(" ".join(cell.source.replace("\n", " ") for cell in made(source, "learner").cells).split())
     asked = {name: guess for cell in cells for name, guess in guesses_in(cell).items()}
     solved = {name: guess for cell in code_of(source, "solved") for name, guess in guesses_in(cell).items()}
     assert asked.keys() == solved.keys() <= known.keys()
@@ -240,7 +239,7 @@ def test_what_is_computed_is_what_the_solution_says():
 def test_every_outcome_stands_in_the_stored_solution(source):
     """A page that was stored before the cell that brings it was there shows none, and has all else."""
     shown, expected = "", []
-    for cell in nbformat.read(build.target(source, "solved"), as_version=4).cells:
+    for cell in stored(source, "solved").cells:
         outputs = cell.get("outputs", [])
         texts = (output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
         shown += " ".join(" ".join(text.split()) for text in texts)
@@ -271,7 +270,7 @@ def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
 
 def test_what_the_text_claims_of_a_run_is_asserted_at_the_build_alone():
     source = notebooks()["02_pi"]
-    plain, checked = (build.notebook(source, "solved", claims=claims) for claims in (False, True))
+    plain, checked = (made(source, "solved", claims) for claims in (False, True))
     kept = [cell for cell in checked.cells if not build.CHECKED & set(cell.metadata.get("tags", []))]
     assert [(cell.id, cell.source) for cell in kept] == [(cell.id, cell.source) for cell in plain.cells]
     assert len(checked.cells) > len(kept)

@@ -13,8 +13,8 @@ from torch import nn
 
 from dtlib import checkpoint
 from dtlib.errors import DtlibError
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.checks.predictions import predictions
-from dtlib.lab.checks.registry import EXERCISES
 from dtlib.lessons.l11b import fault_lab, figures, wrong_recovery
 from dtlib.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
@@ -292,7 +292,7 @@ def test_the_fault_lab_says_what_goes_on_and_when_to_kill():
     steps = [{"what": "step", "step": step} for step in (1, 2, fault_lab.STEPS)]
     assert "the kill buttons wait for the first step" in fault_lab.now(4, [{"what": "started"}], False)
     assert fault_lab.now(4, steps[:2], True) == f"Training, step 2 of {fault_lab.STEPS}: press a kill button now."
-    assert "comes to its end" in fault_lab.now(4, steps, True) and "end" in fault_lab.now(4, steps[:2], False)
+    assert "it ends" in fault_lab.now(4, steps, True) and "end" in fault_lab.now(4, steps[:2], False)
     assert len(figures.draw({}, [1.0, 0.5]).axes) == 1, "no empty plot below"
     events = [{"what": "step", "step": 1, "at": 1.0, "loss": 1.0, "ranks": 4}]
     assert len(figures.draw({"shrink": events}, [1.0, 0.5]).axes) == 2

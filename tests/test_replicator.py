@@ -183,10 +183,6 @@ def test_every_mark_becomes_one_exchange_and_none_is_left(replicas):
     lines = str(graph).splitlines()
     assert lines[0].split() == " ".join(f"replica {r}" for r in range(replicas)).split()
     assert sum(line.startswith("====") for line in lines) == 4
-    assert graph.dot().count("doubleoctagon") == 4
-    assert graph.dot().count("subgraph cluster_") == replicas
-    used = {node.target for node in graph.module.graph.nodes if node.op == "get_attr" and node.users}
-    assert graph.dot().count("shape=box") == len(used), "replicas share their variables"
 
 
 def test_a_graph_is_captured_once_and_again_when_python_has_changed():

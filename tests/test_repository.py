@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -48,6 +49,15 @@ FLOORS = (
     ("cli", "__main__"),
 )
 
+# What is not named here stands beside the communicator.
+FLOOR_IN_COMM = {"call": 0, "types": 0, "numbers": 0, "link_types": 0, "watch": 1, "communicator": 2, "torch": 3}
+
+# These have names of modules for another reason than to use them.
+BY_NAME_ALONE = (
+    "dtlib.world.zygote",  # what ranks will need, imported before they are forked
+    "dtlib.lab.lessons",  # where the lessons were
+)
+
 
 def dotted_name(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -56,7 +66,7 @@ def dotted_name(path):
 NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imports
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
-MOST_LINES = 37_820  # of all files but the lessons': it may only fall (and rose once, for annotations)
+MOST_LINES = 37_664  # of all files but the lessons': it may only fall (and rose twice, for annotations)
 
 LOCKED = {
     canonicalize_name(name): version
@@ -134,6 +144,7 @@ def module_of(name):
     return dtlib._LAZY.get(attribute, parent) if parent == "dtlib" else module_of(parent)
 
 
+@cache
 def imports_of(module):
     """The modules of dtlib that a module imports anywhere, inside functions too."""
     path = MODULES[module]
@@ -149,7 +160,7 @@ def imports_of(module):
                 names.update(full & set(MODULES) or {origin}, full)
             case ast.Attribute(value=ast.Name(id="dtlib")):
                 names.add(f"dtlib.{node.attr}")
-    return {module_of(name) for name in names if name.startswith("dtlib.")} - {"dtlib", module}
+    return frozenset(module_of(name) for name in names if name.startswith("dtlib.")) - {"dtlib", module}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "dtlib"])
@@ -181,11 +192,44 @@ def file_imports():
 
 
 def test_no_import_circle_between_files():
-    graph = file_imports()
-    while leaves := {module for module, imports in graph.items() if not imports & set(graph)}:
-        graph = {module: imports for module, imports in graph.items() if module not in leaves}
-    circle = {module: sorted(imports & set(graph)) for module, imports in graph.items()}
-    assert not circle, f"these files import each other in a circle, or are imported by one: {circle}"
+    circle = left_in_circles(file_imports())
+    assert not circle, f"these files import each other in a circle: {circle}"
+
+
+def test_no_import_circle_between_packages():
+    """Nor, in each package, between its files and its sub-packages, of which each counts as one."""
+    graph, found = file_imports(), {}
+    for name in BY_NAME_ALONE:
+        graph[name] = imports_of(name)
+    for package in [name for name, path in MODULES.items() if path.stem == "__init__"]:
+        parts = {}
+        for module in graph:
+            if module.startswith(f"{package}."):
+                others = {part_of(package, other) for other in graph[module] if other.startswith(f"{package}.")}
+                part = part_of(package, module)
+                parts.setdefault(part, set()).update(others - {part})
+        found |= left_in_circles(parts)
+    assert not found, f"these import each other in a circle: {found}"
+
+
+def part_of(package, module):
+    """``dtlib.comm.watch`` for ``dtlib.comm`` and all that is in ``dtlib.comm.watch``."""
+    return ".".join(module.split(".")[: package.count(".") + 2])
+
+
+def left_in_circles(graph):
+    """Of a graph of imports what stands in a circle, or between two."""
+    while ends := {each for each in graph if not graph[each] & set(graph)} or set(graph).difference(*graph.values()):
+        graph = {each: imports for each, imports in graph.items() if each not in ends}
+    return {each: sorted(imports & set(graph)) for each, imports in graph.items()}
+
+
+def test_in_comm_words_stand_below_watchers_below_operations_below_torch():
+    graph = {name: imports_of(name) for name in MODULES if name.startswith("dtlib.comm.")}
+    graph["dtlib.comm.communicator"] -= {"dtlib.comm.torch.nccl"}  # which it asks for where a tensor is on a GPU
+    floor = {name: FLOOR_IN_COMM.get(name.split(".")[2], FLOOR_IN_COMM["communicator"]) for name in graph}
+    upward = {name: sorted(other for other in graph[name] & set(graph) if floor[other] > floor[name]) for name in graph}
+    assert not any(upward.values()), {name: others for name, others in upward.items() if others}
 
 
 def test_files_are_short_enough_to_read():

@@ -8,8 +8,7 @@ from html import escape
 import pytest
 
 from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
-from dtlib.lab.checks.exercise import html
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES, html
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import judge_puzzle as puzzle
 from dtlib.lessons.l07 import wrong_puzzle
@@ -172,9 +171,9 @@ def test_a_puzzle_that_is_defined_on_the_ranks_is_judged_there(world):
 
 @pytest.mark.parametrize("version", ["learner", "solved"])
 def test_the_stubs_of_the_puzzle_are_wrong_and_their_solutions_right(version):
-    from dtlib.lab import build
+    from tests.books import made
 
-    book = build.notebook(notebooks()["07_schedule_puzzle_exercises"], version)
+    book = made(notebooks()["07_schedule_puzzle_exercises"], version)
     names = {}
     for cell in book.cells:
         if cell.cell_type == "code" and cell.source.startswith("puzzle"):

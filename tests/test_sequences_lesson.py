@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtlib.lab.checks.checks import judge_on_this_rank
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l12 import axes, judge_context, judge_experts, judge_home, work
 from dtlib.parallel.context import plain
 from dtlib.parallel.expert import plain as expert_plain

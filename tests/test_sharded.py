@@ -327,6 +327,7 @@ def test_whole_parameters_are_summoned_and_what_rank_0_changes_holds(world):
             model.load_state_dict(reference.state_dict())
         with pytest.raises(DtlibError, match="leave that context first"):
             model(batches("transformer", 1, 2)[0][0])
+        assert model._unit._uses == 0, "a refused pass counts as one that has ended, and no later one frees the unit"
     assert difference_of_values(model, reference, world.comm) == 0
     data = batches("transformer", 2, 4 * world.size)
     train_alone(reference, optimizer_of(reference, "sgd"), data, world.size)

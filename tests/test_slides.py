@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from functools import cache
 
 import pytest
 
@@ -11,9 +12,18 @@ from tests.conftest import ROOT
 from tests.test_browser import browser, page  # noqa: F401
 
 SOURCES = slides.sources()
-DECKS = {source.stem: slides.deck(source) for source in SOURCES}
-OF_EACH = pytest.mark.parametrize("name", DECKS)
+OF_EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 POINTS = r"(?i)\b(here (is|are|it is|they are)|below|(this|the) (table|figure|picture|bars))\b"
+
+
+@cache
+def code_beside_the_lectures():
+    files = [*(ROOT / "dtlib").rglob("*.py"), *(ROOT / "notebooks").glob("*.[Rp]*")]
+    return without_breaks(" ".join(path.read_text() for path in files))
+
+
+def without_breaks(text):
+    return re.sub(r"\s+", " ", text.replace("\\n", " ").replace("\\'", "'"))
 
 
 def parses(code):
@@ -71,13 +81,13 @@ def asks_too_late(slide):
 
 
 def test_there_is_a_deck_for_each_lecture():
-    solved = (ROOT / "notebooks" / "solutions").glob("*.ipynb")
-    assert list(DECKS) == sorted(path.stem for path in solved if not path.stem.endswith("_exercises"))
+    solved = {path.stem for path in (ROOT / "notebooks" / "solutions").glob("*.ipynb")}
+    assert {source.stem for source in SOURCES} == {stem for stem in solved if not stem.endswith("_exercises")}
 
 
 @OF_EACH
-def test_a_deck_is_short_and_whole(name):
-    deck = DECKS[name]
+def test_a_deck_is_short_and_whole(source):
+    deck = slides.deck(source)
     assert 4 <= len(deck) <= slides.SLIDES
     assert [slide.title for slide in deck if slide.words > slides.WORDS] == []
     assert [
@@ -87,13 +97,13 @@ def test_a_deck_is_short_and_whole(name):
         if len(block.text.splitlines()) > slides.LINES and block.kind == "code"
     ] == []
     assert {slide.title: missing(slide) for slide in deck if missing(slide)} == {}
-    assert deck[0].title[:2] == name[:2] and deck[-1].title == "Summary" and "](" not in str(deck)
+    assert deck[0].title[:2] == source.name[:2] and deck[-1].title == "Summary" and "](" not in str(deck)
     assert any(block.kind == "figure" for slide in deck for block in slide.blocks)
 
 
 @OF_EACH
-def test_no_answer_stands_before_its_question(name):
-    deck, values = DECKS[name], answers(slides.lecture(ROOT / "docs" / "decks" / f"{name}.md"))
+def test_no_answer_stands_before_its_question(source):
+    deck, values = slides.deck(source), answers(slides.lecture(source))
     assert [slide.title for slide in deck if "**Predict" in slide.text and not slide.asks] == []
     assert {ask for slide in deck for ask in slide.asks} <= set(values)
     assert [slide.title for slide in deck if slide.asks and not slide.says] == [], "who gives the talk needs the answer"
@@ -102,19 +112,16 @@ def test_no_answer_stands_before_its_question(name):
 
 
 @OF_EACH
-def test_code_on_a_slide_is_code_of_the_lecture(name):
-    book = slides.lecture(ROOT / "docs" / "decks" / f"{name}.md")
+def test_code_on_a_slide_is_code_of_the_lecture(source):
     cells = [
         cell.source + str(cell.get("outputs", ""))
-        for cell in book.cells
+        for cell in slides.lecture(source).cells
         if "solution" not in cell.metadata.get("tags", [])
     ]
-    others = [*(ROOT / "dtlib").rglob("*.py"), *(ROOT / "notebooks").glob("*.[Rp]*")]
-    known = " ".join([*cells, *(path.read_text() for path in others)])
-    known = re.sub(r"\s+", " ", known.replace("\\n", " ").replace("\\'", "'"))
+    known = f"{without_breaks(' '.join(cells))} {code_beside_the_lectures()}"
     lines = [
         line
-        for slide in DECKS[name]
+        for slide in slides.deck(source)
         for block in slide.blocks
         if block.kind == "code"
         for line in block.text.splitlines()
@@ -141,7 +148,7 @@ def test_a_slide_that_misses_something_or_answers_too_early_is_refused():
 
 
 def test_lesson_01_is_a_talk_that_fits_the_minutes_of_both_tracks():
-    deck = DECKS["01_why_distribute"]
+    deck = slides.deck(ROOT / "docs" / "decks" / "01_why_distribute.md")
     assert all(slide.says for slide in deck), "every slide has what is said"
     (in_r,) = [block for slide in deck for block in slide.blocks if "Rmpi" in block.text]
     assert len(in_r.text.splitlines()) >= 5
@@ -153,7 +160,7 @@ def test_lesson_01_is_a_talk_that_fits_the_minutes_of_both_tracks():
 
 def test_decks_need_no_network_and_no_other_file(tmp_path):
     written = slides.write(tmp_path / "slides")
-    assert [path.stem for path in written] == list(DECKS)
+    assert [path.stem for path in written] == [source.stem for source in SOURCES]
     links = re.compile(r'(?:src|href)="(?!data:|#)')
     assert not [path.name for path in written if links.search(path.read_text())]
 

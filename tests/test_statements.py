@@ -1,17 +1,17 @@
 """What the prose says of outputs: bound to them, or on a list that is read again when one changes."""
 
 import ast
-import json
+from copy import copy
 from functools import cache
 
 import nbformat
 import pytest
-from nbformat.v4.rwbase import rejoin_lines
 
 from dtlib.errors import DtlibError
 from dtlib.lab import build, statements
 from dtlib.lab.checks import predictions
 from dtlib.lab.lesson_files import name_of, notebooks
+from tests.books import made, stored
 from tests.conftest import ROOT
 from tests.test_predictions import guesses_in
 from tests.tracks import pieces
@@ -38,14 +38,13 @@ def is_checked(cell):
 @cache
 def with_outputs(source):
     """The cells of a solved notebook, statements among them, with stored outputs; None where it was not built since."""
-    cells = build.notebook(source, "solved", claims=True).cells
+    cells = [copy(cell) for cell in made(source, "solved", claims=True).cells]
     ran = [cell for cell in cells if cell.cell_type == "code" and not is_checked(cell)]
-    path = build.target(source, "solved")
-    stored = rejoin_lines(nbformat.from_dict(json.loads(path.read_text()))).cells if path.exists() else []
-    stored = [cell for cell in stored if cell.cell_type == "code"]  # read without validation, which takes seconds
-    if [cell.source for cell in ran] != [cell.source for cell in stored]:
+    cells_of = stored(source, "solved").cells if build.target(source, "solved").exists() else []
+    shown = [cell for cell in cells_of if cell.cell_type == "code"]
+    if [cell.source for cell in ran] != [cell.source for cell in shown]:
         return None
-    for cell, of in zip(ran, stored, strict=True):
+    for cell, of in zip(ran, shown, strict=True):
         cell.outputs = of.outputs
     return cells
 
@@ -59,7 +58,7 @@ def test_stored_outputs_bear_out_what_the_prose_says(source):
 
 @OF_EACH
 def test_whatever_is_asserted_quotes_a_sentence(source):
-    for cell in build.notebook(source, "solved", claims=True).cells:
+    for cell in made(source, "solved", claims=True).cells:
         if is_checked(cell):
             assert statements.quotes(cell.source) and "assert " in cell.source, cell.source
 

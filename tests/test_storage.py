@@ -21,7 +21,7 @@ from dtlib.errors import DtlibError
 from dtlib.storage import FORMATS, Cached, Loader, StorageError, cache, mlperf, open_samples, page_cache, stage, write
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.preprocessing import RECORD, raw_samples, record_of
-from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure, modelled
+from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 
@@ -743,8 +743,6 @@ def test_utilisation_is_compute_time_over_all_time_without_the_first_step(monkey
     assert (used.steps, used.samples, used.seconds) == (3, 15, 18.0)
     assert used.au == 12 / 18 and used.samples_a_second == 15 / 18
     assert Utilisation(0, 0, 1.0, 0.0).au == 0
-    assert modelled(4, 1, 2, ahead=False) == 4 / 6 and modelled(4, 1, 2) == 1 and modelled(4, 1, 8) == 0.5
-    assert modelled(4, 1, 7, own=1) == 0.5 and modelled(4, 1, 7, own=-3) == 1
 
 
 def test_published_workloads_and_their_demand():

@@ -3,10 +3,10 @@
 import ast
 import re
 
-import nbformat
 import pytest
 
-from dtlib.lab import build, navigation, tracks
+from dtlib.lab import navigation, tracks
+from tests.books import made, stored
 from tests.conftest import ROOT
 from tests.tracks import missing, pieces
 
@@ -18,21 +18,17 @@ OF_EACH = pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda source: f"{sou
 OF_TRACK = pytest.mark.parametrize("track", tracks.TRACKS)
 
 
-def stored(source, version="learner"):
-    return nbformat.read(build.target(source, version), as_version=4)
-
-
 @OF_EACH
 @pytest.mark.parametrize("version", ["learner", "solved"])
 def test_a_track_is_what_its_sources_say(source, version):
-    expected = [(cell.id, cell.cell_type, cell.source) for cell in build.notebook(source, version).cells]
+    expected = [(cell.id, cell.cell_type, cell.source) for cell in made(source, version).cells]
     found = [(cell.id, cell.cell_type, cell.source) for cell in stored(source, version).cells]
     assert found == expected, f"run `make workshop TRACK={source.parent.name}`"
 
 
 @OF_EACH
 def test_its_names_are_defined_within_it(source):
-    cells = [cell.source for cell in tracks.code(build.notebook(source, "solved").cells)]
+    cells = [cell.source for cell in tracks.code(made(source, "solved").cells)]
     assert not missing(cells, cells)
 
 
@@ -40,7 +36,7 @@ def test_its_names_are_defined_within_it(source):
 def test_a_cell_can_be_run_again_after_the_last(source):
     """No import takes a name from another one, of which cells above make use."""
     taken = {}
-    for cell in tracks.code(build.notebook(source, "solved").cells):
+    for cell in tracks.code(made(source, "solved").cells):
         for sides, code in pieces(cell.source):
             for node in ast.walk(ast.parse(code)):
                 if isinstance(node, ast.Import | ast.ImportFrom):
@@ -53,7 +49,7 @@ def test_a_cell_can_be_run_again_after_the_last(source):
 @OF_EACH
 def test_it_points_to_nothing_outside(source):
     """Links lead to pages for afterwards; but no sentence leans on what a learner of the track has not read."""
-    prose = [cell.source for cell in build.notebook(source, "learner").cells if cell.cell_type == "markdown"]
+    prose = [cell.source for cell in made(source, "learner").cells if cell.cell_type == "markdown"]
     for text in prose[:-1]:  # the last has the links
         assert not re.search(r"\blesson \d\d\b(?!\]\()", text), text
 
@@ -61,7 +57,7 @@ def test_it_points_to_nothing_outside(source):
 @OF_TRACK
 def test_it_is_no_larger_than_its_time(track):
     books = [stored(source, "solved").cells for source in tracks.sources(ROOT, track)]
-    learners = [stored(source).cells for source in tracks.sources(ROOT, track)]
+    learners = [stored(source, "learner").cells for source in tracks.sources(ROOT, track)]
     found = (
         sum(len(tracks.code(cells)) for cells in learners),
         sum(tracks.words(cells) for cells in learners),
@@ -77,7 +73,7 @@ def test_the_run_sheet_gives_each_notebook_its_minutes(track):
     given = {row["notebook"]: row["minutes"] for row in rows if "notebook" in row}
     assert list(given) == [source.stem for source in tracks.sources(ROOT, track)]
     for source in tracks.sources(ROOT, track):
-        needed = tracks.minutes(stored(source).cells, stored(source, "solved").metadata["seconds"])
+        needed = tracks.minutes(stored(source, "learner").cells, stored(source, "solved").metadata["seconds"])
         assert needed <= given[source.stem] + 1, f"{source.stem} takes {needed:.1f} minutes"
         assert navigation.minutes(source) == given[source.stem]
     assert all(row["say"] and row["late"] for row in rows)

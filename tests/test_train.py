@@ -30,6 +30,7 @@ EXACT = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "eps": 1e-4}},
     "gradient_clipping": 1.0,
 }
+SHORT = {"train_batch_size": 12, "run": {"steps": 3, "float64": True}}
 WORKLOADS = {
     "vision": {"model": "mlp"},
     "summarization": {"model": "tiny", "dropout": 0.0, "test_articles": 4, "article_tokens": 24, "summary_tokens": 12},
@@ -50,9 +51,9 @@ def by_hand(work):
     """The losses of one process with torch alone, on whole batches."""
     model = copy.deepcopy(work.model).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, eps=1e-4, weight_decay=0.0)
-    loader = RankLoader(work.train, 24, 0, 1, 0, work.collate)
+    loader = RankLoader(work.train, SHORT["train_batch_size"], 0, 1, 0, work.collate)
     losses = []
-    for _, (x, y) in zip(range(5), loader.forever(), strict=False):
+    for _, (x, y) in zip(range(SHORT["run"]["steps"]), loader.forever(), strict=False):
         loss = work.loss_fn(model(_double(x)), _double(y))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,9 +79,9 @@ def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world
             *({"zero_optimization": {"stage": stage}} for stage in range(4)),
             *({"pipeline": {"stages": 2, "schedule": kind}} for kind in ("gpipe", "1f1b") if world.size == 2),
         ):
-            result = train(again, config_of(workload, **more), runtime)
+            result = train(again, config_of(workload, **SHORT, **more), runtime)
             assert result["losses"] == pytest.approx(expected, abs=1e-12), (runtime, more)
-            assert len(result["bytes_per_rank"]) == world.size and result["steps"] == 5
+            assert len(result["bytes_per_rank"]) == world.size and result["steps"] == 3
             measured.add(tuple(result[name] for name in ("accuracy", "rouge_l") if name in result))
     assert len(measured) == 1  # the trained model is whole again, whoever had cut it
 

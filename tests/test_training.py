@@ -14,6 +14,7 @@ from torch import nn
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, MasterWeights, clip_by_norm
+from dtlib.production.torch import process_group
 from dtlib.storage import Loader, open_samples, write
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
@@ -111,6 +112,12 @@ def test_train_batch_takes_its_micro_batches_from_the_training_data(world):
     assert losses[-1] < 0.1 * losses[0]
     assert len(set(world.comm.all_gather_object(losses[-1]))) == 1
     assert loader.epoch == 80 // len(loader)
+    first = []
+    for comm in (world.comm, world.comm.mpi, process_group(world.comm)):
+        torch.manual_seed(0)
+        engine, *_ = dtlib.initialize(model=nn.Linear(1, 1), config=config, training_data=data, comm=comm)
+        first.append(engine.train_batch(loss_fn=nn.functional.mse_loss).item())
+    assert first == pytest.approx([first[0]] * 3, rel=1e-6) and first[0] > 0
     with pytest.raises(DtlibError, match="train_batch\\(\\) has no data"):
         dtlib.initialize(model=nn.Linear(1, 1), config=config)[0].train_batch()
 
@@ -323,6 +330,8 @@ def test_warm_up_is_deepspeeds_step_by_step():
     assert logarithmic == pytest.approx([0.1, 0.1, 0.3, 0.1 + 0.4 * math.log(3) / math.log(4), 0.5, 0.5, 0.5])
     decaying = WarmupDecayLR(optimizer(), total_num_steps=6, warmup_num_steps=2, warmup_type="linear")
     assert rates_of(decaying, 9) == pytest.approx([0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0])
+    at_once = WarmupDecayLR(optimizer(), total_num_steps=3, warmup_num_steps=2, warmup_type="linear")
+    assert rates_of(at_once, 6) == pytest.approx([0, 0, 0.5, 1, 0, 0])
 
 
 def test_rules_for_larger_batches():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.drawing import Picture
 from dtlib.lab.engines import live
 from dtlib.lessons.l10.wrong_two_models import RIGHT

@@ -296,14 +296,6 @@ def test_rouge_and_what_it_is_compared_with():
     assert figures["nearest"] == 1 and 0 < figures["constant"] < 1 and rouge.best_constant(found).startswith("return")
 
 
-def test_the_confusion_matrix_as_a_picture_and_as_text(capsys):
-    from dtlib.lab.confusion import confusion
-
-    confusion([[9, 1, 0], [0, 8, 0], [0, 3, 4]], ("cat", "dog", "emu"))
-    said = capsys.readouterr().out
-    assert "21 of 25 images in their class, 84.0%" in said and "emu" in said.split("taken for")[1]
-
-
 def test_models_of_other_libraries_take_the_place_of_our_own():
     one, other = summarization.workload({**TINY, "test_articles": 2, "summary_tokens": 4}), vision.workload({})
     assert "takes an nn.Module and got a int" in refusal(wrap.with_model, one, 3)

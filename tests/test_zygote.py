@@ -173,7 +173,7 @@ def test_limits_are_those_of_who_starts_it():
     program += "print(os.umask(0), os.sched_getaffinity(0), getrlimit(RLIMIT_NOFILE), os.nice(0))"
     limit = f"ulimit -n 777; umask 0027; nice -n 3 taskset -c 0 {' '.join(launch.python_of_a_rank())} -c '{program}'"
     said = subprocess.check_output(limit, shell=True, text=True, env={**os.environ, **launch.rank_environment(1)})
-    assert said.strip() == "23 {0} (777, 777) 3"
+    assert said.strip() == f"23 {{0}} (777, 777) {os.nice(0) + 3}"
 
 
 def test_signals_reach_a_rank_and_its_launcher_takes_it_along(tmp_path):

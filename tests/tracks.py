@@ -9,7 +9,7 @@ import builtins
 import re
 import symtable
 
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 
 GIVEN = {*dir(builtins), "get_ipython", "display", "__name__"}
 BOTH = ("notebook", "ranks")

@@ -62,7 +62,7 @@ def _this_backend_is_asked_for() -> bool:
     return False
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name == "emulate_network":
         from dtlib.backend.starting import emulate_network
 

@@ -14,6 +14,7 @@ dispatcher is on in this thread, for which the operators have a kernel of ours; 
 
 import functools
 import threading
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
@@ -23,6 +24,7 @@ from torch.profiler import record_function
 
 from dtlib.backend.work import joined
 
+T = TypeVar("T", bound=dist.ProcessGroup)
 _modes = torch._C._len_torch_dispatch_stack
 KEYS = (DispatchKey.CPU, DispatchKey.CUDA, DispatchKey.SparseCPU, DispatchKey.SparseCUDA)
 
@@ -65,7 +67,7 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def seen_by_torch(cls):
+def seen_by_torch(cls: type[T]) -> type[T]:
     """Let the collectives of a class of groups take the way by their operators where somebody looks."""
     for name in OPERATORS:
         setattr(cls, name, _seen(name, getattr(cls, name)))

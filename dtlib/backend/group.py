@@ -8,7 +8,11 @@ torch uses such a subclass *as* the group, for tensors on all devices: the commu
 a GPU by NCCL or by way of pinned memory (comm/torch/).
 """
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -22,6 +26,7 @@ from dtlib.comm import Communicator, waiting
 from dtlib.comm.link import CALLER_TAGS
 
 TAG_OF_NEW_GROUPS = CALLER_TAGS - 1  # the group's own messages; tags below are the caller's
+Tensors = list[torch.Tensor]
 WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -32,9 +37,9 @@ class Group(dist.ProcessGroup):
 
     comm: Communicator | None = None
     _twin = None  # by which torch's dispatcher sees it (dispatched.py)
-    _together = None  # works that are collected between _start_coalescing and _end_coalescing
+    _together: list[GroupWork] | None = None  # works that are collected between _start_coalescing and _end_coalescing
 
-    def __init__(self, store, comm, members, forget):
+    def __init__(self, store: dist.Store, comm: Communicator, members: list[int], forget: Callable[[Group], None]):
         super().__init__(comm.rank, comm.size)
         self.comm: Communicator | None = comm
         self.members = members
@@ -42,25 +47,25 @@ class Group(dist.ProcessGroup):
         self._forget = forget
         self._name = self._description = ""
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Group({self._name!r}, rank={self.rank()}, size={self.size()})"
 
     # What torch asks about a group
 
-    def getBackendName(self):
+    def getBackendName(self) -> str:
         return "dtlib"
 
     name = getBackendName
 
     @property
-    def group_name(self):
+    def group_name(self) -> str:
         return self._name
 
     def _set_group_name(self, name):
         self._name = name
 
     @property
-    def group_desc(self):
+    def group_desc(self) -> str:
         return self._description
 
     def _set_group_desc(self, description):
@@ -73,15 +78,15 @@ class Group(dist.ProcessGroup):
     def _get_backend(self, device):
         return self
 
-    def get_group_store(self):
+    def get_group_store(self) -> dist.Store:
         return self._store
 
-    def set_timeout(self, timeout):
+    def set_timeout(self, timeout: timedelta) -> None:
         self._alive().time_limit = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         """Let go of the communicator: MPI frees it once all members have done so, and meet again."""
         if self.comm is not None:
             self.comm = self._store = None
@@ -91,65 +96,79 @@ class Group(dist.ProcessGroup):
 
     # Collectives
 
-    def allreduce(self, tensors, opts=None):
+    def allreduce(self, tensors: Tensors, opts: c10d.AllreduceOptions | None = None) -> dist.Work:
         opts = opts or c10d.AllreduceOptions()
         return self._each(opts, [partial(self._all_reduce, tensor, opts) for tensor in tensors])
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors, opts=None):
+    def broadcast(self, tensors: Tensors, opts: c10d.BroadcastOptions | None = None) -> dist.Work:
         opts = opts or c10d.BroadcastOptions()
         if tensors[0].requires_grad and self.rank() != opts.rootRank:
             warn_of_activations(tensors[0])
         starts = [partial(self._alive().broadcast, moved(tensor), opts.rootRank) for tensor in tensors]
         return self._begin(opts, starts, tensors)
 
-    def reduce(self, tensors, opts):
+    def reduce(self, tensors: Tensors, opts: c10d.ReduceOptions) -> dist.Work:
         return self._each(opts, [partial(self._reduce, tensor, opts.rootRank, opts) for tensor in tensors])
 
-    def all_gather_single(self, output, input, opts=None):
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions | None = None
+    ) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
         return self._begin(opts, [partial(self._alive().all_gather, moved(output), moved(input))], [output])
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: c10d.AllgatherOptions | None = None
+    ) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
         starts = [partial(self._alive().all_gather, moved(output), moved(input)) for output, input in pairs]
         return self._begin(opts or c10d.AllgatherOptions(), starts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather(self, output_lists, inputs, opts=None):
+    def allgather(
+        self, output_lists: list[Tensors], inputs: Tensors, opts: c10d.AllgatherOptions | None = None
+    ) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(output_lists, inputs, strict=True)
         return self._each(opts, [partial(self._all_gather, outputs, input, opts) for outputs, input in pairs])
 
-    def allgather_coalesced(self, output_lists, inputs, opts=None):
+    def allgather_coalesced(
+        self, output_lists: list[Tensors], inputs: Tensors, opts: c10d.AllgatherOptions | None = None
+    ) -> dist.Work:
         # Here there is a list for each rank, of tensors like all of ``inputs``.
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
         return self._each(opts, [partial(self._all_gather, list(outputs), input, opts) for outputs, input in pairs])
 
-    def reduce_scatter_single(self, output, input, opts=None):
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.ReduceScatterOptions | None = None
+    ) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         return self._each(opts, [partial(self._reduce_scatter, output, input, opts)])
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: c10d.ReduceScatterOptions | None = None
+    ) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         pairs = zip(outputs, inputs, strict=True)
         return self._each(opts, [partial(self._reduce_scatter, output, input, opts) for output, input in pairs])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter(self, outputs, input_lists, opts=None):
+    def reduce_scatter(
+        self, outputs: Tensors, input_lists: list[Tensors], opts: c10d.ReduceScatterOptions | None = None
+    ) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         pairs = zip(outputs, input_lists, strict=True)
         return self._each(opts, [partial(self._reduce_scatter_list, output, inputs, opts) for output, inputs in pairs])
 
-    def gather(self, output_lists, inputs, opts):
+    def gather(self, output_lists: list[Tensors], inputs: Tensors, opts: c10d.GatherOptions) -> dist.Work:
         [mine] = inputs
         whole = finish = None
         if self.rank() == opts.rootRank:
@@ -158,7 +177,7 @@ class Group(dist.ProcessGroup):
         start = partial(self._alive().gather, whole, moved(mine), opts.rootRank)
         return self._begin(opts, [start], output_lists, finish)
 
-    def scatter(self, outputs, input_lists, opts):
+    def scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: c10d.ScatterOptions) -> dist.Work:
         [out] = outputs
         whole = None
         if self.rank() == opts.rootRank:
@@ -168,7 +187,14 @@ class Group(dist.ProcessGroup):
         start = partial(self._alive().scatter, moved(out), whole, opts.rootRank)
         return self._begin(opts, [start], outputs)
 
-    def all_to_all_single(self, output, input, output_sizes=(), input_sizes=(), opts=None):
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: c10d.AllToAllOptions | None = None,
+    ) -> dist.Work:
         # Numbers even where all are alike: another rank may give them, and all have to give them or none.
         equal = [[len(tensor) // self.size()] * self.size() for tensor in (output, input)]
         sizes = output_sizes or equal[0], input_sizes or equal[1]
@@ -177,7 +203,7 @@ class Group(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs, inputs, opts=None):
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: c10d.AllToAllOptions | None = None) -> dist.Work:
         self._check_own(outputs, inputs[self.rank()] if len(inputs) == self.size() else None)
         sent, room = torch.cat([moved(one).reshape(-1) for one in inputs]), [moved(one) for one in outputs]
         come = sent.new_empty(sum(one.numel() for one in room))
@@ -190,22 +216,22 @@ class Group(dist.ProcessGroup):
         start = partial(self._alive().all_to_all, come, sent, *sizes)
         return self._begin(opts or c10d.AllToAllOptions(), [start], outputs, finish)
 
-    def barrier(self, opts=None):
+    def barrier(self, opts: c10d.BarrierOptions | None = None) -> dist.Work:
         return self._begin(opts or c10d.BarrierOptions(), [self._alive().barrier], [])
 
     # Point to point
 
-    def send(self, tensors, dest, tag=0):
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> dist.Work:
         [tensor] = tensors
         return self._begin(None, [partial(self._alive().send, moved(tensor), dest, self._own(tag))], tensors)
 
-    def recv(self, tensors, source, tag=0):
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
         [tensor] = tensors
         work = self._begin(None, [partial(self._alive().recv, moved(tensor), source, self._own(tag))], tensors)
         work._source_rank = work.source_rank = lambda: source
         return work
 
-    def recv_anysource(self, tensors, tag=0):
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         from mpi4py import MPI
 
         [tensor], comm, tag, status = tensors, self._alive(), self._own(tag), MPI.Status()
@@ -234,6 +260,7 @@ class Group(dist.ProcessGroup):
 
     def _end_coalescing(self, device):
         works, self._together = self._together, None
+        assert works is not None
         return joined(works)
 
     # From torch's arguments to operations of the communicator
@@ -416,7 +443,7 @@ class Group(dist.ProcessGroup):
             )
 
 
-def warn_of_activations(tensor) -> None:
+def warn_of_activations(tensor: torch.Tensor) -> None:
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         warnings.warn(
             "This collective writes into a tensor in the graph of autograd, which does not know it: gradients do not "

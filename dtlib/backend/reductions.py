@@ -1,5 +1,7 @@
 """What torch asks for, in the communicator's terms: tensors it can carry, and ``ReduceOp`` as names of operations."""
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ReduceOp
 
@@ -18,7 +20,7 @@ BITWISE = (
 OF_BOOLEANS = {"sum": "max", "prod": "min"}  # as NCCL does: any, all
 
 
-def named(op, tensor) -> str:
+def named(op: ReduceOp, tensor: torch.Tensor) -> str:
     """The communicator's name of a reduction; ``op`` compares with ``==`` and does not hash."""
     name = next((name for known, name in NAMES if op == known), None)
     if name is None:
@@ -28,17 +30,17 @@ def named(op, tensor) -> str:
     return OF_BOOLEANS.get(name, name) if tensor.dtype is torch.bool else name
 
 
-def bitwise(op):
+def bitwise(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The function of a reduction of bits, or None."""
     return None if op == ReduceOp.SUM else next((function for known, function in BITWISE if op == known), None)
 
 
-def factor(op):
+def factor(op: ReduceOp) -> float | torch.Tensor | None:
     """What every rank multiplies by before it adds, or None."""
     return None if op == ReduceOp.SUM or op != ReduceOp.PREMUL_SUM else op.factor
 
 
-def dense(tensor):
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor to be reduced: complex ones are pairs, and what is written to is no part of a graph."""
     tensor = tensor.detach()
     if tensor.is_conj():
@@ -46,7 +48,7 @@ def dense(tensor):
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def moved(tensor):
+def moved(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that only travels: types of one byte that the communicator does not know are bytes to it."""
     tensor = dense(tensor)
     known = types.dtype_name(tensor.dtype) in types.ALLOWED or tensor.element_size() > 1

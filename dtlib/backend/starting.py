@@ -8,6 +8,7 @@ import os
 import sys
 
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from dtlib import world as worlds
 from dtlib.backend.group import TAG_OF_NEW_GROUPS, Group
@@ -25,7 +26,7 @@ _meetings = 0
 _groups: list[Group] = []  # that live, in the order in which they were made, which is the same on all their members
 
 
-def meet():
+def meet() -> tuple[dist.Store, int, int]:
     """A store that all ranks share, this rank, and how many there are: what torch wants to know first."""
     global _store, _meetings
     world = _world()
@@ -37,7 +38,7 @@ def meet():
     return dist.PrefixStore(f"meeting {_meetings}", _store), world.rank, world.size
 
 
-def make_group(options) -> Group:
+def make_group(options: c10d._DistributedBackendOptions) -> Group:
     """What torch calls for a new group: ``options`` has its size, its ranks, this one's rank, and the timeout."""
     world = _world()
     seconds = _time_limit(options.timeout, world)
@@ -68,7 +69,7 @@ def renew() -> None:
     mark_stopped_modules(_groups)
 
 
-def emulate_network(latency: float, bandwidth: float, group=None) -> None:
+def emulate_network(latency: float, bandwidth: float, group: dist.ProcessGroup | None = None) -> None:
     """Make the messages of a group (the default one) slower: ``latency`` seconds each, ``bandwidth`` bytes a second.
 
     EMULATED: for lessons, never for claims. Groups that are made later have the same network. All ranks call it.
@@ -133,7 +134,7 @@ def _of_members(members: list[int], seconds: float | None) -> Communicator:
         everyone.Free()
     made = Communicator(mpi, seconds, parent.verify)
     drawn = made.meet("new_group", lifetime.draw(made.world_rank))[0]
-    lifetime.look_after(mpi, drawn, made._members)
+    lifetime.look_after(mpi, drawn, made.members)
     made.name = f"group.{drawn[0]}.{drawn[1]}"
     return made
 

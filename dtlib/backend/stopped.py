@@ -4,18 +4,25 @@ What a stop leaves behind outside of a step's forward and backward pass cannot b
 optimizer's step, torch does not write down.
 """
 
+from __future__ import annotations
+
 import gc
 import sys
 import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
 from dtlib.errors import DtlibError
 
+if TYPE_CHECKING:
+    from dtlib.backend.group import Group
+
 _refusing: weakref.WeakSet = weakref.WeakSet()  # those that were marked at an earlier reset
 
 
-def mark_stopped_modules(groups) -> None:
+def mark_stopped_modules(groups: Iterable[Group]) -> None:
     """Let the ``DistributedDataParallel`` and FSDP2 modules of a group refuse to go on, if a rank was stopped in one.
 
     DDP's C++ has counted gradients of which some never arrived, and nothing can make it forget them; FSDP2 keeps some,
@@ -26,6 +33,7 @@ def mark_stopped_modules(groups) -> None:
     stopped = {one for one in wrapped if _is_in_mid_step(one)}
     for group in groups:
         modules = [one for one, its in wrapped.items() if any(each is group for each in its)]
+        assert group.comm is not None  # it lives
         if any(group.comm.all_gather_object(any(one in stopped for one in modules))):
             stopped.update(modules)
     for module in stopped:

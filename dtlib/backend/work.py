@@ -1,6 +1,11 @@
 """What is under way in a group, as torch knows it: a ``Work`` and its future."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -8,6 +13,9 @@ from torch.autograd import Variable
 
 from dtlib.comm import waiting
 from dtlib.errors import CommunicationError, DtlibError, PeerFailed, WaitTimeout
+
+# How what travelled as a copy is brought home.
+Finish: TypeAlias = Callable[[], object] | None
 
 
 class GroupError(CommunicationError, dist.DistBackendError):
@@ -25,10 +33,10 @@ class GroupPeerFailed(PeerFailed, GroupError):
 class torchs_errors:
     """``with torchs_errors():`` errors of the communicator are raised as torch's kind."""
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DtlibError) and not isinstance(error, dist.DistBackendError):
             if isinstance(error, WaitTimeout):
                 raise GroupTimeout(f"The timeout is over. {error}") from None  # torch's users look for that word
@@ -42,7 +50,13 @@ class GroupWork(dist._Work):
     travelled as a copy. ``limit`` is a time limit in seconds other than the group's.
     """
 
-    def __init__(self, handles, result, finish=None, limit: float | None = None):
+    def __init__(
+        self,
+        handles: Sequence[waiting.Handle | _Inside],
+        result: list,
+        finish: Finish = None,
+        limit: float | None = None,
+    ):
         super().__init__()
         self._handles = handles
         self._result = result
@@ -52,7 +66,7 @@ class GroupWork(dist._Work):
         if limit is not None:
             self._allow(limit)
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end. Raises ``GroupTimeout`` after ``timeout`` (a timedelta), or the group's own."""
         if timeout is not None and timeout.total_seconds() > 0:
             self._allow(timeout.total_seconds())
@@ -80,14 +94,14 @@ class GroupWork(dist._Work):
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
 
-    def exception(self):
+    def exception(self) -> Exception | None:
         return self._error
 
     def result(self) -> list:
         self.wait()
         return self._result
 
-    def get_future(self):
+    def get_future(self) -> torch.futures.Future:
         """A future of the tensors. C++ may wait for it without asking this object again, so it has to end by itself.
 
         In a backward pass (DDP's hooks ask there) it ends in a callback of autograd's, which comes before DDP's own:
@@ -156,7 +170,7 @@ class _Inside:
     _time_limit = property(fset=lambda self, seconds: self._allow(seconds))
 
 
-def joined(works, result=None, finish=None) -> GroupWork:
+def joined(works: Sequence[GroupWork], result: list | None = None, finish: Finish = None) -> GroupWork:
     """Several works as one."""
     result = [tensor for work in works for tensor in work._result] if result is None else result
     return GroupWork([_Inside(work) for work in works], result, finish)
@@ -168,12 +182,18 @@ class ReceivedFromAny(GroupWork):
     ``find()`` is the rank from which a message has arrived, or None; ``receive(rank)`` takes it in.
     """
 
-    def __init__(self, find, wait_until_found, receive, result):
+    def __init__(
+        self,
+        find: Callable[[], int | None],
+        wait_until_found: Callable[[timedelta | None], int],
+        receive: Callable[[int], waiting.Handle],
+        result: list,
+    ):
         super().__init__((), result)
         self._find, self._wait_until_found, self._receive = find, wait_until_found, receive
-        self._source = None
+        self._source: int | None = None
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if self._source is None:
             with torchs_errors():
                 self._take(self._wait_until_found(timeout))
@@ -190,6 +210,8 @@ class ReceivedFromAny(GroupWork):
         self._handles = (self._receive(source),)
 
     def source_rank(self) -> int:
+        if self._source is None:
+            raise GroupError("No message has arrived yet, so its sender is not known: call wait() first.")
         return self._source
 
     _source_rank = source_rank

@@ -30,12 +30,12 @@ SITE = Path(__file__).parent / "site"
 # Of dtlib, what the rooms use; a test draws them all in a browser.
 CARRIED = (
     "__init__.py", "errors.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
-    *(f"comm/{name}.py" for name in ("__init__", "algorithms", "mpi_collectives", "numbers", "selection", "steps")),
-    "comm/turns.py", "comm/waiting.py",
-    *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "call", "in_vain", "recorder")),
+    *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "mpi_collectives", "numbers", "selection")),
+    "comm/steps.py", "comm/turns.py", "comm/waiting.py",
+    *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "in_vain", "recorder")),
     "lab/__init__.py", "lab/engines/__init__.py", "lab/checks/__init__.py", "lab/checks/exercise.py",
     "lab/checks/questions.py", "lessons/__init__.py",
-    *(f"lab/{name}.py" for name in ("colours", "decision_chart", "drawing", "lesson_files", "tables")),
+    *(f"lab/{name}.py" for name in ("colours", "decision_chart", "drawing", "foreign", "lesson_files", "tables")),
     "lessons/glossary.toml", "lessons/**/quiz*.toml", "lessons/l*/__init__.py", "lessons/l00/judge_sum.py",
     "lessons/l00/lecture.py", "lessons/l03/lecture.py", "lessons/l05/judge_rates.py", "lessons/l05/exercises.py",
     "lessons/l09/judge_formats.py", "lessons/l09/exercises.py", "lessons/l11/judge_scaling.py",

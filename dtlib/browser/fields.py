@@ -15,7 +15,7 @@ class Number:
     high: float
     step: float = 1
 
-    def read(self, text: str):
+    def read(self, text: str) -> float:
         return _within(self, float(text))
 
     def html(self, room: str) -> str:
@@ -96,7 +96,7 @@ class Press:
         return f'<button name="pressed" value="{self.name}">{escape(self.label)}</button>'
 
 
-def put(name: str, value) -> str:
+def put(name: str, value: object) -> str:
     """What a room's answer has beside what is shown: the page puts ``value`` into the field ``name``."""
     return f'<data hidden data-field="{name}">{escape(str(value))}</data>'
 

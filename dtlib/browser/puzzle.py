@@ -17,11 +17,9 @@ LEVELS = {
     str(number): f"{number}: at most {level.activations} activations" for number, level in judge_puzzle.LEVELS.items()
 }
 FORM = (
-    Choice("puzzle", "level", "1", LEVELS),
-    Text("order", "your order", "F0 F1\nF0\nF0\nF0"),
-    Press("check", "Check"),
-    Kept("attempt", "0"),
-)
+    Choice("puzzle", "level", "1", LEVELS), Text("order", "your order", "F0 F1\nF0\nF0\nF0"),
+    Press("check", "Check"), Kept("attempt", "0"),
+)  # fmt: skip
 
 
 def show(puzzle: str, order: str, attempt: str, pressed: str = "") -> str:

@@ -2,13 +2,14 @@
 
 from html import escape
 from importlib import import_module
+from types import ModuleType
 
 from dtlib.errors import DtlibError
 
 NAMES = ("schedule", "puzzle", "duel", "steps", "ranks", "exercise", "memory", "plan", "chart", "quiz", "words")
 
 
-def room(name: str):
+def room(name: str) -> ModuleType:
     """The module of a room: TITLE, SAYS, LESSON, FORM and ``show``."""
     if name not in NAMES:
         raise DtlibError(f"There is no room {name!r}: choose one of {', '.join(NAMES)}.")

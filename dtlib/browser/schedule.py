@@ -3,7 +3,7 @@
 from dtlib.browser.fields import Choice, Slider
 from dtlib.browser.svg import WIDTH, Picture, letters_on, rank_label
 from dtlib.lab.colours import rank_colour
-from dtlib.schedule import draw, formulas, gpipe, interleaved, one_f_one_b, simulate, zero_bubble_h1
+from dtlib.schedule import Simulation, draw, formulas, gpipe, interleaved, one_f_one_b, simulate, zero_bubble_h1
 
 TITLE, LESSON = "Schedules", "07_pipelines"
 SAYS = (
@@ -39,7 +39,7 @@ def show(schedule: str, ranks: int, microbatches: int, backward: float, message:
     return drawn(found, said) + f"<p>{more}</p>"
 
 
-def drawn(found, title: str) -> str:
+def drawn(found: Simulation, title: str) -> str:
     """A simulation as a picture, with its figures in a sentence; a number is a micro-batch."""
     peaks = ", ".join(map(str, found.peak_activations))
     kinds = [words for kind, words in KINDS.items() if any(action.kind == kind for action in found.end)]

@@ -18,7 +18,10 @@ class Picture:
         # Names of its own: what another picture has defined is not drawn while that one is hidden.
         self._own = crc32(alt.encode())
 
-    def box(self, x, y, width, height, fill="none", opacity=1.0, frame=False, hatch=False, title="") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str = "none", opacity: float = 1.0,
+        frame: bool = False, hatch: bool = False, title: str = "",
+    ) -> None:  # fmt: skip
         stroke = ' stroke="currentColor" stroke-width="2.5"' if frame else ' stroke="currentColor" stroke-width=".4"'
         shape = f'x="{x:.1f}" y="{y:.1f}" width="{max(0, width):.1f}" height="{height:.1f}"'
         said = f"<title>{escape(title)}</title>" if title else ""
@@ -26,13 +29,18 @@ class Picture:
         if hatch:
             self._parts.append(f'<rect {shape} fill="url(#hatch-{self._own})"/>')
 
-    def words(self, x, y, text, anchor="start", fill="currentColor", bold=False) -> None:
+    def words(
+        self, x: float, y: float, text: object, anchor: str = "start", fill: str = "currentColor", bold: bool = False
+    ) -> None:
         weight = ' font-weight="bold"' if bold else ""
         self._parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(str(text))}</text>'
         )
 
-    def line(self, x1, y1, x2, y2, colour="currentColor", width=1.5, dashed=False, arrow=False) -> None:
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str = "currentColor", width: float = 1.5,
+        dashed: bool = False, arrow: bool = False,
+    ) -> None:  # fmt: skip
         more = ' stroke-dasharray="5 4"' if dashed else ""
         more += f' marker-end="url(#arrow-{self._own})"' if arrow else ""
         at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
@@ -62,7 +70,7 @@ def rank_label(picture: Picture, rank: int, y: float) -> None:
     picture.words(16, y, f"rank {rank}")
 
 
-def sentence(text, right: bool | None = None) -> str:
+def sentence(text: object, right: bool | None = None) -> str:
     """A block that is read out when it appears: as right, as not yet right, or neither."""
     kind, sign = {True: ("right", "✓ "), False: ("not-yet", "↻ "), None: ("said", "")}[right]
     return f'<div role="status" class="{kind}">{sign}{escape(str(text))}</div>'

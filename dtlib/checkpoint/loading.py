@@ -35,13 +35,9 @@ MACHINE = ("foreach", "fused", "capturable", "differentiable")
 
 
 def load(
-    folder: str | PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    comm: Communicator | None = None,
-    masters: MasterWeights | None = None,
-    check: Callable[[object], object] | None = None,
-) -> object:
+    folder: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, comm: Communicator | None = None,
+    masters: MasterWeights | None = None, check: Callable[[object], object] | None = None,
+) -> object:  # fmt: skip
     """Load what ``save`` has saved, on any number of ranks and with any strategy; returns its ``extra``.
 
     All ranks of ``comm`` call it, after the model, its strategy and its optimizer have been made as for training. Each

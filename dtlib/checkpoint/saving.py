@@ -33,13 +33,9 @@ if TYPE_CHECKING:
 
 
 def save(
-    folder: str | PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    comm: Communicator | None = None,
-    masters: MasterWeights | None = None,
-    extra: object = None,
-) -> None:
+    folder: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, comm: Communicator | None = None,
+    masters: MasterWeights | None = None, extra: object = None,
+) -> None:  # fmt: skip
     """Save a model, its optimizer and the random states in ``folder``, in place of what was saved there before.
 
     All ranks of ``comm`` call it, with the same folder, which all of them see. It returns when the checkpoint is on

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from dtlib.errors import CommunicationError
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dtlib.comm.torch.process_group import ProcessGroupCommunicator
     from dtlib.comm.waiting import progress_thread
 
-    AnyCommunicator: TypeAlias = Communicator | ProcessGroupCommunicator | MPI.Intracomm | ProcessGroup
-
+# By name, so that none of them is loaded.
+AnyCommunicator: TypeAlias = Union["Communicator", "ProcessGroupCommunicator", "MPI.Intracomm", "ProcessGroup"]
 _LAZY = {
     "Communicator": "dtlib.comm.communicator",
     "progress_thread": "dtlib.comm.waiting",
@@ -59,7 +59,7 @@ def as_communicator(comm: AnyCommunicator) -> Communicator:
         mpi = comm.Dup()
         made = Communicator(mpi)
         key = made.meet("as_communicator", lifetime.draw(made.world_rank))[0]
-        lifetime.look_after(mpi, key, made._members)
+        lifetime.look_after(mpi, key, made.members)
         made.name = f"mpi4py.{key[0]}.{key[1]}"  # whom a rank waits for must not be mixed up with the world's
         return made
     if torch_distributed := sys.modules.get("torch.distributed"):

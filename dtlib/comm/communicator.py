@@ -15,16 +15,15 @@ import numpy as np
 
 from dtlib.comm import lifetime, types
 from dtlib.comm.algorithms import chunks_of, pieces_of, same_memory
+from dtlib.comm.call import Call, callers_line
 from dtlib.comm.link import CALLER_TAGS, COLLECTIVE_TAGS, FIRST_COLLECTIVE_TAG, NOTES_OF_COLLECTIVES, SlowLink, Wire
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
+from dtlib.comm.verify import receive_message, send_message, verified
 from dtlib.comm.waiting import Awaited, Handle, IncomingLink, Link, Queue, Task, idle
 from dtlib.comm.watch import board, recorder
-from dtlib.comm.watch.call import Call, callers_line
 from dtlib.comm.watch.in_step import living
-from dtlib.comm.watch.messages import receive_message, send_message
-from dtlib.comm.watch.verify import verified
 from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ class Communicator(ObjectOperations):
         verify: compare the arguments of all ranks before each collective; on in notebooks, off in benchmarks. All
             ranks set it alike. Without it, ranks whose shapes or dtypes differ may get wrong values without a word.
 
+    ``members[r]`` is rank r as the world counts it, and ``world_rank`` this one.
     Every operation on tensors takes ``async_op=True`` and then returns a ``Handle`` with ``wait()`` and ``done()``.
     ``algorithm=`` overrides the choice that is made by size and ranks (selection.py); ``"mpi"`` is MPI's own, which
     cannot be interrupted. Counterparts: mpi4py's upper-case methods and the functions of ``torch.distributed``.
@@ -59,7 +59,7 @@ class Communicator(ObjectOperations):
         self.rank = rank
         self.size = size
         self.wire = None  # an emulated slow network
-        self._members = members  # as the world counts them
+        self.members = members  # as the world counts them
         self._nccl = None  # not decided yet; False where CUDA tensors go through host memory
         self._queue = Queue()
         self._buffers = {}
@@ -74,7 +74,7 @@ class Communicator(ObjectOperations):
     @property
     def world_rank(self) -> int:
         """This rank as the world counts it."""
-        return self._members[self.rank]
+        return self.members[self.rank]
 
     def held(self) -> dict[str, list]:
         """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
@@ -85,7 +85,7 @@ class Communicator(ObjectOperations):
     ) -> None:
         """Wait for an mpi4py request of this communicator as the operations do: to be interrupted, and timed out; after
         ``time_limit`` seconds, if it is given, instead of the communicator's."""
-        call, link = self._call(description, peers=self._members), Awaited(self.mpi)
+        call, link = self._call(description, peers=self.members), Awaited(self.mpi)
         limited = time_limit is not None
         handle = self._start(call, iter([[request]]), link, lambda: None, buffers, limited, self._queue.post)
         if limited:
@@ -94,14 +94,14 @@ class Communicator(ObjectOperations):
 
     def meet(self, operation: str, thing: object = None) -> list:
         """Every rank's ``thing`` (which pickles), once all are here; what all have no more use for is freed."""
-        garbage = lifetime.garbage_among(self._members)
+        garbage = lifetime.garbage_among(self.members)
         said = [b""] * self.size
         said[self.rank] = pickle.dumps((thing, garbage))
         link = self._side_link(self._next_tag())
-        call = self._call(operation, None, self._members, self.collective_count)
+        call = self._call(operation, None, self.members, self.collective_count)
         self._start(call, lifetime.exchange(link, said), link, lambda: None, said, False, self._queue.append)
         told = [pickle.loads(one) for one in said]
-        lifetime.free({member: garbage for member, (_, garbage) in zip(self._members, told, strict=True)})
+        lifetime.free({member: garbage for member, (_, garbage) in zip(self.members, told, strict=True)})
         return [thing for thing, _ in told]
 
     # Point to point
@@ -114,7 +114,7 @@ class Communicator(ObjectOperations):
         """Send ``tensor`` to rank ``dest``, which calls ``recv`` with the same shape and dtype; returns it."""
         self._check_rank(dest, "send", "dest")
         content = payload(tensor, "send", writes=False)
-        call = self._call("send", tensor, (self._members[dest],), peer=dest, tag=tag)
+        call = self._call("send", tensor, (self.members[dest],), peer=dest, tag=tag)
         link = self._link(tag)
         steps = send_message(link, content.flat, dest, call, self._notes(tag))
         return self._point_to_point(call, steps, link, lambda: tensor, async_op, content)
@@ -127,7 +127,7 @@ class Communicator(ObjectOperations):
         """Receive from rank ``source`` into ``tensor``, in place; returns it."""
         self._check_rank(source, "recv", "source")
         content = payload(tensor, "recv", writes=True)
-        call = self._call("recv", tensor, (self._members[source],), peer=source, tag=tag)
+        call = self._call("recv", tensor, (self.members[source],), peer=source, tag=tag)
         link = self._incoming(tag)
         steps = receive_message(link, content.flat, source, call, self._notes(tag))
         return self._point_to_point(call, steps, link, content.store, async_op, content)
@@ -285,10 +285,10 @@ class Communicator(ObjectOperations):
             return nccl.all_to_all(out, tensor, output_split_sizes, input_split_sizes, async_op)
         whole = payload(out, "all_to_all", writes=True)
         content = payload(tensor, "all_to_all", writes=False)
-        come, sent, counted = self._pieces(out, tensor, output_split_sizes, input_split_sizes)
+        received, sent, counted = self._pieces(out, tensor, output_split_sizes, input_split_sizes)
         flat = content.flat.copy() if np.shares_memory(whole.flat, content.flat) else content.flat
-        arguments = pieces_of(whole.flat, come), pieces_of(flat, sent)
-        counts = np.array([sent, come]) if counted else None
+        arguments = pieces_of(whole.flat, received), pieces_of(flat, sent)
+        counts = np.array([sent, received]) if counted else None
         return self._collective("all_to_all", tensor, arguments, whole.store, async_op, flat=whole.flat, counts=counts)
 
     @overload
@@ -327,7 +327,7 @@ class Communicator(ObjectOperations):
         if color is None:
             return None
         group = Communicator(mpi, self.time_limit, self.verify, name)
-        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group._members)
+        lifetime.look_after(mpi, next(drawn for its_color, drawn in asked if its_color == color), group.members)
         group.wire = self.wire  # the same network card
         return group
 
@@ -400,7 +400,7 @@ class Communicator(ObjectOperations):
             raise CommunicationError(f"{operation}(algorithm='mpi') cannot be asynchronous, as MPI's own call blocks.")
         steps = choose(operation, 0 if flat is None else flat.nbytes, self.size, algorithm)
         link = self._link(self._next_tag())
-        members, number = self._members, self.collective_count
+        members, number = self.members, self.collective_count
         call = Call(
             operation, tensor, members[self.rank], members, self.name, number, algorithm=algorithm or "", **facts
         )
@@ -434,7 +434,7 @@ class Communicator(ObjectOperations):
         call.watched = watched
         if watched:
             board.publish("started", call)
-        handle = Handle(task, self._queue, self.time_limit, not async_op)
+        handle: Handle = Handle(task, self._queue, self.time_limit, not async_op)
         if async_op:
             enqueue(task)
             return handle

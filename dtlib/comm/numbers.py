@@ -53,7 +53,7 @@ class Numbers:
         return Numbers(memoryview(array(CODES[self.dtype], self.view)), self.dtype)
 
 
-COMBINE = {"sum": operator.add, "mean": operator.add, "prod": operator.mul, "max": max, "min": min}
+COMBINE: dict[str, Callable] = {"sum": operator.add, "mean": operator.add, "prod": operator.mul, "max": max, "min": min}
 
 
 def combiner(op: str) -> Callable[[Numbers, Numbers, Numbers], None]:

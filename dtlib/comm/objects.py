@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from dtlib.comm import types
-from dtlib.comm.watch.call import shape_and_type
+from dtlib.comm.call import shape_and_type
 from dtlib.errors import CommunicationError
 
 V = TypeVar("V")
@@ -22,7 +22,7 @@ class ObjectOperations:
     size: int
     name: str
     time_limit: float | None
-    _members: Sequence[int]  # as the world counts them
+    members: Sequence[int]  # as the world counts them
     all_gather: Callable
     broadcast: Callable
 
@@ -51,17 +51,17 @@ class ObjectOperations:
                 f"of its dtype: they are {shape_and_type(whole)} and {shape_and_type(chunk)}."
             )
 
-    def _pieces(self, out, tensor, come, sent) -> tuple[list[int], list[int], bool]:
+    def _pieces(self, out, tensor, received, sent) -> tuple[list[int], list[int], bool]:
         """How many elements ``all_to_all`` receives from each rank, and sends to each; and whether counts were given.
 
-        ``come`` and ``sent`` are output_split_sizes and input_split_sizes: rows, or None for equal chunks.
+        ``received`` and ``sent`` are output_split_sizes and input_split_sizes: rows, or None for equal chunks.
         """
         if types.dtype_name(out.dtype) != types.dtype_name(tensor.dtype):
             raise CommunicationError(
                 f"all_to_all needs an out of tensor's dtype: out is {shape_and_type(out)}, tensor is "
                 f"{shape_and_type(tensor)}."
             )
-        if come is None and sent is None:
+        if received is None and sent is None:
             count = prod(tensor.shape)
             if prod(out.shape) != count or count % self.size:
                 raise CommunicationError(
@@ -75,7 +75,7 @@ class ObjectOperations:
                 f"tensor is {shape_and_type(tensor)}."
             )
         row, sizes = prod(tensor.shape[1:]), []
-        for name, rows, counts in (("output", len(out), come), ("input", len(tensor), sent)):
+        for name, rows, counts in (("output", len(out), received), ("input", len(tensor), sent)):
             counts = [rows // self.size] * self.size if counts is None else [index(count) for count in counts]
             if len(counts) != self.size or sum(counts) != rows or min(counts) < 0:
                 raise CommunicationError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from dtlib.comm.watch.call import AnyTensor, dtype_name
+from dtlib.comm.call import AnyTensor, dtype_name
 from dtlib.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def _half_combiner(name: str, op: str):
     import torch
 
     dtype = getattr(torch, name)
-    operate = {"sum": torch.add, "mean": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[op]
+    operate = getattr(torch, {"sum": "add", "mean": "add", "prod": "mul", "max": "maximum", "min": "minimum"}[op])
 
     def combine(a, b, out):
         # torch adds 16-bit floats in float32 and rounds once.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from mpi4py import MPI
 
-    from dtlib.comm.watch.call import Call
+    from dtlib.comm.call import Call
 
 SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
@@ -216,7 +216,7 @@ class Task:
         self.done = False
         self.error: BaseException | None = None
         self.value: Any = None
-        self.event = None  # what the recorder keeps of it
+        self.event: recorder.Event | None = None  # what the recorder keeps of it
         self.rounds = 0  # how often what it waited for has arrived
         self._steps: Any = steps
         self._link = link
@@ -273,7 +273,7 @@ class Queue:
     """The collectives of one communicator that are under way."""
 
     def __init__(self):
-        self._tasks = deque()
+        self._tasks: deque[Task] = deque()
         self.broken = None  # why this communicator cannot be used any more
 
     def append(self, task: Task) -> None:

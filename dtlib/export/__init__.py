@@ -32,7 +32,7 @@ Written by `dtlib export {name}` from dtlib/parallel/{strategy}/plain.py, whose 
 It needs torch alone: torchrun --nproc-per-node 3 FILE
 """
 '''
-_CALL = 'if __name__ == "__main__":\n    main(lambda comm, x, y: {build}, {model})\n'
+_CALL = 'if __name__ == "__main__":\n    main(Communicator, lambda comm, x, y: {build}, {model})\n'
 
 
 def exported(name: str) -> str:
@@ -75,8 +75,8 @@ def _without_dtlib(source: str) -> str:
     others = [
         node for node, module in froms if node in imports and not module.startswith(("dtlib.parallel", "dtlib.export"))
     ]
-    foreign = {"contract", "asked", "_members", *(node.name for node in checks)}
-    foreign |= {alias.name for node in others for alias in node.names}
+    foreign = {"contract", "asked", "members", *(node.name for node in checks)}
+    foreign |= {alias.name for node in others for alias in node.names} - {"Communicator"}  # the file has one
 
     def goes(node) -> bool:
         """Mark lines that go; whether nothing of this statement stays."""
@@ -135,7 +135,11 @@ def _defined(node) -> set[str]:
 def _parts(node, needed: set[str]) -> list:
     if getattr(node, "name", "") != "Communicator":
         return [node]
-    return [part for part in node.body if getattr(part, "name", "__init__") in {"__init__", *needed}]
+
+    def name(part) -> str:
+        return ast.unparse(part.target) if isinstance(part, ast.AnnAssign) else getattr(part, "name", "__init__")
+
+    return [part for part in node.body if name(part) in {"__init__", *needed}]
 
 
 def _names(*nodes) -> set[str]:

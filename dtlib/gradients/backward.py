@@ -26,6 +26,22 @@ class RanksDisagree(DtlibError):
     """All ranks have found out together, at the end of a pass, that its averages mean nothing."""
 
 
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.rule = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.rule(gradient), None, None
+
+
+def with_gradient(x: torch.Tensor, forward: Callable, backward: Callable) -> torch.Tensor:
+    """``forward(x)``, whose gradient ``backward`` turns into that of x."""
+    return _WithGradient.apply(x, forward, backward)
+
+
 class BackwardPass:
     """Calls ``begin()`` at the first gradient of a backward pass, ``launch(bucket)`` for each bucket in turn as soon as
     the gradients of all its ``parameters`` have arrived, and ``finish()`` at the end of ``backward()``.
@@ -37,14 +53,9 @@ class BackwardPass:
     """
 
     def __init__(
-        self,
-        buckets: Sequence,
-        begin: Callable[[], None],
-        launch: Callable,
-        finish: Callable[[], None],
-        progress: str,
+        self, buckets: Sequence, begin: Callable[[], None], launch: Callable, finish: Callable[[], None], progress: str,
         names: dict,
-    ):
+    ):  # fmt: skip
         self.buckets = buckets
         self.progress = progress
         self._begin, self._launch, self._finish = begin, launch, finish

@@ -28,13 +28,9 @@ class FlatBuffer:
     """
 
     def __init__(
-        self,
-        shapes: Iterable[Sequence[int]],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        extra: int = 0,
+        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu", extra: int = 0,
         memory: torch.Tensor | None = None,
-    ):
+    ):  # fmt: skip
         sizes = [math.prod(shape) for shape in shapes]
         self.numel = sum(sizes)
         if memory is None:

@@ -36,13 +36,9 @@ class Contract:
     """
 
     def __init__(
-        self,
-        who: str,
-        model: nn.Module,
-        comm: Communicator,
-        units: Iterable[nn.Module] | None = None,
+        self, who: str, model: nn.Module, comm: Communicator, units: Iterable[nn.Module] | None = None,
         in_order: bool = False,
-    ):
+    ):  # fmt: skip
         self.who, self.model, self.in_order = who, model, in_order
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = {parameter: name for name, parameter in trained.items()}

@@ -30,11 +30,9 @@ class MasterWeights:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[torch.Tensor],
-        device: torch.device | str | None = None,
+        self, parameters: Iterable[torch.Tensor], device: torch.device | str | None = None,
         wholes: Iterable[torch.Tensor] | None = None,
-    ):
+    ):  # fmt: skip
         self.parameters = list(parameters)
         self.wholes = list(self.parameters if wholes is None else wholes)
         self.versions = [whole._version for whole in self.wholes]
@@ -150,12 +148,9 @@ def refuse_shards(parameters: Iterable[torch.Tensor], what: str) -> None:
 
 
 def clip_by_norm(
-    gradients: Iterable[torch.Tensor | None],
-    largest: float,
-    comm: Communicator | None = None,
-    counted: Iterable[torch.Tensor] | None = None,
-    norm_type: float = 2.0,
-) -> float:
+    gradients: Iterable[torch.Tensor | None], largest: float, comm: Communicator | None = None,
+    counted: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0,
+) -> float:  # fmt: skip
     """Scale gradients down together so that their joint norm is at most ``largest``; returns the norm before.
 
     With ``comm`` they are shards: every rank has others, and the norm is that of all. ``counted`` are those that count

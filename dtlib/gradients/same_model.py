@@ -46,7 +46,7 @@ def check_axis(parameters: dict, comm: Communicator, who: str) -> None:
     ``parameter.expert_parallel`` are the ranks whose experts differ, ``parameter.context_parallel`` those that share
     sequences; as the world counts them.
     """
-    here = set(comm._members)
+    here = set(comm.members)
     experts = {rank for parameter in parameters.values() for rank in getattr(parameter, "expert_parallel", ())}
     for name, parameter in parameters.items():
         if len(here.intersection(getattr(parameter, "expert_parallel", ()))) > 1:

@@ -30,12 +30,9 @@ class GradientShard:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        shards: Shards,
-        dtype: torch.dtype | None = None,
+        self, parameters: Sequence[torch.Tensor], shards: Shards, dtype: torch.dtype | None = None,
         kept_in: torch.dtype | None = None,
-    ):
+    ):  # fmt: skip
         self.parameters, self.shards = parameters, shards
         first = parameters[0]
         self.kind = dtype or first.dtype, first.device
@@ -101,15 +98,10 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        shards: Sequence[GradientShard],
-        comm: Communicator,
-        batch_size: Callable[[], float | None],
-        progress: str,
-        names: dict,
-        finished: Callable[[], None] | None = None,
+        self, shards: Sequence[GradientShard], comm: Communicator, batch_size: Callable[[], float | None],
+        progress: str, names: dict, finished: Callable[[], None] | None = None,
         launched: Callable[[GradientShard], None] | None = None,
-    ):
+    ):  # fmt: skip
         self.shards, self.comm = shards, comm
         self.passes = 0  # since the last forget()
         self._ask_batch_size, self._finished, self._launched = batch_size, finished, launched

@@ -16,6 +16,8 @@ instead.
 """
 
 # ruff: noqa: F401, I001
+from typing import NoReturn
+
 from dtlib.errors import DtlibError
 from dtlib.horovod.basics import (
     NotOffered, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, gloo_built, gloo_enabled, init,
@@ -52,7 +54,7 @@ class MissingPart(DtlibError, AttributeError):
     """A name of ``horovod.torch`` that this module does not have."""
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> NoReturn:
     for fragment, way_round in _LEFT_OUT.items():
         if fragment in name.lower():
             raise MissingPart(f"hvd.{name} is not offered here: {way_round}.")

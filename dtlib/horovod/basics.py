@@ -25,7 +25,7 @@ _state: _State | None = None
 _initialized = False
 
 
-def init(comm=None, process_sets=None) -> None:
+def init(comm: object = None, process_sets: object = None) -> None:
     """Join the world; all ranks call it, as often as they like. After ``dtlib.reset()`` it must be called again."""
     global _state, _initialized
     if comm is not None or process_sets:

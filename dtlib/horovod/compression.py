@@ -1,17 +1,31 @@
 """Fewer bits on the wire. Counterpart: ``horovod.torch.Compression``."""
 
+from typing import Protocol, TypeVar
+
 import torch
+from torch import Tensor
+
+Context = TypeVar("Context")
+
+
+class Compressor(Protocol[Context]):
+    """``compress`` gives what travels, and what ``decompress`` needs to undo it."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Context]: ...
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Context) -> Tensor: ...
 
 
 class NoneCompressor:
-    """Tensors travel as they are. ``compress`` gives what travels, and what ``decompress`` needs to undo it."""
+    """Tensors travel as they are."""
 
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor, ctx):
+    def decompress(tensor: Tensor, ctx: None) -> Tensor:
         return tensor
 
 
@@ -19,11 +33,11 @@ class FP16Compressor:
     """Floating-point tensors travel as float16: 11 significant bits, up to 65504. ``ctx`` is the dtype before."""
 
     @staticmethod
-    def compress(tensor):
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
-    def decompress(tensor, ctx):
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
         return tensor.to(ctx)
 
 

@@ -6,11 +6,13 @@
 What is gathered may have different lengths, which are padded to the longest: the collective moves equal chunks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from dtlib.comm import Communicator
+from dtlib.comm.waiting import Handle
 from dtlib.gradients.buckets import FlatBuffer, buckets_of
 
 COMM_OPS = {"sum": "sum", "average": "sum", "min": "min", "max": "max", "product": "prod"}
@@ -20,9 +22,9 @@ COMM_OPS = {"sum": "sum", "average": "sum", "min": "min", "max": "max", "product
 class Batch:
     """A collective of the communicator under way, and the operations of this rank that travel in it."""
 
-    handle: Any
+    handle: Handle
     operations: list
-    bring_home: Any  # puts the results into the operations
+    bring_home: Callable[[], None]  # puts the results into the operations
 
     def finish(self) -> None:
         """Wait for it."""
@@ -30,7 +32,7 @@ class Batch:
         self.bring_home()
 
 
-def launch(comm, agreed: dict, mine: dict, cap: int) -> list[Batch]:
+def launch(comm: Communicator, agreed: dict, mine: dict, cap: int) -> list[Batch]:
     """Start what has been agreed, in the same order on all ranks.
 
     ``agreed`` maps keys to {rank: request}, ``mine`` to this rank's operations; a rank that has joined has none and

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
+from dtlib.comm.waiting import V
 from dtlib.horovod.basics import rank
 from dtlib.horovod.operations import allgather_async, broadcast_, broadcast_async_, synchronize
 
 
-def broadcast_parameters(params, root_rank) -> None:
+def broadcast_parameters(params: Iterable, root_rank: int) -> None:
     """Give all ranks the values of ``root_rank``, in place.
 
     ``params`` is ``model.state_dict()``, ``model.named_parameters()``, a list of such pairs, or a list of tensors.
@@ -33,7 +34,7 @@ def broadcast_parameters(params, root_rank) -> None:
             own.copy_(plain)
 
 
-def broadcast_optimizer_state(optimizer, root_rank) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Give all ranks the optimizer state and the options (learning rate ...) of ``root_rank``, bit by bit.
 
     Whatever state the others' optimizers have is replaced. It travels as one object: room for two copies is needed.
@@ -41,25 +42,25 @@ def broadcast_optimizer_state(optimizer, root_rank) -> None:
     mine, saved = rank() == root_rank, io.BytesIO()
     if mine:
         torch.save(optimizer.state_dict(), saved)
-    saved = broadcast_object(saved.getvalue(), root_rank, "optimizer_state")
+    state = io.BytesIO(broadcast_object(saved.getvalue(), root_rank, "optimizer_state"))
     if not mine:
-        optimizer.load_state_dict(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False))
+        optimizer.load_state_dict(torch.load(state, map_location="cpu", weights_only=False))
 
 
 # Without a name Horovod takes that of the object's type. Here all objects have one name, so that who receives may pass
 # None; only one at a time is under way.
 
 
-def broadcast_object(obj, root_rank=0, name=None):
+def broadcast_object(obj: V, root_rank: int = 0, name: str | None = None) -> V:
     """The ``obj`` of rank ``root_rank`` (anything that pickles), on every rank; others may pass None."""
     mine, name = rank() == root_rank, "object" if name is None else name
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else None
-    length = broadcast_(torch.tensor([len(data) if mine else 0]), root_rank, f"{name}.sz")
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0)
+    length = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.sz")
     data = broadcast_(data if mine else torch.empty(int(length), dtype=torch.uint8), root_rank, f"{name}.t")
     return obj if mine else pickle.loads(data.numpy().tobytes())
 
 
-def allgather_object(obj, name=None) -> list:
+def allgather_object(obj: V, name: str | None = None) -> list[V]:
     """Every rank's ``obj`` (anything that pickles), in rank order."""
     name = "object" if name is None else name
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)

@@ -37,31 +37,65 @@ from dataclasses import astuple
 
 import torch
 
+from dtlib.comm import Communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.comm.watch import blame, board
 from dtlib.errors import WaitTimeout
-from dtlib.horovod.execution import launch
-from dtlib.horovod.request import DuplicateName, HorovodInternalError, Operation, Request, disagreement, ranks_of
+from dtlib.horovod.execution import Batch, launch
+from dtlib.horovod.request import DuplicateName, HorovodInternalError, Request, disagreement, ranks_of
 
 COMPUTES, WAITS, JOINED = range(3)  # what a rank does while a round is open
+
+
+class Operation:
+    """A tensor that this rank has submitted: what the asynchronous forms return.
+
+    ``output`` is where the result goes, or the result; ``argument`` is what an in-place form was given and returns.
+    """
+
+    def __init__(self, request: Request, negotiator: "Negotiator", tensor: torch.Tensor | None = None,
+                 output: torch.Tensor | None = None, argument: torch.Tensor | None = None):  # fmt: skip
+        self.request, self.negotiator = request, negotiator
+        self.tensor, self.output, self.argument = tensor, output, argument
+        self.agreed = False  # all ranks have submitted it and it is under way, or it has failed
+        self.done = False
+        self.error: HorovodInternalError | None = None
+        self.watch(tensor)
+
+    def watch(self, tensor: torch.Tensor | None) -> None:
+        """``tensor`` must not be changed by others from here on."""
+        self.watched, self._version = tensor, _version(tensor)
+
+    def check_unchanged(self) -> None:
+        if _version(self.watched) != self._version:
+            self.error = HorovodInternalError(
+                f"{self.request.kind} {self.request.name!r}: its tensor was changed between being submitted and "
+                "synchronize(), so what was sent is not what is there. Call synchronize() first (for gradients "
+                "optimizer.synchronize(), then `with optimizer.skip_synchronize(): optimizer.step()`)."
+            )
+
+
+def _version(tensor):
+    """How often torch has written into this memory; not counted for tensors of inference mode."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Negotiator:
     """One rank's copy of the table, what it has submitted, and the round that is open."""
 
-    def __init__(self, comm):
+    def __init__(self, comm: Communicator):
         self.comm = comm
         # Rank 0's holds for all: buffers must be the same everywhere.
         self.cap = comm.broadcast_object(int(os.environ.get("HOROVOD_FUSION_THRESHOLD", 64 * 2**20)))
         self.rounds = 0  # that this rank has taken part in
-        self._unnamed = Counter()  # how many tensors without a name there were, by kind
-        self._mine = {}  # operations of this rank that are not done
-        self._news = []  # those of them that the others have not been told
-        self._table = {}  # for each key, in the order of the first submission: {rank: request}
-        self._joined = []  # ranks in join()
-        self._join = None  # the operation of this rank's join()
-        self._round = None
-        self._batches = deque()
+        self._unnamed: Counter[str] = Counter()  # how many tensors without a name there were, by kind
+        self._mine: dict[str, Operation] = {}  # operations of this rank that are not done
+        self._news: list[Operation] = []  # those of them that the others have not been told
+        self._table: dict[str, dict[int, Request]] = {}  # by key, in the order of the first submission, and by rank
+        self._joined: list[int] = []  # ranks in join()
+        self._join: Operation | None = None  # the operation of this rank's join()
+        self._round: Round | None = None
+        self._batches: deque[Batch] = deque()
 
     # What the operations call
 
@@ -84,7 +118,7 @@ class Negotiator:
             )
         self._mine[key] = operation
         self._news.append(operation)
-        full = sum(one.tensor.nbytes for one in self._news) >= self.cap
+        full = sum(one.tensor.nbytes for one in self._news if one.tensor is not None) >= self.cap
         if full or self._round or self._batches:
             self.advance(open_round=full)
         return operation
@@ -93,32 +127,32 @@ class Negotiator:
         """Do what can be done without waiting."""
         advance_all()
         if self._round is not None and self._round.move():
-            self._close()
+            self._close(self._round)
         if open_round and self._round is None and any(not operation.agreed for operation in self._mine.values()):
             self._open(COMPUTES)
         while self._batches and self._batches[0].handle.done():
             self._finish_batch()
 
-    def wait(self, operation: Operation):
+    def wait(self, operation: Operation) -> torch.Tensor:
         """Take part in rounds until the operation is executed, and wait for its result."""
         while not operation.agreed:
-            if self._round is None:
-                self._open(JOINED if operation is self._join else WAITS)
+            opened = self._round or self._open(JOINED if operation is self._join else WAITS)
             try:
-                self._round.wait()
+                opened.wait()
             except WaitTimeout as error:
                 raise WaitTimeout(self._stalled(operation, error)) from None
-            self._close()
+            self._close(opened)
         while not operation.done:
             self._finish_batch()
         if operation.error:
             raise operation.error
+        assert operation.output is not None
         return operation.output
 
     def join(self) -> int:
         """Take part in the reductions of the others with zeros until all have joined; returns who did so last."""
-        self._join = Operation(Request("join", f"rank {self.comm.rank}"))
-        return self.wait(self._join)
+        self._join = Operation(Request("join", f"rank {self.comm.rank}"), self)
+        return int(self.wait(self._join))
 
     def finish_all(self) -> None:
         """Wait for all that this rank has submitted."""
@@ -127,24 +161,25 @@ class Negotiator:
 
     # A round
 
-    def _open(self, state: int) -> None:
+    def _open(self, state: int) -> "Round":
         said, self._news = [astuple(operation.request) for operation in self._news], []
         self._round = Round(self.comm, json.dumps([state, said]).encode())
         self.rounds += 1
+        return self._round
 
-    def _close(self) -> None:
+    def _close(self, over: "Round") -> None:
         """Enter what the ranks have said into the table, and execute what is complete."""
-        said, self._round = self._round.said, None
+        said, self._round = over.said or [], None
         for rank, (state, requests) in enumerate(said):
             if state == JOINED and rank not in self._joined:
                 self._joined.append(rank)
-            for request in (Request.read(*fields) for fields in requests):
+            for request in map(Request.read, requests):
                 self._table.setdefault(request.key, {})[rank] = request
         everybody = set(range(self.comm.size))
         complete = [key for key, asked in self._table.items() if everybody <= {*asked, *self._joined}]
         self._execute({key: self._table.pop(key) for key in complete})
-        if len(self._joined) == self.comm.size and not self._table:
-            self._join.output = self._joined[-1]
+        if self._join is not None and len(self._joined) == self.comm.size and not self._table:
+            self._join.output = torch.tensor(self._joined[-1])
             self._end(self._join)
             self._start_anew()
         elif not complete and all(state for state, _ in said) and not any(requests for _, requests in said):
@@ -169,7 +204,7 @@ class Negotiator:
         for operation in self._batches.popleft().operations:
             self._end(operation)
 
-    def _end(self, operation, sentence: str | None = None) -> None:
+    def _end(self, operation: Operation, sentence: str | None = None) -> None:
         operation.agreed = operation.done = True
         operation.error = HorovodInternalError(sentence) if sentence else operation.error
         if self._mine.get(operation.request.key) is operation:
@@ -228,8 +263,8 @@ class Negotiator:
 class Round:
     """All ranks' news under way: first their lengths, then themselves, padded to the longest."""
 
-    def __init__(self, comm, said: bytes):
-        self.said = None
+    def __init__(self, comm: Communicator, said: bytes):
+        self.said: list | None = None
         self._steps = self._exchange(comm, torch.frombuffer(bytearray(said), dtype=torch.uint8))
         self._handle = next(self._steps)
 

@@ -10,18 +10,21 @@ import operator
 import warnings
 
 import torch
+from torch import Tensor
 
 from dtlib.comm import types
+from dtlib.gradients.backward import with_gradient
 from dtlib.horovod.basics import NotOffered, negotiator, rank, size
-from dtlib.horovod.compression import Compression
-from dtlib.horovod.request import Operation, Request
+from dtlib.horovod.compression import Compression, Compressor
+from dtlib.horovod.negotiation import Operation
+from dtlib.horovod.request import Request
 
 # The values that Horovod's library gives them; 2 is Adasum.
 Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
 OPS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
 
-def synchronize(handle):
+def synchronize(handle: Operation) -> Tensor:
     """Wait until an asynchronous operation is done; returns its result.
 
     Raises:
@@ -34,7 +37,7 @@ def synchronize(handle):
     return output if handle.argument is None else handle.argument
 
 
-def poll(handle) -> bool:
+def poll(handle: Operation) -> bool:
     """True once ``synchronize`` would not wait. Does not wait itself."""
     _check_handle(handle)
     handle.negotiator.advance()
@@ -57,22 +60,25 @@ def barrier() -> None:
 # Averages and sums
 
 
-def allreduce_async(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0):
+def allreduce_async(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+                    prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Operation:  # fmt: skip
     return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor)
 
 
-def allreduce_async_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0):
+def allreduce_async_(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+                     prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Operation:  # fmt: skip
     return _reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True)
 
 
-def allreduce_(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0):
+def allreduce_(tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+               prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Tensor:  # fmt: skip
     """``allreduce`` into its argument."""
     return synchronize(_reduce(tensor, name, _op_of(op, average), prescale_factor, postscale_factor, in_place=True))
 
 
-def allreduce(
-    tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0
-):
+def allreduce(tensor: Tensor, average: bool | None = None, name: str | None = None,
+              compression: type[Compressor] = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0) -> Tensor:  # fmt: skip
     """The average (or ``op``) of every rank's ``tensor``, as a new tensor; ``prescale_factor`` and
     ``postscale_factor`` multiply before and after. ``average=`` is deprecated. Gradients flow through averages and
     sums. Averages of integers are rounded towards zero."""
@@ -108,7 +114,7 @@ def _op_of(op, average):
     return Average if average else Sum
 
 
-def check_op(op, operation: str) -> str:
+def check_op(op: int, operation: str) -> str:
     """The name of a reduction."""
     if op not in OPS:
         raise ValueError(f"{operation}(op={op!r}): choose one of hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product.")
@@ -118,11 +124,11 @@ def check_op(op, operation: str) -> str:
 # Rows, and one rank's tensor
 
 
-def allgather_async(tensor, name=None):
+def allgather_async(tensor: Tensor, name: str | None = None) -> Operation:
     return _submit("allgather", tensor, name)
 
 
-def allgather(tensor, name=None):
+def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
     """Every rank's ``tensor`` one after the other, on all ranks: first dimensions may differ, the others must agree.
     Gradients flow through it."""
 
@@ -133,30 +139,27 @@ def allgather(tensor, name=None):
     return _differentiable(tensor, lambda tensor: synchronize(allgather_async(tensor, name)), backward)
 
 
-def broadcast_async(tensor, root_rank, name=None):
+def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Operation:
     return _submit("broadcast", tensor, name, root=_root(root_rank))
 
 
-def broadcast_async_(tensor, root_rank, name=None):
+def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Operation:
     return _submit("broadcast", tensor, name, in_place=True, root=_root(root_rank))
 
 
-def broadcast_(tensor, root_rank, name=None):
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """``broadcast`` into its argument."""
     return synchronize(broadcast_async_(tensor, root_rank, name))
 
 
-def broadcast(tensor, root_rank, name=None):
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """The ``tensor`` of rank ``root_rank``, as a new tensor on all ranks. Gradients flow through it."""
-
-    def forward(tensor):
-        return synchronize(broadcast_async(tensor, root_rank, name))
 
     def backward(gradient):
         average = allreduce(gradient.contiguous())
         return average if rank() == root_rank else average.masked_fill(torch.tensor(True, device=average.device), 0)
 
-    return _differentiable(tensor, forward, backward)
+    return _differentiable(tensor, lambda tensor: synchronize(broadcast_async(tensor, root_rank, name)), backward)
 
 
 def _root(root_rank) -> int:
@@ -169,20 +172,9 @@ def _root(root_rank) -> int:
 # From arguments to something that travels
 
 
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, forward, backward):
-        ctx.rule = backward
-        return forward(tensor.detach())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.rule(gradient), None, None
-
-
 def _differentiable(tensor, forward, backward):
     if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
-        return _Differentiable.apply(tensor, forward, backward)
+        return with_gradient(tensor, lambda tensor: forward(tensor.detach()), backward)
     return forward(tensor)
 
 
@@ -192,7 +184,7 @@ def _submit(kind, tensor, name, in_place=False, **way) -> Operation:
     output = own if in_place else None if kind == "allgather" else torch.empty_like(own)
     name = f"noname.{mine.number(kind)}" if name is None else str(name)
     request = Request(kind, name, types.dtype_name(own.dtype), tuple(own.shape), **way)
-    return mine.submit(Operation(request, own, output, tensor if in_place else None, mine))
+    return mine.submit(Operation(request, mine, own, output, tensor if in_place else None))
 
 
 def _check_tensor(tensor, operation: str, op) -> None:

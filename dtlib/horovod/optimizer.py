@@ -5,28 +5,31 @@ step        what is missing is submitted, ranks agree, all is reduced, then the 
 """
 
 import warnings
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dtlib.horovod.basics import size
-from dtlib.horovod.compression import Compression
+from dtlib.horovod.compression import Compression, Compressor
 from dtlib.horovod.operations import Average, Sum, allgather_async, allreduce_async_, check_op, synchronize
 from dtlib.horovod.request import HorovodInternalError
 
 
-class _Distributed:
+class _Distributed(Optimizer):
     """What is put before the class of the optimizer: each method is this one's, then the optimizer's own."""
 
-    sparse_as_dense: bool
-
-    def _distribute(self, named_parameters, **options):
-        self.__dict__.update(options)  # compression, op and the others of these names
+    def _distribute(self, named_parameters, compression: type[Compressor], passes: int, op: int, predivide: float,
+                    sparse_as_dense: bool):  # fmt: skip
+        self.compression, self.backward_passes_per_step, self.op = compression, passes, op
+        self.gradient_predivide_factor, self.sparse_as_dense = predivide, sparse_as_dense
         self._parameter_names = self._checked_names(named_parameters)
-        self._delay = {}  # of a parameter: backward passes until its gradient is submitted
-        self._travelling = {}  # of a parameter: its gradient, and what waits for the reduced one
+        self._delay: dict[torch.Tensor, int] = {}  # of a parameter: backward passes until its gradient is submitted
+        self._travelling: dict[torch.Tensor, tuple] = {}  # of a parameter: its gradient, what waits for the reduced one
         self._synchronized, self._should_synchronize = False, True
-        self._hooked = {}
+        self._hooked: dict[torch.Tensor, RemovableHandle] = {}
         self._hook_parameters()
 
     def _parameters(self):
@@ -199,10 +202,10 @@ class _Distributed:
         self.param_groups = groups
 
 
-def DistributedOptimizer(
-    optimizer, named_parameters=None, compression=Compression.none, backward_passes_per_step=1, op=Average,
-    gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False,
-):  # fmt: skip
+def DistributedOptimizer(optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+                         compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1,
+                         op: int = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
+                         groups: object = None, sparse_as_dense: bool = False) -> _Distributed:  # fmt: skip
     """An optimizer of the same class that averages gradients over ranks before each step.
 
     Args:
@@ -243,14 +246,11 @@ def DistributedOptimizer(
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be > 0")
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {})
-    distributed = kind.__new__(kind)
+    distributed: _Distributed = object.__new__(kind)
     # A scheduler made before has wrapped the old one's step; ours is a method.
     distributed.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
-    distributed._distribute(
-        named_parameters, compression=compression, op=op, sparse_as_dense=sparse_as_dense,
-        backward_passes_per_step=_whole_number(backward_passes_per_step),
-        gradient_predivide_factor=gradient_predivide_factor,
-    )  # fmt: skip
+    passes, factor = _whole_number(backward_passes_per_step), gradient_predivide_factor
+    distributed._distribute(named_parameters, compression, passes, op, factor, sparse_as_dense)
     return distributed
 
 

@@ -27,7 +27,8 @@ class Request:
     postscale: float = 1.0
 
     @classmethod
-    def read(cls, kind, name, dtype, shape, *others) -> "Request":
+    def read(cls, fields: list) -> "Request":
+        kind, name, dtype, shape, *others = fields
         return cls(kind, name, dtype, tuple(shape), *others)
 
     @property
@@ -44,43 +45,11 @@ class Request:
         """What has to be the same on all ranks."""
         return *self.way, len(self.shape), self.shape[1:] if self.kind == "allgather" else self.shape
 
-    def __str__(self):
+    def __str__(self) -> str:
         detail = f", {self.op}" if self.op else f", root_rank={self.root}" if self.kind == "broadcast" else ""
         factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
         scales = "".join(f", {name}={value:g}" for name, value in factors.items() if value != 1)
         return f"{self.shape} {self.dtype}{detail}{scales}"
-
-
-class Operation:
-    """A tensor that this rank has submitted: what the asynchronous forms return.
-
-    ``output`` is where the result goes, or the result; ``argument`` is what an in-place form was given and returns.
-    """
-
-    def __init__(self, request: Request, tensor=None, output=None, argument=None, negotiator=None):
-        self.request, self.negotiator = request, negotiator
-        self.tensor, self.output, self.argument = tensor, output, argument
-        self.agreed = False  # all ranks have submitted it and it is under way, or it has failed
-        self.done = False
-        self.error: HorovodInternalError | None = None
-        self.watch(tensor)
-
-    def watch(self, tensor) -> None:
-        """``tensor`` must not be changed by others from here on."""
-        self.watched, self._version = tensor, _version(tensor)
-
-    def check_unchanged(self) -> None:
-        if _version(self.watched) != self._version:
-            self.error = HorovodInternalError(
-                f"{self.request.kind} {self.request.name!r}: its tensor was changed between being submitted and "
-                "synchronize(), so what was sent is not what is there. Call synchronize() first (for gradients "
-                "optimizer.synchronize(), then `with optimizer.skip_synchronize(): optimizer.step()`)."
-            )
-
-
-def _version(tensor):
-    """How often torch has written into this memory; not counted for tensors of inference mode."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def disagreement(asked: dict[int, Request]) -> str | None:

@@ -3,31 +3,16 @@
 from importlib import import_module
 
 _LAZY = {
-    "engines": "dtlib.lab.engines.engine_set",
-    "panel": "dtlib.lab.engines.panel",
-    "certificate": "dtlib.lab.checks.certificate",
-    "check": "dtlib.lab.checks.checks",
-    "join": "dtlib.lab.reports",
-    "last": "dtlib.lab.last_outputs",
-    "leave": "dtlib.lab.reports",
-    "mpiexec": "dtlib.lab.programs",
-    "chart": "dtlib.lab.decision_chart",
-    "plan": "dtlib.lab.planning",
-    "predict": "dtlib.lab.checks.predictions",
-    "projector": "dtlib.lab.drawing",
-    "fold": "dtlib.lab.tables",
-    "published": "dtlib.lab.reading",
-    "push": "dtlib.lab.engines.names",
-    "progress": "dtlib.lab.checks.progress",
-    "quiz": "dtlib.lab.checks.quiz",
-    "read": "dtlib.lab.reading",
-    "read_changes": "dtlib.lab.reading",
-    "read_end": "dtlib.lab.reading",
-    "scores": "dtlib.lab.checks.progress",
-    "solution": "dtlib.lab.checks.solutions",
-    "table": "dtlib.lab.tables",
+    "engines": "dtlib.lab.engines.engine_set", "panel": "dtlib.lab.engines.panel",
+    "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.checks", "join": "dtlib.lab.reports",
+    "last": "dtlib.lab.last_outputs", "leave": "dtlib.lab.reports", "mpiexec": "dtlib.lab.programs",
+    "chart": "dtlib.lab.decision_chart", "plan": "dtlib.lab.planning", "predict": "dtlib.lab.checks.predictions",
+    "projector": "dtlib.lab.drawing", "fold": "dtlib.lab.tables", "published": "dtlib.lab.reading",
+    "push": "dtlib.lab.engines.names", "progress": "dtlib.lab.checks.progress", "quiz": "dtlib.lab.checks.quiz",
+    "read": "dtlib.lab.reading", "read_changes": "dtlib.lab.reading", "read_end": "dtlib.lab.reading",
+    "scores": "dtlib.lab.checks.progress", "solution": "dtlib.lab.checks.solutions", "table": "dtlib.lab.tables",
     "values": "dtlib.lab.engines.names",
-}
+}  # fmt: skip
 
 # Where notebooks find these, though each is a lesson's own.
 _IN_LESSONS = {"explorer": "l07", "ring": "l03"}
@@ -37,7 +22,7 @@ import_module("dtlib.lab.engines")
 del globals()["engines"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name == "fresh":
         return import_module("dtlib.lab.course").fresh_here
     if name == "pictures":
@@ -49,5 +34,5 @@ def __getattr__(name):
     raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *_LAZY, "fresh", "pictures", *_IN_LESSONS])

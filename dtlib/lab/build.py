@@ -31,8 +31,7 @@ import jupytext
 import nbformat
 
 from dtlib.errors import DtlibError
-from dtlib.lab import navigation, statements, tracks
-from dtlib.lab.engines import workshop
+from dtlib.lab import course, navigation, statements, tracks
 from dtlib.lab.lesson_files import name_of, notebooks
 from dtlib.lab.statements import STATEMENT
 from dtlib.lab.tables import fold
@@ -63,7 +62,7 @@ def target(source: Path, version: str) -> Path:
     return source.parents[3] / "notebooks" / kind / f"{name_of(source)}.ipynb"
 
 
-def notebook(source: Path, version: str, claims: bool = False):
+def notebook(source: Path, version: str, claims: bool = False) -> nbformat.NotebookNode:
     """The learner's or the solved version of a source, not executed. The same source gives the same bytes."""
     book = jupytext.read(source)
     cells = tracks.cells(source, version) if _is_of_a_track(source) else book.cells
@@ -109,7 +108,7 @@ def start_page(root: Path) -> str:
     return navigation.start_page(template, sources(root))
 
 
-def execute(book, folder: Path, refuse: bool = False) -> None:
+def execute(book: nbformat.NotebookNode, folder: Path, refuse: bool = False) -> None:
     """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only; no claims.
 
     Raises:
@@ -137,7 +136,7 @@ def execute(book, folder: Path, refuse: bool = False) -> None:
 
 
 def _clean(output) -> None:
-    root = str(workshop.folder())
+    root = str(course.folder())
 
     def cleaned(text):
         if isinstance(text, str):
@@ -158,7 +157,7 @@ def _clean(output) -> None:
 
 def main() -> None:
     """Write all notebooks, or those of the sources and tracks named on the command line."""
-    wanted, root = set(sys.argv[1:]), workshop.folder()
+    wanted, root = set(sys.argv[1:]), course.folder()
     (root / "notebooks" / "start.md").write_text(start_page(root), encoding="utf-8")
     for source in [*sources(root), *(source for track in TRACKS for source in tracks.sources(root, track))]:
         if wanted and not wanted & {name_of(source), source.parent.name}:

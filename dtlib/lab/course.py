@@ -1,4 +1,4 @@
-"""The course as files: its source, which is part of the package, and the folder in which a learner works on copies.
+"""The course in a learner's folder: where that is, the copies that are laid out there, and what is done of them.
 
 ``dtlib/course`` links to the folders of a clone; in a wheel it holds them. Either way nobody works there:
 
@@ -6,10 +6,12 @@
     elsewhere, with a wheel or without   the folder that was empty when `dtlib lab` was called in it
 
 A small record says what was laid out, so that a new version of the course replaces what the learner has not touched.
+Another one says what was done: the start page has it as ticks, ``lab.progress()`` as a table (checks/progress.py).
 """
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from hashlib import sha256
@@ -17,11 +19,13 @@ from importlib.resources import files
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import workshop
 
 SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
 RECORD = ".dtlib.json"
+DONE = ".progress.json"
+PROFILE = Path("cluster_profiles") / "profile_local_mpi"
+LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
 FILES = (
     "cluster_profiles/*/*.py", "cluster_profiles/*.py", "cluster_profiles/*.md", "cluster_profiles/site.toml",
     "cluster_profiles/jobs/*.sh", "data/*", "notebooks/LICENSE", "notebooks/configs/*.json", "notebooks/*.md",
@@ -30,13 +34,40 @@ FILES = (
     "notebooks/workshop/*/*.ipynb", "notebooks/workshop/*/*.md", "notebooks/workshop/*/solved/*.ipynb",
     "notebooks/slides/*.html",
 )  # fmt: skip
+_ASKED = re.compile(r'lab\.(check|predict|quiz)\(\\?"([\w-]+)\\?"')  # in the text of a notebook's file
+_LINK = re.compile(r"\]\(((?:lectures|exercises|workshop/[\w-]+)/[^)]+\.ipynb)\)")
+
+
+def current_folder() -> Path:
+    """The folder that this process works in, if it is still there."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise DtlibError("The folder that you are in has been deleted: change to one that exists.") from None
+
+
+def is_workshop(folder: Path) -> bool:
+    # os.path: where a folder is closed to this user, Path.is_file raises an error.
+    return os.path.isfile(folder / PROFILE / "ipcluster_config.py")
+
+
+def folder() -> Path:
+    """The workshop folder: the nearest one above this notebook, else the one that holds this package."""
+    here = current_folder()
+    for candidate in [here, *here.parents, Path(__file__).resolve().parents[2]]:
+        if is_workshop(candidate):
+            return candidate
+    raise DtlibError(
+        f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
+        "clone of the repository."
+    )
 
 
 def working_folder() -> Path:
     """Where a learner who is here works: there may be nothing in it yet."""
-    here = workshop.current_folder()
+    here = current_folder()
     for candidate in (here, *here.parents):
-        if workshop.is_workshop(candidate):
+        if is_workshop(candidate):
             return candidate / "work" if (candidate / "notebooks" / "source").is_dir() else candidate
     return here
 
@@ -48,7 +79,7 @@ def open_folder() -> tuple[Path, str]:
         DtlibError: where there are other things, or where nothing can be written.
     """
     folder = working_folder()
-    if folder == workshop.current_folder() and not (folder / workshop.PROFILE).exists() and not _is_empty(folder):
+    if folder == current_folder() and not (folder / PROFILE).exists() and not _is_empty(folder):
         raise DtlibError(
             f"{folder} has other things in it, so the course is not laid out here: change to an empty folder (mkdir "
             "course && cd course) or to a clone of the repository."
@@ -192,3 +223,102 @@ def _read_record(folder: Path) -> dict[str, str]:
 
 def _write_record(folder: Path, record: dict[str, str]) -> None:
     (folder / RECORD).write_text(json.dumps(record, indent=1))
+
+
+def done(name: str) -> None:
+    """Note an exercise that passed or a prediction that was compared: in a learner's folder, and in no other."""
+    _note(lambda record: record["done"].setdefault(name, True))
+
+
+def answered(quiz: str, right: int, of: int) -> None:
+    """Note a quiz of which all questions were answered. The first time counts."""
+    _note(lambda record: record["done"].setdefault(_of_quiz(quiz), [right, of]))
+
+
+def scored(exercise: str, value: float, par: float, unit: str, ranks: int) -> None:
+    """Note a score, if it is better (a smaller fraction of its par) than the one that is there."""
+
+    def keep(record):
+        best = record["scores"].get(exercise)
+        if best is None or value / par < best["value"] / best["par"]:
+            record["scores"][exercise] = {"value": value, "par": par, "unit": unit, "ranks": ranks}
+
+    _note(keep)
+
+
+def keep(name: str, value: object) -> None:
+    """Note something else that JSON can hold, for the certificate."""
+    _note(lambda record: record.update({name: value}))
+
+
+def write_start_page(folder: Path) -> None:
+    """The start page in a learner's folder, with what is done there."""
+    known, page = _read_done(folder)["done"], (SOURCE / START_PAGE).read_text(encoding="utf-8")
+    rows = {line: _of_row(line, known) for line in page.splitlines() if line.startswith("| [")}
+    column = {**rows, "| lesson": "done", "|---": "---"} if any(rows.values()) else {}
+    written = []
+    for line in page.splitlines():
+        cell = next((word for begin, word in column.items() if line.startswith(begin)), None)
+        before, lesson, *others = line.split("|") if cell is not None else (line, "")
+        written.append("|".join([before, lesson, f" {cell} ", *others]) if cell is not None else line)
+    (folder / START_PAGE).write_text("\n".join(written) + "\n", encoding="utf-8")
+
+
+def _of_row(line: str, known: dict) -> str:
+    """``lecture 3 of 8, exercises ✓``: of what a row's notebooks ask for, predictions, checks and quizzes."""
+    asked: dict[str, set[str]] = {"lectures": set(), "exercises": set()}
+    for book, found in asked_in(line).items():
+        asked[book.partition("/")[0]] |= {name for _, name in found}
+    words = {"lectures": "lecture", "exercises": "exercises"}
+    return ", ".join(
+        f"{words[kind]} {'✓' if names <= known.keys() else f'{len(names & known.keys())} of {len(names)}'}"
+        for kind, names in asked.items() if names & known.keys()
+    )  # fmt: skip
+
+
+def asked_in(line: str) -> dict[str, list[tuple[str, str]]]:
+    """Notebook -> what it asks for, in its order, as (check, predict or quiz; name in the record)."""
+    found = {}
+    for book in _LINK.findall(line):
+        text = (SOURCE / "notebooks" / book).read_text(encoding="utf-8")
+        found[book] = [(kind, _of_quiz(name) if kind == "quiz" else name) for kind, name in _ASKED.findall(text)]
+    return found
+
+
+def _of_quiz(name: str) -> str:
+    return f"quiz {name}"
+
+
+def _note(change) -> None:
+    with suppress(DtlibError, OSError):  # a record of what was done must not spoil it
+        here = folder()
+        if (here / RECORD).is_file():
+            before, record = _read_done(here), _read_done(here)
+            change(record)
+            if record != before:
+                (here / DONE).write_text(json.dumps(record, sort_keys=True))
+                write_start_page(here)
+
+
+def kept() -> dict:
+    """``done``: name -> True, or [right, of] for a quiz; ``scores``: exercise -> value, par, unit, ranks; what was kept
+    by name (``keep``).
+
+    Raises:
+        DtlibError: where no record is kept.
+    """
+    here = folder()
+    if not (here / RECORD).is_file():
+        raise DtlibError(
+            f"{here} keeps no record of what is done: a folder does in which `dtlib lab` has laid out the course."
+        )
+    return _read_done(here)
+
+
+def _read_done(folder: Path) -> dict:
+    record = {}
+    with suppress(OSError, ValueError):
+        record = json.loads((folder / DONE).read_text().replace('-mend"', '-fix"'))  # names of an earlier version, too
+    if isinstance(record, list):  # names alone, as an earlier version of the course wrote them
+        record = {"done": dict.fromkeys(record, True)}
+    return {"done": {}, "scores": {}, **record}

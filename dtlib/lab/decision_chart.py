@@ -13,39 +13,20 @@ from dtlib.lab.tables import Table
 # question, the inequality that says yes, what to do then, where it was measured
 BRANCHES = (
     ("Does it fit on one GPU?", "16 P + activations\n≤ memory", "data parallelism:\na copy a GPU", "lesson 04"),
-    (
-        "Are activations the\nlargest part?", "activations\n> model states",
-        "smaller micro-batch, then\nrecompute: 1/3 more work",
-        "07; planner.md",
-    ),
-    (
-        "Do states fit, shared\nout in part?", "4 P + 12 P/N or\n2 P + 14 P/N ≤ room",
-        "ZeRO-1, or 2 with one micro-\nbatch: sends no more", "lesson 06",
-    ),
-    (
-        "Is there enough to do\nto hide three P a step?", "16 P/N ≤ room\nand n ≥ F/B",
-        "ZeRO-3 (FSDP): half as\nmuch again, or more",
-        "lesson 06",
-    ),
-    (
-        "Is the link within the\nnode fast enough?", "t - 1 < 4.5 h B/F,\nt divides the heads",
-        "tensor parallelism,\nwithin a node", "08; planner.md",
-    ),
-    (
-        "Are there micro-batches\nto fill a pipeline?", "m ≥ 4 (p - 1): the\nbubble is ≤ 20 %",
-        "pipeline,\nfrom node to node",
-        "lesson 07",
-    ),
-    (
-        "Is one sample too long\nfor a GPU?", "s/c ≥ (k/h) F/B:\nthe ring is hidden",
-        "context parallelism\nover c ranks",
-        "lesson 12",
-    ),
-    (
-        "Are most parameters\nexperts?", "experts P > memory,\nranks divide experts",
-        "expert parallelism,\nwithin a node",
-        "lesson 12",
-    ),
+    ("Are activations the\nlargest part?", "activations\n> model states",
+     "smaller micro-batch, then\nrecompute: 1/3 more work", "07; planner.md"),
+    ("Do states fit, shared\nout in part?", "4 P + 12 P/N or\n2 P + 14 P/N ≤ room",
+     "ZeRO-1, or 2 with one\nmicro-batch: sends no more", "lesson 06"),
+    ("Does computing hide\nsending 3 P a step?", "16 P/N ≤ room\nand n ≥ F/B",
+     "ZeRO-3 (FSDP): half as\nmuch again, or more", "lesson 06"),
+    ("Is the link within the\nnode fast enough?", "t - 1 < 4.5 h B/F,\nt divides the heads",
+     "tensor parallelism,\nwithin a node", "08; planner.md"),
+    ("Are there micro-batches\nto fill a pipeline?", "m ≥ 4 (p - 1): the\nbubble is ≤ 20 %",
+     "pipeline,\nfrom node to node", "lesson 07"),
+    ("Is one sample too long\nfor a GPU?", "s/c ≥ (k/h) F/B:\nthe ring is hidden",
+     "context parallelism\nover c ranks", "lesson 12"),
+    ("Are most parameters\nexperts?", "experts P > memory,\nranks divide experts",
+     "expert parallelism,\nwithin a node", "lesson 12"),
 )  # fmt: skip
 ELSE = "More GPUs, a smaller model, or fewer bytes a parameter"
 LETTERS = " ".join(__doc__.partition("\n\n")[2].split())
@@ -53,7 +34,7 @@ QUESTION, CUT, LINE = "#dfe9f5", "#cfe8d5", "#555555"
 
 
 @shown
-def chart():
+def chart() -> tuple:
     """Draw the chart; each question is asked if the one above it was answered with no, or was not enough."""
     rows = len(BRANCHES)
     figure, axes = subplots(height=1.02 * rows + 1.5)

@@ -1,11 +1,14 @@
 """Handwritten digits that come with scikit-learn (Alpaydin and Kaynak, UCI, 1998): small enough to train in seconds."""
 
+from collections.abc import Callable
 from itertools import pairwise
+
+from dtlib.lab.foreign import Communicator, Dtype, Module, Tensor
 
 TRAINING = 1440  # images; the number divides by 2, 3, 4, 5, 6 and 8 ranks
 
 
-def load(dtype=None):
+def load(dtype: "Dtype | None" = None) -> tuple[tuple[Tensor, Tensor], ...]:
     """``(x, y), (x_test, y_test)``: 1440 images to train on and 357 to test with, shuffled once and for all.
 
     ``x`` has shape (images, 64) and values from 0 to 1, in float32 or in ``dtype``; ``y`` has the digits, as int64.
@@ -17,7 +20,7 @@ def load(dtype=None):
     return tuple((x.to(dtype or torch.float32), y) for x, y in split(TRAINING))
 
 
-def net(hidden: int = 64, dtype=None, layers: int = 1):
+def net(hidden: int = 64, dtype: "Dtype | None" = None, layers: int = 1) -> Module:
     """64 pixels, so many hidden layers, ten digits; initialised from torch's random numbers."""
     import torch
     from torch import nn
@@ -27,7 +30,7 @@ def net(hidden: int = 64, dtype=None, layers: int = 1):
     return nn.Sequential(*inside, nn.Linear(hidden, 10)).to(dtype or torch.float32)
 
 
-def train(model, comm, *after_backward, steps: int = 10):
+def train(model: Module, comm: Communicator, *after_backward: Callable, steps: int = 10) -> Tensor:
     """The mean loss of each step, in a tensor. A step has 96 images, of which a rank takes every N-th, in the model's
     dtype; after its backward pass come ``after_backward``, such as an optimizer's ``step`` and ``zero_grad``."""
     import torch
@@ -44,7 +47,7 @@ def train(model, comm, *after_backward, steps: int = 10):
     return comm.all_reduce(torch.stack(losses).detach(), op="mean")
 
 
-def accuracy(model, test) -> float:
+def accuracy(model: Module, test: tuple[Tensor, Tensor]) -> float:
     """The fraction of ``test`` = (x, y) that a model gets right."""
     import torch
 

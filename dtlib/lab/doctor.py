@@ -177,7 +177,7 @@ def _engines() -> str:
     from dtlib.lab import course
     from dtlib.lab.engines import workshop
 
-    profile = course.working_folder() / workshop.profile_name()
+    profile = workshop.profile(course.working_folder())
     if not profile.is_dir():
         return "none running"
     record = workshop.Record(profile)
@@ -210,17 +210,7 @@ def _forked_ranks() -> str:
 
 # What is new goes to the end: the codes of learners count the checks.
 _LOOKS = {
-    "Python": _python,
-    "cores": _cores,
-    "MPI library": _mpi_library,
-    "mpiexec": _mpiexec,
-    "ranks": _world_of_two,
-    "ports": _ports,
-    "torch": _torch,
-    "GPUs": _gpus,
-    "scheduler": _scheduler,
-    "JupyterLab": _jupyterlab,
-    "workshop": _workshop,
-    "engines": _engines,
-    "start of ranks": _forked_ranks,
-}
+    "Python": _python, "cores": _cores, "MPI library": _mpi_library, "mpiexec": _mpiexec, "ranks": _world_of_two,
+    "ports": _ports, "torch": _torch, "GPUs": _gpus, "scheduler": _scheduler, "JupyterLab": _jupyterlab,
+    "workshop": _workshop, "engines": _engines, "start of ranks": _forked_ranks,
+}  # fmt: skip

@@ -14,25 +14,27 @@ of no theme: on a dark page its white is a card, less bright (settings/custom/cu
 import functools
 import io
 import re
+from collections.abc import Callable
 from html import escape
+from typing import TYPE_CHECKING, overload
 from urllib.parse import quote
+
+from dtlib.lab.foreign import Axes, Axis, Figure
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WIDTH = 8.6  # inches of 96 CSS pixels: an output beside JupyterLab's file browser in a window of 1,280 pixels
 POINTS = 12  # of all text: 16 CSS pixels
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # which differ by shape as well as by colour
 STYLE: dict = {
     **{f"{what}.labelsize": POINTS for what in ("axes", "xtick", "ytick")},
-    "font.size": POINTS,
-    "axes.titlesize": POINTS,
-    "legend.fontsize": POINTS,
-    "hatch.linewidth": 0.7,
-    "font.sans-serif": ["DejaVu Sans", "Verdana"],
-    "svg.fonttype": "none",
+    "font.size": POINTS, "axes.titlesize": POINTS, "legend.fontsize": POINTS, "hatch.linewidth": 0.7,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"], "svg.fonttype": "none",
     "svg.hashsalt": "dtlib",  # the same figure has the same bytes
-    "figure.constrained_layout.use": True,
-    "figure.dpi": 100,
+    "figure.constrained_layout.use": True, "figure.dpi": 100,
     "savefig.dpi": 192,  # of what is too much to be drawn as lines
-}
+}  # fmt: skip
 LARGER = 1.5  # on a projector: letters, lines and marks, in a figure that is as wide as before
 _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
 
@@ -55,11 +57,11 @@ def _style() -> dict:
 class Picture:
     """A figure, a sentence that says what it shows, and its text equivalent: tables and texts."""
 
-    def __init__(self, figure, alt: str, *texts):
+    def __init__(self, figure: Figure, alt: str, *texts: object):
         self.alt, self.texts = alt, texts
         self.svg = _svg(figure)
 
-    def __str__(self):
+    def __str__(self) -> str:
         from dtlib.lab.tables import fold
 
         return "\n\n".join([fold(self.alt), *map(str, self.texts)])
@@ -79,7 +81,7 @@ class Picture:
         )
 
 
-def shown(draw):
+def shown(draw: Callable) -> Callable:
     """Have a function that returns the arguments of a ``Picture`` show it; its ``drawn`` returns the picture."""
 
     def drawn(*arguments, **named) -> Picture:
@@ -94,11 +96,11 @@ def shown(draw):
 
         display(drawn(*arguments, **named))
 
-    show.drawn = drawn
+    vars(show)["drawn"] = drawn
     return show
 
 
-def show_widget(widget, text: str) -> None:
+def show_widget(widget: object, text: str) -> None:
     """Show a widget; where nobody could move it, its place says in words what would be there."""
     from IPython.display import display
 
@@ -106,20 +108,31 @@ def show_widget(widget, text: str) -> None:
     display({**data, "text/plain": text}, raw=True)
 
 
-def subplots(rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **other):
+@overload
+def subplots(*, height: float, width: float = ...) -> tuple[Figure, Axes]: ...
+@overload
+def subplots(
+    rows: int, columns: int = ..., *, height: float, width: float = ..., **other: object
+) -> "tuple[Figure, np.ndarray]": ...
+
+
+def subplots(
+    rows: int = 1, columns: int = 1, *, height: float, width: float = WIDTH, **other: object
+) -> "tuple[Figure, Axes | np.ndarray]":
     """A figure of so many inches and its axes, as pyplot would make them, but known to nobody else."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height * (LARGER**0.5 if _projector["on"] else 1)))
-    return figure, figure.subplots(rows, columns, **other)
+    drawn: Callable = figure.subplots
+    return figure, drawn(rows, columns, **other)
 
 
-def fits(text, inches: float) -> bool:
+def fits(text: object, inches: float) -> bool:
     """Whether a label fits into so much of a figure."""
     return inches > text_width(text) + 0.06
 
 
-def text_width(text) -> float:
+def text_width(text: object) -> float:
     """Inches."""
     from matplotlib.textpath import TextPath
 
@@ -133,7 +146,7 @@ def in_short(value: float) -> str:
     return EngFormatter()(float(f"{value:.2g}"))
 
 
-def units(axis, unit: str = "") -> None:
+def units(axis: Axis, unit: str = "") -> None:
     """Label a logarithmic axis with 1 k, 10 k, 1 M (of a unit): powers would be in small print."""
     from matplotlib.ticker import EngFormatter, NullFormatter
 

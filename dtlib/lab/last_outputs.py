@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from dtlib.errors import DtlibError
+from dtlib.lab.foreign import Kernel
 
 MOST_CELLS = 20
 MOST_BYTES = 1_000_000  # of one cell
@@ -114,10 +115,10 @@ def cells() -> list[tuple[int, str, bool]]:
         ]
 
 
-def install(kernel) -> None:
+def install(kernel: Kernel) -> None:
     """Have this kernel keep what its cells show; a second time changes nothing."""
     session = kernel.session
-    if hasattr(session.send, "keeps"):
+    if session is None or hasattr(session.send, "keeps"):
         return
     send = session.send
 
@@ -128,7 +129,7 @@ def install(kernel) -> None:
         return sent
 
     vars(send_and_keep)["keeps"] = True
-    session.send = send_and_keep
+    vars(session)["send"] = send_and_keep
 
 
 def _note(kind: str, request: str, content: dict) -> None:

@@ -12,7 +12,7 @@ from dtlib.lab.lesson_files import name_of
 _NUMBERS = {
     "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
     "ten": 10, "fifteen": 15, "sixteen": 16, "eighteen": 18, "nineteen": 19, "twenty": 20, "thirty": 30, "forty": 40,
-    "fifty": 50, "sixty": 60, "ninety": 90,
+    "fifty": 50, "sixty": 60, "seventy": 70, "ninety": 90,
 }  # fmt: skip
 _TIME = r"([A-Za-z]+(?:-[a-z]+)?) (minute|hour)s?"
 ANEW = "Start again? `lab.fresh()` in a new cell gives this notebook as it was, and keeps yours beside it."

@@ -1,12 +1,15 @@
 """The figures that several lessons share, each with its text (drawing.py)."""
 
+from collections.abc import Sequence
+
+import dtlib
 from dtlib.lab.colours import RANK_COLOURS, rank_colour
 from dtlib.lab.drawing import MARKERS, WIDTH, fits, in_short, shown, subplots, units
 from dtlib.lab.tables import Table
 
 
 @shown
-def darts(points):
+def darts(points: Sequence[tuple]) -> tuple:
     """Points in the unit square, one colour and shape a rank; inside the quarter circle they are filled.
 
     ``points`` has a pair of arrays a rank: x and y, integers from 0 to 2**31 - 1.
@@ -18,7 +21,7 @@ def darts(points):
     for rank, (x, y) in enumerate(points):
         x, y = np.asarray(x) / 2**31, np.asarray(y) / 2**31
         inside = x * x + y * y < 1
-        style = {"marker": MARKERS[rank % len(MARKERS)], "edgecolors": rank_colour(rank), "s": 24}
+        style: dict = {"marker": MARKERS[rank % len(MARKERS)], "edgecolors": rank_colour(rank), "s": 24}
         axes.scatter(x[inside], y[inside], c=rank_colour(rank), label=f"rank {rank}: {4 * inside.mean():.3f}", **style)
         axes.scatter(x[~inside], y[~inside], facecolors="none", **style)
         rows.append((rank, len(x), int(inside.sum())))
@@ -33,7 +36,7 @@ def darts(points):
 
 
 @shown
-def errors(points, absolute_errors, standard_errors):
+def errors(points: Sequence, absolute_errors: Sequence, standard_errors: Sequence) -> tuple:
     """The error of an estimate against its number of points: one dot a seed, and the standard error as a line.
 
     ``absolute_errors`` has a list of errors (one a seed) for each entry of ``points``.
@@ -57,7 +60,7 @@ def errors(points, absolute_errors, standard_errors):
 
 
 @shown
-def ladder(rungs: dict):
+def ladder(rungs: dict) -> tuple:
     """Points per second of each rung, as bars on a logarithmic scale. ``rungs`` maps a name to points per second."""
     names, speeds = list(rungs), list(rungs.values())
     figure, axes = subplots(height=0.42 * len(names) + 0.8)
@@ -66,15 +69,12 @@ def ladder(rungs: dict):
     axes.set(xscale="log", xlabel="points per second", xlim=(min(speeds) / 3, 100 * max(speeds)))
     units(axes.xaxis)
     rows = [(name, f"{speed:.2g}", f"{speed / speeds[0]:,.0f}") for name, speed in rungs.items()]
-    return (
-        figure,
-        "Bars: points per second of each rung.",
-        Table(rows, ("rung", "points per second", "times the first")),
-    )
+    alt = "Bars: points per second of each rung."
+    return figure, alt, Table(rows, ("rung", "points per second", "times the first"))
 
 
 @shown
-def speed_up(seconds: dict, cores: int):
+def speed_up(seconds: dict, cores: int) -> tuple:
     """Speed-up against the number of ranks, with the number of cores marked. ``seconds`` maps ranks to seconds."""
     ranks = list(seconds)
     gains = [seconds[1] / seconds[count] for count in ranks]
@@ -94,7 +94,7 @@ def speed_up(seconds: dict, cores: int):
 
 
 @shown
-def costs(measured: dict, model: dict | None = None, title: str = ""):
+def costs(measured: dict, model: dict | None = None, title: str = "") -> tuple:
     """Seconds against bytes, one colour and mark an algorithm; what the model says is a dashed line.
 
     ``measured`` and ``model`` map the name of an algorithm to a dict of bytes and seconds.
@@ -104,7 +104,7 @@ def costs(measured: dict, model: dict | None = None, title: str = ""):
     order = [name for name in ("naive", "tree", "recursive_doubling", "ring") if name in measured]
     for number, name in enumerate(order):
         seconds = measured[name]
-        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
+        style: dict = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(seconds), list(seconds.values()), label=f"{name}, measured", linestyle="-", **style)
         if model:
             theirs = [model[name][count] for count in seconds]
@@ -124,14 +124,14 @@ def costs(measured: dict, model: dict | None = None, title: str = ""):
 
 
 @shown
-def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "xy", form: str = ",.3g"):
+def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "xy", form: str = ",.3g") -> tuple:
     """One line, colour and mark for each entry of ``series``, which maps a name to a dict of x and y.
 
     ``log`` names the axes that are logarithmic; another one begins at 0.
     """
     figure, axes = subplots(height=4)
     for number, (name, points) in enumerate(series.items()):
-        style = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
+        style: dict = {"color": RANK_COLOURS[number], "marker": MARKERS[number]}
         axes.plot(list(points), list(points.values()), label=name, **style)
     xs = sorted({x for points in series.values() for x in points})
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
@@ -155,21 +155,24 @@ def lines(series: dict, xlabel: str, ylabel: str, title: str = "", log: str = "x
 _HATCHES = {"phase": "", "operation": "//", "wait": "--"}  # not dots: each would be a curve of its own
 _STRENGTH = {"phase": 1.0, "operation": 0.6, "wait": 0.08}  # of the rank's colour: what is lost looks empty
 MOST_ROWS = 24
+OWN, LANE, NARROW = 0.36, 0.2, 0.11  # inches of a rank's row: what it does itself, a lane below it, one of many
+MOST_LANES = 8  # what is under way beside as many others is drawn over the last of them
 
 
-def _paler(colour: str, strength: float) -> list[float]:
+def _paler(colour: str, strength: float) -> tuple:
     """A colour mixed with white: where there is a hatch, an SVG forgets how opaque the colour below it is."""
     from matplotlib.colors import to_rgb
 
-    return [1 - strength * (1 - channel) for channel in to_rgb(colour)]
+    return tuple(1 - strength * (1 - channel) for channel in to_rgb(colour))
 
 
 @shown
-def timeline(record):
+def timeline(record: "dtlib.Timeline | str") -> tuple:
     """Time across, ranks down: what each rank computed, which operations it called, and where it waited.
 
     ``record`` is a ``dtlib.Timeline``, or the name of a trace on the ranks, which becomes the title. What was started
-    with ``async_op=True`` has a lane of its own below the rank's. What never ended is drawn to the end and says so.
+    with ``async_op=True`` is drawn below the rank's own bars, from start to end: where several are under way at once,
+    each in a lane of its own. What never ended is drawn to the end and says so.
     """
     from matplotlib.patches import Patch
 
@@ -178,31 +181,37 @@ def timeline(record):
     scale, unit = (1, "s") if record.end >= 1 else (1e3, "ms")
     # What never ended gets room to be seen.
     right = max(1e-3, record.end * (1.3 if any(event.end is None for event in record.events) else 1.05))
-    figure, axes = subplots(height=0.75 * len(record.ranks) + 1.4)
+    lanes = _lanes(record.events)
+    deep = max(lanes, default=0) + 1
+    lane = OWN if deep == 1 else LANE if deep < 4 else NARROW
+    row = OWN + deep * lane + 0.03
+    figure, axes = subplots(height=row * len(record.ranks) + 1.4)
     inches = 0.88 * WIDTH / right  # a second
-    taken = {}  # until when the lane of a rank is taken: an operation in the background may still wait for its turn
+    unnamed: set[str] = set()  # operations with bars that are too small for a name: it stands below
     for number, event in enumerate(record.events):
         end = right if event.end is None else event.end
-        lane = event.rank, event.lane, event.kind
-        begin = max(event.start, taken.get(lane, 0.0)) if event.lane == "background" else event.start
-        taken[lane] = max(end, taken.get(lane, 0.0))
-        top = record.ranks.index(event.rank) + (0.5 if event.lane == "background" else 0.04)
-        style = {
+        top, high = (0.03, OWN - 0.05) if event.lane == "main" else (OWN + lanes[number] * lane, lane - 0.02)
+        top, high = record.ranks.index(event.rank) + top / row, high / row
+        style: dict = {
             "facecolor": _paler(rank_colour(event.rank), _STRENGTH[event.kind]),
             "edgecolor": _paler(rank_colour(event.rank), 0.5) if event.kind == "wait" else "white",
             "hatch": _HATCHES[event.kind],
             "zorder": 2 - number / (number + 1),  # the first is in front
         }
-        axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, 0.42), **style)
-        if said := next(filter(lambda text: fits(text, inches * (end - begin)), _labels(event)), None):
-            label = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
-            axes.text((begin + end) / 2 * scale, top + 0.21, said, **label)
+        axes.broken_barh([(event.start * scale, (end - event.start) * scale)], (top, high), **style)
+        written = next(filter(lambda text: fits(text, inches * (end - event.start)), _labels(event)), None)
+        if written and not (lane == NARROW and event.lane == "background"):
+            label: dict = {"ha": "center", "va": "center", "bbox": {"facecolor": "white", "pad": 1, "lw": 0}}
+            axes.text((event.start + end) / 2 * scale, top + high / 2, written, **label)
+        elif event.kind == "operation":
+            unnamed.add(event.name)
     axes.set(
         xlim=(0, right * scale), ylim=(len(record.ranks), 0), xlabel=f"time in {unit}",
         yticks=[i + 0.48 for i in range(len(record.ranks))], yticklabels=[f"rank {rank}" for rank in record.ranks],
         title=", ".join(filter(None, (name, "EMULATED network" if record.emulated else ""))),
     )  # fmt: skip
-    kinds = {"phase": "computes", "operation": "operation", "wait": "waits for an asynchronous operation"}
+    operation = f"operation: {', '.join(sorted(unnamed))}" if 0 < len(unnamed) <= 2 else "operation"
+    kinds = {"phase": "computes", "operation": operation, "wait": "waits for an asynchronous operation"}
     present = [kind for kind in kinds if any(event.kind == kind for event in record.events)]
     patches = [
         Patch(
@@ -217,6 +226,20 @@ def timeline(record):
     did = f"what ranks {', '.join(map(str, record.ranks))} did over {record.end * scale:.3g} {unit}. {emulated}"
     alt = f"{name}: {did}".rstrip() if name else f"W{did[1:]}".rstrip()
     return figure, alt, Table(rows, headers, align=align)
+
+
+def _lanes(events) -> list[int]:
+    """Of what is in the background, the first lane of its rank that is free when it starts; 0 of all else."""
+    until: dict[tuple[int, int], float] = {}  # when it is free again
+    lanes = []
+    for event in events:
+        lane = 0
+        if event.lane == "background":
+            free = (lane for lane in range(MOST_LANES) if until.get((event.rank, lane), 0.0) <= event.start)
+            lane = next(free, MOST_LANES - 1)
+            until[event.rank, lane] = float("inf") if event.end is None else event.end
+        lanes.append(lane)
+    return lanes
 
 
 def _labels(event) -> tuple[str, ...]:
@@ -234,7 +257,7 @@ def _timeline_of(record):
 def _every_event(record):
     rows = [
         (
-            event.rank, _in_short(event), event.where,
+            event.rank, _in_short(event), event.where if len(event.where) <= 40 else f"{event.where[:37]}...",
             f"{1e3 * event.start:.2f}", "never" if event.end is None else f"{1e3 * event.end:.2f}",
             event.messages, event.bytes,
         )
@@ -249,7 +272,7 @@ def _in_short(event) -> str:
 
 
 def _sums_of_events(record):
-    sums = {}
+    sums: dict = {}
     for event in record.events:
         entry = sums.setdefault((event.rank, event.kind, event.name), [0, 0.0, 0, 0])
         took = (event.end or record.end) - event.start

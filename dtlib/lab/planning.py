@@ -4,14 +4,17 @@ from matplotlib.patches import Rectangle
 
 from dtlib.lab.drawing import POINTS, shown, subplots
 from dtlib.lab.tables import Table, table
-from dtlib.planner import report
+from dtlib.planner import Estimate, report
 from dtlib.planner.command import asked
-from dtlib.planner.model import GIB
+from dtlib.planner.model import GIB, Device, Model
 
 FITS, NOT, NONE = "#cfe8d5", "#f3d0cb", "#f2f2f2"
 
 
-def plan(model="llama3-8b", gpus: int = 64, device="h100", batch: int = 0, seq: int = 0, best: int = 10, **fixed):
+def plan(
+    model: Model | str | dict = "llama3-8b", gpus: int = 64, device: Device | str = "h100", batch: int = 0,
+    seq: int = 0, best: int = 10, **fixed: object,
+) -> list[Estimate]:  # fmt: skip
     """Show the ``best`` meshes and the map of what fits; return the estimates of the best, the fastest first.
 
     Args:
@@ -31,7 +34,7 @@ def plan(model="llama3-8b", gpus: int = 64, device="h100", batch: int = 0, seq: 
 
 
 @shown
-def what_fits(tried):
+def what_fits(tried: list[Estimate]) -> tuple:
     """A square a tensor and a pipe axis: green with seconds where a plan fits, red with GiB where none does."""
     rows, headers = report.map_rows(tried)
     figure, axes = subplots(height=0.9 + 0.55 * len(rows))

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import workshop
+from dtlib.lab import course
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 
@@ -17,7 +17,7 @@ def mpiexec(script: str | Path, ranks: int) -> None:
     Raises:
         DtlibError: for a program that does not end well.
     """
-    script = script if Path(script).exists() else workshop.folder() / "notebooks" / script
+    script = script if Path(script).exists() else course.folder() / "notebooks" / script
     process = start_ranks([str(script)], ranks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         print(process.communicate()[0].strip())

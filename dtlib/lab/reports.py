@@ -24,10 +24,11 @@ import psutil
 from filelock import FileLock
 
 from dtlib.errors import DtlibError
-from dtlib.lab.engines import workshop
+from dtlib.lab import course
+from dtlib.lab.foreign import Shell
 from dtlib.lab.known import ALIAS, applied, message
 from dtlib.lab.tables import fold
-from dtlib.world.launch import in_engine
+from dtlib.world import in_engine
 
 FILE = ".wall.json"
 MOST = 200  # events that wait to be sent
@@ -99,7 +100,7 @@ def leave(quietly: bool = False) -> None:
         print("You have left the wall." if note else "You are on no wall: nothing is sent.")
 
 
-def report(kind: str, **fields) -> None:
+def report(kind: str, **fields: object) -> None:
     """Note what has happened, for the wall that this learner has joined, if any. It never waits and never fails."""
     global _thread
     with suppress(Exception):
@@ -111,10 +112,10 @@ def report(kind: str, **fields) -> None:
             _thread.start()
 
 
-def follow(shell) -> None:
+def follow(shell: "Shell | None") -> None:
     """Have this kernel report which cells it runs; a second time changes nothing."""
     global _beats
-    if getattr(shell, "kernel", None) is None or in_engine():
+    if shell is None or getattr(shell, "kernel", None) is None or in_engine():
         return
     _beats = True
     shell.events.register("pre_run_cell", _begins)
@@ -182,7 +183,7 @@ def _asked(address: str, what: str, body: dict, token: str = "") -> dict:
 
 
 def _file() -> Path:
-    return workshop.folder() / FILE
+    return course.folder() / FILE
 
 
 def _lock() -> FileLock:

@@ -11,7 +11,6 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks import progress
 from dtlib.world import forking
 from dtlib.world.launch import start_zygote
 
@@ -19,12 +18,14 @@ SETTINGS = Path(__file__).with_name("settings")
 FIRST_PAGE = f"/lab/tree/{course.START_PAGE.as_posix()}"
 COURSE = "course"  # the folder in a learner's home that `dtlib lab --hub` lays out
 TOLD_BY_A_HUB = "JUPYTERHUB_API_TOKEN"
+# Without the package by which jsonschema checks addresses: its import takes seconds, and JupyterLab has none to check.
+START = "import runpy, sys; sys.modules['rfc3987_syntax'] = None; runpy.run_module(sys.argv.pop(1), {}, '__main__', 1)"
 
 
 def command(folder: Path, browser: bool, extra: list[str], program: str = "jupyterlab") -> list[str]:
     """The command line of JupyterLab on the workshop in ``folder``, with this Python's kernels."""
     line = [
-        sys.executable, "-m", program,
+        sys.executable, "-c", START, program,
         f"--ServerApp.root_dir={folder}",
         f"--LabApp.default_url={FIRST_PAGE}",
         # No question about news and updates in front of the first lesson.
@@ -38,9 +39,7 @@ def command(folder: Path, browser: bool, extra: list[str], program: str = "jupyt
     line.append(f"--KernelManager.transport={transport()}")
     if hasattr(os, "geteuid") and os.geteuid() == 0 and program == "jupyterlab":
         line.append("--allow-root")
-    if not browser:
-        line.append("--no-browser")
-    return line + extra
+    return line + ["--no-browser"] * (not browser) + extra
 
 
 def transport() -> str:
@@ -79,7 +78,7 @@ def serve_hub(extra: list[str]) -> int:
 def _become(program: str, browser: bool, extra: list[str]) -> int:
     _keep_private()
     folder, said = course.open_folder()
-    progress.write_start_page(folder)
+    course.write_start_page(folder)
     if said:
         print(said, flush=True)
     line = command(folder, browser, extra, program)

@@ -22,6 +22,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from nbformat import NotebookNode, read
+
 STATEMENT = "statement"
 LIST = Path("notebooks", "source", "read_again.toml")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -40,7 +42,7 @@ def quotes(source: str) -> list[str]:
     return found
 
 
-def prose(cells) -> str:
+def prose(cells: list[NotebookNode]) -> str:
     return _plain(" ".join(cell.source for cell in cells if cell.cell_type == "markdown"))
 
 
@@ -48,7 +50,7 @@ def _plain(text: str) -> str:
     return " ".join(re.sub(r"\]\([^)]*\)|[*`\[\]]", "", text).split())
 
 
-def text_of(cell) -> str:
+def text_of(cell: NotebookNode) -> str:
     """The outputs of a cell, as a terminal would show them."""
     found = []
     for output in cell.get("outputs", []):
@@ -65,7 +67,7 @@ class Outputs:
     ``under``: a text, of which the first output that has it is read alone.
     """
 
-    def __init__(self, cells):
+    def __init__(self, cells: list[NotebookNode]):
         self.texts = [_RANKS.sub("", text) for cell in reversed(cells) if (text := text_of(cell))]
 
     def _read(self, under: str) -> list[str]:
@@ -100,7 +102,7 @@ def _numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in _NUMBER.findall(text)]
 
 
-def problems(cells) -> list[str]:
+def problems(cells: list[NotebookNode]) -> list[str]:
     """Statements that do not hold, and those that quote what the prose does not say."""
     found, text = [], prose(cells)
     for at, cell in enumerate(cells):
@@ -126,7 +128,7 @@ def listed(root: Path) -> list[dict]:
     return tomllib.loads((root / LIST).read_text(encoding="utf-8")).get("sentence", [])
 
 
-def output_above(cells, says: str) -> str:
+def output_above(cells: list[NotebookNode], says: str) -> str:
     """The output of the last code cell above a sentence that has one."""
     for at, cell in enumerate(cells):
         if cell.cell_type == "markdown" and says in _plain(cell.source):
@@ -140,16 +142,14 @@ def hash_of(text: str) -> str:
 
 
 def main() -> None:
-    import nbformat
+    from dtlib.lab import course
 
-    from dtlib.lab.engines import workshop
-
-    root = workshop.folder()
+    root = course.folder()
     file = root / LIST
     text = file.read_text(encoding="utf-8")
     for sentence in listed(root):
         notebook = root / "notebooks" / "solutions" / f"{sentence['notebook']}.ipynb"
-        cells = nbformat.read(notebook, as_version=4).cells
+        cells = read(notebook, as_version=4).cells
         above = output_above(cells, sentence["says"])
         if hash_of(above) != sentence["output"]:
             print(f"{sentence['notebook']}: {sentence['says']}\n\n{above}\n{'-' * 95}")

@@ -6,6 +6,7 @@ Table(rows, headers)                           a part of a picture's text (pictu
 
 import re
 import textwrap
+from collections.abc import Iterable
 from html import escape
 
 from dtlib.lab.colours import rank_badge
@@ -18,7 +19,7 @@ PADDING = 2  # of a header, by tabulate
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(%|[a-zA-Zµ]{1,2}))?")
 
 
-def fold(text, width: int = WIDEST) -> str:
+def fold(text: object, width: int = WIDEST) -> str:
     """The same text with lines that are too long broken between words; what goes on is indented."""
     return "\n".join(part for line in str(text).split("\n") for part in _folded(line, width))
 
@@ -35,7 +36,7 @@ def _wrap(text: str, width: int, **other) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **other) or [""]
 
 
-def table(rows, headers=(), title: str = "", floats: str = "g", align: str = "") -> None:
+def table(rows: Iterable, headers: Iterable = (), title: str = "", floats: str = "g", align: str = "") -> None:
     """Show a table. For the arguments see ``Table``."""
     from IPython.display import display
 
@@ -49,14 +50,14 @@ class Table:
     the colour of each rank beside its number.
     """
 
-    def __init__(self, rows, headers=(), title: str = "", floats: str = "g", align: str = ""):
+    def __init__(self, rows: Iterable, headers: Iterable = (), title: str = "", floats: str = "g", align: str = ""):
         self.title = title
         self.cells = [[_text(cell, floats) for cell in row] for row in rows]
         self.headers = [str(header) for header in headers] or [""] * len(self.cells[0])
         columns = zip(*self.cells, strict=True) if self.cells else self.headers
         self.align = align or "".join("r" if self.cells and _is_numeric(column) else "l" for column in columns)
 
-    def __str__(self):
+    def __str__(self) -> str:
         """At most ``WIDEST`` columns: long cells are wrapped, and what still is too wide goes on in a block below."""
         from tabulate import tabulate
 

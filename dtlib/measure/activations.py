@@ -19,10 +19,9 @@ class Activations:
         self.others = set()
         self.now = self.most = 0  # bytes
         self._kept = {}  # by storage: how often autograd keeps it
-        self._hooks = None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> "Activations":
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         return self
 

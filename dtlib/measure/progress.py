@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtlib.comm.link import CALLER_TAGS
-from dtlib.world.launch import in_engine
+from dtlib.world import in_engine
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator

@@ -162,12 +162,9 @@ def slice_of(points: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def count_on_ranks(
-    points: int,
-    comm: Communicator,
-    kernel: Callable[..., int] = count_compiled,
-    seed: int = 0,
+    points: int, comm: Communicator, kernel: Callable[..., int] = count_compiled, seed: int = 0,
     progress: Callable[[int], object] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Count on all ranks of ``comm``; every rank returns the total.
 
     ``progress(done)`` is called after each burst of about half a second with the points that this rank just counted.

@@ -18,24 +18,7 @@ from dtlib.planner.runs import days, days_of, energy_kwh, save_interval
 from dtlib.planner.wire import step_bytes
 
 __all__ = [
-    "CALIBRATIONS",
-    "DEVICES",
-    "MODELS",
-    "Device",
-    "Estimate",
-    "Footprint",
-    "Memory",
-    "Model",
-    "Plan",
-    "PlanError",
-    "check",
-    "days",
-    "days_of",
-    "energy_kwh",
-    "estimate",
-    "from_transformers",
-    "memory",
-    "save_interval",
-    "search",
+    "CALIBRATIONS", "DEVICES", "MODELS", "Device", "Estimate", "Footprint", "Memory", "Model", "Plan", "PlanError",
+    "check", "days", "days_of", "energy_kwh", "estimate", "from_transformers", "memory", "save_interval", "search",
     "step_bytes",
-]
+]  # fmt: skip

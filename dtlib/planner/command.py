@@ -54,14 +54,9 @@ def fixed_of(text: str) -> dict:
 
 
 def asked(
-    model: Model | str | dict,
-    gpus: int,
-    device: Device | str = "h100",
-    batch: int = 0,
-    seq: int = 0,
-    fixed: dict | None = None,
-    best: int = 10,
-) -> tuple[list[Estimate], list[Estimate]]:
+    model: Model | str | dict, gpus: int, device: Device | str = "h100", batch: int = 0, seq: int = 0,
+    fixed: dict | None = None, best: int = 10,
+) -> tuple[list[Estimate], list[Estimate]]:  # fmt: skip
     """The best plans, and all that were tried. Without a batch: four million tokens, in whole samples a GPU."""
     if not isinstance(gpus, int) or gpus < 1:
         raise PlanError(f"gpus is {gpus!r}: give a whole number from 1 on.")

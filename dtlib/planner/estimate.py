@@ -151,14 +151,7 @@ def rounded(value: float) -> str:
 
 
 def search(
-    model: Model,
-    gpus: int,
-    device: Device,
-    batch: int,
-    best: int = 10,
-    calibration: str | None = None,
-    footprint: Footprint | None = None,
-    **fixed: int | str | bool,
+    model: Model, gpus: int, device: Device, batch: int, best: int = 10, **fixed: int | str | bool
 ) -> tuple[list[Estimate], list[Estimate]]:
     """The fastest plans that fit, at most ``best``, one a mesh; and all that were tried, one a mesh: its fastest that
     fits, or the smallest that does not.
@@ -171,7 +164,7 @@ def search(
     """
     found: dict[tuple, Estimate] = {}
     for plan in plans(model, gpus, device, batch, **fixed):
-        each = estimate(model, plan, device, calibration, footprint)
+        each = estimate(model, plan, device)
         mesh = (plan.data, plan.tensor, plan.pipe, plan.context, plan.expert)
         if mesh not in found or _rank(each) < _rank(found[mesh]):
             found[mesh] = each

@@ -32,7 +32,7 @@ def process_group(comm: Communicator) -> distributed.ProcessGroup:
     """
     if isinstance(comm, ProcessGroupCommunicator):
         return comm.group
-    members, default = tuple(comm._members), None
+    members, default = tuple(comm.members), None
     if not distributed.is_initialized():
         from dtlib.comm.torch.store import shared_store
 

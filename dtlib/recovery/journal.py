@@ -42,13 +42,9 @@ class Journal:
         os.write(self._file, line.encode() + b"\n")
 
     def __call__(
-        self,
-        what: str,
-        replica: Replica | None = None,
-        comm: Communicator | None = None,
-        ranks: Iterable[int] = (),
+        self, what: str, replica: Replica | None = None, comm: Communicator | None = None, ranks: Iterable[int] = (),
         error: BaseException | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Told of a step, of ranks that were lost, and of a step that was undone. The first two the lowest rank writes
         down; an error that undoes a step may be that of any rank."""
         assert comm is not None

@@ -10,11 +10,9 @@ shrink.py: the step may fail anywhere, in the middle of the optimizer too, and i
 that failed for another reason, such as NaN or an error on one rank, is undone on all and tried once more.
 """
 
-from collections.abc import Callable
-
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.recovery.replica import Replica
+from dtlib.recovery.replica import Replica, Tell, nobody
 from dtlib.recovery.shrink import failure_of_a_rank, shrunk
 from dtlib.recovery.signs import AskedToEnd
 from dtlib.world.launch import survives
@@ -25,7 +23,7 @@ def train_and_commit(
     comm: Communicator,
     steps: int,
     every: int = 1,
-    tell: Callable[..., object] = lambda what, **facts: None,
+    tell: Tell = nobody,
 ) -> Communicator:
     """Train until ``replica.steps == steps``, on the ranks that are left; returns their communicator.
 

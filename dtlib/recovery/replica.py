@@ -20,6 +20,12 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
 from dtlib.recovery.signs import Signs
 
+Tell = Callable[..., object]
+
+
+def nobody(what: str, **facts: object) -> None:
+    """What the trainings tell if nobody wants to know."""
+
 
 class Replica:
     """A model that is trained on all ranks, each of which has all of it. ``steps`` are done; each left a loss.
@@ -35,12 +41,9 @@ class Replica:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., torch.Tensor],
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., torch.Tensor],
         batch_of: Callable,
-    ):
+    ):  # fmt: skip
         self.model, self.optimizer, self.loss_fn, self.batch_of = model, optimizer, loss_fn, batch_of
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.steps = 0
@@ -65,12 +68,12 @@ class Replica:
             gradients = [self.gradient(name) for name in self.trained]
             signs = self.signs.of_this_rank(comm, gradients, time.monotonic() - began)
             flat = torch.cat([loss.detach().flatten(), signs.to(loss.dtype), *gradients])
-            comm.all_reduce(flat)  # here a rank notices that another one has died; nothing has changed yet
+            # Here a rank notices that another one has died; nothing has changed yet.
+            comm.all_reduce(flat)
             loss, signs, gradients = flat.split([1, len(signs), len(flat) - 1 - len(signs)])
             self.signs.check(signs, self.steps, comm)
-        for parameter, gradient in zip(self.trained.values(), self.cut(gradients), strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(gradient.view_as(parameter))
+        for parameter, gradient in self.cut(gradients):
+            parameter.grad.copy_(gradient)
         self.optimizer.step()
         self.steps += 1
         self.losses.append(loss.item())
@@ -83,8 +86,11 @@ class Replica:
             )
         return gradient.flatten()
 
-    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return flat.split([parameter.numel() for parameter in self.trained.values()])
+    def cut(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its gradient out of the message."""
+        pieces = flat.split([parameter.numel() for parameter in self.trained.values()])
+        for parameter, piece in zip(self.trained.values(), pieces, strict=True):
+            yield parameter, piece.view_as(parameter)
 
     @contextmanager
     def undone_by_an_error(self) -> Iterator[None]:

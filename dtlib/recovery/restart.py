@@ -7,14 +7,12 @@ Nothing of the job outlives it, so somebody outside has to start it again: a sch
 the last checkpoint are done once more. What is in shards can be loaded on any number of ranks (dtlib.checkpoint).
 """
 
-from collections.abc import Callable
-from os import PathLike
 from pathlib import Path
 
 from dtlib import checkpoint
 from dtlib.checkpoint.folder import INDEX
 from dtlib.comm import Communicator
-from dtlib.recovery.replica import Replica
+from dtlib.recovery.replica import Replica, Tell, nobody
 from dtlib.recovery.signs import AskedToEnd
 
 
@@ -22,9 +20,9 @@ def train_and_save(
     replica: Replica,
     comm: Communicator,
     steps: int,
-    folder: str | PathLike[str],
+    folder: str | Path,
     every: int = 10,
-    tell: Callable[..., object] = lambda what, **facts: None,
+    tell: Tell = nobody,
 ) -> Communicator:
     """Train until ``replica.steps == steps``, from the checkpoint in ``folder`` if there is one; returns ``comm``.
 
@@ -39,7 +37,6 @@ def train_and_save(
     replica.check_same(comm)
     if comm.broadcast_object((folder / INDEX).exists()):
         extra = checkpoint.load(folder, replica.model, replica.optimizer, comm)
-        assert isinstance(extra, dict)
         replica.steps, replica.losses = extra["steps"], extra["losses"]
     else:
         replica.load(comm.broadcast_object(replica.state()))
@@ -48,7 +45,7 @@ def train_and_save(
             replica.step(comm)
         except AskedToEnd as asked:
             save()
-            raise AskedToEnd(f"{asked} They are saved: start it again, and it goes on from there.") from None
+            raise AskedToEnd(f"{asked} They are saved: start it again to go on.") from asked
         tell("step", replica=replica, comm=comm)
         if replica.steps % every == 0 or replica.steps == steps:
             save()

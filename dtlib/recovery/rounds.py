@@ -1,7 +1,7 @@
 """Local SGD and DiLoCo where ranks die: each has a whole model, and a round needs whoever is there.
 
-    rank 0   . . . .|. . . .| revoked   Shrink -> 0 of 2   the way it had come, sent again |. . . .|
-    rank 1   . . . .|. . . .| revoked   Shrink -> 1 of 2   the way it had come, sent again |. . . .|
+    rank 0   . . . .|. . . .| revoked   Shrink -> 0 of 2   what it had changed, sent again |. . . .|
+    rank 1   . . . .|. . . .| revoked   Shrink -> 1 of 2   what it had changed, sent again |. . . .|
     rank 2   . . . .|. . killed
 
 A rank that dies between two rounds costs its own steps since the last one, and nothing else: the others have taken
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.local import DiLoCo
+from dtlib.recovery.replica import Tell, nobody
 from dtlib.recovery.shrink import failure_of_a_rank, shrunk
 from dtlib.world.launch import survives
 
@@ -21,7 +22,7 @@ def train_in_rounds(
     local: DiLoCo,
     one_step: Callable[[int], object],
     steps: int,
-    tell: Callable[..., object] = lambda what, **facts: None,
+    tell: Tell = nobody,
 ) -> Communicator:
     """Train until ``local.steps == steps``, on the ranks that are left; returns their communicator.
 

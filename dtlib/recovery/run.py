@@ -28,7 +28,7 @@ from dtlib.world.processes import Process, end_processes, with_descendants
 LOOK_SECONDS = 0.02
 STOPPED_SECONDS = 3.0
 CAUSES: dict[int, str] = {
-    signal.SIGKILL: "kill -9, or the system for want of memory (`dmesg` says so)",
+    signal.SIGKILL: "kill -9, or the system, which had no memory left (`dmesg` says so)",
     signal.SIGTERM: "somebody asked it to end, as a scheduler does at the time limit",
     signal.SIGSEGV: "it reached for memory that is not its own: a bug in a library",
     signal.SIGBUS: "a file that it had in memory is gone, or /dev/shm is full",
@@ -49,7 +49,7 @@ class Run:
     ranks: int
     folder: Path
     survive: bool = False
-    say: Callable[[str], None] = lambda sentence: None
+    say: Callable[[str], object] = lambda sentence: None
     processes: dict[int, Process] = field(default_factory=dict)  # by the rank in the world
     events: list[dict] = field(default_factory=list)
     said: list[str] = field(default_factory=list)

@@ -15,18 +15,15 @@ they are not in the MPI standard yet.
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.recovery.replica import Replica
+from dtlib.recovery.replica import Replica, Tell, nobody
 from dtlib.world.launch import survives
 
 
-def train_and_shrink(
-    replica: Replica, comm: Communicator, steps: int, tell: Callable[..., object] = lambda what, **facts: None
-) -> Communicator:
+def train_and_shrink(replica: Replica, comm: Communicator, steps: int, tell: Tell = nobody) -> Communicator:
     """Train until ``replica.steps == steps``, on the ranks that are left; returns their communicator.
 
     Contract: what is trained is whole on every rank (replica.py). Rank 0's values hold at the beginning. Rank 0 may
@@ -61,11 +58,11 @@ def failure_of_a_rank(error: Exception) -> bool:
     return isinstance(error, MPI.Exception) and error.Get_error_class() in known
 
 
-def shrunk(comm: Communicator, tell: Callable[..., object] = lambda what, **facts: None) -> Communicator:
+def shrunk(comm: Communicator, tell: Tell = nobody) -> Communicator:
     """A communicator of those who live, in their old order; all of them call it."""
     comm.mpi.Revoke()
     rest = Communicator(comm.mpi.Shrink(), comm.time_limit, name=f"{comm.name}-")
-    if lost := sorted(set(comm._members) - set(rest._members)):
+    if lost := sorted(set(comm.members) - set(rest.members)):
         tell("lost", ranks=lost, comm=rest)
     return rest
 

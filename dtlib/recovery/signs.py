@@ -61,7 +61,7 @@ class Signs:
     def check(self, signs: torch.Tensor, step: int, comm: Communicator) -> None:
         """Raise what all ranks have to know. ``step`` is the one that is under way, counted from 0."""
         seconds, broken, asked = signs.view(3, comm.size).tolist()
-        members = comm._members  # a rank keeps the number that it had in the world
+        members = comm.members  # a rank keeps the number that it had in the world
         self._compare(dict(zip(members, seconds, strict=True)))
         if any(broken):
             raise NotFinite(

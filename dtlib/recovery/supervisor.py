@@ -9,15 +9,11 @@ from dtlib.recovery.run import Run
 from dtlib.world.launch import forked_ranks
 
 
+@forked_ranks()  # most of a start is imports
 def supervise(
-    program: list[str],
-    ranks: int,
-    folder: str | PathLike[str],
-    fewest: int = 1,
-    replace: bool = True,
-    say: Callable[[str], object] = print,
-    watch: Callable[[Run], object] | None = None,
-) -> list[Run]:
+    program: list[str], ranks: int, folder: str | PathLike[str], fewest: int = 1, replace: bool = True,
+    say: Callable[[str], object] = print, watch: Callable[[Run], object] | None = None,
+) -> list[Run]:  # fmt: skip
     """Run ``program`` (a Python program's arguments) on ranks until it ends well; returns its runs.
 
     Args:
@@ -34,12 +30,8 @@ def supervise(
     Raises:
         DtlibError: where three runs in a row have come no further: then it is no accident.
     """
-    with forked_ranks():  # most of a start is imports
-        return _supervise(program, ranks, folder, fewest, replace, say, watch)
-
-
-def _supervise(program, ranks, folder, fewest, replace, say, watch):
-    runs, furthest, in_vain = [], -1, 0
+    runs: list[Run] = []
+    furthest, in_vain = -1, 0
     while True:
         run = Run(program, ranks, Path(folder), say=say).start()
         runs.append(run)

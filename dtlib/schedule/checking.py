@@ -29,11 +29,9 @@ LOOKAHEAD = 2  # enough for every order of this package
 
 
 def validate(
-    schedule: Sequence[Sequence[Action]],
-    stages: int | None = None,
-    microbatches: int | None = None,
+    schedule: Sequence[Sequence[Action]], stages: int | None = None, microbatches: int | None = None,
     lookahead: int | None = LOOKAHEAD,
-) -> None:
+) -> None:  # fmt: skip
     """Raises ``ScheduleError``, with the actions by name, unless ranks can carry out the schedule.
 
     Args:

@@ -7,7 +7,9 @@ from dtlib.schedule.actions import Action
 from dtlib.schedule.simulation import Simulation, simulate
 
 
-def draw(schedule: Sequence[Sequence[Action]], unit: float | None = None, widest: int | None = None) -> str:
+def draw(
+    schedule: Simulation | Sequence[Sequence[Action]], unit: float | None = None, widest: int | None = None
+) -> str:
     """The text equivalent of a picture of a schedule.
 
         rank 0  F0 F1 .. .. B0 -- .. B1 --

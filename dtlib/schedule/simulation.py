@@ -64,13 +64,9 @@ class Simulation:
 
 
 def simulate(
-    schedule: Sequence[Sequence[Action]],
-    forward: Time = 1.0,
-    backward: Time = 2.0,
-    input_gradient: Time | None = None,
-    weight_gradient: Time | None = None,
-    message: float = 0.0,
-) -> Simulation:
+    schedule: Sequence[Sequence[Action]], forward: Time = 1.0, backward: Time = 2.0, input_gradient: Time | None = None,
+    weight_gradient: Time | None = None, message: float = 0.0,
+) -> Simulation:  # fmt: skip
     """Times of all actions, if every rank starts each as early as it can.
 
     Args:

@@ -32,13 +32,9 @@ INDEX = "index.json"
 
 
 def write(
-    folder: str | PathLike[str],
-    records: Iterable,
-    dtype: np.dtype | list | str,
-    form: str,
-    per_shard: int = 1024,
+    folder: str | PathLike[str], records: Iterable, dtype: np.dtype | list | str, form: str, per_shard: int = 1024,
     row_group: int = 64,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write ``records`` (arrays of no dimension, or anything of ``dtype.itemsize`` bytes) as ``form``; the folder.
 
     ``per_shard``: samples in a shard, a tar file or a Parquet file. ``row_group``: rows that Parquet reads together.

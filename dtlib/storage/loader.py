@@ -14,7 +14,7 @@ that all of them have taken. Workers and threads read ahead, but a batch counts 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.slots import HandedOver, Slots
 
 
+@runtime_checkable
 class Source(Protocol):
     """Samples by their numbers (readers.py), and in which order they are best read (order.py)."""
 

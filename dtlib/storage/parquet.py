@@ -4,7 +4,6 @@ import io
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,15 +20,7 @@ class ColumnReader(Reader):
     Where several ranks or workers need samples of one row group, each of them reads it: see the counters.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        index: dict,
-        damaged: str = "stop",
-        columns: Sequence[str] | None = None,
-        open_delay: float = 0.0,
-    ):
-        super().__init__(folder, index, damaged, columns, open_delay)
+    def _prepare(self, index: dict) -> None:
         self.block, self.window = index["row_group"], KEPT
         self._groups: OrderedDict = OrderedDict()  # (file, row group) -> its columns, as arrays
         self._tables: dict = {}  # file -> what pyarrow knows of it

@@ -92,6 +92,10 @@ class Reader(Samples):
         self.files = Files(folder, elsewhere and Path(elsewhere), open_delay)
         self.names, self.counts = list(index["counts"]), list(index["counts"].values())
         self._starts = list(accumulate(self.counts, initial=0))  # the number of each file's first sample
+        self._prepare(index)
+
+    def _prepare(self, index: dict) -> None:
+        """What a kind of reader keeps besides."""
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -154,9 +158,10 @@ class FileReader(Reader):
 class _Pieces(Reader):
     """Many samples in a file, each ``stride`` bytes behind the last one."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.stride, self._checked = self._stride(), set()
+    _stride: Callable[[], int]
+
+    def _prepare(self, index: dict) -> None:
+        self.stride, self._checked = self._stride(), set[int]()
         self.block, self.window = max(1, PIECE // self.stride), WINDOW
 
     def will_need(self, numbers) -> None:

@@ -62,7 +62,10 @@ class EmulatedAccelerator:
 
 
 def measure(
-    loader: Iterable, accelerator: EmulatedAccelerator, steps: int | None = None, comm: Communicator | None = None
+    loader: Iterable,
+    accelerator: EmulatedAccelerator,
+    steps: int | None = None,
+    comm: Communicator | None = None,
 ) -> Utilisation:
     """Feed the accelerator from ``loader``, for so many steps or to the end of the epoch.
 
@@ -85,11 +88,9 @@ def measure(
         if steps is not None and count >= steps:
             break
     seconds = ended - began if began is not None else 0.0
-    counters = {} if reader is None else reader.files.counters.totals()
-    return Utilisation(
-        count, samples, accelerator.seconds, seconds, counters, len(getattr(loader, "skipped", ())),
-        "" if reader is None else reader.injected,
-    )  # fmt: skip
+    counters, injected = ({}, "") if reader is None else (reader.files.counters.totals(), reader.injected)
+    skipped = len(getattr(loader, "skipped", ()))
+    return Utilisation(count, samples, accelerator.seconds, seconds, counters, skipped, injected)
 
 
 def _length(batch) -> int:
@@ -97,18 +98,3 @@ def _length(batch) -> int:
     if isinstance(batch, dict):
         batch = next(iter(batch.values()))
     return _length(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)
-
-
-def modelled(compute: float, read: float, ranks: int, ahead: bool = True, own: float = 0.0) -> float:
-    """AU where ``ranks`` accelerators share one storage: MODELLED, with reading = own + ranks x read.
-
-    one after the other    compute / (compute + reading)
-    read ahead             compute / max(compute, reading)
-
-    Args:
-        compute: seconds of a step.
-        read: seconds that each rank adds to the reading of a batch.
-        own: seconds of it that do not depend on the ranks.
-    """
-    needed = own + ranks * read
-    return compute / (max(compute, needed) if ahead else compute + needed)

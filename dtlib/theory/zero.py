@@ -55,13 +55,9 @@ SCHEMES = {
 
 
 def zero_bytes(
-    parameters: int | Sequence[int],
-    ranks: int,
-    stage: int,
-    scheme: str | Scheme = "mixed_adam",
-    rank: int = 0,
+    parameters: int | Sequence[int], ranks: int, stage: int, scheme: str | Scheme = "mixed_adam", rank: int = 0,
     frozen: int | Sequence[int] = (),
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Bytes of model states that one rank holds, exactly, by what they are for.
 
     A flat buffer is cut into equal shards of ceil(P / N) elements; what is missing at the end is padding. Rank 0, the
@@ -94,14 +90,9 @@ def zero_bytes(
 
 
 def zero_peak_bytes(
-    parameters: int | Sequence[int],
-    ranks: int,
-    stage: int,
-    scheme: str | Scheme = "mixed_adam",
-    at_a_time: int = 0,
-    gathered: int = 1,
-    rank: int = 0,
-) -> dict[str, int]:
+    parameters: int | Sequence[int], ranks: int, stage: int, scheme: str | Scheme = "mixed_adam", at_a_time: int = 0,
+    gathered: int = 1, rank: int = 0,
+) -> dict[str, int]:  # fmt: skip
     """The most bytes alive on a rank in each phase of a step, without activations and temporaries of the optimizer.
 
                  held    and beside it, in parameters' or gradients' bytes
@@ -141,13 +132,9 @@ def zero_peak_bytes(
 
 
 def zero_wire_elements(
-    parameters: int | Sequence[int],
-    ranks: int,
-    stage: int,
-    micro_steps: int = 1,
-    reshard_after_forward: bool = True,
+    parameters: int | Sequence[int], ranks: int, stage: int, micro_steps: int = 1, reshard_after_forward: bool = True,
     rank: int = 0,
-) -> int:
+) -> int:  # fmt: skip
     """Elements that one rank sends in a step of ``micro_steps`` forward and backward passes, with rings.
 
         stage 0    all_reduce of gradients, once a step                            2 P (N-1)/N

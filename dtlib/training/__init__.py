@@ -1,11 +1,16 @@
 """Training from a config: ``dtlib.initialize`` and what belongs to it. Lazy: who only starts ranks needs no torch."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtlib.training.engine import Engine as Engine
+    from dtlib.training.initialization import initialize as initialize
 
 _LAZY = {"Engine": "dtlib.training.engine", "initialize": "dtlib.training.initialization"}
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'dtlib.training' has no attribute {name!r}")

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import tempfile
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +15,7 @@ SAYS = "DTLIB_SAYS"  # where rank 0 leaves the sentence that all ranks agree on,
 SECONDS = 5  # that ranks wait for one another with an error
 
 
-def train(options, ranks: int) -> int:
+def train(options: Namespace, ranks: int) -> int:
     """Start as many ranks on the same arguments; returns the exit status."""
     names = ("config", "runtime", "backend", "stage", "steps", "save", "log", "json")
     given = {name: getattr(options, name) for name in names}
@@ -31,7 +32,7 @@ def train(options, ranks: int) -> int:
     return status
 
 
-def train_on_this_rank(options) -> int:
+def train_on_this_rank(options: Namespace) -> int:
     from dtlib.training.run import train as train_here
     from dtlib.world import init
 

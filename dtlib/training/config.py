@@ -8,12 +8,20 @@ import difflib
 import json
 import math
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
+from typing import TypeAlias, TypeVar, get_type_hints
 
-from dtlib.training.batch_sizes import ConfigError, complete
+from dtlib.errors import DtlibError
 from dtlib.training.deepspeed_keys import INERT, MUST_BE_OFF, is_off
+
+S = TypeVar("S")  # a section
+AnyConfig: TypeAlias = dict | str | Path  # str and Path: of a JSON file
+
+
+class ConfigError(DtlibError):
+    """A key of the config that is unknown, or whose value cannot be right."""
 
 
 @dataclass
@@ -59,9 +67,8 @@ class ZeroOptimization:
     """``stage`` 0 is data parallelism; 1 shares out the optimizer's states, 2 gradients too, 3 parameters too.
 
     ``reduce_bucket_size`` counts elements; without it a bucket is 25 MiB (DeepSpeed: 5e8 elements); stage 3 sends
-    units. ``overlap_comm``
-    moves messages on in a thread while computing goes on; without it that is done where computing leaves the cores
-    idle.
+    units. ``overlap_comm`` moves messages on in a thread while computing goes on; without it that is done where
+    computing leaves the cores idle.
     """
 
     stage: int = 0
@@ -118,7 +125,7 @@ STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("none", "cpu")
 
 
-def read(config, ranks: int, rank: int = 0) -> Config:
+def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
     """A checked ``Config`` from a dictionary or the path of a JSON file, for this number of ranks.
 
     Rank 0 warns once of all keys that change nothing here (deepspeed_keys.py).
@@ -158,7 +165,7 @@ def read(config, ranks: int, rank: int = 0) -> Config:
     return made
 
 
-def dictionary_of(config) -> dict:
+def dictionary_of(config: AnyConfig) -> dict:
     """A copy of a config, from a dictionary or the path of a JSON file; its values make sense somewhere."""
     if isinstance(config, (str, Path)):
         config = _from_file(Path(config))
@@ -166,6 +173,38 @@ def dictionary_of(config) -> dict:
         raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
     _check_values(config)
     return dict(config)
+
+
+def complete(config: Config, ranks: int) -> None:
+    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks: two give the third.
+
+    Raises:
+        ConfigError: where they do not multiply out.
+    """
+    whole, micro, steps = (
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    )  # fmt: skip
+    if micro is None:
+        if whole is None:
+            raise ConfigError("train_batch_size is missing: give it, or train_micro_batch_size_per_gpu.")
+        micro = whole // ((steps or 1) * ranks)
+    if whole is None:
+        whole = micro * (steps or 1) * ranks
+    steps = steps or max(1, whole // (micro * ranks)) if micro else steps or 1
+    if whole != micro * steps * ranks:
+        raise ConfigError(
+            f"train_batch_size is {whole}, but train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
+            f"{steps} x {ranks} ranks is {micro * steps * ranks}: {_what_fits(config, ranks)}."
+        )
+    config.train_batch_size, config.train_micro_batch_size_per_gpu = whole, micro
+    config.gradient_accumulation_steps = steps
+
+
+def _what_fits(config, ranks: int) -> str:
+    given = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1) * ranks
+    if config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps:
+        return f"give train_batch_size {given}, or leave one of the three out"
+    return f"make train_batch_size a multiple of {given}"
 
 
 def _from_file(path: Path) -> dict:
@@ -215,11 +254,11 @@ def _with_new_names(config: dict) -> dict:
     return config
 
 
-def section(kind, values, prefix: str, inert: list[str]):
+def section(kind: type[S], values: object, prefix: str, inert: list[str]) -> S:
     """A dataclass from its section of the config; keys that change nothing are added to ``inert``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.')} is {_shown(values)}: give a dictionary.")
-    known: dict = {entry.name: entry.type for entry in fields(kind)}
+    known = get_type_hints(kind)
     others = INERT.get(prefix, {})
     made = {}
     for key, value in values.items():

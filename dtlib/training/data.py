@@ -3,11 +3,17 @@
 DeepSpeed's own loader keeps the order of the first epoch, so from the second one on its losses are others.
 """
 
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import TypeAlias
+
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from dtlib.errors import DtlibError
 from dtlib.storage import Loader
+from dtlib.storage.loader import Source
+
+AnyData: TypeAlias = Dataset | Sequence | Source
 
 
 class RankLoader(Loader):
@@ -22,9 +28,12 @@ class RankLoader(Loader):
         DtlibError: for a data set without a length, or with less than a batch for each rank.
     """
 
-    def __init__(self, dataset, batch_size: int, rank: int, ranks: int, seed: int = 0, collate_fn=None):
+    def __init__(
+        self, dataset: AnyData, batch_size: int, rank: int, ranks: int, seed: int = 0,
+        collate_fn: Callable | None = None,
+    ):  # fmt: skip
         together = batch_size * ranks  # samples that all ranks take with one batch each
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise DtlibError(
                 f"training_data is a {type(dataset).__name__}, and samples are shared out by their numbers: give a "
                 "data set with __len__ and __getitem__, or make batches yourself."
@@ -34,12 +43,12 @@ class RankLoader(Loader):
                 f"training_data has {len(dataset)} samples, and {ranks} ranks take {together} at a time: give more, or "
                 "a smaller train_micro_batch_size_per_gpu."
             )
-        self._stored, self._fresh = hasattr(dataset, "read"), True
-        reader, collate = (dataset, collate_fn or _fields) if self._stored else (_Items(dataset, collate_fn), _as_it_is)
-        self._collate = collate
+        reader = dataset if isinstance(dataset, Source) else _Items(dataset, collate_fn)
+        self._stored, self._fresh = reader is dataset, True
+        self._collate = collate_fn or _fields if self._stored else _as_it_is
         super().__init__(reader, batch_size, rank, ranks, seed=seed, prefetch=0, drop_last=True)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator:
         if not self._fresh and self._taken < self._end:  # left early
             self._epoch, self._taken = self._epoch + 1, 0
         self._fresh = False
@@ -49,7 +58,7 @@ class RankLoader(Loader):
         super().load_state_dict(state)
         self._fresh = True
 
-    def forever(self):
+    def forever(self) -> Iterator:
         """Batches without end, epoch after epoch."""
         while True:
             yield from self

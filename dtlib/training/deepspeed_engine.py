@@ -1,46 +1,57 @@
 """Our engine's methods on DeepSpeed's: the same loop, the same data, the same measurements."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import torch
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from dtlib.checkpoint import pointed_to
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.production import deepspeed as production
+from dtlib.training.config import Config
 from dtlib.training.data import RankLoader
 from dtlib.training.engine import LATEST, Engine
 from dtlib.world import init
+
+if TYPE_CHECKING:
+    import deepspeed
 
 
 class DeepSpeedEngine(Engine):
     """``theirs`` is a ``DeepSpeedEngine`` or, with ``stages``, a ``PipelineEngine``; the class is ours."""
 
-    def __init__(self, theirs, scheduler, config, comm, loader, stages: int):
+    def __init__(
+        self, theirs: deepspeed.DeepSpeedEngine, scheduler: LRScheduler | None, config: Config, comm: Communicator,
+        loader: RankLoader | None, stages: int,
+    ):  # fmt: skip
         # comm: the ranks that have the same stage
         self.theirs, self.module, self.optimizer, self.lr_scheduler = theirs, theirs.module, theirs.optimizer, scheduler
         self.config, self.comm, self.stages = config, comm, stages
         self.micro_steps = 0
+        self._count()
         self.before_step_hooks = []
         self._loader, self._batches = loader, loader.forever() if loader is not None else None
 
-    @property
-    def global_steps(self) -> int:
-        return self.theirs.global_steps
+    def _count(self) -> None:
+        self.global_steps, self.skipped_steps = self.theirs.global_steps, self.theirs.skipped_steps
 
-    @property
-    def skipped_steps(self) -> int:
-        return self.theirs.skipped_steps
-
-    def __call__(self, *args, **kwargs):
+    def forward(self, *args: object, **kwargs: object) -> object:
         if self.stages > 1:
             raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
         return self.theirs(*args, **kwargs)
 
-    forward = __call__
+    __call__ = forward
 
-    def backward(self, loss):
+    def backward(self, loss: Tensor) -> Tensor:
         self.theirs.backward(loss)
         return loss
 
@@ -50,27 +61,30 @@ class DeepSpeedEngine(Engine):
             for hook in self.before_step_hooks:
                 hook()
         self.theirs.step()
+        self._count()
 
-    def train_batch(self, data_iter=None, loss_fn=None):
+    def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
         if self.stages == 1:
             return super().train_batch(data_iter, loss_fn)
         if loss_fn is not None:
             raise DtlibError("The loss of a pipeline belongs to its last stage: pass PipelineModule(loss_fn=...).")
         for hook in self.before_step_hooks:
             hook()
-        return self.theirs.train_batch(data_iter if data_iter is not None else self._batches)
+        loss = self.theirs.train_batch(data_iter if data_iter is not None else self._batches)
+        self._count()
+        return loss
 
     def zero_grad(self) -> None:
         self.theirs.zero_grad()
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> Self:
         self.theirs.train(mode)
         return self
 
     def get_lr(self) -> list[float]:
         return self.theirs.get_lr()
 
-    def get_global_grad_norm(self):
+    def get_global_grad_norm(self) -> float | None:
         return self.theirs.get_global_grad_norm()
 
     def loss_scale(self) -> float:
@@ -79,13 +93,18 @@ class DeepSpeedEngine(Engine):
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.theirs.is_gradient_accumulation_boundary()
 
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
+        save_latest: bool = True,
+    ) -> None:  # fmt: skip
         """DeepSpeed's own, for as many ranks, with the position in the data beside it."""
         loader = self._loader.state_dict() if self._loader is not None else None
         state = {"client_state": client_state or {}, "loader": loader, "ranks": self.world_size}
         self.theirs.save_checkpoint(str(save_dir), tag=tag, client_state=state, save_latest=save_latest)
 
-    def load_checkpoint(self, load_dir, tag=None, load_lr_scheduler_states: bool = True):
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
+    ) -> tuple[str, dict] | tuple[None, None]:
         if tag is None and pointed_to(Path(load_dir) / LATEST, self.comm) is None:
             return None, None
         folder, state = self.theirs.load_checkpoint(
@@ -93,6 +112,7 @@ class DeepSpeedEngine(Engine):
         )
         if state["ranks"] != self.world_size:
             raise DtlibError(f"{folder} was saved on {state['ranks']} ranks, and DeepSpeed loads it on as many only.")
+        self._count()
         if self._loader is not None and state["loader"]:
             self._loader.load_state_dict(state["loader"])
             self._batches = self._loader.forever()
@@ -102,19 +122,16 @@ class DeepSpeedEngine(Engine):
         """What its ZeRO optimizers keep in memory of their own."""
         theirs = self.optimizer
         gradients = [*getattr(theirs, "averaged_gradients", {}).values()]
+        gradients.append(getattr(theirs, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}))
         masters = [*getattr(theirs, "single_partition_of_fp32_groups", [])]
         masters += [*getattr(theirs, "fp32_partitioned_groups_flat", [])]
         shards = [p.ds_tensor for p in self.module.parameters() if hasattr(p, "ds_tensor")]
-        found = {"gradients": _tensors(gradients), "masters": _tensors(masters), "parameters": shards}
-        found["gradients"] += _tensors(
-            getattr(theirs, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})
-        )
-        return found
+        return {"gradients": _tensors(gradients), "masters": _tensors(masters), "parameters": shards}
 
     def _whole(self, mine, like):
         return production.whole(mine)
 
-    def gather(self, model) -> None:
+    def gather(self, model: nn.Module) -> None:
         if self.stages == 1:
             return super().gather(model)
         # Layers are called by their number alone, and each is on the ranks of one stage.
@@ -134,16 +151,19 @@ class DeepSpeedEngine(Engine):
                 tensor.copy_(everyone.broadcast(value, root=owners.index(True)))
 
 
-def data_ranks(model, comm):
+def data_ranks(model: nn.Module, comm: Communicator) -> Communicator:
     """The ranks among which batches are dealt out: all, or those with the same stage of DeepSpeed's pipeline."""
     if comm is not init().comm:
         raise DtlibError("DeepSpeed trains on all ranks of the world: leave comm out, or use runtime='dtlib'.")
     if not production.is_pipeline(model):
         return comm
-    return comm.split(model.stage_id)
+    return comm.split(vars(model)["stage_id"])
 
 
-def deepspeed_engine(model, settings, config, groups, make_optimizer, scheduler, data, collate_fn, comm):
+def deepspeed_engine(
+    model: nn.Module, settings: Config, config: dict, groups: dict[str, dict], make_optimizer: Callable,
+    scheduler: LRScheduler | Callable | None, loader: RankLoader | None, comm: Communicator,
+) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
     """What ``initialize`` returns, with DeepSpeed inside; arguments as read there."""
     stages = getattr(model, "num_stages", 1) if production.is_pipeline(model) else 1
     if settings.pipeline.stages not in (None, stages):
@@ -154,15 +174,9 @@ def deepspeed_engine(model, settings, config, groups, make_optimizer, scheduler,
     trained = [parameter for name, parameter in model.named_parameters() if name in names]
     make = partial(make_optimizer, [groups[name] for name in names])
     theirs, made = production.engine(model, config, make, trained, scheduler)
-    loader = None
-    if data is not None:
-        micro = settings.train_micro_batch_size_per_gpu
-        loader = RankLoader(data, micro, comm.rank, comm.size, settings.seed, collate_fn)
     engine = DeepSpeedEngine(theirs, made, settings, comm, loader, stages)
     return engine, engine.optimizer, loader, made
 
 
 def _tensors(things) -> list[torch.Tensor]:
-    found = []
-    tree_map(lambda thing: found.append(thing) if isinstance(thing, torch.Tensor) else None, things)
-    return found
+    return [thing for thing in tree_leaves(things) if isinstance(thing, torch.Tensor)]

@@ -55,7 +55,7 @@ MUST_BE_OFF = {
 }  # fmt: skip
 
 
-def is_off(value) -> bool:
+def is_off(value: object) -> bool:
     """Whether a key asks for nothing: ``false``, ``null``, a section with ``"enabled": false`` or without values."""
     if isinstance(value, dict):
         return not value.get("enabled", any(not is_off(entry) for entry in value.values()))

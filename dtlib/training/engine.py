@@ -3,19 +3,25 @@ it tells about itself, under the names that scripts written for DeepSpeed call."
 
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dtlib import checkpoint
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError, MissingName
 from dtlib.gradients.precision import LossScale, all_finite, clip_by_norm
 from dtlib.measure.held import held
 from dtlib.training.config import Config
+from dtlib.training.data import RankLoader
+from dtlib.training.strategies import Replicated
 from dtlib.world import init
 
 COUNTS = ("global_steps", "skipped_steps")
@@ -47,12 +53,15 @@ class Engine:
     _scale: LossScale
     _norm: float | None
 
-    def __init__(self, module, strategy, scheduler, config, comm, loader):
+    def __init__(
+        self, module: nn.Module, strategy: Replicated, scheduler: LRScheduler | None, config: Config,
+        comm: Communicator, loader: RankLoader | None,
+    ):  # fmt: skip
         self.module = module
         self.optimizer, self.lr_scheduler = strategy.optimizer, scheduler
         self.config, self.comm = config, comm
         self.micro_steps = self.global_steps = self.skipped_steps = 0
-        self.before_step_hooks = []  # functions without arguments, called between the last backward() and the step
+        self.before_step_hooks: list[Callable[[], object]] = []  # called between the last backward() and the step
         self._strategy, self._masters = strategy, strategy.masters
         self._loader = loader
         self._batches = loader.forever() if loader is not None else None
@@ -67,15 +76,15 @@ class Engine:
         elif fp16.enabled:
             self._scale = LossScale(fp16.loss_scale)
 
-    def __call__(self, *args, **kwargs):
+    def forward(self, *args: object, **kwargs: object) -> object:
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
             return self._strategy.forward(*args, **kwargs)
 
-    forward = __call__
+    __call__: Callable = forward  # of what the model returns, as nn.Module declares it
 
-    def backward(self, loss):
+    def backward(self, loss: Tensor) -> Tensor:
         """Gradients of this micro-batch's mean loss; at the last one of a step they are averaged over all ranks."""
-        scaled = loss * (self._scale.scale / self.config.gradient_accumulation_steps)
+        scaled = loss * (self._scale.scale / self.gradient_accumulation_steps())
         with nullcontext() if self.is_gradient_accumulation_boundary() else self._strategy.no_sync():
             scaled.backward()
         return loss
@@ -129,7 +138,7 @@ class Engine:
                 "new model with what is to be trained."
             )
 
-    def train_batch(self, data_iter=None, loss_fn=None):
+    def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
         """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
 
         ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``; ``loss_fn(output, target)``
@@ -139,12 +148,12 @@ class Engine:
             DtlibError: without data, or with fewer micro-batches than a step takes.
         """
         batches = data_iter if data_iter is not None else self._batches
-        if not hasattr(batches, "__next__"):
+        if batches is None or not hasattr(batches, "__next__"):
             what = "no data" if batches is None else f"a {type(batches).__name__}, which is no iterator"
             raise DtlibError(
                 f"train_batch() has {what}: pass data_iter, such as iter(loader), or give initialize() training_data."
             )
-        steps, first = self.config.gradient_accumulation_steps, self.micro_steps
+        steps, first = self.gradient_accumulation_steps(), self.micro_steps
         loss_fn = loss_fn or torch.nn.functional.cross_entropy
         total = torch.zeros((), dtype=torch.float64)
         try:
@@ -165,7 +174,7 @@ class Engine:
         """Memory that strategy and optimizer keep on this rank, by what it is for (measure/held.py)."""
         return {**held(self._strategy.forward, self.optimizer), "masters": self._masters.masters}
 
-    def gather(self, model) -> None:
+    def gather(self, model: nn.Module) -> None:
         """Write the values that are trained here into ``model``, which is whole; all ranks call it."""
         tied: dict = {"remove_duplicate": False}  # by each of its names: they may be tensors of their own in the other
         mine = {**dict(self.module.named_parameters(**tied)), **dict(self.module.named_buffers(**tied))}
@@ -188,16 +197,19 @@ class Engine:
             parameter.grad = None
         self.optimizer.zero_grad()
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> Self:
         self._strategy.forward.train(mode)
         return self
 
-    def eval(self):
+    def eval(self) -> Self:
         return self.train(False)
 
     # What it saves beside the model and its optimizer, and how it goes on from there
 
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest: bool = True) -> None:
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | int | None = None, client_state: dict | None = None,
+        save_latest: bool = True,
+    ) -> None:  # fmt: skip
         """Save all that training needs to go on, on any number of ranks and at any stage (dtlib.checkpoint).
 
         All ranks call it, after a step.
@@ -219,7 +231,7 @@ class Engine:
         if not isinstance(client_state, dict):
             raise DtlibError(f"client_state is {client_state!r:.60}: give a dictionary.")
         others = {"scheduler": self.lr_scheduler, "loader": self._loader, "loss_scale": self._scale}
-        extra = {name: other.state_dict() for name, other in others.items() if hasattr(other, "state_dict")}
+        extra = {name: other.state_dict() for name, other in others.items() if other is not None}
         extra["kinds"] = {"scheduler": _kind(self.lr_scheduler), "dynamic": self._scale.dynamic}
         counts = {name: getattr(self, name) for name in COUNTS}
         extra = {"client_state": client_state, "counts": counts, **extra}
@@ -228,7 +240,9 @@ class Engine:
             self._everyone.barrier()  # where stages save by themselves
             checkpoint.point_to(Path(save_dir) / LATEST, tag, self._everyone)
 
-    def load_checkpoint(self, load_dir, tag=None, load_lr_scheduler_states: bool = True):
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | int | None = None, load_lr_scheduler_states: bool = True
+    ) -> tuple[str, dict] | tuple[None, None]:
         """Go on from what ``save_checkpoint`` saved; returns the checkpoint's folder and its ``client_state``.
 
         All ranks call it. ``tag`` is by default that in the file ``latest``; where there is no such file it warns,
@@ -289,7 +303,7 @@ class Engine:
 
     # What it tells about itself: the accessors of DeepSpeedEngine
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> NoReturn:
         if name in LEFT_OUT:
             raise MissingName(f"engine.{name}() is not offered here: {LEFT_OUT[name]}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -358,10 +372,10 @@ class Engine:
     def training(self) -> bool:
         return self.module.training
 
-    def parameters(self):
+    def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
-    def named_parameters(self):
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters()
 
 

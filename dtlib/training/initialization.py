@@ -1,18 +1,24 @@
 """``dtlib.initialize``: from a model and a config to something that trains."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import refuse_shards
 from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training import config as configuration
-from dtlib.training.config import ConfigError
-from dtlib.training.data import RankLoader
+from dtlib.training.config import AnyConfig, ConfigError
+from dtlib.training.data import AnyData, RankLoader
 from dtlib.training.deepspeed_engine import data_ranks, deepspeed_engine
 from dtlib.training.engine import Engine
 from dtlib.training.pipeline_engine import PipelineEngine, check_pipeline
@@ -20,16 +26,22 @@ from dtlib.training.rates import SCHEDULERS
 from dtlib.training.strategies import STRATEGIES, Alone
 from dtlib.world import init
 
+if TYPE_CHECKING:
+    from dtlib.comm import AnyCommunicator
+
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad")
 RUNTIMES = ("dtlib", "torch", "deepspeed")
 _stages: WeakKeyDictionary = WeakKeyDictionary()  # runtime and stage of each model that was made trainable
 
 
 def initialize(
-    model=None, config=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
-    collate_fn=None, runtime: str = "dtlib", comm=None, *, args=None, distributed_port=None, mpu=None,
-    dist_init_required=None, mesh_param=None, config_params=None,
-):  # fmt: skip
+    model: nn.Module | None = None, config: AnyConfig | None = None, optimizer: Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None, training_data: AnyData | None = None,
+    lr_scheduler: LRScheduler | Callable | None = None, collate_fn: Callable | None = None, runtime: str = "dtlib",
+    comm: AnyCommunicator | None = None, *, args: object = None, distributed_port: int | None = None,
+    mpu: object = None, dist_init_required: bool | None = None, mesh_param: object = None,
+    config_params: AnyConfig | None = None,
+) -> tuple[Engine, Optimizer, RankLoader | None, LRScheduler | None]:  # fmt: skip
     """Make ``model`` trainable on all ranks; returns ``engine, optimizer, dataloader, lr_scheduler``.
 
     Args:
@@ -66,7 +78,7 @@ def initialize(
         raise DtlibError(f"model is {model!r:.60}: give a module of torch's.")
     if mpu is not None or mesh_param is not None:
         raise DtlibError("mpu and mesh_param are not for here: pass comm=, such as dtlib.init().mesh(data=2)['data'].")
-    comm = comm if comm is not None else init().comm
+    comm = as_communicator(comm) if comm is not None else init().comm
     if runtime not in RUNTIMES:
         raise DtlibError(f"initialize(runtime={runtime!r}): choose one of {', '.join(RUNTIMES)}.")
     if isinstance(model, PipelineModule):
@@ -79,11 +91,15 @@ def initialize(
     if model_parameters is None and isinstance(optimizer, torch.optim.Optimizer):
         model_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = _groups_of(model_parameters, model)
-    stage = settings.zero_optimization.stage
+    stage, loader = settings.zero_optimization.stage, None
+    if training_data is not None:
+        micro = settings.train_micro_batch_size_per_gpu
+        assert micro is not None  # read() has worked it out
+        loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
     if runtime == "deepspeed":
         return deepspeed_engine(
             model, settings, configuration.dictionary_of(config), groups, partial(_optimizer, settings, optimizer),
-            lr_scheduler, training_data, collate_fn, comm,
+            lr_scheduler, loader, comm,
         )  # fmt: skip
     if settings.pipeline.stages not in (None, 1) and not isinstance(model, PipelineModule):
         raise ConfigError(
@@ -100,7 +116,6 @@ def initialize(
             "makes it, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
 
-    comm = as_communicator(comm)
     if isinstance(optimizer, torch.optim.Optimizer) and any(comm.all_gather_object(bool(optimizer.state))):
         if stage:
             raise DtlibError(
@@ -131,11 +146,6 @@ def initialize(
         kind = Alone
     strategy = kind(model, comm, trained, make, settings.zero_optimization)
     scheduler = _scheduler(settings, lr_scheduler, strategy.optimizer, optimizer)
-    loader = None
-    if training_data is not None:
-        micro = settings.train_micro_batch_size_per_gpu
-        assert micro is not None  # read() has worked it out
-        loader = RankLoader(training_data, micro, comm.rank, comm.size, settings.seed, collate_fn)
     if isinstance(model, PipelineModule):
         engine: Engine = PipelineEngine(model, strategy, scheduler, settings, comm, loader, runtime)
     else:
@@ -144,8 +154,9 @@ def initialize(
 
 
 def pipeline_of(
-    runtime: str, layers, stages: int, loss_fn, seed: int, comm=None, data_comm=None, everyone=None, cuts="parameters"
-):  # fmt: skip
+    runtime: str, layers: Iterable, stages: int, loss_fn: Callable | None, seed: int, comm: Communicator | None = None,
+    data_comm: Communicator | None = None, everyone: Communicator | None = None, cuts: str | list[int] = "parameters",
+) -> nn.Module:  # fmt: skip
     """Layers as the ``PipelineModule`` that ``initialize`` takes with this runtime; ``data_comm`` joins the ranks with
     the same stage, and ``everyone`` those of all pipelines."""
     if runtime == "deepspeed":
@@ -153,7 +164,7 @@ def pipeline_of(
 
         return pipeline_module(layers, stages, loss_fn, seed)
     module = PipelineModule(layers, stages, loss_fn, cuts, comm, seed)
-    if data_comm is not None:
+    if data_comm is not None and everyone is not None:
         module.data_comm, module.everyone = data_comm, everyone
     return module
 

@@ -6,16 +6,23 @@ fits a few coefficients on the seconds of their steps, and says how far off it w
 Each run is a mesh of data and pipe axes and a width; amounts are those of the busiest rank, by planner/exact.py.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtlib.errors import DtlibError
 from dtlib.planner import Plan
 from dtlib.planner.exact import of_rank
 from dtlib.world.launch import forked_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from dtlib.training.engine import Engine
 
 RANKS = 4
 DEPTH, STEPS = 8, 5  # linear layers, all of one width, so that stages are alike
@@ -106,7 +113,7 @@ def show() -> int:
     return 0
 
 
-def engine_of(width: int, plan: Plan):
+def engine_of(width: int, plan: Plan) -> tuple[Engine, Callable[[], object]]:
     """An engine on this rank, as `dtlib train` makes it, and what it is to be given each step."""
     import torch
     from torch import nn

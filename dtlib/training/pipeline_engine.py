@@ -1,23 +1,30 @@
 """An engine for a model in stages: whole steps, from as many micro-batches as the config accumulates."""
 
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
 from dtlib.parallel.pipeline import PipelineModule, PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
 from dtlib.production.torch import pipeline_schedule as torch_schedule
-from dtlib.training.config import ConfigError
+from dtlib.training.config import Config, ConfigError
+from dtlib.training.data import RankLoader
 from dtlib.training.engine import Engine
+from dtlib.training.strategies import Replicated
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zero_bubble_h1": ScheduleZeroBubbleH1}
 
 
-def check_pipeline(model, settings, runtime: str) -> None:
+def check_pipeline(model: PipelineModule, settings: Config, runtime: str) -> None:
     """Refuse what a pipeline cannot be combined with.
 
     Raises:
@@ -56,11 +63,16 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
 
-    def __init__(self, module, strategy, scheduler, config, comm, loader, runtime="dtlib"):
+    def __init__(
+        self, module: PipelineModule, strategy: Replicated, scheduler: LRScheduler | None, config: Config,
+        comm: Communicator, loader: RankLoader | None, runtime: str = "dtlib",
+    ):  # fmt: skip
         super().__init__(module, strategy, scheduler, config, comm, loader)
-        name, count = config.pipeline.schedule, config.gradient_accumulation_steps
+        name, count = config.pipeline.schedule, self.gradient_accumulation_steps()
         loss_fn = module.loss_fn or torch.nn.functional.cross_entropy
-        self._shapes, self._make = None, None
+        self._shapes: list | None = None
+        self._make: Callable | None = None
+        self._schedule: object = None
         if runtime == "torch":
             self._make = partial(torch_schedule, name, strategy.forward, module, count, loss_fn)
         else:
@@ -69,12 +81,12 @@ class PipelineEngine(Engine):
             self._schedule = SCHEDULES[name](stage, count, loss_fn, recompute)
         self._first, self._last = module.comm.rank == 0, module.comm.rank == module.num_stages - 1
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise DtlibError("A pipeline is not called on one micro-batch: use train_batch() or eval_batch().")
 
     forward = backward = step = __call__
 
-    def train_batch(self, data_iter=None, loss_fn=None):
+    def train_batch(self, data_iter: Iterator | None = None, loss_fn: Callable | None = None) -> Tensor:
         """A whole step from ``gradient_accumulation_steps`` micro-batches; returns their mean loss over all ranks.
 
         ``data_iter`` yields pairs of inputs and targets, by default from ``training_data``. The loss function is that
@@ -85,19 +97,19 @@ class PipelineEngine(Engine):
         began = time.perf_counter()
         loss = self._run("step", data_iter)
         self.module.reduce_tied_gradients()
-        self.micro_steps += self.config.gradient_accumulation_steps
+        self.micro_steps += self.gradient_accumulation_steps()
         self._update()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             seconds = time.perf_counter() - began
-            rate = self.config.train_batch_size / seconds
+            rate = self.train_batch_size() / seconds
             print(
                 f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {seconds:0.3f} samples/sec: {rate:0.3f}",
                 flush=True,
             )
         return loss
 
-    def eval_batch(self, data_iter=None):
+    def eval_batch(self, data_iter: Iterator | None = None) -> Tensor:
         """The mean loss of as many micro-batches, over all ranks, without training: without dropout, and with the
         statistics that have been gathered. Modules are afterwards in the mode in which they were."""
         modes = [(module, module.training) for module in self._strategy.forward.modules()]

@@ -2,6 +2,8 @@
 
 import math
 
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dtlib.training.config import ConfigError
@@ -34,8 +36,8 @@ class WarmupLR(LRScheduler):
     """
 
     def __init__(
-        self, optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=WARMUP_STEPS, warmup_type="log",
-        last_epoch=-1,
+        self, optimizer: Optimizer, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
+        warmup_num_steps: int = WARMUP_STEPS, warmup_type: str = "log", last_epoch: int = -1,
     ):  # fmt: skip
         if warmup_type not in WARMUP_TYPES:
             raise ConfigError(f"warmup_type is {warmup_type!r}: choose one of {', '.join(WARMUP_TYPES)}.")
@@ -47,7 +49,7 @@ class WarmupLR(LRScheduler):
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self):
+    def get_lr(self) -> list[float | Tensor]:
         # As in DeepSpeed the first two steps run at the lowest rate.
         done = self.last_epoch - 1
         fraction = self._after(done) if done >= self.warmup_num_steps else self._warmup(max(0, done))
@@ -69,12 +71,13 @@ class WarmupDecayLR(WarmupLR):
     Counterpart: ``deepspeed.runtime.lr_schedules.WarmupDecayLR``.
     """
 
-    def __init__(self, optimizer, total_num_steps: int, **warmup):
-        steps = warmup.get("warmup_num_steps", WARMUP_STEPS)
-        if total_num_steps < steps:
-            raise ConfigError(f"total_num_steps is {total_num_steps!r}: give at least warmup_num_steps, {steps}.")
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, **warmup)
+    def __init__(
+        self, optimizer: Optimizer, total_num_steps: int, warmup_min_lr: float = 0.0,
+        warmup_max_lr: float | None = None, warmup_num_steps: int = WARMUP_STEPS, warmup_type: str = "log",
+        last_epoch: int = -1,
+    ):  # fmt: skip
+        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
 
     def _after(self, done: int) -> float:
         left = self.total_num_steps - done
@@ -89,21 +92,15 @@ class WarmupCosineLR(WarmupLR):
     """
 
     def __init__(
-        self, optimizer, total_num_steps: int, warmup_min_ratio=0.0, warmup_num_steps=WARMUP_STEPS,
-        cos_min_ratio=0.0001, warmup_type="log", last_epoch=-1,
+        self, optimizer: Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = WARMUP_STEPS, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
+        last_epoch: int = -1,
     ):  # fmt: skip
-        self.total_num_steps, self.cos_min_ratio, self.warmup_min_ratio = (
-            total_num_steps,
-            cos_min_ratio,
-            warmup_min_ratio,
-        )
-        if total_num_steps < warmup_num_steps:
-            raise ConfigError(
-                f"total_num_steps is {total_num_steps!r}: give at least warmup_num_steps, {warmup_num_steps}."
-            )
+        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
+        self.cos_min_ratio, self.warmup_min_ratio = cos_min_ratio, warmup_min_ratio
         super().__init__(optimizer, warmup_num_steps=warmup_num_steps, warmup_type=warmup_type, last_epoch=last_epoch)
 
-    def get_lr(self):
+    def get_lr(self) -> list[float | Tensor]:
         done = self.last_epoch - 1
         if done < 0:
             ratio = 0.0
@@ -116,6 +113,12 @@ class WarmupCosineLR(WarmupLR):
         return [base * ratio for base in self.base_lrs]
 
 
+def _total(steps: int, warmup: int) -> int:
+    if steps < warmup:
+        raise ConfigError(f"total_num_steps is {steps!r}: give at least warmup_num_steps, {warmup}.")
+    return steps
+
+
 class OneCycle(LRScheduler):
     """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, once; then ``cycle_min_lr``, which decays.
 
@@ -125,9 +128,10 @@ class OneCycle(LRScheduler):
     """
 
     def __init__(
-        self, optimizer, cycle_min_lr, cycle_max_lr, decay_lr_rate=0.0, cycle_first_step_size=2000,
-        cycle_second_step_size=None, cycle_first_stair_count=0, cycle_second_stair_count=None, decay_step_size=0,
-        cycle_momentum=True, cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0, last_epoch=-1,
+        self, optimizer: Optimizer, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0, last_epoch: int = -1,
     ):  # fmt: skip
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
@@ -142,7 +146,7 @@ class OneCycle(LRScheduler):
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self):
+    def get_lr(self) -> list[float | Tensor]:
         (low, high), (rate_decay, momentum_decay, every) = self.rates, self.decays
         (least, most), step = self.momenta, self.last_epoch
         if step <= self.first + self.second:
@@ -170,8 +174,8 @@ class LRRangeTest(LRScheduler):
     stairs: to see where training diverges. Counterpart: ``deepspeed.runtime.lr_schedules.LRRangeTest``."""
 
     def __init__(
-        self, optimizer, lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000, lr_range_test_step_rate=1.0,
-        lr_range_test_staircase=False, last_epoch=-1,
+        self, optimizer: Optimizer, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_epoch: int = -1,
     ):  # fmt: skip
         if lr_range_test_step_size <= 0:
             raise ConfigError(f"lr_range_test_step_size is {lr_range_test_step_size!r}: give 1 or more.")
@@ -179,7 +183,7 @@ class LRRangeTest(LRScheduler):
         self.every, self.staircase = lr_range_test_step_size, lr_range_test_staircase
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self):
+    def get_lr(self) -> list[float | Tensor]:
         stairs = self.last_epoch // self.every if self.staircase else self.last_epoch / self.every
         return [self.lowest * (1 + self.rate * stairs)] * len(self.optimizer.param_groups)
 

@@ -16,34 +16,42 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dtlib.checkpoint import pointed_to
 from dtlib.checkpoint.folder import CheckpointError, together
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
 from dtlib.parallel import expert
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of
 from dtlib.parallel.tensor import whole_state_dict
+from dtlib.training.config import AnyConfig
 from dtlib.training.engine import LATEST
 from dtlib.training.initialization import RUNTIMES, initialize, pipeline_of
 from dtlib.training.run_config import CONFIGS as CONFIGS
 from dtlib.training.run_config import read
 from dtlib.workloads.shared_tokens import Shared
+from dtlib.workloads.workload import Workload
 from dtlib.world import init
 from dtlib.world.mesh import Mesh
 
+V = TypeVar("V")
 STATES = ("parameters", "gradients", "master_weights", "optimizer_states", "padding")
 
 
 def train(
-    workload, config=None, runtime: str = "dtlib", comm=None, save=None, resume: bool = False, log=None,
-    stage: int | None = None, steps: int | None = None, after_step=lambda step, loss: None,
+    workload: str | Callable[..., Workload], config: AnyConfig | None = None, runtime: str = "dtlib",
+    comm: Communicator | None = None, save: str | Path | None = None, resume: bool = False,
+    log: str | Path | None = None, stage: int | None = None, steps: int | None = None,
+    after_step: Callable[[int, float], object] = lambda step, loss: None,
 ) -> dict:  # fmt: skip
     """Train a workload as its config says; all ranks call it, and get the same result.
 
@@ -96,7 +104,7 @@ class _Training:
             comm = comm.emulate_network(run.link_latency, run.link_bandwidth)
         self.mesh = mesh = Mesh(comm, {"data": -1, **axes})
         batches = mesh["data", "context", "expert"]  # ranks with samples of their own, and the same layers
-        self.cuts = {"tensor": mesh["tensor"]} if self.tensor > 1 else {}
+        self.cuts: dict = {"tensor": mesh["tensor"]} if self.tensor > 1 else {}
         if axes["context"] > 1:
             self.cuts["context"] = Shared(mesh["context"], context.order, context.method)
         if work.experts:
@@ -111,7 +119,7 @@ class _Training:
             model = pipeline_of(runtime, work.layers, self.stages, work.loss_fn, work.seed, **self._pipes(comm))
         if axes["context"] > 1:
             for parameter in model.parameters():
-                parameter.context_parallel = mesh["context"]._members  # whoever averages gradients asks for it
+                vars(parameter)["context_parallel"] = mesh["context"].members  # whoever averages gradients asks for it
         # The test needs a model that is whole on every rank; until then it takes no memory.
         self.whole = copy.deepcopy(self.work.model).to("meta")
         self.buffers = {name: buffer.clone() for name, buffer in self.work.model.named_buffers()}
@@ -215,6 +223,7 @@ class _Training:
         def ready(tensor):
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
+        assert self.loader is not None  # of work.train
         batches = self.loader.forever()
         while True:
             several = [next(batches) for _ in range(self.engine.gradient_accumulation_steps())]
@@ -237,7 +246,7 @@ class _Training:
         return model.float()
 
 
-def agreed(comm, work):
+def agreed(comm: Communicator, work: Callable[[], V]) -> V:
     """``work()`` on every rank; what is refused on one of them is refused on all, in its words."""
     try:
         return together(comm, work)

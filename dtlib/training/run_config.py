@@ -2,14 +2,17 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.training import config as configuration
-from dtlib.training.config import ConfigError
+from dtlib.training.config import AnyConfig, ConfigError
+from dtlib.workloads.workload import Workload
 from dtlib.world.machine import gpu_names
 
 WORKLOADS = ("vision", "summarization", "decoder")
@@ -59,7 +62,10 @@ class ExpertParallel:
     size: int = 1
 
 
-def read(workload, config, comm, stage, steps, runtime):
+def read(
+    workload: str | Callable[..., Workload], config: AnyConfig | None, comm: Communicator, stage: int | None,
+    steps: int | None, runtime: str,
+) -> tuple[Callable[..., Workload], Run, dict, dict[str, int], ContextParallel]:  # fmt: skip
     """A function that makes the workload, and the checked sections of the config."""
     config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
     run = configuration.section(Run, config.pop("run", {}), "run.", [])
@@ -81,10 +87,8 @@ def read(workload, config, comm, stage, steps, runtime):
         workload = import_module(f"dtlib.workloads.{workload}").workload
     if not isinstance(own, dict):
         raise ConfigError(f"workload is {own!r:.60}: give a dictionary.")
-    context, expert = (
-        configuration.section(kind, config.pop(key, {}), f"{key}.", [])
-        for kind, key in ((ContextParallel, "context_parallel"), (ExpertParallel, "expert_parallel"))
-    )
+    context = configuration.section(ContextParallel, config.pop("context_parallel", {}), "context_parallel.", [])
+    expert = configuration.section(ExpertParallel, config.pop("expert_parallel", {}), "expert_parallel.", [])
     axes = {
         "pipe": (config.get("pipeline") or {}).get("stages") or 1, "context": context.size, "expert": expert.size,
         "tensor": (config.pop("tensor_parallel", None) or {}).get("autotp_size") or 1,

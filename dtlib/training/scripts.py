@@ -1,12 +1,14 @@
 """What scripts written for DeepSpeed call before ``initialize``: ``import dtlib as deepspeed`` is all that changes."""
 
 import os
+from argparse import ArgumentParser
+from datetime import timedelta
 
 from dtlib.errors import DtlibError
 from dtlib.world import init
 
 
-def add_config_arguments(parser):
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a script's ``argparse`` parser; returns the parser.
 
     Counterpart: ``deepspeed.add_config_arguments``.
@@ -18,8 +20,9 @@ def add_config_arguments(parser):
 
 
 def init_distributed(
-    dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None, init_method=None,
-    dist_init_required=None, config=None, rank=-1, world_size=-1,
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
+    verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
+    dist_init_required: bool | None = None, config: object = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
     """Join the world, and make torch's default group of its ranks, unless there is one: on the backend ``dtlib``.
 

@@ -10,16 +10,24 @@ The engine has bucket sizes, offload and overlap from the config for dtlib's; to
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TypeAlias
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import MEBIBYTE
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer, is_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of
+from dtlib.training.config import ZeroOptimization
+
+Trained: TypeAlias = Callable[[], list[Tensor]]
 
 
 class Replicated:
@@ -32,18 +40,20 @@ class Replicated:
         zero: the config's section.
     """
 
-    shards_on = None  # the communicator over whose ranks gradients are cut up, where they are
+    shards_on: Communicator | None = None  # the communicator over whose ranks gradients are cut up, where they are
 
-    def __init__(self, model, comm, trained, make_optimizer, zero):
+    def __init__(
+        self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
+    ):
         self.forward = self.wrap(model, comm, zero)
         self.no_sync = getattr(self.forward, "no_sync", nullcontext)
         self.masters = MasterWeights(trained())
         self.optimizer = self.distribute(make_optimizer(self.masters.masters), comm)
 
-    def wrap(self, model, comm, zero):
+    def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         return DataParallel(model, comm, **_buckets_and_progress(model, zero))
 
-    def distribute(self, optimizer, comm):
+    def distribute(self, optimizer: Optimizer, comm: Communicator) -> Optimizer:
         return optimizer
 
     def reduce(self, scale: float) -> list:
@@ -60,19 +70,19 @@ class Alone(Replicated):
     """Stage 0 of a pipeline that is the only one: nothing to average, and no hooks, so that a schedule may split
     backward passes."""
 
-    def wrap(self, model, comm, zero):
+    def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         return model
 
 
 class TorchReplicated(Replicated):
-    def wrap(self, model, comm, zero):
+    def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         from dtlib.production.torch import data_parallel
 
         return data_parallel(model, comm)
 
 
 class TorchStage1(TorchReplicated):
-    def distribute(self, optimizer, comm):
+    def distribute(self, optimizer: Optimizer, comm: Communicator) -> Optimizer:
         from dtlib.production.torch import zero_redundancy
 
         return zero_redundancy(optimizer.param_groups, type(optimizer), _settings_of(optimizer), comm)
@@ -81,7 +91,11 @@ class TorchStage1(TorchReplicated):
 class Zero(Replicated):
     """Stages 1 and 2: the optimizer is shared out, at stage 2 with the gradients."""
 
-    def __init__(self, model, comm, trained, make_optimizer, zero):
+    optimizer: ZeroOptimizer
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
+    ):
         _broadcast(model, comm)
         _broadcast_buffers(model, comm)
         parameters = trained()
@@ -107,10 +121,11 @@ class Zero(Replicated):
 class Sharded(Replicated):
     """Stage 3: parameters, too."""
 
-    def __init__(self, model, comm, trained, make_optimizer, zero):
-        self.wrap(model, comm, zero)
+    def __init__(
+        self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
+    ):
+        self.forward, self.no_sync, self.shards_on = self.wrap(model, comm, zero), nullcontext, comm
         _broadcast_buffers(model, comm)
-        self.forward, self.no_sync, self.shards_on = model, nullcontext, comm
         offload = zero.offload_optimizer.device == "cpu"
         self.masters = MasterWeights(trained(), "cpu" if offload else None)
         self.optimizer = make_optimizer(self.masters.masters)
@@ -120,14 +135,15 @@ class Sharded(Replicated):
                 f"element: choose one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}."
             )
 
-    def wrap(self, model, comm, zero):
+    def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         progress = _buckets_and_progress(model, zero)["progress"]
         for module in [*units_of(model), model]:
             fully_shard(module, comm, progress=progress)
+        return model
 
 
 class TorchSharded(Sharded):
-    def wrap(self, model, comm, zero):
+    def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
         from dtlib.production.torch import shard_fully
 
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
@@ -138,6 +154,7 @@ class TorchSharded(Sharded):
         _broadcast(model, comm)
         for module in [*units_of(model), model]:
             shard_fully(module, comm, reshard_after_forward=zero.stage == 3)
+        return model
 
 
 STRATEGIES = {

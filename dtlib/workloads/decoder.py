@@ -86,14 +86,9 @@ class Block(nn.Module):
     pass, ``full`` all of the block."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        recompute: str = "none",
-        tensor: Communicator | None = None,
-        context: Shared | None = None,
-        experts: Callable[[int], nn.Module] | None = None,
-    ):
+        self, width: int, heads: int, recompute: str = "none", tensor: Communicator | None = None,
+        context: Shared | None = None, experts: Callable[[int], nn.Module] | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = ParallelAttention(width, heads, tensor, causal=True) if tensor else Attention(width, heads)
@@ -185,13 +180,9 @@ class Windows(Dataset):
 
 
 def loss_fn(
-    outputs: Tensor,
-    targets: Tensor,
-    tensor: Communicator | None = None,
-    context: Shared | None = None,
-    layers: Iterable[MixtureOfExperts] = (),
-    balance: float = 0.0,
-) -> Tensor:
+    outputs: Tensor, targets: Tensor, tensor: Communicator | None = None, context: Shared | None = None,
+    layers: Iterable[MixtureOfExperts] = (), balance: float = 0.0,
+) -> Tensor:  # fmt: skip
     """-log p, the mean over all bytes, and for the balance of each of ``layers``, which have experts."""
     if context is not None:
         targets = context.tokens(targets)
@@ -203,12 +194,9 @@ def loss_fn(
 
 
 def workload(
-    config: dict,
-    tensor: Communicator | None = None,
-    context: Shared | None = None,
-    expert: Communicator | None = None,
+    config: dict, tensor: Communicator | None = None, context: Shared | None = None, expert: Communicator | None = None,
     copies: Communicator | None = None,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """The decoder workload: descriptions of functions (those of ``summarization``), a text of bytes.
 
     Args:

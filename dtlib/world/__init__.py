@@ -17,7 +17,7 @@ from dtlib.comm import Communicator, lifetime, waiting
 from dtlib.comm.watch import board
 from dtlib.errors import DtlibError
 from dtlib.world import loopback, torchrun
-from dtlib.world.launch import INSTALL_MPI, in_engine, is_rank
+from dtlib.world.launch import INSTALL_MPI, is_rank
 from dtlib.world.machine import usable_cores
 from dtlib.world.mesh import Mesh
 
@@ -85,6 +85,12 @@ def init() -> World:
     return _world
 
 
+def in_engine() -> bool:
+    """True in an ipyparallel engine."""
+    app = sys.modules.get("ipyparallel.engine.app")
+    return app is not None and app.IPEngine.initialized()
+
+
 def reset() -> World:
     """Give all ranks a clean communicator after an interrupt or an error. Every rank must call it.
 
@@ -119,7 +125,7 @@ def fresh_communicator(time_limit: float | None, description: str, on_board: boo
     _made += 1
     made = Communicator(new, time_limit, verify=init().comm.verify, name=f"world.{_made}")
     made.on_board = on_board
-    lifetime.look_after(new, (-1, _made), made._members)
+    lifetime.look_after(new, (-1, _made), made.members)
     made.meet(description)
     return made
 
@@ -132,7 +138,7 @@ def _join() -> World:
     _refuse_split_world(everyone.Get_size())
     # Messages of dtlib must not meet those of other users of COMM_WORLD.
     comm = Communicator(everyone.Dup(), time_limit=30 if in_engine() else None, verify=in_engine())
-    lifetime.look_after(comm.mpi, (-1, 0), comm._members)
+    lifetime.look_after(comm.mpi, (-1, 0), comm.members)
     neighbours = everyone.Split_type(mpi.COMM_TYPE_SHARED)
     waiting.crowded = neighbours.Get_size() > usable_cores()
     first_on_node = neighbours.bcast(comm.rank)
@@ -196,9 +202,10 @@ def _abort_on_error(mpi) -> None:
     def show_and_abort(kind, value, trace):
         show(kind, value, trace)
         with suppress(Exception):  # there may be no stderr, or a closed one
+            stderr = sys.__stderr__ or sys.stderr
             if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after we have returned
-                sys.__stderr__.write(sys.stderr.getvalue())
-            sys.__stderr__.flush()
+                stderr.write(sys.stderr.getvalue())
+            stderr.flush()
         with suppress(Exception):
             sys.stdout.flush()
         time.sleep(0.3)  # a rank that was killed ends connections of others: mpiexec shall notice it first, and say so

@@ -172,12 +172,6 @@ def is_rank() -> bool:
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
 
 
-def in_engine() -> bool:
-    """True in an ipyparallel engine."""
-    app = sys.modules.get("ipyparallel.engine.app")
-    return app is not None and app.IPEngine.initialized()
-
-
 def python_of_a_rank() -> list[str]:
     """The beginning of a rank's command: Python, forked where a zygote runs (forking.py)."""
     return [*forking.launcher(find_mpiexec()), sys.executable]

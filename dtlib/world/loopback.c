@@ -1,4 +1,5 @@
-/* Preloaded into mpiexec: what would listen on every interface listens on the loopback interface.
+/* Preloaded into mpiexec: what would listen on every interface, or as older Open MPI on one that others reach, listens
+   on the loopback interface.
 
    Ranks on other machines could not report back then, so nothing changes where the command line names hosts.
    loopback.py compiles this file. */
@@ -28,14 +29,14 @@ int bind(int socket, const struct sockaddr *address, socklen_t length) {
   struct sockaddr_in6 here6;
   if (address && address->sa_family == AF_INET && length >= sizeof here) {
     memcpy(&here, address, sizeof here);
-    if (here.sin_addr.s_addr == htonl(INADDR_ANY) && !names_hosts()) {
+    if (ntohl(here.sin_addr.s_addr) >> 24 != IN_LOOPBACKNET && !names_hosts()) {
       here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
       return real(socket, (struct sockaddr *)&here, sizeof here);
     }
   }
   if (address && address->sa_family == AF_INET6 && length >= sizeof here6) {
     memcpy(&here6, address, sizeof here6);
-    if (!memcmp(&here6.sin6_addr, &in6addr_any, sizeof in6addr_any) && !names_hosts()) {
+    if (!IN6_IS_ADDR_LOOPBACK(&here6.sin6_addr) && !names_hosts()) {
       here6.sin6_addr = in6addr_loopback;
       return real(socket, (struct sockaddr *)&here6, sizeof here6);
     }

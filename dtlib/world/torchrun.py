@@ -46,13 +46,9 @@ def join() -> dict:
     node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))
     nodes = sorted(set(comm.all_gather_object(node)))
     return {
-        "rank": comm.rank,
-        "size": comm.size,
-        "node": nodes.index(node),
-        "local_rank": local_rank,
-        "comm": comm,
+        "rank": comm.rank, "size": comm.size, "node": nodes.index(node), "local_rank": local_rank, "comm": comm,
         "nodes": len(nodes),
-    }
+    }  # fmt: skip
 
 
 def fresh_communicator(old: ProcessGroupCommunicator) -> ProcessGroupCommunicator:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from dtlib.lab import lesson_files
 from dtlib.lab.checks import checks
-from dtlib.lab.checks.registry import EXERCISES
+from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l07.wrong_pipelines import Step
 
 

@@ -2,13 +2,14 @@
 one process can take turns."""
 
 import ast
+from types import CodeType
 
 from dtlib.browser.simulated.communicator import OPERATIONS
 
 TAKE_TURNS = (*OPERATIONS, "wait", "done")  # methods before which `await` is put
 
 
-def compiled(source: str, file: str, take_turns: set):
+def compiled(source: str, file: str, take_turns: set) -> tuple[CodeType, tuple[int, ...]]:
     """The code of a cell with ``await`` where a rank may have to wait, and the lines where that is; ``take_turns`` are
     the names of functions that have to be awaited, those of former cells and, afterwards, of this one.
 

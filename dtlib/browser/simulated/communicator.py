@@ -1,22 +1,25 @@
 """The operations of one rank that takes turns: SIMULATED. Algorithms, checks and sentences are the library's."""
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import NoReturn, TypeAlias, Union
 
 from dtlib.browser.simulated.tensors import Tensor
 from dtlib.comm.algorithms import chunks_of, same_memory
+from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
 from dtlib.comm.selection import choose
 from dtlib.comm.turns import Network, TurnLink
 from dtlib.comm.waiting import Queue, Task
 from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.comm.watch.board import Sighting
-from dtlib.comm.watch.call import Call, callers_line, shape_and_type
 from dtlib.errors import CommunicationError, MissingName
 
 OPERATIONS = (
     "all_reduce", "broadcast", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all", "barrier",
     "send", "recv",
 )  # fmt: skip
+Started: TypeAlias = Union["Pending", "Handle"]  # with async_op=True a handle
 
 
 @dataclass
@@ -42,17 +45,17 @@ class Wires:
     seen: dict = field(default_factory=dict)
     events: list = field(default_factory=list)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.network = Network(self.size)
 
 
 class Pending:
     """An operation that its rank waits for, or would if it called ``wait()``: ``await`` gives the others a turn."""
 
-    def __init__(self, comm, task: Task, event: Event):
-        self.comm, self.task, self.event = comm, task, event
+    def __init__(self, comm: "SimulatedCommunicator", task: Task, event: Event, link: TurnLink):
+        self.comm, self.task, self.event, self.link = comm, task, event, link
 
-    def __await__(self):
+    def __await__(self) -> Generator["Pending", None, object]:
         call, seen = self.task.call, self.comm.wires.seen
         while not self.task.done:
             seen[self.comm.rank] = _sighting("waits", call)
@@ -87,7 +90,7 @@ class Look:
     def __init__(self, task: Task):
         self._task = task
 
-    def __await__(self):
+    def __await__(self) -> Generator[None, None, bool]:
         yield None
         return self._task.done
 
@@ -115,25 +118,27 @@ class SimulatedCommunicator:
         self._world, self._queue = world, Queue()
         self.pending: list[Pending] = []
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"SimulatedCommunicator(rank={self.rank}, size={self.size})"
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
         raise MissingName(f"comm.{name} is not simulated; these are: {', '.join(OPERATIONS)}.")
 
-    def all_reduce(self, tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None):
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None
+    ) -> Started:
         flat, combine = _flat(tensor, "all_reduce"), _combiner(tensor, op, "all_reduce")
         arguments, finish = (flat, combine), lambda: self._mean(tensor, op)
         return self._collective("all_reduce", tensor, arguments, finish, async_op, algorithm, op=op)
 
-    def broadcast(self, tensor, root: int = 0, async_op: bool = False, algorithm: str | None = None):
+    def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False, algorithm: str | None = None) -> Started:
         self._check_rank(root, "broadcast", "root")
         arguments = _flat(tensor, "broadcast"), root
         return self._collective("broadcast", tensor, arguments, lambda: tensor, async_op, algorithm, peer=root)
 
-    def reduce(self, tensor, root: int = 0, op: str = "sum", async_op: bool = False):
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum", async_op: bool = False) -> Started:
         self._check_rank(root, "reduce", "root")
         flat, combine = _flat(tensor, "reduce"), _combiner(tensor, op, "reduce")
         flat = flat if self.rank == root else flat.copy()
@@ -142,19 +147,19 @@ class SimulatedCommunicator:
             lambda: self._mean(tensor, op) if self.rank == root else tensor, async_op, op=op, peer=root,
         )  # fmt: skip
 
-    def scatter(self, out, tensor=None, root: int = 0, async_op: bool = False):
+    def scatter(self, out: Tensor, tensor: Tensor | None = None, root: int = 0, async_op: bool = False) -> Started:
         self._check_rank(root, "scatter", "root")
         chunks = self._chunks(tensor, out, "scatter") if self.rank == root else None
         arguments = _flat(out, "scatter"), chunks, root
         return self._collective("scatter", out, arguments, lambda: out, async_op, peer=root)
 
-    def gather(self, out, tensor, root: int = 0, async_op: bool = False):
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0, async_op: bool = False) -> Started:
         self._check_rank(root, "gather", "root")
         chunks = self._chunks(out, tensor, "gather") if self.rank == root else None
         arguments = chunks, _flat(tensor, "gather"), root
         return self._collective("gather", tensor, arguments, lambda: out, async_op, peer=root)
 
-    def reduce_scatter(self, out, tensor, op: str = "sum", async_op: bool = False):
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Started:
         flat, combine = _flat(out, "reduce_scatter"), _combiner(out, op, "reduce_scatter")
         chunks = self._chunks(tensor, out, "reduce_scatter")
         if not same_memory(flat, chunks[self.rank]):
@@ -163,12 +168,12 @@ class SimulatedCommunicator:
             "reduce_scatter", tensor, (flat, chunks, combine), lambda: self._mean(out, op), async_op, op=op
         )
 
-    def all_gather(self, out, tensor, async_op: bool = False):
+    def all_gather(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Started:
         chunks = self._chunks(out, tensor, "all_gather")
         chunks[self.rank][...] = _flat(tensor, "all_gather")
         return self._collective("all_gather", tensor, (chunks,), lambda: out, async_op)
 
-    def all_to_all(self, out, tensor, async_op: bool = False):
+    def all_to_all(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Started:
         if out.shape != tensor.shape or len(tensor.flat) % self.size:
             raise CommunicationError(
                 f"all_to_all on {self.size} ranks needs an out like tensor, in {self.size} equal chunks: out is "
@@ -177,16 +182,16 @@ class SimulatedCommunicator:
         arguments = chunks_of(_flat(out, "all_to_all"), self.size), chunks_of(tensor.flat.copy(), self.size)
         return self._collective("all_to_all", tensor, arguments, lambda: out, async_op)
 
-    def barrier(self, async_op: bool = False):
+    def barrier(self, async_op: bool = False) -> Started:
         return self._collective("barrier", None, (), lambda: None, async_op)
 
-    def send(self, tensor, dest: int, tag: int = 0, async_op: bool = False):
+    def send(self, tensor: Tensor, dest: int, tag: int = 0, async_op: bool = False) -> Started:
         self._check_rank(dest, "send", "dest")
         flat, call = _flat(tensor, "send"), self._call("send", tensor, (dest,), peer=dest, tag=tag)
         link = self._link(("message", tag), (shape_and_type(tensor), call.where))
         return self._start(call, iter([[link.send(flat, dest)]]), link, lambda: tensor, async_op, self._queue.post)
 
-    def recv(self, tensor, source: int, tag: int = 0, async_op: bool = False):
+    def recv(self, tensor: Tensor, source: int, tag: int = 0, async_op: bool = False) -> Started:
         self._check_rank(source, "recv", "source")
         flat, call = _flat(tensor, "recv"), self._call("recv", tensor, (source,), peer=source, tag=tag)
         link = self._link(("message", tag))
@@ -236,8 +241,7 @@ class SimulatedCommunicator:
         event = Event(self.rank, call.operation, str(call), self.wires.network.number)
         self.wires.events.append(event)
         self.wires.seen[self.rank] = _sighting("started", call)
-        pending = Pending(self, task, event)
-        pending.link = link
+        pending = Pending(self, task, event, link)
         self.pending.append(pending)
         enqueue(task)
         return Handle(pending) if async_op else pending

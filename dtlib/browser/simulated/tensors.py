@@ -1,8 +1,11 @@
 """A stand-in for torch: tensors of no or one dimension, made by tensor, zeros, ones, full and arange."""
 
+import builtins
 import operator
+from collections.abc import Iterator, Sequence
 from math import isfinite
-from types import ModuleType
+from types import EllipsisType, ModuleType
+from typing import TypeAlias, Union
 
 from dtlib.comm.numbers import CODES, Numbers
 from dtlib.errors import MissingName
@@ -11,6 +14,8 @@ MADE = ("tensor", "zeros", "ones", "full", "arange")
 TYPES = tuple(f"torch.{name}" for name in CODES)
 MANY = 1000  # elements: from here on a tensor prints its ends alone, as torch has it
 EDGE = 3
+Number: TypeAlias = int | float
+Values: TypeAlias = Union["Tensor", list, tuple, range, Number]
 
 
 class Tensor:
@@ -22,10 +27,10 @@ class Tensor:
     dtype = property(lambda self: f"torch.{self.flat.dtype}")
     nbytes = property(lambda self: self.flat.nbytes)
 
-    def tolist(self):
+    def tolist(self) -> list[Number] | Number:
         return list(self.flat) if self.shape else self.flat[0]
 
-    def item(self):
+    def item(self) -> Number:
         if len(self.flat) != 1:
             raise RuntimeError(f"a tensor of {len(self.flat)} elements has no item()")
         return self.flat[0]
@@ -52,7 +57,7 @@ class Tensor:
     def min(self) -> "Tensor":
         return Tensor(Numbers([min(self.flat)], self.flat.dtype), ())
 
-    def copy_(self, other) -> "Tensor":
+    def copy_(self, other: Values) -> "Tensor":
         self.flat[...] = _spread(other, len(self.flat))
         return self
 
@@ -61,39 +66,39 @@ class Tensor:
     def zero_(self) -> "Tensor":
         return self.copy_(0)
 
-    def __len__(self):
+    def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")
         return len(self.flat)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator["Tensor"]:
         return (self[at] for at in range(len(self)))
 
-    def __getitem__(self, at) -> "Tensor":
+    def __getitem__(self, at: int | slice) -> "Tensor":
         if isinstance(at, slice):
             part = self.flat[at]
             return Tensor(part, (len(part),))
         return Tensor(self.flat[at : at + 1 or None], ())
 
-    def __setitem__(self, at, values):
+    def __setitem__(self, at: int | slice | EllipsisType, values: Values) -> None:
         part = self.flat if at is Ellipsis else self.flat[at if isinstance(at, slice) else slice(at, at + 1 or None)]
         part[...] = _spread(values, len(part))
 
-    def __float__(self):
+    def __float__(self) -> builtins.float:
         return float(self.item())
 
-    def __int__(self):
+    def __int__(self) -> int:
         return int(self.item())
 
     __index__ = __int__
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return bool(self.item())
 
-    def __format__(self, how):
+    def __format__(self, how: str) -> str:
         return format(self.item(), how) if how else str(self)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         whole = all(isfinite(value) and value == int(value) for value in self.flat)
         integers = not self.flat.dtype.startswith("float")
         said = [str(v) if integers else f"{v:.0f}." if whole else f"{v:.4f}" for v in self.flat]
@@ -161,32 +166,32 @@ def _arithmetic() -> None:
 _arithmetic()
 
 
-def tensor(values, dtype=None) -> Tensor:
+def tensor(values: Values, dtype: str | None = None) -> Tensor:
     if isinstance(values, Tensor):
         return values.clone()
-    listed = isinstance(values, list | tuple | range)
-    flat = [value.item() if isinstance(value, Tensor) else value for value in (values if listed else [values])]
+    several = values if (listed := isinstance(values, list | tuple | range)) else [values]
+    flat = [value.item() if isinstance(value, Tensor) else value for value in several]
     if any(isinstance(value, list | tuple) for value in flat):
         raise MissingName("The stand-in for torch has tensors of one dimension: pass a flat list.")
     inferred = "int64" if flat and all(isinstance(value, int) for value in flat) else "float32"
     return Tensor(Numbers(flat, _type(dtype, inferred)), (len(flat),) if listed else ())
 
 
-def full(size, fill_value, dtype=None) -> Tensor:
+def full(size: int | Sequence[int], fill_value: Number, dtype: str | None = None) -> Tensor:
     count = _count([size])
     return Tensor(Numbers([fill_value] * count, _type(dtype, "int64" if isinstance(fill_value, int) else "float32")),
                   (count,))  # fmt: skip
 
 
-def zeros(*size, dtype=None) -> Tensor:
+def zeros(*size: int | Sequence[int], dtype: str | None = None) -> Tensor:
     return full(_count(size), 0, dtype or "torch.float32")
 
 
-def ones(*size, dtype=None) -> Tensor:
+def ones(*size: int | Sequence[int], dtype: str | None = None) -> Tensor:
     return full(_count(size), 1, dtype or "torch.float32")
 
 
-def arange(*bounds, dtype=None) -> Tensor:
+def arange(*bounds: int, dtype: str | None = None) -> Tensor:
     return tensor(list(range(*bounds)), dtype)
 
 

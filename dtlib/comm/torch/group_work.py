@@ -12,9 +12,9 @@ import torch
 from torch import distributed as dist
 
 from dtlib.comm import types, waiting
+from dtlib.comm.call import Call
 from dtlib.comm.types import AnyTensor, payload
 from dtlib.comm.watch import recorder
-from dtlib.comm.watch.call import Call
 from dtlib.comm.watch.recorder import Event
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
@@ -163,16 +163,9 @@ class GroupHandle(Generic[V]):
     """
 
     def __init__(
-        self,
-        comm: Breakable,
-        call: Call,
-        work: dist.Work,
-        on: str,
-        finish: Callable[[], V],
-        keep: tuple,
-        event: Event | None,
-        blocking: bool,
-    ):
+        self, comm: Breakable, call: Call, work: dist.Work, on: str, finish: Callable[[], V], keep: tuple,
+        event: Event | None, blocking: bool,
+    ):  # fmt: skip
         self._comm, self._call, self._work, self._finish = comm, call, work, finish
         self._keep: tuple | None = keep
         self._event, self._blocking = event, blocking

@@ -35,7 +35,7 @@ def nccl_communicator(comm: ObjectOperations, device: torch.device) -> ProcessGr
     torch.cuda.set_device(device)  # NCCL works on the current device
     store = shared_store(comm)
     group = make_group({"cuda": "nccl"}, store, comm.rank, comm.size)
-    return ProcessGroupCommunicator(group, comm.time_limit, comm._members, comm.name, store)
+    return ProcessGroupCommunicator(group, comm.time_limit, comm.members, comm.name, store)
 
 
 def each_has_its_own(devices: list) -> bool:

@@ -14,11 +14,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtlib.comm.call import Call, callers_line
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.types import AnyTensor, T
 from dtlib.comm.watch import recorder
-from dtlib.comm.watch.call import Call, callers_line
 from dtlib.errors import CommunicationError
 
 REDUCE_OPS = {
@@ -57,13 +57,9 @@ class ProcessGroupCommunicator(ObjectOperations):
     verify = False
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        time_limit: float | None = None,
-        members: Sequence[int] | None = None,
-        name: str = "group",
-        store: dist.Store | None = None,
-    ):
+        self, group: dist.ProcessGroup, time_limit: float | None = None, members: Sequence[int] | None = None,
+        name: str = "group", store: dist.Store | None = None,
+    ):  # fmt: skip
         self.group = group
         self.store = store
         self.time_limit = time_limit
@@ -72,12 +68,12 @@ class ProcessGroupCommunicator(ObjectOperations):
         self.size = group.size()
         self.broken: str | None = None  # why it cannot be used any more
         self.backends = backends_of(group)
-        self._members = tuple(members or range(self.size))
+        self.members = tuple(members or range(self.size))
 
     @property
     def world_rank(self) -> int:
         """This rank as the world counts it."""
-        return self._members[self.rank]
+        return self.members[self.rank]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, {', '.join(self.backends.values())})"
@@ -222,13 +218,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, mine, begin, whole.store, async_op, (self.size - 1) * mine.nbytes)
 
     def all_to_all(
-        self,
-        out: T,
-        tensor: AnyTensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        async_op: bool = False,
-    ) -> T | GroupHandle[T]:
+        self, out: T, tensor: AnyTensor, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, async_op: bool = False,
+    ) -> T | GroupHandle[T]:  # fmt: skip
         """Send chunk r of ``tensor`` to rank r; chunk r of ``out`` comes from it: equal ones, or so many rows."""
         whole = self._carried(out, "all_to_all", writes=True)
         content = self._carried(tensor, "all_to_all", writes=False)
@@ -272,7 +264,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         # The name is new in the store, however many communicators share it: rank 0 drew it.
         store = dist.PrefixStore(f"dtlib/{asked[0][2]}/{ranks[0]}", self._store())
         group = make_group(self.backends, store, ranks.index(self.rank), len(ranks))
-        members = [self._members[rank] for rank in ranks]
+        members = [self.members[rank] for rank in ranks]
         return ProcessGroupCommunicator(group, self.time_limit, members, f"{self.name}/{color}", store)
 
     def _store(self):
@@ -297,7 +289,7 @@ class ProcessGroupCommunicator(ObjectOperations):
         return Carried(tensor, operation, writes, self.backends)
 
     def _call(self, operation, tensor=None, peers=None, **facts) -> Call:
-        members = self._members if peers is None else [self._members[peer] for peer in peers]
+        members = self.members if peers is None else [self.members[peer] for peer in peers]
         return Call(operation, tensor, self.world_rank, members, self.name, **facts)
 
     def _start(self, call, content, begin, finish, async_op, sent=0):

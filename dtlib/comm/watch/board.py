@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from dtlib.comm.watch.call import Call
+    from dtlib.comm.call import Call
 
 
 SLOT, HEAD = 640, 160  # bytes, and those of them that hold number, state and cell

@@ -1,7 +1,7 @@
 """Waits that cannot end: seen on the board while a rank waits, and said in one sentence."""
 
+from dtlib.comm.call import Call
 from dtlib.comm.watch import blame, board
-from dtlib.comm.watch.call import Call
 from dtlib.errors import RESET, PeerFailed, WaitTimeout
 
 FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough to read whom everybody waits for

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtlib.comm.watch.call import Call, dtype_name, in_short
+from dtlib.comm.call import Call, dtype_name, in_short
 
 recordings: list[list["Event"]] = []  # the lists that are being filled; none while nobody records
 

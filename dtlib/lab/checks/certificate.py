@@ -4,8 +4,8 @@ from datetime import date
 from html import escape
 
 from dtlib.errors import DtlibError
+from dtlib.lab import course
 from dtlib.lab.checks import progress
-from dtlib.lab.engines import workshop
 
 FILE = "certificate.html"
 STYLE = """body{font:17px/1.5 Georgia,serif;max-width:46em;margin:3em auto;padding:0 1em;color:#222}
@@ -27,8 +27,8 @@ def certificate(name: str = "") -> None:
     if name == "your name":
         print("Put your own name in its place, and run this cell again.")
         return
-    text = page(progress.kept(), progress.lessons(), name, date.today())
-    path = workshop.folder() / FILE
+    text = page(course.kept(), progress.lessons(), name, date.today())
+    path = course.folder() / FILE
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:

@@ -18,15 +18,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from dtlib.errors import DtlibError, WaitTimeout
-from dtlib.lab import last_outputs
-from dtlib.lab.checks import progress
-from dtlib.lab.checks.exercise import Exercise, Problem, Score, Verdict, Wrong, show
+from dtlib.lab import course, last_outputs
+from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Verdict, Wrong, homes, known, show
 from dtlib.lab.checks.predictions import assigns, without_magic
-from dtlib.lab.checks.registry import EXERCISES, homes, no_exercise, present
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.engines.live import ranks_in_words
 from dtlib.lab.reports import report
-from dtlib.world.launch import in_engine
+from dtlib.world import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks
 TRIES = 2  # that have failed before a solution is offered
@@ -44,19 +42,18 @@ def check(name: str) -> None:
     Raises:
         DtlibError: for a name that is no exercise, or where there are no ranks to judge on.
     """
-    name = present(name)
-    if name not in EXERCISES:
-        raise no_exercise(name)
+    name = known(name)
     if in_engine():
         from dtlib.world import init
 
         verdict = judge_on_this_rank(name)
         if init().rank == 0:
             _tell(verdict)
-    elif EXERCISES[name].needs_ranks:
-        _tell(_judge_from_notebook(name))
     else:
-        _tell(judge_here(name))
+        exercise = EXERCISES[name]
+        verdict = _judge_from_notebook(name) if exercise.needs_ranks else judge_here(name)
+        verdict.note = _of_a_failed_cell(exercise.name)  # which a notebook's kernel knows
+        _tell(verdict)
 
 
 def _tell(verdict: Verdict) -> None:
@@ -65,13 +62,12 @@ def _tell(verdict: Verdict) -> None:
     code, tries = _tries.get(verdict.exercise, (verdict.code, 0))
     if code != verdict.code:
         tries = 0
-    verdict.note = _of_a_failed_cell(EXERCISES[verdict.exercise].name)
     report("verdict", exercise=verdict.exercise, mistake=verdict.mistake, says=verdict.without_code())
     if verdict.passed:
-        progress.done(verdict.exercise)
+        course.done(verdict.exercise)
     if verdict.scored:
         value, par, unit = verdict.scored
-        progress.scored(verdict.exercise, value, par, unit, ranks=verdict.ranks)
+        course.scored(verdict.exercise, value, par, unit, ranks=verdict.ranks)
     offer = not verdict.passed and _failed[verdict.exercise] >= TRIES and verdict.exercise in homes()
     show(verdict, tries, source_of(verdict.exercise) if offer else "")
     _failed[verdict.exercise] += not verdict.passed and verdict.mistake != "missing"
@@ -277,7 +273,7 @@ def _first_line_of_class(kind) -> str:
     return next(line.rstrip() for line in reversed(above) if line.startswith(f"class {kind.__name__}"))
 
 
-def fingerprint(thing) -> str:
+def fingerprint(thing: object) -> str:
     """The same for two answers whose code, or value, is the same."""
     try:
         text = "".join(inspect.getsource(function) for function in _functions_of(thing)) or repr(thing)
@@ -295,7 +291,7 @@ def _functions_of(thing) -> list:
     return [method for method in methods if inspect.isfunction(method)]
 
 
-def told(error: BaseException, thing) -> tuple[str, tuple]:
+def told(error: BaseException, thing: object) -> tuple[str, tuple]:
     """What an error of an answer says, and hints that belong to its kind: where it happened, and what to look at."""
     got = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = _place(error, thing)

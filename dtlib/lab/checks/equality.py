@@ -2,17 +2,19 @@
 
 import math
 
+from dtlib.lab.foreign import Tensor
+
 NUMBER = 8  # bytes of a float64
 SPARE = 32 * NUMBER  # step counters, flags
 
 
-def same(got, expected) -> bool:
+def same(got: Tensor, expected: Tensor) -> bool:
     import torch
 
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-8, atol=1e-10)
 
 
-def factors(got, *parts) -> list | None:
+def factors(got: Tensor, *parts: Tensor) -> list | None:
     """The numbers by which these parts, of the same shape, add up to what was found; None where none do."""
     import torch
 

@@ -1,12 +1,25 @@
-"""What predictions and exercises are made of, and what a judge says: shared by all lessons."""
+"""What predictions and exercises are made of, where exercises are found, and what a judge says: for all lessons.
+
+An exercise is found in its lesson's folder: in ``judge_*.py``, imported when the exercise is asked for.
+``lab.check("mine.py")`` takes one from a file of an instructor's own, which has it as ``EXERCISE``.
+
+Plausible wrong answers stand beside the judges (``wrong_*.py``); tests prove that each is rejected for its own reason.
+"""
 
 import builtins
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from html import escape
 from numbers import Number
+from pathlib import Path
+from runpy import run_path
 from typing import NamedTuple
 
+from dtlib.errors import DtlibError
+from dtlib.lab import lesson_files
 from dtlib.lab.tables import fold
 
 
@@ -85,6 +98,67 @@ class Exercise:
     picture: Callable | None = None
     needs_ranks: bool = True
     any_size: bool = False
+
+
+@cache
+def homes() -> dict[str, Path]:
+    """Name -> the file whose ``EXERCISES`` has it, in the order of lessons: read as text, as imports take longer."""
+    found: dict[str, Path] = {}
+    for _, file in lesson_files.found("judge_*.py"):
+        table = re.search(r"^EXERCISES = \{(.*?)\}$", file.read_text(encoding="utf-8"), re.M | re.S)
+        names = re.findall(r'"([\w-]+)": ', table[1]) if table else ()
+        assert not found.keys() & set(names), f"two lessons have {sorted(found.keys() & set(names))}"
+        found.update(dict.fromkeys(names, file))
+    return found
+
+
+class Registry(Mapping):
+    """Name -> exercise, as the ``EXERCISES`` of its home has it, or a file in the notebook's folder."""
+
+    def __getitem__(self, name: str) -> Exercise:
+        if name.endswith(".py"):
+            return _of_file(Path(name))
+        return _of_lesson(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(homes())
+
+    def __len__(self) -> int:
+        return len(homes())
+
+
+@cache
+def _of_lesson(name: str) -> Exercise:
+    return lesson_files.module_of(homes()[name]).EXERCISES[name]
+
+
+def _of_file(path: Path) -> Exercise:
+    """Read anew each time, so that it can be fixed while a class works."""
+    if not path.is_file():
+        raise DtlibError(
+            f"There is no file {path.name} in {path.absolute().parent}: put the exercise beside the notebook."
+        )
+    found = run_path(str(path)).get("EXERCISE")
+    if not isinstance(found, Exercise):
+        raise DtlibError(f"{path.name} has no exercise: let it end in EXERCISE = Exercise(name, observe, judge).")
+    return found
+
+
+EXERCISES = Registry()
+
+
+def known(name: str) -> str:
+    """The name of an exercise; an older notebook may call it ``ring-mend``, and it is ``ring-fix``.
+
+    Raises:
+        DtlibError: for a name that is no exercise.
+    """
+    name = re.sub("-mend$", "-fix", str(name))
+    if name not in EXERCISES:
+        near = get_close_matches(name, EXERCISES, n=1)
+        other = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(EXERCISES))}."
+        raise DtlibError(f"There is no exercise {name!r}: {other}")
+    return name
 
 
 @dataclass
@@ -180,13 +254,14 @@ def _show(text: str, html) -> None:
     from IPython import get_ipython
     from IPython.display import display
 
-    from dtlib.world.launch import in_engine
+    from dtlib.world import in_engine
 
-    text = fold(text)
-    if in_engine() or getattr(get_ipython(), "kernel", None) is None:
-        print(text)
+    if in_engine():
+        print(text)  # the notebook folds what ranks print (engines/outputs.py)
+    elif getattr(get_ipython(), "kernel", None) is None:
+        print(fold(text))
     else:
-        display({"text/plain": text, "text/html": html()}, raw=True)
+        display({"text/plain": fold(text), "text/html": html()}, raw=True)
 
 
 def html(verdict: Verdict, attempt: int, solution: str = "") -> str:

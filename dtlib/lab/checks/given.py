@@ -1,5 +1,6 @@
 """Answers talk through the communicator that they are given; ``world.comm`` is another one, with other ranks on it."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 OPERATIONS = ("all_reduce", "broadcast", "broadcast_object", "all_gather", "all_gather_object", "barrier", "reduce")
@@ -10,7 +11,7 @@ class OfTheWorld(BaseException):
 
 
 @contextmanager
-def world_out_of_reach():
+def world_out_of_reach() -> Iterator[None]:
     """Meanwhile every call on ``world.comm`` ends the caller's part, in place of a wait for ranks that do not call."""
     from dtlib.world import init
 

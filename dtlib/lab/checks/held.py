@@ -8,8 +8,11 @@ looked for in the attributes, closures and global names of the answer.
 import array
 import gc
 from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
+
+from dtlib.lab.foreign import Tensor
 
 
 class Snapshot:
@@ -21,8 +24,9 @@ class Snapshot:
     somebody else has frozen objects it is not, as they could not be told apart afterwards.
     """
 
-    def __init__(self, *answers):
-        self._answers, self._old_buffers = answers, {}
+    def __init__(self, *answers: object):
+        self._answers = answers
+        self._old_buffers: dict = {}
 
     def __enter__(self) -> "Snapshot":
         gc.collect()  # what nobody holds any more is not what was there before
@@ -36,11 +40,11 @@ class Snapshot:
             gc.freeze()
         return self
 
-    def __exit__(self, *problem) -> None:
+    def __exit__(self, *problem: object) -> None:
         if self._freezes:
             gc.unfreeze()
 
-    def new(self, also=(), of=()) -> list:
+    def new(self, also: Sequence[Tensor] = (), of: Iterable = ()) -> list[Tensor]:
         """A flat tensor for each storage that is new or was written to, and for those of the tensors ``also``, and
         one of bytes for what is no tensor."""
         import torch
@@ -129,7 +133,7 @@ def _as_tensor(thing):
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def beside(storages, known) -> list:
+def beside(storages: Iterable[Tensor], known: Tensor) -> list[Tensor]:
     """What of these flat tensors is none of the values ``known``, for each of them that has such elements."""
     import torch
 
@@ -137,5 +141,5 @@ def beside(storages, known) -> list:
     return [storage for storage in rest if storage.numel()]
 
 
-def nbytes(tensors) -> int:
+def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

@@ -15,13 +15,12 @@ from inspect import signature
 from numbers import Number
 
 from dtlib.errors import DtlibError
-from dtlib.lab import lesson_files
-from dtlib.lab.checks import progress
+from dtlib.lab import course, lesson_files
 from dtlib.lab.checks.exercise import Prediction, show_sentence
 from dtlib.lab.engines.extension import magic_first
 from dtlib.lab.reports import report
 from dtlib.lab.tables import fold
-from dtlib.world.launch import in_engine
+from dtlib.world import in_engine
 
 ROUNDED = 0.1  # of an answer, that a guess may be off by rounding
 
@@ -30,7 +29,7 @@ _outcomes: dict[str, str] = {}  # name -> what became of it, for those who build
 _asked_in = [None]  # the number of the cell that was last asked to predict first
 
 
-def predict(name: str, guess) -> None:
+def predict(name: str, guess: object) -> None:
     """Compare a guess with what comes: at once, or below the cell whose run brings it.
 
     Args:
@@ -169,7 +168,7 @@ def _value_of(name: str, on_ranks: bool):
 
 def _compare(name: str, guess, got) -> None:
     prediction = predictions()[name]
-    progress.done(name)
+    course.done(name)
     report("guess", name=name, guess=guess, compared=True)
     if isinstance(got, dict) and (not isinstance(guess, dict) or guess.keys() != got.keys()):
         print(fold(f"Predict a value for each of {', '.join(map(repr, got))}: you wrote {guess!r}."))

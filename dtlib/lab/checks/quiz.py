@@ -4,12 +4,12 @@ The questions stand with the lessons, as text that a teacher can edit (questions
 """
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks import progress
+from dtlib.lab import course
 from dtlib.lab.checks.exercise import NOT_YET, PASSED
 from dtlib.lab.checks.questions import Option, Quiz, as_html, quizzes
 from dtlib.lab.reports import report
 from dtlib.lab.tables import fold
-from dtlib.world.launch import in_engine
+from dtlib.world import in_engine
 
 OPEN = "-"  # in the place of a letter: this question is not answered
 _first: dict[tuple[str, int], str] = {}  # (quiz, number of the question) -> the letter that was chosen first
@@ -53,7 +53,7 @@ def _choose(quiz: Quiz, number: int, letter: str) -> Option:
     _first.setdefault((quiz.name, number), letter)
     report("quiz", quiz=quiz.name, number=number, letter=letter)
     if (right := _right_at_first(quiz)) is not None:
-        progress.answered(quiz.name, right, len(quiz.questions))
+        course.answered(quiz.name, right, len(quiz.questions))
     return quiz.questions[number].chosen(letter)
 
 

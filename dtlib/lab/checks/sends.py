@@ -4,7 +4,10 @@ Until ``wait()`` returns, MPI may still read the tensor; whoever changes it befo
 messages leave at once, so that neither values nor messages show a wait that is missing.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from dtlib.lab.foreign import Communicator
 
 
 class _Watched:
@@ -24,7 +27,7 @@ class _Watched:
 
 
 @contextmanager
-def watched_sends(comm):
+def watched_sends(comm: Communicator) -> Iterator[list]:
     """The handles of all sends that are started with ``async_op=True`` on ``comm`` meanwhile; yields them as a list."""
     send, handles = comm.send, []
 
@@ -35,13 +38,13 @@ def watched_sends(comm):
         handles.append(_Watched(got))
         return handles[-1]
 
-    comm.send = watched
+    vars(comm)["send"] = watched
     try:
         yield handles
     finally:
-        del comm.send
+        del vars(comm)["send"]
 
 
-def not_waited_for(handles) -> tuple[int, int]:
+def not_waited_for(handles: list[_Watched]) -> tuple[int, int]:
     """How many of these sends nobody has seen the end of, and how many there are."""
     return sum(not handle.seen for handle in handles), len(handles)

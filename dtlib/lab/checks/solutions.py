@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 from dtlib.lab import course
-from dtlib.lab.checks.registry import EXERCISES, no_exercise, present
+from dtlib.lab.checks.exercise import known
 
 
 def solution(name: str) -> None:
@@ -21,9 +21,7 @@ def solution(name: str) -> None:
 
 def source_of(name: str) -> str:
     """The cells of the solved notebook that answer an exercise: those between its check and the one before."""
-    name = present(name)
-    if name not in EXERCISES:
-        raise no_exercise(name)
+    name = known(name)
     for path in sorted(Path(course.SOURCE).glob("notebooks/solutions/*.ipynb")):
         answer: list[str] = []
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

@@ -3,19 +3,21 @@
 import re
 
 from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from dtlib.lab.engines import on_ranks
+from dtlib.lab.engines.engine_processes import Ranks
 
 ANSWER_SECONDS = 0.3  # longer than that nobody waits for a list of names: rank 0 is busy
 
 _QUESTION = re.compile(r"^(\s*)%px\s+(\S.*\?)\s*$")
 
-_engines = None
+_engines: Ranks | None = None
 _asked = None  # the last question
 
 
-def install(shell, engines) -> None:
+def install(shell: InteractiveShell, engines: Ranks) -> None:
     """Have these engines answer for ``%%px`` cells in this shell."""
     global _engines, _asked
     first_time, _engines, _asked = _engines is None, engines, None
@@ -50,7 +52,7 @@ def _questions_to_ranks(lines: list[str]) -> list[str]:
 @context_matcher(priority=1000)
 def _match_on_rank_0(context):
     """A matcher of IPython's (``IPCompleter.custom_matchers``)."""
-    nothing = {"completions": []}
+    nothing: dict = {"completions": []}
     start = _for_ranks(context.full_text, context.cursor_line)
     if start is None or context.cursor_position < start:
         return nothing
@@ -76,7 +78,7 @@ def _ask(question, *arguments):
     """Rank 0's answer, or None if it has none in time. It is asked nothing while it owes an answer."""
     global _asked
     try:
-        if _asked is not None and not _asked.done():
+        if _engines is None or (_asked is not None and not _asked.done()):
             return None
         _asked = _engines.client[0].apply_async(question, *arguments)
         _asked.wait(ANSWER_SECONDS)

@@ -6,11 +6,16 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import RLock
+from typing import Protocol
 
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import crowd
+from dtlib.lab.engines.workshop import Record
+from dtlib.lab.foreign import AsyncResult, Client, DirectView
 from dtlib.world.launch import check_mpiexec, find_mpiexec, python_of_a_rank
 from dtlib.world.processes import Process, end_processes, with_descendants
 
@@ -18,7 +23,24 @@ START_SECONDS = 60
 STUCK = "Some ranks do not react to the interrupt: run lab.engines(restart=True) for new ones."
 
 
-def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
+class Ranks(Protocol):
+    """An ``EngineSet`` (engine_set.py), for what it imports itself."""
+
+    view: DirectView
+    client: Client
+    cell: "AsyncResult | None"
+    turn: RLock
+    reset_wanted: bool
+
+    @property
+    def size(self) -> int: ...
+    def check_held(self) -> None: ...
+    def interrupt(self) -> None: ...
+    def reset_now(self) -> None: ...
+    def ask(self, question: Callable, *arguments: object, seconds: float = ...) -> list | None: ...
+
+
+def start_keeper(record: Record, ranks: int, say: Callable = lambda how_far: None) -> None:
     """Have a keeper start the engines and wait until it has told where they are; meanwhile ``say`` how far it is."""
     if "$" in str(record.profile):
         raise DtlibError(
@@ -61,7 +83,7 @@ def start_keeper(record, ranks: int, say=lambda how_far: None) -> None:
         time.sleep(0.02)
 
 
-def end(record) -> None:
+def end(record: Record) -> None:
     """End the engines that run, or what is left of them, with all that they have started."""
     note = record.read("set.json")
     known = [Process(**process) for process in [note.get("keeper"), *note.get("processes", [])] if process]
@@ -72,7 +94,7 @@ def end(record) -> None:
     record.remove("set.json")
 
 
-def interrupt(client, places: list[tuple[str, int]]) -> None:
+def interrupt(client: Client, places: list[tuple[str, int]]) -> None:
     """Stop what the ranks that run at these places, host and process id, are doing, as Ctrl-C would."""
     if any(host != socket.gethostname() for host, _ in places):
         client.send_signal(signal.SIGINT, block=True)  # by the helper beside each of them

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from dtlib.lab.engines import crowd, on_ranks, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.starting import StartingLine, suitable_number, too_few, warning, why_new
-from dtlib.world.launch import in_engine
+from dtlib.lab.foreign import AsyncResult, Client
+from dtlib.world import in_engine
 
 SECONDS_A_RANK = 4  # that a start may take longer: one more imports Python on the same cores
 CONNECT_SECONDS = 5
@@ -29,13 +31,13 @@ _current = None
 class EngineSet:
     """The ranks that this notebook uses: ``view`` and ``client`` are ipyparallel's, ``table`` lists the ranks."""
 
-    def __init__(self, record, client):
-        self.record = record
-        self.client = client
+    table: RankTable
+
+    def __init__(self, record: workshop.Record, client: Client):
+        self.record, self.client = record, client
         self.view = client[:]
         self.view.block = True
-        self.table = None
-        self.cell = None  # what a %%px cell waits for (ipyparallel's AsyncResult), while it does
+        self.cell: AsyncResult | None = None  # what a %%px cell waits for, while it does
         self.turn = threading.RLock()  # whose it is, a cell runs or the ranks are reset
         self.reset_wanted = False  # while a cell runs: it resets the ranks at its end
 
@@ -61,7 +63,7 @@ class EngineSet:
                 "take them back, then the cells that define what you need."
             )
 
-    def ask(self, question, *arguments, seconds: float = ANSWER_SECONDS) -> list | None:
+    def ask(self, question: Callable, *arguments: object, seconds: float = ANSWER_SECONDS) -> list | None:
         """What all ranks answer; None where they do not. A kernel whose cell has just failed refuses for a moment."""
         from ipyparallel.error import CompositeError, RemoteError, TimeoutError
 
@@ -107,7 +109,7 @@ class EngineSet:
             end(self.record)
 
 
-def engines(n: int | None = None, restart: bool = False, profile=None) -> EngineSet:
+def engines(n: int | None = None, restart: bool = False, profile: str | Path | None = None) -> EngineSet:
     """Start ``n`` MPI ranks for this notebook, or take over those that run, and show who they are.
 
     Args:
@@ -127,7 +129,7 @@ def engines(n: int | None = None, restart: bool = False, profile=None) -> Engine
     if in_engine():
         raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
     ranks = _checked_number(n)
-    profile = Path(profile or workshop.folder() / workshop.profile_name())
+    profile = Path(profile or workshop.profile())
     if not (profile / "ipcluster_config.py").is_file():
         raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
     record = workshop.Record(profile)

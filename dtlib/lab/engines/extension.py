@@ -4,6 +4,9 @@ for what cells show (last_outputs.py).
 The kernelspec in ``lab/settings/jupyter`` names it, and ``dtlib lab`` puts that folder on JUPYTER_PATH.
 """
 
+from typing import NoReturn
+
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from dtlib.errors import DtlibError
@@ -15,7 +18,7 @@ class MagicsBeforeEngines(Magics):
     """``%px`` and ``%%px`` as long as there are no ranks; ``lab.engines()`` puts its own in their place."""
 
     @line_cell_magic
-    def px(self, line="", cell=None):
+    def px(self, line: str = "", cell: str | None = None) -> NoReturn:
         raise DtlibError(
             "Run lab.engines(4) first: no ranks belong to this notebook yet, or its kernel was started anew. The first "
             "cell of each lesson is `from dtlib import lab; lab.engines(4)`."
@@ -33,7 +36,7 @@ def magic_first(lines: list[str]) -> list[str]:
     return lines
 
 
-def load_ipython_extension(shell) -> None:
+def load_ipython_extension(shell: InteractiveShell) -> None:
     """IPython calls this when it loads an extension."""
     if magic_first not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(magic_first)

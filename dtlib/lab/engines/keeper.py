@@ -26,8 +26,9 @@ from pathlib import Path
 import psutil
 
 from dtlib.errors import DtlibError
+from dtlib.lab.course import PROFILE
 from dtlib.lab.engines import crowd
-from dtlib.lab.engines.workshop import PROFILE, Record
+from dtlib.lab.engines.workshop import Record
 from dtlib.world.launch import python_of_a_rank, rank_environment, start_zygote
 from dtlib.world.processes import Process, end_processes, in_groups_of, with_descendants
 from dtlib.world.until_parent_ends import ends_with_this_process
@@ -126,13 +127,9 @@ def _start(profile: Path, ranks: int, name: str):
     os.environ["DTLIB_RANKS"] = str(ranks)  # for a profile that asks a scheduler for room
     if profile.name == PROFILE.name:  # `dtlib lab` has a zygote that has imported all; others have one from now on
         start_zygote()
-    overrides = Config(
-        {
-            "Cluster": {"delay": 0},
-            "EngineLauncher": {"environment": rank_environment(ranks)},
-            "LocalControllerLauncher": {"controller_cmd": [*python_of_a_rank(), "-m", "ipyparallel.controller"]},
-        }
-    )
+    controller = {"controller_cmd": [*python_of_a_rank(), "-m", "ipyparallel.controller"]}
+    engine = {"environment": rank_environment(ranks)}
+    overrides = Config({"Cluster": {"delay": 0}, "EngineLauncher": engine, "LocalControllerLauncher": controller})
     cluster = ipp.Cluster(n=ranks, profile_dir=str(profile), cluster_id=name, config=overrides, shutdown_atexit=False)
     cluster.start_cluster_sync()
     for path in (profile / "security").glob(f"*{name}*"):  # the folder is closed to others; so is each file with a key

@@ -14,6 +14,7 @@ from IPython.display import clear_output, display
 from dtlib.lab import reports as wall
 from dtlib.lab.colours import RANK_COLOURS, rank_prefix
 from dtlib.lab.drawing import STYLE, Picture, subplots
+from dtlib.lab.foreign import AsyncResult, Client
 
 FIRST_SECONDS = 0.5  # shorter cells show their output at the end only
 EVERY_SECONDS = 0.2
@@ -156,7 +157,7 @@ def _waits_in_words(waiting: list[int], reports: list[dict]) -> str:
     return f"{who} ({operations})" if operations else who
 
 
-def whereabouts(cell, client) -> dict[int, str]:
+def whereabouts(cell: "AsyncResult | None", client: Client) -> dict[int, str]:
     """What ranks that are not idle do, while a notebook waits for this ``cell`` (an AsyncResult), or for none."""
     outstanding = client.outstanding
     if cell is None:

@@ -15,11 +15,12 @@ from contextlib import suppress
 from difflib import get_close_matches
 
 from ipyparallel.client.magics import ParallelMagics
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import publish_display_data
 
 from dtlib.errors import DtlibError
 from dtlib.lab.engines import completion, on_ranks, outputs
-from dtlib.lab.engines.engine_processes import STUCK
+from dtlib.lab.engines.engine_processes import STUCK, Ranks
 from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
@@ -27,17 +28,13 @@ from dtlib.lab.engines.outputs import as_list
 INTERRUPT_SECONDS = 5
 KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
 ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
-AFTERMATH = (
-    "PeerFailed",
-    "WaitTimeout",
-    "GroupPeerFailed",
-    "GroupTimeout",
-)  # errors of ranks that another one's error has reached
+# Errors of ranks that another one's error has reached.
+AFTERMATH = ("PeerFailed", "WaitTimeout", "GroupPeerFailed", "GroupTimeout")
 
 _serial = itertools.count()
 
 
-def install(engines) -> None:
+def install(engines: Ranks) -> None:
     """Register ``%px`` and ``%%px`` for these engines, where there is an IPython to register them in."""
     from IPython import get_ipython
 
@@ -53,14 +50,12 @@ class RanksFailed(DtlibError):
     """A cell raised an error on at least one rank: ``errors`` maps ranks to ipyparallel's RemoteError."""
 
     def __init__(self, errors: dict, cures: list[str], waited: str = ""):
-        self.errors = errors
-        self.cures = cures
-        self.waited = waited  # whom everybody waited for
+        self.errors, self.cures, self.waited = errors, cures, waited  # waited: whom everybody waited for
         super().__init__("; ".join(f"{who}: {error.ename}: {error.evalue}" for who, error in self._groups()))
 
     def _groups(self):
         """Ranks that raised the same error, with one example of it."""
-        groups = {}
+        groups: dict = {}
         for rank, error in self.errors.items():
             groups.setdefault((error.ename, error.evalue), []).append(rank)
         for ranks in sorted(groups.values(), key=lambda ranks: self.errors[ranks[0]].ename in AFTERMATH):
@@ -81,13 +76,13 @@ class RanksFailed(DtlibError):
 class RankMagics(ParallelMagics):
     """``%px`` and ``%%px`` with outputs in rank order."""
 
-    def __init__(self, shell, engines):
+    def __init__(self, shell: InteractiveShell, engines: Ranks):
         super().__init__(shell, engines.view)
         self.engines = engines
         self._alone = False  # whether the notebook's cell shows nothing else
 
     @functools.wraps(ParallelMagics.cell_px)  # its parser of arguments too
-    def cell_px(self, line="", cell=None):
+    def cell_px(self, line: str = "", cell: str = "") -> object:
         words = line.split()
         self._refuse_await(cell)
         if "--local" in words:  # here first, so that the outputs of ranks come in the usual form
@@ -103,7 +98,9 @@ class RankMagics(ParallelMagics):
         finally:
             self._alone = False
 
-    def parallel_execute(self, cell, block=None, save_name=None, **options):
+    def parallel_execute(
+        self, cell: str, block: bool | None = None, save_name: str | None = None, **options: object
+    ) -> object:
         self.engines.check_held()
         self._refuse_await(cell)
         if cell.strip() == "dtlib.reset()":

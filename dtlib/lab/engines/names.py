@@ -15,6 +15,6 @@ def values(name: str) -> list:
         raise DtlibError(f"{name} cannot be brought here from the ranks ({str(reason).splitlines()[0]}).") from None
 
 
-def push(**named) -> None:
+def push(**named: object) -> None:
     """Give values to all ranks: ``lab.push(file="points.bin")`` makes the name ``file`` known there."""
     current().view.push(named, block=True)

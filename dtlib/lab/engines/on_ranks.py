@@ -31,13 +31,9 @@ def join(ready_folder: str, notebook_folder: str) -> dict:
         _joined["device"] = _take_gpu(world.local_rank)
         threading.Thread(target=_import_torch, args=(ready_folder,), daemon=True).start()
     return {
-        "rank": world.rank,
-        "size": world.size,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "device": _joined["device"],
-        "cores": usable_cores(),
-    }
+        "rank": world.rank, "size": world.size, "host": socket.gethostname(), "pid": os.getpid(),
+        "device": _joined["device"], "cores": usable_cores(),
+    }  # fmt: skip
 
 
 def names() -> list[str]:
@@ -116,7 +112,7 @@ def _follow_cells() -> None:
 
 def _tell_where(running, publish) -> None:
     """Every second of a cell that takes some, tell the notebook which of its lines this rank is in."""
-    from dtlib.comm.watch.call import line_of
+    from dtlib.comm.call import line_of
 
     main = threading.main_thread().ident
     while running.wait():

@@ -6,12 +6,13 @@ from IPython.display import publish_display_data
 
 from dtlib.lab.colours import ranks_prefix
 from dtlib.lab.engines.live import ranks_in_words
+from dtlib.lab.foreign import AsyncResult
 from dtlib.lab.tables import WIDEST, fold
 
 MOST_LINES = 1000  # of one rank in one cell
 
 
-def show(result, ranks) -> bool:
+def show(result: AsyncResult, ranks: list[int]) -> bool:
     """What ranks said, in rank order, and once where several said the same; False where nobody said anything."""
     outputs = zip(
         as_list(result.stdout), as_list(result.stderr),
@@ -49,6 +50,6 @@ def _print_lines(who, text, file) -> None:
         print("\n".join(f"{ranks_prefix(who, words)} {line}" for line in folded.split("\n")), file=file)
 
 
-def as_list(value):
+def as_list(value: object) -> list:
     """One entry a rank, also where ipyparallel unpacks the list of a single rank."""
     return value if isinstance(value, list) else [value]

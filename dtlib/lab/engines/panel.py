@@ -56,7 +56,7 @@ def panel() -> None:
         print("The panel is for a page: JupyterLab shows it on the right.")
 
 
-def follow(sets, record) -> None:
+def follow(sets: ModuleType, record: workshop.Record) -> None:
     """Open the panel here if it is open in the notebook that had the ranks; else say once that there is one."""
     global _offered, _sets
     _sets = sets

@@ -50,7 +50,7 @@ class RankTable:
 
         return Table(self._cells(), self._HEADERS, align="rlrlrl")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return str(self._table())
 
     def _repr_html_(self):

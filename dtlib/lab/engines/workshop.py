@@ -1,4 +1,4 @@
-"""Where the workshop lives, and the record of the one set of engines that belongs to it."""
+"""The workshop's profile for where this runs, and the record of the one set of engines that belongs to it."""
 
 import errno
 import json
@@ -9,40 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from dtlib.errors import DtlibError
+from dtlib.lab.course import PROFILE, folder
 from dtlib.world.allocation import allocation
 from dtlib.world.processes import Process
 
-PROFILE = Path("cluster_profiles") / "profile_local_mpi"
 OF_SCHEDULERS = {"Slurm": "profile_slurm", "PBS": "profile_pbs"}
-LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
-
-
-def current_folder() -> Path:
-    """The folder that this process works in, if it is still there."""
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        raise DtlibError("The folder that you are in has been deleted: change to one that exists.") from None
-
-
-def is_workshop(folder: Path) -> bool:
-    # os.path: where a folder is closed to this user, Path.is_file raises an error.
-    return os.path.isfile(folder / PROFILE / "ipcluster_config.py")
-
-
-def folder() -> Path:
-    """The workshop folder: the nearest one above this notebook, else the one that holds this package."""
-    here = current_folder()
-    for candidate in [here, *here.parents, Path(__file__).resolve().parents[3]]:
-        if is_workshop(candidate):
-            return candidate
-    raise DtlibError(
-        f"No workshop at or above {here}: run `dtlib lab` in an empty folder, which lays one out there, or change to a "
-        "clone of the repository."
-    )
 
 
 def notebook_name() -> str:
@@ -51,11 +25,12 @@ def notebook_name() -> str:
     return Path(name).name if name else Path(sys.argv[0]).name.replace("ipykernel_launcher.py", "a notebook")
 
 
-def profile_name() -> Path:
-    """The profile for where this runs, in a workshop: the job's, if it has other machines than this one, else the local
-    one."""
+def profile(root: Path | None = None) -> Path:
+    """In this workshop, or in that at ``root``: the profile of the job, if it has other machines than this one, else
+    the local one."""
     job = allocation()
-    return PROFILE if job is None or job.is_here else PROFILE.with_name(OF_SCHEDULERS[job.scheduler])
+    name = PROFILE if job is None or job.is_here else PROFILE.with_name(OF_SCHEDULERS[job.scheduler])
+    return (root or folder()) / name
 
 
 class Record:
@@ -76,7 +51,7 @@ class Record:
             raise self._cannot_be_written(problem) from None
         self._lock = FileLock(self.state / "lock")
 
-    def lock(self, seconds: float = 90):
+    def lock(self, seconds: float = 90) -> AcquireReturnProxy:
         """A context manager: nobody else starts, takes over or ends the engines meanwhile."""
         try:
             return self._lock.acquire(timeout=seconds)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 00 Start here
 #
-# Ten minutes. You start four processes, run a line of Python on all of them, let them add up numbers, make them hang
-# and free them again, and let them throw darts at a circle.
+# Twenty-five minutes. You start four processes, run a line of Python on all of them, let them add up numbers, make them
+# hang and free them again, and let them throw darts at a circle.
 #
 # **Questions.** What is a rank? Where does a cell run? How do ranks work together?
 #
@@ -11,8 +11,8 @@
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Start the ranks
 #
-# The next cell starts four processes on this computer: a *world* of four *ranks*. They exchange messages through MPI, the
-# Message Passing Interface, as programs on clusters do.
+# The next cell starts four processes on this computer: a *world* of four *ranks*. They exchange messages through MPI,
+# the Message Passing Interface, as programs on clusters do.
 
 # %% tags=["two-hours", "half-day", "nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -59,8 +59,9 @@ assert len(found(r"I live in the notebook \[0, 10, 20, 30\]")) + 1 == 5
 # One name, five values. `lab.values` brings those of the ranks here, in rank order.
 
 # %% [markdown]
-# One program, many ranks, different data: this style is called SPMD (*single program, multiple data*). If a name
-# exists only on the other side, the error says where. Try it later: print `world` without `%%px`.
+# One program, many ranks, different data: this style is called SPMD (*single program, multiple data*). If a name exists
+# only on the other side, the error says where. Try it later: print `world` without `%%px`. (`%%px --local` runs a cell
+# on both sides.)
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Add together
@@ -117,8 +118,8 @@ lab.check("first-sum")
 # ## When ranks hang
 #
 # A collective needs all ranks. If one does not arrive, the others wait: the program *hangs*. It will happen to you, so
-# try it now. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a
-# line below says which rank is missing, then press **Stop**, the square above.
+# try it. `barrier` only waits until every rank is there. **Predict** which ranks hang. Run the cell, wait until a line
+# below says which rank is missing, then press **Stop**, the square above.
 
 # %% tags=["two-hours", "half-day", "stub", "raises-exception"]
 # %%px
@@ -157,8 +158,8 @@ assert found(r"rank \d has finished its cell; its last operation was barrier \(`
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Darts
 #
-# Throw darts at a square: the fraction that lands in the quarter circle is about pi/4. Each of the four ranks throws
-# its own slice of 600 darts.
+# A quarter circle covers pi/4 of its square, so about that fraction of random darts lands in it. Each rank throws its
+# own slice of 600.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -177,8 +178,8 @@ off = [abs(row(label, under="estimate of pi")[-1] - 3.14159) for label in ("0", 
 assert off[4] < min(off[:4])
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# All 600 give a better estimate than any 150. Now ten million: each rank counts its slice, and one `all_reduce` adds the
-# counts.
+# All 600 give a better estimate than any 150. Now ten million: each rank counts its slice, and one `all_reduce` adds
+# the counts.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -222,7 +223,9 @@ print(world.comm.all_reduce(torch.tensor(world.rank)))
 # Training can go on after a death, even without the dead ranks: [lesson 11b](11b_faults.ipynb) has a button for it.
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Pi once more, from other points, in plain mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
+# ## Plain MPI
+#
+# Pi once more, from other points, without dtlib: in mpi4py, Python's MPI. In a terminal: `mpiexec -n 4 python
 # notebooks/pi_mpi4py.py`.
 
 # %% tags=["two-hours", "half-day"]

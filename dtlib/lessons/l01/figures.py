@@ -12,6 +12,7 @@ KINDS = {
 }
 LAYERS = 4
 BELOW = {"MT-NLG": "right", "LLaMA 65B": "center"}  # names that stand below their points, as there are others above
+RIGHT = ("PaLM",)  # and on the right of its point, as a line is on the left
 
 
 @shown
@@ -25,10 +26,11 @@ def growth(published: dict, claimed: dict, ylabel: str):
         below = name in BELOW
         style = {
             "textcoords": "offset points",
-            "ha": BELOW.get(name, "right"),
+            "ha": "left" if name in RIGHT else BELOW.get(name, "right"),
             "va": "top" if below else "bottom",
+            "bbox": {"fc": "white", "ec": "none", "pad": 0.5},  # a line ends at a name
         }
-        axes.annotate(name, (year, value), (0, -7) if below else (-6, 2), **style)
+        axes.annotate(name, (year, value), (0, -7) if below else (6 if name in RIGHT else -6, 2), **style)
     for number, (name, line) in enumerate(claimed.items(), 1):
         axes.plot(list(line), list(line.values()), "--", color=RANK_COLOURS[number], label=f"as claimed: {name}")
     axes.set(yscale="log", ylabel=ylabel, xlim=(min(years) - 2.2, max(years) + 0.5))

@@ -59,8 +59,11 @@ for row in models:
     if row["tokens_billion"] and row["training_flops"]:
         rule = 6 * float(row["parameters_billion"]) * 1e9 * float(row["tokens_billion"]) * 1e9
         rows.append((row["model"], f"{rule:.2e}", row["training_flops"]))
-        assert abs(rule / float(row["training_flops"]) - 1) < 0.02
 lab.table(rows, ("model", "6 x parameters x tokens", "published operations"))
+
+# %% tags=["claim"]
+# "We can check the rule of 6 P where both sides of it are published"
+assert all(abs(float(rule) / float(published) - 1) < 0.02 for _, rule, published in rows)
 
 # %% [markdown]
 # ## How it grows
@@ -104,18 +107,22 @@ llama, gpt3 = found(r"Llama 3.1 405B +([\d.e+]+)", "parameters"), found(r"GPT-3 
 assert 1 < llama[0] / gpt3[0] < 15_600 / 300
 
 # %% tags=["statement"]
-# "The compute leaves its line between 2018 and 2020, the parameters after 2022."
+# "The compute leaves its line between 2018 and 2020, and stays far below it."
+# "GPT-3 lies thirteen times above it"
+# "In 2022 PaLM is at half of it; later models lie far below."
 first, later = found(r"AlphaGo Zero +([\d.e+]+)", "operations")[0], found(r"GPT-3 +([\d.e+]+)", "operations")[0]
 doubled = [5e17 * 2 ** (12 / 3.5 * (year - 2012.75)) for year in (2017.8, 2020.4)]  # months as in models.csv
 assert 1 / 2 < doubled[0] / first < 2 and doubled[1] / later > 100
 near, far = found(r"PaLM +([\d.e+]+)", "parameters")[0], found(r"LLaMA 65B +([\d.e+]+)", "parameters")[0]
-tenfold = [0.34e9 * 10 ** (year - 2018.8) for year in (2022.3, 2023.1)]
-assert 1 / 2 < tenfold[0] / near < 2.1 and tenfold[1] / far > 100
+tenfold = [0.34e9 * 10 ** (year - 2018.8) for year in (2020.4, 2022.3, 2023.1)]
+gpt3 = found(r"GPT-3 +([\d.e+]+)", "parameters")[0]
+assert round(gpt3 / tenfold[0]) == 13 and 1.9 < tenfold[1] / near < 2.1 and tenfold[2] / far > 100
 
 # %% [markdown]
-# The compute leaves its line between 2018 and 2020, the parameters after 2022. A straight line on a logarithmic axis
-# fits some years; it is not a law. Since 2020 the data have grown more than the models: 300 billion tokens became
-# 15,600 billion.
+# The compute leaves its line between 2018 and 2020, and stays far below it. The parameters run ahead of theirs until 2020
+# (GPT-3 lies thirteen times above it). In 2022 PaLM is at half of it; later models lie far below. A straight line on a
+# logarithmic axis fits some years; it is not a law. Since 2020 the data have grown more than the models: 300 billion tokens
+# became 15,600 billion.
 #
 # ## Question the number: ResNet-50
 #
@@ -188,7 +195,6 @@ for row in lab.published("megatron_ptd_vs_zero3.csv"):
     days = work / (float(row["achieved_tflops_per_gpu"]) * 1e12 * int(row["gpus"])) / 86_400
     worst = max(worst, abs(days / float(row["days_for_300B_tokens"]) - 1))
 print(f"Every row agrees with its own formula within {worst:.0%}.")
-assert worst < 0.06
 
 # %% tags=["statement"]
 # "the authors' own system wins"
@@ -199,11 +205,12 @@ assert all(by_gpus["PTD", gpus] > by_gpus["ZeRO-3", gpus] for gpus in (384, 768,
 
 # %% [markdown]
 # The arithmetic is honest, and the authors' own system wins. But ZeRO-3 ran *without* model parallelism and with ever
-# fewer samples per GPU, and that makes it slow. What would be a fair comparison?
+# fewer samples per GPU, and that makes it slow. **Discuss.** What would be a fair comparison?
 #
 # ## Four ways to cut
 #
-# One model with four layers, on four ranks. Each row is a layer, each colour a rank:
+# One model with four layers, on four ranks. Each row is a layer, each colour a rank. What is hatched is gathered from all
+# ranks while its layer computes, and is cut again afterwards:
 
 # %%
 figures.kinds()
@@ -250,7 +257,7 @@ held = {
 }
 
 # %% [markdown]
-# | | what travels | who built it |
+# | | what travels | who built it (and when it was first made public) |
 # |---|---|---|
 # | data | gradients, once a step | parameter servers, DistBelief (Google, 2012: *sharded* over servers and *asynchronous*); the ring for gradients (Baidu, 2017); Horovod (Uber, 2017); torch's DDP |
 # | sharded data | gradients, and parameters up to twice | ZeRO (Microsoft, 2019) in the library DeepSpeed; torch's FSDP |
@@ -281,7 +288,7 @@ held = {
 # | climate: extreme weather in simulations (T. Kurth et al., arXiv:1810.01993) | maps of 1152 x 768 with 16 channels; 27,360 GPUs |
 # | cosmology: CosmoFlow (A. Mathuriya et al., arXiv:1808.04728) | volumes of 128³; 8,192 nodes without a GPU |
 # | brains: neurons traced through slices (W. Dong et al., arXiv:1905.06236) | images of petabytes; 2,048 nodes |
-# | fusion: disruptions foreseen (J. Kates-Harbeck et al., Nature 568, 2019) | years of signals of a reactor |
+# | fusion: disruptions predicted (J. Kates-Harbeck et al., Nature 568, 2019) | years of signals of a reactor |
 # | gravitational waves (A. Khan et al., Phys. Lett. B 808, 2020) | millions of simulated waves; 1,536 GPUs |
 # | viruses: GenSLMs (M. Zvyagin et al., IJHPCA 37, 2023) | whole genomes as sentences, models to 25 billion |
 #
@@ -307,8 +314,8 @@ held = {
 #
 # ## Claims on trial
 #
-# `data/claims.csv` has fourteen claims from an article, a lecture, a newsletter and a tutorial. The first says that 10⁸ points of
-# Monte Carlo pi take a minute on one GPU. On one core here, without a GPU:
+# `data/claims.csv` has fourteen claims from an article, a lecture, a newsletter and a tutorial. The first says that 10⁸
+# points of Monte Carlo pi take a minute on one GPU. On one core here, without a GPU:
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -362,8 +369,8 @@ lab.predict("verdicts", {
 })
 
 # %% [markdown]
-# And here are the fourteen, each with a verdict and a reason. You may disagree: most of them return in a later
-# lesson.
+# And here are the fourteen, each with a verdict and a reason. The first verdict is on what a GPU needs: the authors'
+# program may well have taken a minute. You may disagree: most of them return in a later lesson.
 
 # %%
 rows = [

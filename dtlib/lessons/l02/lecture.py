@@ -308,11 +308,23 @@ else:
 
 # %% [markdown]
 # ## The ladder
+#
+# **Predict.** What brings more here: compiling the loop, or four ranks for one?
+
+# %% tags=["stub"]
+lab.predict("brings-more", None)  # "compiling" or "four ranks"
+
+# %% tags=["solution"]
+lab.predict("brings-more", "compiling")
 
 # %% tags=["nbval-ignore-output"]
 for active in (1, 2, 4):
     rungs[f"{active} rank{'s' * (active > 1)}"] = 2 * 10**8 / seconds[active]
 lab.pictures.ladder(rungs)
+times = {
+    "compiling": rungs["compiled loop"] / rungs["Python loop"],
+    "four ranks": rungs["4 ranks"] / rungs["1 rank"],
+}
 
 # %% tags=["statement"]
 # "Most of the speed comes from one core used well; ranks multiply what one core does."
@@ -330,12 +342,7 @@ assert row("compiled loop")[-1] > 10 * row("4 ranks")[0] / row("1 rank")[0]
 # points. Its claims are in `data/claims.csv`:
 
 # %%
-import csv
-
-from dtlib.lab.engines.workshop import folder as workshop_folder
-
-with open(workshop_folder() / "data" / "claims.csv") as table:
-    rows = [row for row in csv.DictReader(table) if "OpenMPI" in row["source"]]
+rows = [row for row in lab.published("claims.csv") if "OpenMPI" in row["source"]]
 claims = [row for row in rows if row["figure"]]
 words = [(row["claim"], row["remark"].split(";")[0]) for row in claims]
 lab.table(words, ("claim", "in its words"))
@@ -386,7 +393,9 @@ assert 10 * seconds[1] / 2 < one
 # MPI is not tied to Python. Here is the same program in R, with the package Rmpi (`notebooks/pi.R`):
 
 # %%
-lab.read(workshop_folder() / "notebooks" / "pi.R")
+from dtlib.lab.course import folder as course_folder
+
+lab.read(course_folder() / "notebooks" / "pi.R")
 
 # %% [markdown]
 # To run it on Debian or Ubuntu (tried on Debian 12):

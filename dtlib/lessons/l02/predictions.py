@@ -26,6 +26,11 @@ PREDICTIONS = {
         hint="At most as many as there are cores; fewer where something else uses one.",
         of_this_computer=True,
     ),
+    "brings-more": Prediction(
+        got=lambda times: max(times, key=times.get),
+        choices=("compiling", "four ranks"),
+        hint="Four ranks are at most four times as fast. Look at the loop's points per second, before and after.",
+    ),
     # The exercises
     "error-of-a-million": Prediction(got=lambda: _standard_error(10**6), tolerance=0.1, hint=_SQUARE_ROOT),
     "points-for-0.004": Prediction(

@@ -14,7 +14,7 @@ import textwrap
 from collections import Counter
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks import progress
+from dtlib.lab import course
 from dtlib.lab.tables import WIDEST, fold
 
 RANKS, FEWEST, QUESTIONS, ACCUSATIONS = 16, 2, 10, 3
@@ -176,7 +176,7 @@ class Case:
         if self.solved:
             how = f"in step {self.bug[2]} line {line} sent rank {rank} another way"
             print(fold(f"Solved with {self.questions} questions: {how}."))
-            progress.scored("hang-detective", self.questions, QUESTIONS, "questions", 0)
+            course.scored("hang-detective", self.questions, QUESTIONS, "questions", 0)
         elif rank == self.bug[0]:
             print("It was this rank, but another line. Which of its collectives is missing, beside the others'?")
         else:

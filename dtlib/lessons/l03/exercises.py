@@ -186,7 +186,7 @@ def hang_1(comm):
 
 # %%
 # %%px
-from dtlib.lab.lessons.l03.judge_hangs import watch
+from dtlib.lessons.l03.judge_hangs import watch
 
 trace = watch(hang_1)
 
@@ -304,6 +304,6 @@ lab.check("hangs")
 # `case.ask(5)`, `case.ask(5, 3)`, `case.accuse(5, 7)`.
 
 # %%
-from dtlib.lab.lessons.l03 import detective
+from dtlib.lessons.l03 import detective
 
 case = detective.case("your name")

@@ -2,7 +2,7 @@
 # # 03 Collectives
 #
 # Sixty minutes. You see what each collective does, count messages and bytes, step through the ring all-reduce, measure
-# what it costs, and make ranks hang on purpose.
+# what it costs, and make ranks hang.
 #
 # **Questions.** How do many ranks add up an array? Why is there more than one way? What does it cost? What is a hang,
 # and who is to blame?
@@ -70,7 +70,7 @@ headers = ("collective", "", *(f"rank {rank}" for rank in range(4)))
 lab.table(rows, headers, align="llrrrr")
 
 # %%
-from dtlib.lab.lessons.l03 import figures
+from dtlib.lessons.l03 import figures
 
 figures.collectives()
 
@@ -80,7 +80,8 @@ before, after = row("all_to_all"), rows("after", under="all_to_all")[6]
 assert after == [before[4 * s + r] for r in range(4) for s in range(4)]
 
 # %% [markdown]
-# Not in the figure: with `all_to_all` rank r sends its chunk s to rank s. Lesson 12 sends tokens to experts so.
+# White: no value, or one that the collective neither uses nor changes. Not in the figure: with `all_to_all` rank r
+# sends its chunk s to rank s.
 
 # %% tags=["half-day", "statement"]
 # "`reduce` leaves the values of the other ranks as they were; `all_reduce` gives the result to all."
@@ -119,7 +120,7 @@ lab.read(algorithms.naive_all_reduce, algorithms.tree_reduce)
 
 # %% [markdown]
 # **Predict.** On eight ranks: how many *messages* does the naive way send in all, and how many does the tree send? How
-# many of them come one after the other (*rounds*)?
+# many of them come one after the other (*rounds*), where a rank handles one at a time?
 
 # %% tags=["stub"]
 lab.predict("naive-and-tree", {
@@ -138,13 +139,12 @@ lab.predict("naive-and-tree", {
 })
 
 # %% tags=["statement"]
-# "The number of messages is the same, but the tree sends several at a time."
+# "As many messages, but the tree sends several at a time."
 said = {way: found(f"messages, {way}: you predicted (\\d+)") for way in ("naive", "tree")}
 assert said["naive"] == said["tree"] and found(r"rounds, tree: you predicted (\d+)") < said["tree"]
 
 # %% [markdown]
-# The number of messages is the same, but the tree sends several at a time. `dtlib.trace()` records what a rank calls
-# and sends:
+# As many messages, but the tree sends several at a time. `dtlib.trace()` records what a rank calls and sends:
 
 # %%
 # %%px
@@ -152,8 +152,7 @@ for name in ("naive", "tree"):
     with dtlib.trace() as trace:
         comm.all_reduce(torch.ones(1000), algorithm=name)
     messages, sent_bytes = trace.sent()
-    print(f"{name}: sent {messages} x 4,000 bytes")
-    assert sent_bytes == 4000 * messages
+    print(f"{name}: sent {messages} messages, {sent_bytes:,} bytes")
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The ring
@@ -205,8 +204,8 @@ lab.read(
 )
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** An array of 120 MB on four ranks: how many MB does each rank *send* in a ring all-reduce? And on a thousand
-# ranks?
+# **Predict.** An array of 120 MB on four ranks: how many MB does each rank *send* in a ring all-reduce? And on a
+# thousand ranks?
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
@@ -215,7 +214,7 @@ lab.predict("megabytes-of-a-ring", {4: None, 1000: None})
 lab.predict("megabytes-of-a-ring", {4: 180, 1000: 240})
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Never more than twice the array, however many ranks there are. Now for real:
+# Never more than twice the array, however many ranks there are.
 
 # %% tags=["two-hours", "half-day"]
 # %%px
@@ -224,7 +223,6 @@ with dtlib.trace() as trace:
     comm.all_reduce(gradient, algorithm="ring")
 messages, sent_bytes = trace.sent("all_reduce")
 print(f"{messages} messages, {sent_bytes:,} bytes; every element is {gradient[0]:g}")
-assert (messages, sent_bytes) == (6, 2 * 3 * gradient.nbytes // 4)
 
 # %% tags=["statement"]
 # "Never more than twice the array, however many ranks there are."
@@ -277,12 +275,13 @@ assert round(ring, 1) in (10.5, 10.6) and round(halving, 2) == 0.42 and 2 * 1023
 # | ring | 2 (N-1) (α + n/N β) |
 # | Rabenseifner's | 2 log₂N α + 2 (N-1)/N n β |
 #
-# Doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm, for N a power of two,
-# sends as few bytes as the ring in few rounds: in each round a rank adds half as much as before, and later gathers
-# twice as much. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.6 ms, Rabenseifner's
+# Recursive doubling pays the fewest latencies, the ring sends the fewest bytes. Rabenseifner's algorithm, for N a power
+# of two, sends as few bytes as the ring in few rounds: its reduce-scatter *halves* what a round sends, its all-gather
+# *doubles* it. On 1,024 ranks (5 µs, 25 GB/s, 4 MB) the ring pays 2,046 latencies and takes 10.6 ms, Rabenseifner's
 # 0.42 ms.
 #
-# **Predict.** Where do doubling and ring cross? Set their formulas equal for N = 4, 5 ms and 100 MB/s, and give n in bytes.
+# **Predict.** Where do doubling and ring cross? Set their formulas equal for N = 4, 5 ms and 100 MB/s, and give n in
+# bytes.
 
 # %% tags=["stub"]
 lab.predict("crossing", None)
@@ -364,8 +363,9 @@ assert all(measured["naive"][n] < model["naive"][n] for n in measured["naive"])
 
 # %% [markdown]
 # Two numbers, measured on two ranks, predict three algorithms on four ranks. The naive one is faster than its model:
-# this emulation charges the *sender*, so three ranks may send to rank 0 at once, and none has to wait. A real network
-# card receives one message after the other. **Discuss:** what else do this model and this emulation leave out?
+# this emulation makes only the *sender* wait, for its bytes. So three ranks may send to rank 0 at once, and its three
+# answers share a latency. A real network card receives one message after the other. **Discuss:** what else do this
+# model and this emulation leave out?
 #
 # `all_reduce` without `algorithm=` chooses by size: doubling up to a limit, the ring above it (on 8, 16, 32, ... ranks
 # Rabenseifner's in between). The number of messages gives the choice away:
@@ -395,7 +395,7 @@ assert count("400,000 bytes: 2 messages .* recursive doubling") == count("800,00
 
 # %%
 # %%px
-from dtlib.lab.lessons.l03.judge_hangs import tells_how_it_ended
+from dtlib.lessons.l03.judge_hangs import tells_how_it_ended
 
 comm.time_limit = 2  # seconds
 with tells_how_it_ended():
@@ -408,8 +408,8 @@ comm.time_limit = 30  # as before
 assert found(r"Waited (\d) s in barrier .*: rank (\d) has finished its cell; its last operation was all_reduce") == [2, 2]
 
 # %% [markdown]
-# MPI cannot ask a rank that is stuck, so every rank writes down its last operation and line where the others can read it.
-# A communicator in which an operation was interrupted is out of step, and refuses to go on until all ranks call
+# MPI cannot ask a rank that is stuck, so every rank writes down its last operation and line where the others can read
+# it. A communicator in which an operation was interrupted is out of step, and refuses to go on until all ranks call
 # `dtlib.reset()`:
 
 # %%
@@ -498,8 +498,7 @@ lab.quiz("03")
 # ## Summary
 #
 # - A collective is called by all ranks, in the same order. An all-reduce is a reduce-scatter and an all-gather.
-# - Small arrays: rounds count (recursive doubling). Large ones: bytes count (ring: less than twice the array on any
-#   number of ranks).
+# - Small arrays: rounds count (recursive doubling). Large ones: bytes count (ring: less than twice the array).
 # - α + n β predicts the cost from two numbers; it leaves things out, and so does an emulation.
 # - A hang is a rank that does not arrive, ranks that disagree, or ranks that wait in a circle. Read the sentence; Stop;
 #   `%px dtlib.reset()`.

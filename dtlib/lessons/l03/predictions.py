@@ -18,13 +18,13 @@ def _megabytes_of_ring(ranks: int) -> float:
 
 
 def _crossing() -> int:
-    """Bytes from which the ring costs less than doubling, on four ranks."""
+    """Bytes from which the ring costs no more than doubling, on four ranks."""
 
     def seconds(algorithm, count):
         return theory.cost("all_reduce", algorithm, 4, count, latency=5e-3, bandwidth=100e6)
 
     sizes = range(10_000, 10**8, 10_000)
-    return next(n for n in sizes if seconds("ring", n) < seconds("recursive_doubling", n))
+    return next(n for n in sizes if seconds("ring", n) < seconds("recursive_doubling", n) + 1e-9)
 
 
 _RING = "2 (N-1) steps, in each of them an N-th of the array."

@@ -10,6 +10,13 @@ def _hidden(timeline) -> int:
     return sum(event.end < computed for event in mine if event.name == "all_reduce")
 
 
+def _before_the_first(timeline) -> int:
+    """How many layers of rank 0 were done when its first all_reduce began."""
+    mine = [event for event in timeline.events if event.rank == 0]
+    first = min(event.start for event in mine if event.name == "all_reduce")
+    return sum(event.end <= first for event in mine if event.kind == "phase")
+
+
 PREDICTIONS = {
     "bytes-of-the-server": Prediction(
         got=lambda sent_bytes: {"sent": sent_bytes[0][0], "received": sum(server for server, _ in sent_bytes[1:])},
@@ -29,6 +36,19 @@ PREDICTIONS = {
         hint="When the last bucket is full, there is nothing left to compute.",
     ),
     "accumulation-steps": Prediction(got=lambda steps: steps[0], hint="96 = 12 x steps x 4 ranks."),
+    # The appendix
+    "all-reduces-of-four-passes": Prediction(
+        got=lambda calls: calls[0], hint="Inside `no_sync()` nothing is sent. How many passes are outside?"
+    ),
+    "best-bucket": Prediction(
+        got=lambda best, seconds: {min(seconds): "smallest", max(seconds): "largest"}.get(best, "between"),
+        choices=("smallest", "largest", "between"),
+        hint="Both ends of the scale have their price.",
+    ),
+    "layers-before-the-first-bucket": Prediction(
+        got=lambda reversed_order: _before_the_first(reversed_order),
+        hint="Which layer's gradient is first in line, and when is it ready?",
+    ),
     # The exercises
     "parameters-of-the-net": Prediction(
         got=lambda counted: counted[0][0], hint="Inputs x outputs, and a bias for each output."

@@ -39,7 +39,8 @@ def compared(first: str, a: Sequence[float], second: str, b: Sequence[float], un
     """``first`` is lower or higher than ``second`` if the interval of the paired differences leaves out 0."""
     middle, low, high = (round(end, 3) + 0.0 for end in difference(a, b))
     if low <= 0 <= high:
-        return f"{first} and {second}: not separated (difference {round(low, 1) + 0.0:.1f} to {high:.1f} {unit})"
+        digits = 1 if min(-low, high) >= 0.05 else 2  # so that both signs are seen
+        return f"{first} and {second}: not separated (difference {low:.{digits}f} to {high:.{digits}f} {unit})"
     word, few, many = ("higher", low, high) if middle > 0 else ("lower", -high, -low)
     return f"{first} is {word} than {second} by {few:.1f} to {many:.1f} {unit}"
 

@@ -67,9 +67,8 @@ assert row("1", "steps in 20")[1] == 16 * row("16", "steps in 20")[1]
 # %% [markdown]
 # ## Ranks or one large batch: the same
 #
-# Does it matter that the batch is spread over ranks? Four ranks train on 64 images each. The config has the keys of
-# DeepSpeed. The learning rate grows from 0.02 to 0.32, a *warm-up*,
-# explained below.
+# Does it matter that the batch is spread over ranks? Four ranks train on 64 images each. The learning
+# rate grows from 0.02 to 0.32, a *warm-up*, explained below.
 
 # %%
 # %%px
@@ -93,7 +92,7 @@ for step in range(30):
     losses.append(engine.train_batch(iter([(images[mine], labels[mine])])).item())
 
 # %% [markdown]
-# Now one process with all 256 images per step, the same optimizer and the same schedule, in plain torch:
+# Now one process with all 256 images per step, the same optimizer and schedule, in plain torch:
 
 # %%
 # %%px
@@ -119,8 +118,8 @@ rows = [
 ]
 headers = ("step", "rate", "loss, 4 ranks of 64", "loss, 1 process of 256")
 lab.table(rows, headers)
-assert max(abs(a - b) for a, b in zip(together, apart, strict=True)) < 1e-12
-print("The losses of all 30 steps are equal, to 1e-12.")
+most = max(abs(a - b) for a, b in zip(together, apart, strict=True))
+print(f"The losses of all 30 steps differ by at most {most:.0e}.")
 
 # %% tags=["statement"]
 # "N ranks are one process with N times the batch"
@@ -128,6 +127,7 @@ print("The losses of all 30 steps are equal, to 1e-12.")
 # "The learning rate grows from 0.02 to 0.32"
 steps = [row(f"{step}", "loss, 4 ranks") for step in (0, 1, 2, 11, 21, 29)]
 assert all(together == apart for _, together, apart in steps)
+assert float(found(r"differ by at most (\d+e[-+]\d+)")[0]) < 1e-12
 assert steps[0][0] == 0.02 and steps[-1][0] == 0.32 and steps[-1][1] > 1.2 * steps[-2][1]
 # the first two steps have the lowest rate
 assert steps[0][0] == steps[1][0] < steps[2][0]
@@ -184,7 +184,7 @@ RULES = {
 schedules = {name: rule(256) for name, rule in RULES.items()}
 
 # %%
-from dtlib.lab.lessons.l05 import figures as large_batches
+from dtlib.lessons.l05 import figures as large_batches
 
 large_batches.rates(lab.values("schedules")[0])  # for batch 256
 
@@ -249,7 +249,7 @@ large_batches.errors(errors, base_batch=16)
 # an interval that ends near 0 says little. These sentences are made from the intervals:
 
 # %% tags=["nbval-ignore-output"]
-from dtlib.lab.lessons.l05 import intervals
+from dtlib.lessons.l05 import intervals
 
 PAIRS = [
     ("square root", "no scaling"), ("linear", "square root"), ("linear, warm-up", "linear"),
@@ -261,6 +261,9 @@ for batch in (64, 256, 384, 512):
         print("   ", intervals.compared(first, a, second, b))
     a, b = errors[batch, "linear"], errors[16, "no scaling"]
     print("   ", intervals.compared("linear", a, "batch 16", b))
+
+# %% tags=["claim"]
+# "At batch 384 and 512 the order has changed"
 for batch in (256, 512):
     at = [errors[batch, rule] for rule in ("no scaling", "square root", "linear")]
     best, second, last = sorted(at, key=sum)  # and any two are separated
@@ -314,12 +317,11 @@ headers = ("epochs", "sharpness", "largest rate", "k")
 lab.table(rows, headers)
 smallest = 2 * 1.9 / max(on_the_way) / 0.02
 print(f"By this argument the linear rule ends near k = {smallest:.0f}, batch {16 * smallest:.0f}.")
-assert 8 < smallest < 64
 
 # %% tags=["statement"]
 # "take it as a rough guide"
-# "this network starts in a flat place and gets steeper as it learns"
-assert row("0", "sharpness")[0] < row("1", "sharpness")[0] < row("3", "sharpness")[0]
+# "this network starts in a flat place and is steepest some epochs later"
+assert row("0", "sharpness")[0] < row("1", "sharpness")[0] < row("3", "sharpness")[0] > row("10", "sharpness")[0]
 k = found(r"ends near k = (\d+)")[0]
 assert 8 < k < 64
 
@@ -355,18 +357,18 @@ for batch in (256, 384, 512):
     print(f"Batch {batch}: {sentence}")
 
 # %% tags=["statement"]
-# "Where the sentences say "not separated", warm-up has not been shown to help at this size."
+# "Where the sentences, here or above, say "not separated", warm-up has not been shown to help at this size."
 assert count(r"Batch \d+: the rule with warm-up and the rule without: not separated") == 3
 
 # %% [markdown]
 # Near the elbow seeds differ so much that with five seeds warm-up could appear to help or to hurt. **Where the
-# sentences say "not separated", warm-up has not been shown to help at this size.** A guess: this network
-# starts in a flat place and gets steeper as it learns, so a slow start only delays the trouble.
+# sentences, here or above, say "not separated", warm-up has not been shown to help at this size.** A guess: this network
+# starts in a flat place and is steepest some epochs later, so a slow start only delays the trouble.
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Where warm-up did help: ResNet-50 on ImageNet, batch 8192 on 256 GPUs.
 
-# %% tags=["half-day"]
+# %%
 rows = [
     (row["table"], row["batch"], row["setting"], row["top1_error_pct"], row["sd"])
     for row in lab.published("goyal2017.csv")
@@ -383,7 +385,7 @@ assert round(goyal["gradual warm-up"][0] - goyal["small batch"][0], 2) == 0.14 a
 assert goyal["no warm-up"][0] - goyal["gradual warm-up"][0] > 1
 assert goyal["constant warm-up"][0] > goyal["no warm-up"][0]
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Gradual warm-up brings batch 8192 to within 0.14 points of batch 256 (standard deviation 0.12); without it, more than a
 # point is lost; *constant* warm-up (a small rate, then a jump) is worse than none.
 
@@ -397,8 +399,9 @@ assert errors == sorted(errors, reverse=True)
 #
 # ## The generalisation gap
 #
-# There is another worry: with large batches, even networks that fit their training data perfectly are worse on *new*
-# data, and lie in *sharper* valleys (N. S. Keskar et al., 2017). Their table, accuracy in %:
+# Another worry: with large batches, even networks that fit their training data perfectly are worse on *new* data, and
+# lie in *sharper* valleys (N. S. Keskar et al., 2017). Accuracy in %; F1 is dense, on MNIST; C1 and C3 convolutional, on
+# CIFAR-10 and CIFAR-100:
 
 # %%
 rows = [
@@ -457,6 +460,9 @@ for what, unit in (("error", "points of test error"), ("sharpness", "in sharpnes
     print(intervals.compared("Batch 600, same rate,", b, "batch 16", a, unit))
     print(intervals.compared("Batch 600, six times the rate,", c, "batch 16", a, unit))
     print(intervals.compared("Six times the rate", c, "the same rate", b, unit))
+
+# %% tags=["claim"]
+# "at the same training loss"
 assert intervals.difference(same["sharpness"], small["sharpness"])[1] > 0
 assert intervals.difference(same["error"], small["error"])[1] > 0
 assert max(same["loss"] + six["loss"] + small["loss"]) < 0.02
@@ -493,7 +499,7 @@ lab.quiz("05")
 # - Linear rule: k times the batch, k times the rate. Square-root rule: √k times. Warm-up: begin at η, grow to k η.
 # - The linear rule has an elbow. Sharpness gives a guess where: on a parabola a rate above 2 (1 + β) / λ diverges.
 # - At this size warm-up has not been shown to help at any batch. For ResNet-50 at batch 8192 it is worth a point.
-# - One run proves nothing. Paired seeds, intervals, and the words "not separated" keep us honest.
+# - One run proves nothing: pair seeds, give intervals, and say "not separated".
 #
 # Now the [exercises](../exercises/05_large_batches_exercises.ipynb): predict, fix a warm-up, and scale a rate.
 #

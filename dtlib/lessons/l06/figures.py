@@ -40,12 +40,11 @@ def shards(ranks: int = 4):
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         cells = [f"{width} / {ranks}" if sharded[kind] else f"{width}" for kind, width in widths.items()]
-        together = sum(width / ranks if sharded[kind] else width for kind, width in widths.items())
-        rows.append((name, *cells, f"{together:g}"))
+        rows.append((name, *cells))
     _legend(figure, list(widths))
     alt = f"What each of {ranks} ranks keeps at each stage: filled where it keeps a slice, or all of it."
     title = f"Bytes per parameter on each of {ranks} ranks"
-    return figure, alt, Table(rows, ("", *widths, "together"), title, align="lrrrr")
+    return figure, alt, Table(rows, ("", *widths), title, align="lrrr")
 
 
 @shown
@@ -100,7 +99,7 @@ def _legend(figure, kinds, mark: str | None = None) -> None:
 
 def watch(model) -> list:
     """A list that fills while a model of ``fully_shard`` computes: ("gathered" or "freed", a unit's name, seconds)."""
-    from dtlib.parallel.zero.sharded.places import unit_of
+    from dtlib.parallel.zero.sharded.unit import unit_of
 
     events = []
     for name, module in model.named_modules():

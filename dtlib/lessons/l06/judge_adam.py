@@ -91,7 +91,7 @@ def _judge_optimizer(after, rank: int, kind: str, step: int, what: str) -> None:
     wrong("other-optimizer", are_of(optimizer="Adam"), "those of torch.optim.Adam",
           "Both have a weight_decay, and treat it in different ways. Which one is asked for?",
           "torch.optim.AdamW([self.own], **settings)")
-    for but in (*((key,) for key in SETTINGS), [key for key in SETTINGS if key != "lr"], SETTINGS):
+    for but in (*((key,) for key in SETTINGS), tuple(key for key in SETTINGS if key != "lr"), tuple(SETTINGS)):
         wrong("settings-lost", are_of(but=but), f"those with torch's own {', '.join(but)}",
               "Do all settings that were passed reach the optimizer?", "torch.optim.AdamW([self.own], **settings)")
 
@@ -110,7 +110,7 @@ def _judge_gradients(after, rank: int, kind: str, what: str, got: str) -> None:
 
     wrong = rows(rank, what)
     wrong("not-divided", ranks > 1 and on_all_ranks(ranks), f"{got}: the gradient is {ranks} times as large",
-          "Adam hides a wrong scale nearly, and not quite: this is the sum over ranks.",
+          "Adam hides a wrong scale, but not quite: this is the sum over ranks.",
           'Average: op="mean", or divide by comm.size once.')
     wrong("no-gradient", on_all_ranks(0), f"{got}: as after a step whose gradient is zero",
           "Weight decay moves them, and no gradient does. Which gradients are there when step() begins?",

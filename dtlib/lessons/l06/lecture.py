@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 06 ZeRO
 #
-# Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You share them out, one
-# after the other, until each rank keeps 1/N of everything, and count the bytes that a rank holds and sends.
+# Two hours. Data parallelism keeps the same model, gradients and optimizer states on every rank. You share them out,
+# one after the other, until each rank keeps 1/N of everything, and count the bytes that a rank holds and sends.
 #
 # **Questions.** What fills the memory? What does every rank keep without needing it? What does it cost to share that
 # out? Which setting makes a model fit?
@@ -10,7 +10,7 @@
 # **Afterwards you can** predict a model's memory to the byte, at each stage; read and change all three stages; say what
 # each one sends; save on four ranks and go on with three; choose a stage.
 #
-# **You need** [03 Collectives](03_collectives.ipynb) (reduce_scatter, all_gather) and the first half of [04 Data
+# **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data
 # parallelism](04_data_parallel.ipynb).
 
 # %% tags=["nbval-ignore-output"]
@@ -26,7 +26,7 @@ from torch.optim import AdamW
 
 from dtlib import lab
 from dtlib.lab import digits
-from dtlib.lab.lessons.l06 import figures
+from dtlib.lessons.l06 import figures
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import plain
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
@@ -36,8 +36,8 @@ from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes
 # ## What fills the memory?
 #
 # In *mixed precision* the model computes in 16 bits. Adam, the usual optimizer, keeps for each weight a running mean of
-# its gradients and one of their squares. Its steps are too small for 16 bits, so there is a *master copy* of the weights
-# in 32 bits as well. Together these are the *model states*:
+# its gradients and one of their squares. Its steps are too small for 16 bits, so there is a *master copy* of the
+# weights in 32 bits as well. Together these are the *model states*:
 
 # %% tags=["two-hours", "half-day"]
 mixed = SCHEMES["mixed_adam"]
@@ -72,16 +72,17 @@ lab.predict("gigabytes-a-rank", None)
 lab.predict("gigabytes-a-rank", 120)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) removes what is held N times:
-# stage 1 shares out the optimizer, stage 2 the gradients as well, stage 3 the parameters too. What each rank keeps:
+# More ranks do not help. **ZeRO** (*zero redundancy optimizer*, S. Rajbhandari et al., 2020) removes what is held N
+# times: stage 1 shares out the optimizer, stage 2 the gradients as well, stage 3 the parameters too. What each rank
+# keeps:
 
 # %% tags=["two-hours", "half-day"]
 figures.shards(ranks=4)
 
 # %% tags=["two-hours", "half-day", "statement"]
 # "stage 1 shares out the optimizer, stage 2 the gradients as well, stage 3 the parameters too"
-whole, *stages = (row(name, "on each of 4 ranks")[-1] for name in ("data parallelism", "stage 1", "stage 2", "stage 3"))
-assert (whole, stages) == (16, [2 + 2 + 12 / 4, 2 + 2 / 4 + 12 / 4, 16 / 4])
+kept = [row(name, "on each of 4 ranks") for name in ("data parallelism", "stage 1", "stage 2", "stage 3")]
+assert kept == [[2, 2, 12], [2, 2, 12, 4], [2, 2, 4, 12, 4], [2, 4, 2, 4, 12, 4]]
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Stage 1: each rank updates a quarter
@@ -90,7 +91,7 @@ assert (whole, stages) == (16, [2 + 2 + 12 / 4, 2 + 2 / 4 + 12 / 4, 16 / 4])
 # of them, and tell the others.
 
 # %% [markdown]
-# The source file begins with the idea, and with a *unit*: parameters that travel together.
+# The source file begins with the idea:
 
 # %%
 lab.read(plain)
@@ -99,15 +100,16 @@ lab.read(plain)
 lab.read(plain.Unit)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Look at `step`: `reduce_scatter` gives each rank its own slice, or *shard*, of the mean gradient, Adam updates that
-# shard, and `all_gather` gives everybody all new values.
+# The parameters of a *unit* travel together: `unit.flat` holds them, padded by `unit.padding`; `unit.shard` is this
+# rank's slice, or *shard*. In `step`, `reduce` gives each rank its shard of the mean gradient, Adam updates the shard,
+# and `give` gathers all new values on every rank.
 
 # %% tags=["two-hours", "half-day"]
 lab.read(plain.Stage1)
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# **Predict.** We train by data parallelism, then by stage 1, both in float64. How many times the bytes does stage 1
-# send? Think of the ring.
+# **Predict.** We train by data parallelism, then stage 1, both in float64. How many times as many bytes does
+# stage 1 send? Think of the ring.
 
 # %% tags=["two-hours", "half-day", "stub"]
 lab.predict("bytes-of-stage-1", None)
@@ -145,12 +147,11 @@ if comm.rank == 0:
 # "The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left."
 plain, stage_1 = found(r"Bytes sent: ([\d,]+) and ([\d,]+)")
 assert abs(stage_1 / plain - 1) < 0.001 and len(set(found(r"ten losses: ([\d.]+) and ([\d.]+\d)"))) == 1
-assert row("stage 1", "on each of 4 ranks")[-2:] == [4, 7]
+assert row("stage 1", "on each of 4 ranks")[-2:] == [12, 4]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# That is the surprise of ZeRO: a ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the
-# optimizer's step between the two. **The same bytes travel, the numbers are the same, and only a quarter of the
-# optimizer is left.**
+# A ring all-reduce *is* a reduce_scatter followed by an all_gather, and stage 1 puts the optimizer's step between the
+# two. **The same bytes travel, the numbers are the same, and only a quarter of the optimizer is left.**
 
 # %% [markdown] tags=["half-day"]
 # ## Stages 2 and 3
@@ -159,14 +160,14 @@ assert row("stage 1", "on each of 4 ranks")[-2:] == [4, 7]
 # *during* the backward pass, and frees them: autograd, torch's backward pass, calls a *hook*, a function of ours, as
 # soon as a parameter's gradient is complete.
 
-# %% tags=["half-day"]
+# %%
 lab.read(plain.Stage2)
 
 # %% [markdown] tags=["half-day"]
-# Now the parameters. A unit needs its weights twice: in its forward pass and in its backward pass. The rest of the time
-# each rank keeps only its quarter. *Gather before use, free after use*:
+# Now the parameters. A unit (here: a linear layer) needs its weights twice: in its forward pass and in its backward
+# pass. The rest of the time each rank keeps only its quarter. *Gather before use, free after use*.
 
-# %% tags=["half-day"]
+# %%
 lab.read(plain.Stage3)
 
 # %% [markdown] tags=["half-day"]
@@ -192,7 +193,7 @@ if comm.rank == 0:
     lab.table(rows, ("", "last loss", "all_gathers per step", "bytes of weights between steps"))
 
 # %% tags=["half-day", "statement"]
-# "A unit needs its weights twice: in its forward pass and in its backward pass."
+# "A unit (here: a linear layer) needs its weights twice: in its forward pass and in its backward pass."
 assert [row(f"Stage{stage}", "all_gathers per step")[1:] for stage in (2, 3)] == [[3, 208_992], [2 * 3, 0]]
 
 # %% tags=["statement"]
@@ -236,7 +237,7 @@ lab.read_end(plain)
 # ## Memory, to the byte
 #
 # `dtlib.memory` counts every storage that a rank holds, once each. The model is in bfloat16, with master weights;
-# `dtlib.initialize` takes the stage from a config, as DeepSpeed does, Microsoft's library, in which ZeRO began.
+# `dtlib.initialize` takes the stage from a config, as DeepSpeed does, Microsoft's library.
 #
 # **Predict.** On four ranks, how many bytes per parameter does a rank hold at stage 2?
 
@@ -263,22 +264,22 @@ def counted(stage, comm):
 
 
 (x, y), _ = digits.load(torch.float64)
-reports = {stage: counted(stage, comm) for stage in range(4)}
+reports = {s: counted(s, comm.split(0)) for s in range(4)}  # on a new communicator: no old buffers
 lines_of = {stage: report.lines for stage, report in reports.items()}
 if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
 # "Count and formula agree on every line that the formula has."
-# "two buffers as large as all gradients"
+# "a buffer as large as all gradients, and what collectives keep"
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
 assert all(numbers[0] == numbers[-1] for numbers in lines.values())
-assert row("communication", "mixed_adam")[1] > 2 * 2
+assert 2 < row("communication", "mixed_adam")[1] < 2 * 2
 
 # %% [markdown] tags=["half-day"]
 # Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
-# per tensor; *communication* is memory for messages: two buffers as large as all gradients, and what collectives keep
-# from the runs in float64 above. *Peak* is the most memory at any time.
+# per tensor; *communication* is memory for messages: a buffer as large as all gradients, and what collectives keep.
+# *Peak* is the most memory at any time.
 
 # %%
 held = lab.values("lines_of")[0]
@@ -295,7 +296,7 @@ for both in groups.values():
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks
 #
-# The paper's first figure, 7.5 billion parameters on 64 ranks: bars are the formula, lines the published numbers.
+# The paper's first figure, 7.5 billion parameters: bars are the formula, lines the published numbers.
 
 # %% tags=["two-hours", "half-day"]
 P, rows = 7_500_000_000, lab.published("zero_figure1_7p5B_Nd64.csv")
@@ -372,9 +373,8 @@ def sent_in_a_step(stage, micro_steps=1):
     """Bytes that this rank sends for gradients and parameters."""
     model, optimizer = at_stage(stage)
     with dtlib.trace() as trace:
-        for micro_step in range(micro_steps):
-            waits = stage == 0 and micro_step < micro_steps - 1
-            with model.no_sync() if waits else nullcontext():
+        for left in reversed(range(micro_steps)):
+            with model.no_sync() if stage == 0 and left else nullcontext():
                 (cross_entropy(model(x[:24]), y[:24]) / micro_steps).backward()
         optimizer.step()
     operations = ("all_reduce",) if stage == 0 else ("reduce_scatter", "all_gather")
@@ -387,6 +387,7 @@ sent_bytes = {(stage, m): sent_in_a_step(stage, m) for stage in range(4) for m i
 from dtlib.theory import zero as theory
 
 sent = lab.values("sent_bytes")[0]
+# With gradients 7 numbers travel: whether each of 6 parameters has one, and a flag for batch sizes.
 flat = {0: parameters + 7, 1: parameters, 2: parameters, 3: [8320, 16512, 1290]}
 
 
@@ -410,9 +411,10 @@ assert [round(one, 2) for one in units.values()] == [2, 2, 2, 3]
 
 # %% [markdown]
 # Stages 1 and 2 send what data parallelism sends; stage 3 sends half as much again, because parameters travel twice.
+# (2.001: seven numbers travel with the gradients.)
 #
-# **Predict.** Now the batch is cut into four *micro-batches*, whose gradients add up before one step. Stage 1 sends them
-# once per step. Stage 2 frees them, so it sends in every backward pass. How many units does stage 2 send?
+# **Predict.** Now the batch is cut into four *micro-batches*, whose gradients add up before one step. Stage 1 sends
+# them once per step. Stage 2 frees them, so it sends in every backward pass. How many units does stage 2 send?
 
 # %% tags=["stub"]
 lab.predict("units-of-four-micro-batches", None)
@@ -430,7 +432,7 @@ lab.table(units_of_four, ("4 micro-batches", "bytes sent", "formula", "units"))
 assert [round(row(f"stage {stage}", "4 micro-batches")[-1]) for stage in (1, 2, 3)] == [2, 4 + 1, 3 * 4]
 
 # %% [markdown]
-# So with many micro-batches stage 1 may be faster than stage 2.
+# So with many micro-batches stage 1 may be faster than stage 2. (12.001: stage 3 pads its shards.)
 #
 # ## A step of stage 3, seen
 #
@@ -503,8 +505,8 @@ def bought(bf16=False, micro_steps=1, kind=nn.Sequential):
     }
     engine, *_ = dtlib.initialize(model=kind(*digits.net(128, layers=12)), config=config)
     pixels = x[:256].to(torch.bfloat16 if bf16 else torch.float32)
-    labels = y[:256].chunk(micro_steps)
-    pieces = zip(map(torch.clone, pixels.chunk(micro_steps)), map(torch.clone, labels), strict=True)
+    both = zip(pixels.chunk(micro_steps), y[:256].chunk(micro_steps), strict=True)
+    pieces = ((some.clone(), labels.clone()) for some, labels in both)
     with dtlib.memory(engine) as m, FlopCounterMode(display=False) as flops:
         engine.train_batch(pieces)
     states = m.parameters + m.gradients + m.master_weights + m.optimizer_states
@@ -540,20 +542,19 @@ assert mixed[2] == first[2] and mixed[1] == 2.0 and 1 < again[3] < 4 / 3
 #
 # *ZeRO-Offload* (J. Ren et al., 2021) keeps gradients and all that Adam needs in the host's memory, and takes the step
 # there, at the host's speed: 2 bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters,
-# before activations. Without ZeRO they hold 2 billion, with stage 2 on 64 ranks 14 billion.
+# before activations.
 
 # %% tags=["statement"]
 # "Then 32 GB hold 16 billion parameters"
-# "Without ZeRO they hold 2 billion, with stage 2 on 64 ranks 14 billion."
-assert (32 / 2, 32 / 16) == (16, 2) and round(32 / (2 + 14 / 64)) == 14
+assert 32 / 2 == 16
 
 # %% [markdown]
 # ## Checkpoints
 #
 # At stage 3 no rank has the model: whoever saves "the model of rank 0" saves a quarter. With `dtlib.checkpoint` every
 # rank writes its shards, and an index says which file has which elements of which tensor. We take five steps on four
-# ranks at stage 3, save, and take five more. Then a rank is gone: `comm.split` makes a communicator (a group of ranks
-# that exchange messages) of the other three. They load, and go on at stage 1 with the same batches.
+# ranks at stage 3, save, and take five more. Then a rank is gone: `comm.split` makes a communicator of the other
+# three. They load, and go on at stage 1 with the same batches.
 #
 # **Predict:** how do their losses differ from those of the four?
 
@@ -594,7 +595,6 @@ if comm.rank < 3:
     engine = engine_at(stage=1, comm=three)
     checkpoint.load(folder, engine.module, engine.optimizer, three)
     continued = steps(engine, 5, 10)
-    assert max(abs(a - b) for a, b in zip(continued, unbroken, strict=True)) < 1e-12
 comm.barrier()
 if comm.rank == 0:
     shutil.rmtree(folder)
@@ -602,11 +602,11 @@ if comm.rank == 0:
     lab.table(list(zip(range(5, 10), unbroken, continued, strict=True)), headers, floats=".10f")
 
 # %% tags=["statement"]
-# "They agree to 1e-12"
+# "All ten decimals agree"
 assert all(len(set(row(f"{step}", "3 ranks, stage 1"))) == 1 for step in range(5, 10))
 
 # %% [markdown]
-# They agree to 1e-12: a checkpoint belongs to the model, not to a number of ranks.
+# All ten decimals agree: a checkpoint belongs to the model, not to a number of ranks.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## The config that fits
@@ -635,8 +635,8 @@ lab.table(rows, ("", "GiB on 64 ranks", "fewest ranks of 24 GiB"), align="lrr")
 assert found(r"You predicted (\d+), and it came out as (\d+)") == [2, 2]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Now for real. A *config* says how to train, in the keys of DeepSpeed, Microsoft's library: `train_batch_size` counts all
-# ranks, `stage` is ZeRO's. `runtime="torch"` runs the same one on torch's own classes, here FSDP2 (*fully sharded data
+# A *config* says how to train, in the keys of DeepSpeed, Microsoft's library: `train_batch_size` counts all ranks,
+# `stage` is ZeRO's. `runtime="torch"` runs the same one on torch's own classes, here FSDP2 (*fully sharded data
 # parallel*).
 
 # %% tags=["two-hours", "half-day"]
@@ -674,7 +674,9 @@ assert ours == theirs and by_torch < held
 # ## The way out: FSDP2
 #
 # Here torch's `fully_shard` sends through our collectives, so its timeline can be drawn below ours. It has the same
-# gathers; in the gaps a rank computes. On GPUs it uses NCCL, NVIDIA's collectives, and gathers ahead.
+# gathers; in the gaps a rank computes. In ours pale boxes are waits, bars below them transfers: three gathers forward,
+# three gathers and three reduce_scatters backward. The last bar, an all_reduce of a few bytes, asks which parameters
+# any rank has used.
 
 # %%
 # %%px
@@ -734,8 +736,7 @@ lab.quiz("06")
 # - With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3.
 # - Checkpoints name elements of tensors, not ranks.
 #
-# Now the [exercises](../exercises/06_zero_exercises.ipynb). Lesson 07, Pipelines, cuts the model between its layers
-# instead: then activations travel, not parameters.
+# Now the [exercises](../exercises/06_zero_exercises.ipynb). Lesson 07, Pipelines, cuts the model between its layers.
 #
 # ## References
 #

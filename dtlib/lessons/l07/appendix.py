@@ -16,6 +16,9 @@
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
+# %% [markdown]
+# A cell that starts with `%%px --local` runs on the ranks and in the notebook.
+
 # %%
 # %%px --local
 import dtlib
@@ -23,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from dtlib import lab
 from dtlib.lab import digits, explorer
 from dtlib.parallel.pipeline import LayerSpec, PipelineModule
 from dtlib.schedule import ScheduleError, formulas, gpipe, one_f_one_b, simulate, validate
@@ -84,8 +88,17 @@ class Branches(nn.Module):
             self.mine.backward(gradient)
 
 # %% [markdown]
-# **Guess.** A block takes 50 ms forward and 100 ms backward: in one process the three blocks take 450 ms. How long on two
-# ranks? Below, a step on ranks; then the same in one process, whose gradients have to be equal:
+# **Predict.** A block takes 50 ms forward and 100 ms backward: in one process the three blocks take 450 ms. How many
+# milliseconds on two ranks?
+
+# %% tags=["stub"]
+lab.predict("milliseconds-of-branches", None)
+
+# %% tags=["solution"]
+lab.predict("milliseconds-of-branches", 300)
+
+# %% [markdown]
+# Below, a step on ranks; then the same in one process, for comparison:
 
 # %%
 # %%px
@@ -103,19 +116,25 @@ upper, lower, head = block_of(0, 32, 48), block_of(1, 32, 48), block_of(7, 96, 1
 joined = torch.cat([upper(x[:96, :32]), lower(x[:96, 32:])], dim=1)
 cross_entropy(head(joined), y[:96]).backward()
 branch = (upper, lower)[pair.rank]
-for ours, theirs in zip(net.branch.parameters(), branch.parameters(), strict=True):
-    assert (ours.grad - theirs.grad).abs().max() < 1e-12
+both = zip(net.branch.parameters(), branch.parameters(), strict=True)
+apart = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in both)
+print(f"gradients of branch {pair.rank}: {apart:.0e} from those of one process")
 
 # %% tags=["nbval-ignore-output"]
 timeline = dtlib.Timeline(lab.values("trace")[:2])
 lab.pictures.timeline(timeline)
+
+# %% tags=["claim"]
+# "only while the head is computed does rank 1 wait"
+# "The gradients equal those of one process, to 1e-12."
 ends = [event.end for event in timeline.events if event.name == "branch"]
 begin = next(event.start for event in timeline.events if event.name == "head")
-assert len(ends) == 2 and max(ends) <= begin  # the head waits for both branches
+assert len(ends) == 2 and max(ends) <= begin
+assert max(lab.values("apart")) < 1e-12
 
 # %% [markdown]
-# About 300 ms: both ranks compute in their branches, forward and backward, and only the head is computed while rank 1 waits.
-# The gradients equal those of one process, to 1e-12.
+# About 300 ms: both ranks compute in their branches, forward and backward, and only while the head is computed does rank 1
+# wait. The gradients equal those of one process, to 1e-12.
 #
 # ## Sends that wait
 #
@@ -142,28 +161,58 @@ slow = {"forward": 0.05, "backward": 0.1}  # seconds
 specs = [LayerSpec(explorer.EmulatedStage, nn.Linear(8, 8), **slow) for _ in range(2)]
 specs += [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
 specs += [LayerSpec(nn.Linear, 8, 512), LayerSpec(nn.Linear, 512, 8)]
+rows = []
 for way in ("uniform", "parameters", "time"):
     _, cut, end = PipelineModule(specs, 2, partition_method=way, sample=torch.ones(4, 8)).cuts
-    if world.rank == 0:
-        print(f"{way:10}  stage 0: layers 0-{cut - 1}, stage 1: layers {cut}-{end - 1};", end=" ")
-        print(f"{min(cut, 2)} and {2 - min(cut, 2)} slow ones")
-assert cut == 1  # by time: between the two slow ones
+    slow_ones = f"{min(cut, 2)} and {2 - min(cut, 2)}"
+    rows.append((way, f"0 to {cut - 1}", f"{cut} to {end - 1}", slow_ones))
+if world.rank == 0:
+    lab.table(rows, ("partition_method", "layers of stage 0", "of stage 1", "slow layers on each"))
 
 # %% tags=["statement"]
 # "only time is certain"
 # "In this list two layers are slow (EMULATED) and have few parameters"
-assert [found(f"{way} +stage 0.*?; (\\d) and (\\d) slow ones") for way in ("uniform", "parameters", "time")] == [[2, 0], [2, 0], [1, 1]]
+assert [row(way)[-2:] for way in ("uniform", "parameters", "time")] == [[2, 0], [2, 0], [1, 1]]
 
 # %% [markdown]
-# **Your turn.** One stage takes twice as long as the other three: what does that do to the makespan? Guess, then run
-# `simulate(gpipe(4, 8), {0: 1, 1: 2, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 2, 3: 2})` in a new cell. It gets the times of each
-# stage, forward and backward.
+# **Predict.** GPipe, four stages and eight micro-batches: with equal stages the makespan is 33 forward passes. Now stage 1
+# takes twice as long, forward and backward. How long is the makespan?
+
+# %% tags=["stub"]
+lab.predict("makespan-with-a-slow-stage", None)
+
+# %% tags=["solution"]
+lab.predict("makespan-with-a-slow-stage", 57)
+
+# %%
+forward = {0: 1, 1: 2, 2: 1, 3: 1}  # the time of each stage
+backward = {stage: 2 * time for stage, time in forward.items()}
+uneven = simulate(gpipe(4, 8), forward, backward).makespan
+print(f"equal stages {simulate(gpipe(4, 8)).makespan:g}, stage 1 twice as slow {uneven:g}")
+
+# %% tags=["statement"]
+# "with equal stages the makespan is 33 forward passes"
+# "a quarter more work, and nearly three quarters more time"
+# "with one of four stages twice as slow, GPipe's makespan is 57 instead of 33"
+equal, slow = found(r"equal stages (\d+), stage 1 twice as slow (\d+)")
+assert (equal, slow) == (33, 57) and 0.7 < slow / equal - 1 < 0.75
+
+# %% [markdown]
+# That is a quarter more work, and nearly three quarters more time: the other stages wait for the slow one.
 #
 # ## When formulas miss
 #
 # The formulas know nothing of messages. With `simulate(..., message=t)` each message takes the time t. A rank that
-# has other work meanwhile loses nothing. A rank that waits for an answer pays twice, there and back. Where do the lines
-# cross?
+# has other work meanwhile loses nothing. A rank that waits for an answer pays twice, there and back.
+#
+# **Predict.** Which of the four schedules is the fastest if messages take no time, and which if each takes as long as two
+# forward passes?
+
+# %% tags=["stub"]
+lab.predict("fastest-with-messages", {"no time": None, "two forward passes": None})  # "GPipe", "1F1B", ...
+
+# %% tags=["solution"]
+lab.predict("fastest-with-messages", {"no time": "ZB-H1", "two forward passes": "GPipe"})
 
 # %%
 times = [0, 0.25, 0.5, 1, 2]
@@ -173,8 +222,6 @@ series = {
 }
 title = "4 ranks, 8 micro-batches, simulated; in forward passes"
 lab.pictures.lines(series, "message", "makespan", title=title, log="", form=".1f")
-assert min(series, key=lambda name: series[name][0]) == "ZB-H1"
-assert min(series, key=lambda name: series[name][2]) == "GPipe"
 
 # %% tags=["statement"]
 # "With slow messages GPipe is the fastest"
@@ -251,12 +298,6 @@ pairs = [(a, b) for a in range(5) for b in range(a) if simulated[a] != simulated
 agree = [(simulated[a] > simulated[b]) == (published[a] > published[b]) for a, b in pairs]
 assert sum(agree) >= 8 > sum(abs(a / b - 1) < 0.1 for a, b in zip(simulated, published, strict=True)) + 5
 
-# %% tags=["claim"]
-# "with one of four stages twice as slow, GPipe's makespan is 57 instead of 33"
-slow = {stage: 1 + (stage == 1) for stage in range(4)}
-assert simulate(gpipe(4, 8), slow, {stage: 2 * time for stage, time in slow.items()}).makespan == 57
-assert simulate(gpipe(4, 8)).makespan == 33
-
 # %% [markdown]
 # Look at AmoebaNet-D with K = 4 and M = 32: 3.66 simulated, 1.84 published. Its layers are hard to cut into equal stages, as
 # GPipe's authors say themselves; torchgpipe, which can balance stages by measured times, is closer. The order agrees better
@@ -273,15 +314,21 @@ assert simulate(gpipe(4, 8)).makespan == 33
 # |---|---|---|---|
 # | GPipe (2019), and lesson 07 | once a batch, on all stages | a bubble in each batch | yours |
 # | PipeDream (2019) | after each minibatch, while others are under way | no bubble once full, but several versions of the weights, and other numbers than one process | a planner, from measured times |
-# | HetPipe (2020) | in pipelines as PipeDream's; between them by parameter servers | workers may be a bounded number of *waves* apart | GPUs of different kinds form *virtual workers*, each a pipeline |
+# | HetPipe (2020) | in pipelines as PipeDream's; between them by parameter servers | workers may be a bounded number of *waves* (minibatches that are under way together) apart | GPUs of different kinds form *virtual workers*, each a pipeline |
 # | DAPPLE (2021) | once a batch | 1F1B's bubble | a planner: stages, cuts, and copies of each stage |
 #
-# Pipe-torch (2019) places its cuts by the speed of the links, some of which are fast and some slow.
+# Pipe-torch (2019) is for clusters in which some links are fast and some slow: there the cuts must mind the links, too.
 #
 # PipeDream's several versions are *weight stashing*. Between the forward and the backward pass of a minibatch its neighbours
 # have changed the weights. So each stage keeps the weights of the forward pass until the backward pass has used them. 1F1B
 # was its schedule; the systems of today run it synchronously, as DAPPLE does.
 #
+# ## Quiz
+
+# %% tags=["nbval-ignore-output"]
+lab.quiz("07b")
+
+# %% [markdown]
 # ## Summary
 #
 # - Branches run side by side without micro-batches; most models have none.

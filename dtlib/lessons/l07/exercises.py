@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 07 Pipelines: exercises
 #
-# Four exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five minutes), *build* the
-# GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function on all ranks, with micro-batches that
-# are equal, unequal, few, and large. It looks at values, at who does what when, at messages, and at what autograd keeps. Check again for the
-# next hint. The schedule puzzle has [a notebook of its own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
+# Four exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five
+# minutes), *build* the GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function
+# on all ranks, with micro-batches that are equal, unequal, few, and large. It looks at values, at who does what when, at
+# messages, and at what autograd keeps. Check again for the next hint. The schedule puzzle has [a notebook of its
+# own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
 # [solutions](../solutions/07_pipelines_exercises.ipynb).
@@ -27,8 +28,8 @@ world = dtlib.init()
 # %% [markdown]
 # ## Predict: bubble and activations
 #
-# Three stages, one per rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of the step is a
-# rank idle, with GPipe and with 1F1B? And of how many micro-batches does each rank keep activations, at most?
+# Three stages, one per rank, and six micro-batches; a backward pass takes twice as long as a forward pass. What fraction of
+# the step is a rank idle, with GPipe and with 1F1B? And of how many micro-batches does each rank keep activations, at most?
 #
 # Replace each `None`: a fraction between 0 and 1, and a list with a number for each rank.
 
@@ -109,9 +110,9 @@ for name, held in (("GPipe", [6, 6, 6]), ("1F1B", [3, 2, 1])):
 # %% [markdown]
 # ## Fix: gradients that are too small
 #
-# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The gradients should be
-# those of the mean over the batch. They point in the right direction, and a larger learning rate would hide the mistake, but something is
-# divided once too often. Fix it, and keep the four micro-batches.
+# `train_step` computes the gradients of a batch with the library's GPipe. Rank 0 has `x`, the last rank has `target`. The
+# gradients should be those of the mean over the batch. They point in the right direction, and a larger learning rate would
+# hide the mistake, but something is divided once too often. Fix it, and keep the four micro-batches.
 
 # %% tags=["stub"]
 # %%px
@@ -147,30 +148,32 @@ def train_step(comm, stage, x, target):
 lab.check("pipeline-fix")
 
 # %% [markdown]
-# The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of micro-batches add up. If
-# you accumulate gradients by hand, you have to divide yourself. If a library runs the loop, know that it divides.
+# The schedule scales the loss of a micro-batch by its weight, the fraction of samples in it, because gradients of
+# micro-batches add up. If you accumulate gradients by hand, you have to divide yourself. If a library runs the loop, know
+# that it divides.
 
 # %% [markdown]
 # ## Build: the GPipe clock
 #
-# One step of GPipe, with nothing but `comm.send` and `comm.recv`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`, which every rank
-# calls:
+# One step of GPipe, with nothing but `comm.send` and `comm.recv`. Write `my_gpipe(comm, stage, inputs, targets, loss_fn)`,
+# which every rank calls:
 #
 # - `stage` is this rank's stage of the model, an `nn.Module`; stage r is on rank r.
-# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are buffers for what the stage
-#   before gives: receive into them. They differ in length if the last micro-batch is smaller.
-# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there is `loss_fn(output, target)` called;
-#   it gives the mean over the samples of a micro-batch.
-# - Afterwards the parameters of each stage have the gradient of the mean loss over the whole batch, and the last rank returns that loss.
+# - `inputs` is a list with a tensor for each micro-batch. On rank 0 these are the samples. On the others they are buffers
+#   for what the stage before gives: receive into them. They differ in length if the last micro-batch is smaller.
+# - `targets` is a list with a tensor for each micro-batch. Only the last rank needs them, and only there is
+#   `loss_fn(output, target)` called; it gives the mean over the samples of a micro-batch.
+# - Afterwards the parameters of each stage have the gradient of the mean loss over the whole batch, and the last rank
+#   returns that loss.
 #
 # 1. Forward, for each micro-batch: receive, compute, send the output on. Keep what the backward pass needs.
 # 2. Backward, for each micro-batch: receive the gradient of the output, call `backward`, send the gradient of the input back.
 #
 # Example: 3 ranks and micro-batches of 3, 3 and 1 samples. The last rank scales the three losses by 3/7, 3/7 and 1/7.
 #
-# A message carries values, but no autograd graph. So call `x.requires_grad_()` on what arrives, before `stage(x)`; after the backward pass
-# `x.grad` is what the rank before waits for. And send `output.detach()`. A gradient has the shape of its output: receive it into
-# `torch.empty_like(output)`.
+# A message carries values, but no autograd graph. So call `x.requires_grad_()` on what arrives, before `stage(x)`; after
+# the backward pass `x.grad` is what the rank before waits for. And send `output.detach()`. A gradient has the shape of its
+# output: receive it into `torch.empty_like(output)`.
 
 # %% tags=["stub"]
 # %%px
@@ -210,13 +213,14 @@ def my_gpipe(comm, stage, inputs, targets, loss_fn):
 lab.check("gpipe-build")
 
 # %% [markdown]
-# Each send waits until its message is on its way, and ranks never wait in a circle: first all messages go down the pipeline, then all go up.
-# All micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
+# Each send waits until its message is on its way, and ranks never wait in a circle: first all messages go down the
+# pipeline, then all go up. All micro-batches are in `outputs` when the first backward pass begins: that is GPipe's memory.
 #
 # ## Build: 1F1B
 #
-# The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N holds the activations of at
-# most N - r micro-batches, their outputs among them, computes nothing twice, and the bubble is no larger than before.
+# The same arguments, the same values, less memory: `my_1f1b(comm, stage, inputs, targets, loss_fn)`. Rank r of N holds the
+# activations of at most N - r micro-batches, their outputs among them, computes nothing twice, and the bubble is no larger
+# than before.
 #
 # 1. Some forward passes to warm up: as many as there are ranks after this one, but not more than there are micro-batches.
 # 2. One forward, one backward, until there is no forward pass left.
@@ -225,7 +229,7 @@ lab.check("gpipe-build")
 # Example: rank 0 of 3 with four micro-batches works in the order `F0 F1 F2 B0 F3 B1 B2 B3`, and rank 2 in the order
 # `F0 B0 F1 B1 F2 B2 F3 B3`.
 #
-# Now messages go both ways at once. Two ranks that both wait in a send to each other wait for ever, if messages are large.
+# Now messages go both ways at once. Two ranks that both wait in a send to each other wait forever, if messages are large.
 
 # %% tags=["stub"]
 # %%px
@@ -284,13 +288,14 @@ def my_1f1b(comm, stage, inputs, targets, loss_fn):
 lab.check("1f1b-build")
 
 # %% [markdown]
-# Both functions do the same to a micro-batch; only the order differs. So `dtlib/parallel/pipeline/plain.py` has one `step`, and `order` is
-# data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
+# Both functions do the same to a micro-batch; only the order differs. So `dtlib/parallel/pipeline/plain.py` has one `step`,
+# and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
 #
 # ## If you have time
 #
 # - Write `my_schedule(actions, comm, stage, inputs, targets, loss_fn)`, where `actions` is this rank's list of a schedule of
 #   `dtlib.schedule`. Two of the four schedules run with it as they are.
-# - Ask for activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank post when the step begins?
-# - Keep only the inputs, and compute the forward pass again before each backward pass. What does it save, and what does it cost? (The check
-#   of 1F1B refuses it.)
+# - Ask for activations before they are needed: `comm.recv(..., async_op=True)`. Which receives can a rank post when the
+#   step begins?
+# - Keep only the inputs, and compute the forward pass again before each backward pass. What does it save, and what does it
+#   cost? (The check of 1F1B refuses it.)

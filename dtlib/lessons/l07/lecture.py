@@ -18,6 +18,9 @@
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 
+# %% [markdown]
+# A cell that starts with `%%px --local` runs on the ranks and in the notebook.
+
 # %%
 # %%px --local
 import dtlib
@@ -27,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from dtlib.lab import digits, explorer
-from dtlib.lab.lessons.l07 import figures
+from dtlib.lessons.l07 import figures
 from dtlib.parallel.pipeline import plain
 from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, parse, simulate, validate
 
@@ -117,8 +120,8 @@ assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 # ## The engine
 #
 # Now real training. A `LayerSpec` describes a layer that is built later, on the rank that gets it; `PipelineModule`
-# cuts the list into stages. The names are those of DeepSpeed, Microsoft's training library. With fewer stages than
-# ranks, several pipelines run side by side, each on its slice of the batch.
+# cuts the list into stages, with about equally many parameters in each. The names are those of DeepSpeed, Microsoft's
+# training library. With fewer stages than ranks, several pipelines run side by side, each on its slice of the batch.
 
 # %% tags=["half-day"]
 # %%px
@@ -206,8 +209,9 @@ if comm.rank == 3:
     print(f"last loss: the pipeline {loss:.10f}, one process {loss_alone:.10f}")
 
 # %% [markdown]
-# **Change a line.** With `"1f1b"`, explained below, a rank does `ranks - 1 - rank` forward passes ahead. In the changed
-# copy no rank does any. The gradients stay the same. **Predict:** what percentage of the time does a rank compute?
+# **Change the order.** With `"1f1b"` a rank does `ranks - 1 - rank` forward passes ahead, and then one forward and one
+# backward pass in turn. (Why, you see below.) In the changed order no rank does any ahead: F0 B0 F1 B1, and so on. The
+# gradients stay the same. **Predict:** what percentage of the time does a rank compute?
 
 # %% tags=["stub"]
 lab.predict("percentage-with-nobody-ahead", None)
@@ -217,10 +221,7 @@ lab.predict("percentage-with-nobody-ahead", 25)
 
 # %%
 # %%px
-import inspect
-
-
-def emulated_step(step):
+def emulated_step():
     """The trace of a step of 8 micro-batches. EMULATED: 20 ms forward, 40 ms backward."""
     first, last = comm.rank == 0, comm.rank == 3
     stage = explorer.EmulatedStage(nn.Linear(64 if first else 32, 32).double(), 0.02, 0.04)
@@ -228,14 +229,21 @@ def emulated_step(step):
     for _ in range(2):  # the first step of a process takes longer
         comm.barrier()
         with dtlib.trace() as trace:
-            step(comm, stage, *batch, cross_entropy, 8, "1f1b")
+            plain.step(comm, stage, *batch, cross_entropy, 8, "1f1b")
     return trace
 
+# %%
+# %%px
+from unittest.mock import patch
 
-line, source, changed = '"1f1b": min(ranks - 1 - rank, microbatches)', inspect.getsource(plain), {}
-assert source.count(line) == 1
-exec(source.replace(line, '"1f1b": 0'), changed)
-traces = emulated_step(plain.step), emulated_step(changed["step"])
+
+def nobody_ahead(schedule, rank, ranks, microbatches):
+    return [(kind, m) for m in range(microbatches) for kind in "FB"]
+
+
+ahead = emulated_step()
+with patch.object(plain, "order", nobody_ahead):  # step() asks this one
+    traces = ahead, emulated_step()
 
 # %% tags=["nbval-ignore-output"]
 of_ranks = zip(*lab.values("traces"), strict=True)
@@ -248,14 +256,14 @@ figures.picture({f"{name} (EMULATED)": found for name, found in ran.items()})
 
 # %% tags=["statement"]
 # "The gradients stay the same."
-# "In the changed copy no rank does any."
+# "In the changed order no rank does any ahead"
 assert row("nobody ahead (EMULATED)", "nobody ahead")[-4:] == [1, 1, 1, 1]
 
 # %% [markdown]
 # ## Will it hang?
 #
-# A schedule is a list, so you can write a wrong one: each rank's order looks reasonable, and yet all ranks wait for
-# ever. `validate` finds that out without ranks. **Predict:** which of these two orders for 2 ranks hangs?
+# A schedule is a list, so you can write a wrong one: each rank's order looks reasonable, and yet all ranks wait
+# forever. `validate` finds that out without ranks. **Predict:** which of these two orders for 2 ranks hangs?
 
 # %% tags=["stub"]
 orders = {
@@ -385,18 +393,24 @@ lab.table(rows, ("", *columns.values()), title, align="lrrr")
 
 # %% tags=["statement"]
 # "The first row is one accelerator without GPipe; the others are GPipe, which recomputes, on 2 and on 8."
+# "Eight accelerators hold 22 times the parameters of one."
 assert [row(name, "GPipe, table 1")[0] for name in ("baseline", "pipeline-2", "pipeline-8")] == [82, 542, 1.8]
+assert round(1800 / 82) == 22
 
 # %% [markdown]
+# Eight accelerators hold 22 times the parameters of one.
+#
 # ## Other orders
 #
 # - **Interleaved 1F1B** (D. Narayanan et al., 2021): each rank has v small stages that are not neighbours, so a
 #   micro-batch goes around v times. Each takes 1/v of the time: v times less idle time, but v times as many messages.
+#   (In the picture below v is 2, and a rank's second stage is paler.)
 # - **ZB-H1**, zero bubble (P. Qi et al., 2024): a backward pass is split in two. The stage before waits for the
 #   gradient of the input (`I`). Nobody waits for the gradients of the weights (`W`), so they fill idle time.
 
 # %% [markdown]
-# **Predict:** which of the four has the smallest bubble, and which holds the most activations on rank 0?
+# **Predict:** which of the four has the smallest bubble, and which holds the most bytes of activations on rank 0?
+# (Stages of interleaved 1F1B are half as large: two of its activations count as one.)
 
 # %% tags=["stub"]
 lab.predict("of-four-schedules", {"smallest bubble": None, "most held": None})
@@ -422,15 +436,18 @@ lab.table(rows, headers)
 
 # %% tags=["statement"]
 # "Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time"
+# "Interleaved 1F1B holds 11 activations of half a stage: 5.5."
 names = ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1")
 (gpipe, _), (plain, _), (interleaved, _), (zero, _) = (row(name, "simulated    by formula")[:2] for name in names)
 assert gpipe == plain == 27.3 and interleaved == 15.8 and zero == 11.1
 ideal = {name: row(name, "interleaved 1F1B:")[2] for name in names}
+assert row("interleaved 1F1B", "simulated    by formula")[2] == row("interleaved 1F1B", "interleaved 1F1B:")[3] / 2 == 5.5
 assert abs(ideal["interleaved 1F1B"] - 37.5 / 2) < 0.1 and abs(ideal["ZB-H1"] - 37.5 / 3) < 0.1
 
 # %% [markdown]
-# Here is the published table. ZB2P and ZBV are further zero-bubble schedules, which this library does not have. One
-# row divides by the ideal time, the others by the makespan: always ask which.
+# Interleaved 1F1B holds 11 activations of half a stage: 5.5. Here is the published table. ZB2P and ZBV are further
+# zero-bubble schedules, which this library does not have. One row divides by the ideal time, the others by the
+# makespan: always ask which.
 
 # %%
 rows = [
@@ -494,7 +511,7 @@ lab.quiz("07")
 # - Interleaved: v times less idle time, v times as many messages. ZB-H1: a third of the idle time, if F, I and W take
 #   equally long.
 # - A pipeline sends activations at the cuts, and more of them with a larger batch. ZeRO-3 sends all parameters twice and
-#   all gradients once, whatever the batch. So on a slow network a pipeline wins where a model is large beside the
+#   all gradients once for each micro-batch, however many samples that has. So on a slow network a pipeline wins where a model is large beside the
 #   activations at its cuts. ZeRO-3 has no bubble, and does not depend on where layers can be cut.
 # - A schedule is a list: check it, time it, draw it, run it. The gradients equal those of one process, to 1e-12.
 #

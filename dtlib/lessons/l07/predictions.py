@@ -41,12 +41,32 @@ PREDICTIONS = {
             "most held": max(weights, key=weights.get),
         },
         choices=_NAMES,
-        hint="See the table.",
+        hint="See the second table.",
+    ),
+    # The appendix
+    "milliseconds-of-branches": Prediction(
+        got=lambda timeline: 1e3 * timeline.end,
+        tolerance=0.15,
+        hint="Which two of the three blocks are computed at the same time, forward and backward?",
+    ),
+    "makespan-with-a-slow-stage": Prediction(
+        got=lambda uneven: uneven, tolerance=0.1, hint="Stage 1 alone takes 8 x (2 + 4). When can it begin?"
+    ),
+    "fastest-with-messages": Prediction(
+        got=lambda series: {
+            says: min(series, key=lambda name: series[name][message])
+            for says, message in (("no time", 0), ("two forward passes", 2))
+        },
+        choices=_NAMES,
+        hint={
+            "no time": "The smallest bubble in lesson 07.",
+            "two forward passes": "Who waits for an answer again and again?",
+        },
     ),
     "above-the-simulated": Prediction(
         got=lambda last: bool(last[3] > 1.1 * last[2]),
         choices=(True, False),
-        hint="8 messages of 2 leave rank 0 within 16.",
+        hint="Rank 0 has its 8 outputs after 8. How long does its link take for 8 messages of 2?",
     ),
     # The exercises
     "idle-of-three-stages": Prediction(

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 07 The schedule puzzle
 #
-# Order the work of a pipeline by hand: 4 stages, one per rank, and 8 micro-batches. Levels 1 and 2 take twenty minutes in all; level 3 is
-# for a quiet evening. You need no engines before the duel at the end: a check simulates your order, draws it, and compares its time with
-# par, the shortest time possible. At par it passes; above it you see your score. Check again for the next hint. The same
-# in a web page: `dtlib browser`.
+# Order the work of a pipeline by hand: 4 stages, one per rank, and 8 micro-batches. Levels 1 and 2 take fifteen minutes
+# in all; level 3 is for a quiet evening. You need no engines before the duel at the end: a check simulates your order,
+# draws it, and compares its time with par, the shortest time possible. At par it passes; above it you see your score.
+# Check again for the next hint. The same in a web page: `dtlib browser`.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb), up to GPipe's picture. Answers:
 # [solutions](../solutions/07_schedule_puzzle_exercises.ipynb).
@@ -16,7 +16,7 @@ from dtlib import lab  # no dtlib? Kernel > Change Kernel
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# ## The rules
+# ## The puzzle's rules
 #
 # - `F3` is the forward pass of micro-batch 3 and takes 1; `B3` is its backward pass and takes 2. Messages take no time.
 # - A rank does one thing at a time, in the order of its line, each as early as possible.
@@ -26,8 +26,8 @@ from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 # %% [markdown]
 # ## Predict: two stages, three micro-batches
 #
-# All forward passes first, then all backward passes. When is the last action over? Of how many micro-batches does rank 0 keep activations,
-# at most? Take paper, then replace each `None`.
+# All forward passes first, then all backward passes. When is the last action over? Of how many micro-batches does rank 0
+# keep activations, at most? Take paper, then replace each `None`.
 
 # %% tags=["stub"]
 lab.predict("makespan-of-two-stages", None)
@@ -43,8 +43,8 @@ print(draw(simulate(gpipe(2, 3))))
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## Level 1: at most 8 activations
 #
-# Write a line for each of four ranks, with 8 forward and 8 backward passes. `F0-3` stands for `F0 F1 F2 F3`. The check draws your order,
-# and passes it at par, the shortest time possible.
+# Write a line for each of four ranks, with 8 forward and 8 backward passes. `F0-3` stands for `F0 F1 F2 F3`. The check
+# draws your order, and passes it at par, the shortest time possible.
 
 # %% tags=["two-hours", "half-day", "stub"]
 puzzle = """
@@ -70,8 +70,9 @@ lab.check("schedule-puzzle")
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 3 + 24 + 6, 8]
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# This is GPipe. Why can no order be faster? The last rank has nothing to do before the first micro-batch has passed three stages. Then it
-# is busy for 8 times F and B. After that the last micro-batch has three more backward passes to go: 3 + 24 + 6.
+# `F0-7 B0-7` on every rank is GPipe. Why can no order be faster? The last rank has nothing to do before the first
+# micro-batch has passed three stages. Then it is busy for 8 times F and B. After that the last micro-batch has three
+# more backward passes to go: 3 + 24 + 6.
 #
 # ## Level 2: at most 4 activations
 #
@@ -101,8 +102,8 @@ lab.check("schedule-puzzle-2")
 assert found(r"Makespan (\d+), par (\d+); bubble \d+%; (\d+) activations") == [33, 33, 4]
 
 # %% [markdown]
-# Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is the same, in
-# another notation:
+# Here the ranks keep 4, 3, 2 and 1 activations, and with 100 micro-batches they would keep no more. The library's list is
+# the same, in another notation:
 
 # %%
 print(one_f_one_b(4, 8)[0])
@@ -158,8 +159,8 @@ assert simulate(capped).makespan == 48
 #
 # ## Level 4: the backward pass in two halves
 #
-# `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they replace `B3`. The rank before
-# waits only for I. An activation is kept from F to the end of W. At most 4 activations.
+# `I3` gives the gradient of the input, `W3` the gradients of the weights; each takes 1, and together they replace `B3`. The
+# rank before waits only for I. An activation is kept from F to the end of W. At most 4 activations.
 
 # %% tags=["stub"]
 puzzle_4 = """
@@ -182,31 +183,33 @@ lab.check("schedule-puzzle-4")
 
 # %% tags=["statement"]
 # "no order takes less than 27"
-# "Its bubble is a third of 1F1B's"
+# "Its idle time, 3 on each rank, is a third of 1F1B's"
 assert found(r"Makespan (\d+), par (\d+); bubble (\d+)%; (\d+) activations") == [27, 3 + 24, 11, 4]
 assert abs(3 / 27 - 0.111) < 0.001 and (27 - 24) / (33 - 24) == 1 / 3
 
 # %% [markdown]
-# The last rank waits for three forward passes and then has 24 units of work: no order takes less than 27. This is ZB-H1. Its bubble is a
-# third of 1F1B's, and every rank needs the memory of 1F1B's first rank.
+# The last rank waits for three forward passes and then has 24 units of work: no order takes less than 27. This is ZB-H1.
+# Its idle time, 3 on each rank, is a third of 1F1B's, and every rank needs the memory of 1F1B's first rank.
 #
 # P. Qi, X. Wan, G. Huang and M. Lin, "Zero bubble pipeline parallelism", ICLR 2024.
 #
 # ## If you have time
 #
-# - Write an order in which ranks wait for each other in a circle, although each line looks right by itself. What does the check say?
+# - Write an order in which ranks wait for each other in a circle, although each line looks right by itself. What does the
+#   check say?
 # - What is the shortest time with one activation? With two it is 51: can you find that order?
-# - Let the backward pass take three times as long as the forward pass: `simulate(one_f_one_b(4, 8), backward=3)`. Is 1F1B still as fast as
-#   GPipe? Is any order faster?
+# - Let the backward pass take three times as long as the forward pass: `simulate(one_f_one_b(4, 8), backward=3)`. Is 1F1B
+#   still as fast as GPipe? Is any order faster?
 
 # %% [markdown]
 # ## The duel
 #
-# Now messages cost time: each takes half a forward pass, and no par is known. At most 4 activations; use `F` and `B`, or `F`, `I` and `W`.
-# `duel.line` writes an order as one line, for the class to collect. (`lab.scores()` shows your best at the levels above.)
+# Now messages cost time: each takes half a forward pass, and no par is known. At most 4 activations; use `F` and `B`, or
+# `F`, `I` and `W`. `duel.line` writes an order as one line, for the class to collect. (`lab.scores()` shows your best at
+# the levels above.)
 
 # %%
-from dtlib.lab.lessons.l07 import duel
+from dtlib.lessons.l07 import duel
 
 duel.line("me", puzzle_2)
 

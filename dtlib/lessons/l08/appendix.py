@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 08b TF-Replicator's model
 #
-# Thirty minutes. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of *one*
-# replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so in 2019, for
-# TensorFlow 1. That version is gone, the way to program is not: TensorFlow 2 and JAX have it, with similar limits.
+# Thirty minutes. So far each program knew its rank: who sends, who receives, who prints. Here you write the step of
+# *one* replica, without a rank in it, and a library runs it on many processes, or as one graph. TF-Replicator did so
+# in 2019, for TensorFlow 1. That version is gone, but its way to program has stayed: TensorFlow 2 and JAX have it,
+# with similar limits.
 #
 # **Questions.** Can code that knows nothing of ranks train on many of them? How do four replicas become one graph? What can
 # such a graph not hold?
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from dtlib.errors import DtlibError
 from dtlib.lab import digits
-from dtlib.lab.lessons.l08 import figures
+from dtlib.lessons.l08 import figures
 from dtlib.parallel.replicator import Replicator
 
 # %% [markdown]
@@ -34,8 +35,8 @@ from dtlib.parallel.replicator import Replicator
 #
 # A *replica* trains the model on its own slice of the data. With TF-Replicator (P. Buchlovsky et al., 2019) you write two
 # functions: `input_fn`, what one replica reads, and `step_fn`, what it does with it. The library runs them on all replicas.
-# Here is a program in that style for TensorFlow 1. It was written for this lesson, and does not run here. Look for a rank, or
-# for a message: there is none. Where do the gradients of the four replicas meet?
+# Here is a sketch in that style, for TensorFlow 1. It was written for this lesson and never run, so some names may have been
+# others in the library. Look for a rank, or for a message: there is none. Where do the gradients of the four replicas meet?
 #
 # ```python
 #  1   replicator = MultiGpuReplicator(num_gpus=4)
@@ -60,10 +61,9 @@ from dtlib.parallel.replicator import Replicator
 # 20           session.run(loss)
 # ```
 #
-# In line 14: the wrapped optimizer averages before it steps. Line by line, beside ours, where `input_fn`, `step_fn`, `run` and
-# `wrap_optimizer` have kept their names:
+# In line 14: the wrapped optimizer averages before it steps. Line by line, beside ours:
 #
-# | there | here | |
+# | line | here | |
 # |---|---|---|
 # | 1 | `Replicator(comm)` or `Replicator(replicas=4)` | a process per replica, or all in this process |
 # | 3, 4 | `model = nn.Linear(64, 10)` | one copy per process, which `wrap_optimizer` makes equal; or one copy for all |
@@ -72,7 +72,7 @@ from dtlib.parallel.replicator import Replicator
 # | 10 to 13 | `def step_fn(inputs)` | what it computes: the same code on all replicas |
 # | 14 | `optimizer.minimize(loss)` | gradients, their average, the step |
 # | 15 | `return loss` | the loss of this replica; `run` gives those of all |
-# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | there you build a graph, then run it; here it runs at once |
+# | 17 to 20 | `replicator.run(step_fn, input_fn).mean(1)` | the sketch builds a graph, then runs it; ours runs at once |
 
 # %% [markdown]
 # Some steps need more than an average of gradients. `map_reduce` combines the tensors of all replicas: below, it counts what
@@ -114,24 +114,16 @@ def program(replicator):
 comm = dtlib.init().comm
 with dtlib.trace() as trace:
     between = program(Replicator(comm))
-per_step = [event.what for event in trace.events if event.name == "all_reduce"][:2]
+exchanged = [event.what for event in trace.events if event.name == "all_reduce"]
 if comm.rank == 0:
     print(f"losses {tuple(between['loss'].shape)}: steps, replicas")
-    print("in a step:", *per_step, sep="\n    ")
-
-# %% tags=["statement"]
-# "The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). Then come the hits."
-assert found(r"all_reduce\(mean\) of \((\d+),\) float64 all_reduce\(sum\)") == [64 * 10 + 10 + 2]
 
 # %% [markdown]
-# The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). Then come
-# the hits.
-#
-# The second is **in-graph replication**: one process, this notebook's own, holds all four replicas. The engines do nothing.
-# Why would one want that? Who has the whole step as one graph can plan it: order it, fuse it, place each replica on a device.
-# Each replica's step is *captured* as a graph, gradients included (by torch's `make_fx`). In this graph an exchange is
-# only a mark. Then the four graphs are *rewired* into one, in which each mark has become a real exchange between the
-# replicas.
+# The second is **in-graph replication**: one process, this notebook's own, holds all four replicas. The engines do
+# nothing. Why would one want that? A library that has the whole step as one graph can plan it: order operations, fuse
+# them, place each replica on a device. Each replica's step is *captured* as a graph, gradients included (by torch's
+# `make_fx`). In this graph an exchange is only a mark. Then the four graphs are *rewired* into one, in which each mark
+# has become a real exchange between the replicas.
 #
 # **Predict.** How many `all_reduce`s does the rewired graph of the four replicas have, for one step?
 
@@ -159,8 +151,8 @@ assert all(len(set(row(f"{step}", "right of 96")[:2])) == 1 for step in (0, 1, 4
 
 # %% [markdown]
 # Each replica has the same losses both ways, to 1e-12. Here is the rewired graph, from top to bottom. Look at the
-# grey bars across all four columns: an `all_reduce` is an exchange, `apply_gradients` the step of the optimizer. (Operations that only give a tensor another shape or name are left out;
-# `print(replicator.graph())` counts all of them.)
+# grey bars across all four columns: an `all_reduce` is an exchange, `apply_gradients` the step of the optimizer.
+# (Operations that only give a tensor another shape or name are left out; `print(replicator.graph())` counts all of them.)
 
 # %%
 figures.rewired(replicator.graph())
@@ -171,6 +163,22 @@ exchanges = [node.meta["exchange"] for node in replicator.graph().exchanges]
 assert count(r"==== all_reduce") == 2
 
 # %% [markdown]
+# And what did the four processes exchange?
+
+# %%
+exchanged = lab.values("exchanged")[0]
+first = exchanged[: len(exchanged) // 10]
+print(f"{len(exchanged)} in 10 steps; in the first:", *first, sep="\n    ")
+
+# %% tags=["statement"]
+# "The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?). The hits follow."
+assert found(r"(\d+) in 10 steps")[0] == 20
+assert found(r"all_reduce\(mean\) of \((\d+),\) float64 all_reduce\(sum\)") == [64 * 10 + 10 + 2]
+
+# %% [markdown]
+# The same two. The gradients of a step travel as one message, with a flag for each of the two parameters (was it used?).
+# The hits follow.
+#
 # Replicas go from exchange to exchange together. When `apply_gradients` changes the shared variables, every replica
 # has read the old ones, and none has read the new ones. The hits are counted from scores of *before* this change.
 #
@@ -234,7 +242,7 @@ assert count(r"cannot capture") == 2 and found(r"in 'line (\d): if x.mean") == [
 # | `input_fn(replica_id)` | `strategy.distribute_datasets_from_function` | arrays cut along an axis of the mesh |
 # | `map_reduce(x)` | `ReplicaContext.all_reduce(op, x)` | `jax.lax.psum(x, axis)` |
 # | `map_gather(x)` | `ReplicaContext.all_gather(x, axis)` | `jax.lax.all_gather(x, axis)` |
-# | `wrap_optimizer` | `apply_gradients`, which adds up gradients | `jax.grad`, which adds up those of what all share |
+# | `wrap_optimizer` | `apply_gradients`, which adds up gradients | `jax.grad`, which adds up the gradients of what all share |
 # | captured once | `tf.function` | `jax.jit` |
 # | an `if` on a value: refused | rewritten into the graph by AutoGraph | refused: use `jnp.where` or `lax.cond` |
 #

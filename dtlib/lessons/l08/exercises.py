@@ -33,17 +33,17 @@ world = dtlib.init()
 # the ring?
 
 # %% tags=["stub"]
-lab.predict("column-forward", {"collective": None, "bytes": None})
-lab.predict("column-backward", {"collective": None, "bytes": None})
-lab.predict("row-forward", {"collective": None, "bytes": None})
-lab.predict("row-backward", {"collective": None, "bytes": None})
+lab.predict("column-forward", {"column, forward": None, "bytes": None})
+lab.predict("column-backward", {"column, backward": None, "bytes": None})
+lab.predict("row-forward", {"row, forward": None, "bytes": None})
+lab.predict("row-backward", {"row, backward": None, "bytes": None})
 
 # %% tags=["solution"]
 B = 1536 * 64 * 8
-lab.predict("column-forward", {"collective": "nothing", "bytes": 0})
-lab.predict("column-backward", {"collective": "all_reduce", "bytes": 2 * B * 2 // 3})
-lab.predict("row-forward", {"collective": "all_reduce", "bytes": 2 * B * 2 // 3})
-lab.predict("row-backward", {"collective": "nothing", "bytes": 0})
+lab.predict("column-forward", {"column, forward": "nothing", "bytes": 0})
+lab.predict("column-backward", {"column, backward": "all_reduce", "bytes": 2 * B * 2 // 3})
+lab.predict("row-forward", {"row, forward": "all_reduce", "bytes": 2 * B * 2 // 3})
+lab.predict("row-backward", {"row, backward": "nothing", "bytes": 0})
 
 # %%
 # %%px
@@ -81,7 +81,7 @@ lab.predict("groups-of-7", {"data": None, "pipe": None, "tensor": None})
 lab.predict("groups-of-7", {"data": [1, 7], "pipe": [7, 10], "tensor": [6, 7, 8]})
 
 # %%
-from dtlib.lab.lessons.l08 import figures
+from dtlib.lessons.l08 import figures
 
 figures.mesh(data=2, pipe=2, tensor=3)
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 08 Tensor and hybrid parallelism
 #
-# One hour. You cut single layers over ranks, count what then has to travel, and combine data, pipeline and tensor
+# Ninety minutes. You cut single layers over ranks, count what travels, and combine data, pipeline and tensor
 # parallelism on one grid of ranks, the *mesh*.
 #
 # **Questions.** What if one layer is too large for a rank? Where do the ranks that share it have to talk? Which kind
@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from dtlib import lab
 from dtlib.lab import digits
-from dtlib.lab.lessons.l08 import figures as tensor_figures
+from dtlib.lessons.l08 import figures as tensor_figures
 from dtlib.parallel import tensor
 from dtlib.parallel.data.plain import DataParallelBuckets
 from dtlib.parallel.tensor import plain
@@ -35,8 +35,8 @@ from dtlib.theory.collectives import elements_sent
 # %% [markdown] tags=["half-day"]
 # ## A layer too large for one rank
 #
-# Data parallelism and ZeRO cut the batch; a pipeline cuts between layers. All need at least one whole layer on a rank
-# while it computes. If that is too much, cut the layer: *tensor parallelism*. **All ranks then work on the same
+# Data parallelism cuts the batch, ZeRO the model states, a pipeline the stack of layers. All need a whole layer on a
+# rank while it computes. If that is too much, cut the layer: *tensor parallelism*. **All ranks then work on the same
 # samples.**
 #
 # A linear layer is a product Y = X A, with X of shape (samples, inputs) and A of shape (inputs, outputs). There are two
@@ -112,8 +112,8 @@ tensor_figures.cuts(ranks=4)
 assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\}") == 1
 
 # %% [markdown]
-# The two cuts mirror each other. And between these ranks nothing travels for the gradient of a cut *weight*: it is
-# complete where the weight is.
+# The two cuts mirror each other. Nothing travels for the gradient of a cut *weight*: it is complete where the weight
+# is.
 #
 # ## f and g
 #
@@ -124,7 +124,7 @@ assert count(r"complete without an all_reduce: \{'columns': False, 'rows': True\
 # | **f** | x as it is | `all_reduce` of the gradient | before a cut by columns |
 # | **g** | `all_reduce` | the gradient as it is | after a cut by rows |
 #
-# Here is the plain core. In it, f and g tell autograd, torch's backward pass, what to do with gradients:
+# The plain core. f and g tell autograd, torch's backward pass, what to do with gradients:
 
 # %%
 lab.read(plain)
@@ -136,11 +136,12 @@ lab.read(plain.CopyToRanks, plain.ReduceFromRanks)
 # %%
 lab.read(plain.slice_of, plain.ColumnParallelLinear, plain.RowParallelLinear)
 
+# %% [markdown] tags=["half-day"]
+# Every transformer block has two layers with an activation between them: gelu(X A) B. Cut the first **by columns, then
+# the second by rows**: a rank's columns of gelu(X A) are exactly those that its rows of B need, so nothing travels in
+# between. The other order does not work: the activation of a sum is not the sum of the activations.
+
 # %% [markdown]
-# Every transformer has two layers with an activation between them. Cut the first **by columns, then the second by
-# rows**: a rank's columns of gelu(X A) are exactly those that its rows of B need, so nothing travels in between. The
-# other order does not work, because the activation of a sum is not the sum of the activations.
-#
 # **Predict.** How many `all_reduce`s does a rank call for such a pair, forward and backward together?
 
 # %% tags=["stub"]
@@ -213,7 +214,7 @@ assert all(numbers[-1] == numbers[-2] == 2 * 1024 * 128 * 8 * 3 / 4 for numbers 
 
 # %% [markdown]
 # Output and gradients equal those of one process, to 1e-12. In the table, B is the size of X in bytes: only
-# activations travel, so *more hidden features cost no extra byte*.
+# activations and their gradients travel, so *more hidden features cost no extra byte*.
 #
 # **Change a line.** Below, the layer cut by columns has no f. **Predict:** which is wrong, the output `"Z"`, or the
 # gradient of `"A"`, of `"B"` or of `"X"`?
@@ -244,8 +245,8 @@ if comm.rank == 0:
 assert count("wrong: X$") == 1 or count("wrong: X\n") == 1
 
 # %% [markdown]
-# Nothing fails, and this layer trains. But the layers before it learn from one summand of their gradient. What the
-# plain core leaves out:
+# No error, and this layer learns. But the layers before it get one summand of their gradient. What the plain core
+# leaves out:
 
 # %%
 lab.read_end(plain)
@@ -258,7 +259,7 @@ lab.read_end(plain)
 # - **the embedding** by words: a rank looks up its own words, gives zeros for the others, and g adds up;
 # - **the output layer and the loss** by words too: the logits (scores of all words) are never put together.
 #
-# A small language model of torch's own layers:
+# A small language model:
 
 # %%
 # %%px
@@ -385,13 +386,14 @@ for event in trace.events:
         print(f"{event.what}: {event.bytes:,} bytes sent")
 
 # %% [markdown]
-# (Four more say who has which words.) Whole logits would be 50; real vocabularies have 100,000 words.
+# Three numbers for each of 192 tokens: the largest logit, the sum of exponentials, the target's logit. Whole logits
+# would be 50; real vocabularies have 100,000 words. (Four more count the ranks' words.)
 #
 # ## Sequence parallelism
 #
 # Between the cut layers every rank has all of x: norms and dropout are computed, and kept, N times. They work token by
-# token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`; by the ring an `all_reduce` is just these
-# two.
+# token, so cut them by tokens. f becomes an `all_gather`, g a `reduce_scatter`; by the ring an `all_reduce` is just
+# these two.
 
 # %%
 # %%px
@@ -428,15 +430,13 @@ assert whole[1] == cut[1] == 1.57 and abs(cut[0] - whole[0] / 4) < 0.01
 # %% [markdown] tags=["half-day"]
 # ## A mesh of axes
 #
-# Tensors end at a machine's edge, data at the largest useful batch. So kinds combine: ranks stand on a grid, the *mesh*,
-# whose axes have names. Along `tensor`, ranks share layers; along `data`, the batch.
+# Tensor parallelism pays inside a machine, data parallelism up to the largest useful batch. So they are combined:
+# ranks stand on a grid, the *mesh*, whose axes have names. Along `tensor`, ranks share layers; along `data`, the
+# batch.
 
 # %% [markdown]
 # `world.mesh(data=2, tensor=2)` makes a communicator (a group of ranks that talk with each other) for every line of
 # that grid. The last axis varies fastest: neighbours along it have consecutive numbers.
-
-# %%
-tensor_figures.mesh(data=2, tensor=2)
 
 # %% [markdown]
 # **Predict.** With whom does rank 3 average its gradients? Write a list that includes rank 3.
@@ -451,6 +451,9 @@ lab.predict("averages-with-3", [1, 3])
 # %%px
 mesh = dtlib.init().mesh(data=2, tensor=2)
 groups = {axis: mesh[axis].all_gather_object(comm.rank) for axis in mesh.shape}
+
+# %%
+tensor_figures.mesh(data=2, tensor=2)
 
 # %%
 rows = [(rank, group["data"], group["tensor"]) for rank, group in enumerate(lab.values("groups"))]
@@ -546,7 +549,7 @@ assert tensor > data > pipe == 1
 
 # %% [markdown] tags=["half-day"]
 # Every layer also waits for the `all_reduce`s of `tensor`, while gradients along `data` can travel during the
-# backward pass, and messages along `pipe` go to one neighbour. So `tensor` stays **inside a machine**, where links
+# backward pass, and a message along `pipe` goes to one neighbour. `tensor` stays **inside a machine**, where links
 # are fastest (D. Narayanan et al., 2021); `pipe` and `data` go between machines.
 
 # %% tags=["statement"]
@@ -572,7 +575,7 @@ tensor_figures.mesh(data=2, pipe=2, tensor=2)
 # ## Pipelines with data parallelism and ZeRO
 #
 # Two pipelines of two stages, side by side. The config chooses the stage of ZeRO (lesson 06) for the optimizer along
-# `data`. DeepSpeed allows stage 1 here, and refuses stages 2 and 3 together with a pipeline.
+# `data`. DeepSpeed allows stage 1 here, and refuses 2 and 3.
 #
 # **Predict.** A step has four micro-batches. Stage 1 reduces gradients once per step. How many times as many bytes does
 # stage 2 send for `reduce_scatter`?
@@ -585,8 +588,6 @@ lab.predict("times-stage-1", 4)
 
 # %%
 # %%px
-from collections import Counter
-
 from dtlib.pipe import LayerSpec, PipelineModule
 
 SPECS = [
@@ -595,8 +596,8 @@ SPECS = [
 ]
 
 
-def two_pipelines(stage):
-    """Losses of five steps on 96 images, and bytes of numbers that this rank sent, by operation."""
+def engine_of(stage):
+    """Two pipelines of two stages each, and this stage of ZeRO along data."""
     module = PipelineModule(SPECS, num_stages=2, loss_fn=cross_entropy).double()
     config = {
         "train_batch_size": 96,
@@ -605,8 +606,18 @@ def two_pipelines(stage):
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = dtlib.initialize(model=module, config=config)
+    return engine, module.data_comm
+
+# %%
+# %%px
+from collections import Counter
+
+
+def two_pipelines(stage):
+    """Losses of five steps on 96 images, and bytes of numbers that this rank sent, by operation."""
+    engine, data = engine_of(stage)
     (images, labels), _ = digits.load(torch.float64)
-    data, losses = module.data_comm, []
+    losses = []
     with dtlib.trace() as trace:
         for at in range(0, 5 * 96, 96):
             x, y = (tensor[at : at + 96][data.rank :: 2].chunk(4) for tensor in (images, labels))
@@ -618,8 +629,6 @@ def two_pipelines(stage):
 
 
 of_stage = {stage: two_pipelines(stage) for stage in (0, 1, 2)}
-for losses, _ in of_stage.values():
-    assert max(abs(a - b) for a, b in zip(losses, of_stage[0][0], strict=True)) < 1e-12
 
 # %%
 of_stage = lab.values("of_stage")[0]
@@ -636,12 +645,11 @@ reduced = {stage: sent["reduce_scatter"] for stage, (_, sent) in of_stage.items(
 # "The losses are equal."
 # "at stage 2 each of them costs a `reduce_scatter`"
 none, one, two = (row(f"stage {stage}", "in five steps") for stage in (0, 1, 2))
-assert none[0] == one[0] == two[0] and two[3] == 4 * one[3]
+assert none[0] == one[0] == two[0] and two[3] == 4 * one[3] > 0
 
 # %% [markdown]
-# The losses are equal. A pipeline needs many micro-batches for a small bubble, and at stage 2 each of them costs a
-# `reduce_scatter`. There is also less to save, as a rank has only the gradients of its own stage. So use stage 1
-# here.
+# The losses are equal. A small bubble needs many micro-batches, and at stage 2 each of them costs a `reduce_scatter`.
+# And it saves little: a rank has only its own stage's gradients. So use stage 1 here.
 #
 # ## What holds on GPUs, and what does not
 #
@@ -667,7 +675,7 @@ lab.quiz("08")
 # - Attention is cut by heads, embedding and loss by words; norms by tokens (sequence parallelism).
 #   What is whole stays equal without being sent.
 # - A mesh names axes. `tensor` sends most and is waited for most, so it stays inside a machine.
-# - Pipelines with ZeRO-2 work; they pay one `reduce_scatter` per micro-batch.
+# - With a pipeline take ZeRO-1: stage 2 costs a `reduce_scatter` per micro-batch (DeepSpeed refuses it).
 #
 # Now the [exercises](../exercises/08_tensor_and_hybrid_exercises.ipynb); the last of them belongs to
 # [08b](08b_replicator.ipynb).

@@ -13,20 +13,20 @@ def _groups_with(rank: int, **shape: int) -> dict[str, list[int]]:
     return {axis: next(group for group in groups_of(axis, shape) if rank in group) for axis in shape}
 
 
-def _sent(got) -> Prediction:
+def _sent(where: str, got) -> Prediction:
     """A collective and its bytes, as the exercise takes them from the trace on each rank."""
     return Prediction(
         got=got,
         kind=object,
         hint={
-            "collective": "Who has only a summand, and who a slice?",
+            where: "Who has only a summand, and who a slice?",
             "bytes": "2 B (N-1)/N for an all_reduce, B being the bytes of x.",
         },
     )
 
 
-def _of_rank_0(seen: list) -> dict:
-    return dict(zip(("collective", "bytes"), seen[0], strict=True))
+def _of_rank_0(where: str, seen: list) -> dict:
+    return dict(zip((where, "bytes"), seen[0], strict=True))
 
 
 _CUTS = ("columns", "rows")
@@ -77,10 +77,12 @@ PREDICTIONS = {
     ),
     "sum-over-replicas": Prediction(got=lambda sums: int(sums[0, 0]), hint="Together they have all of them."),
     # The exercises
-    "column-forward": _sent(lambda column_forward: _of_rank_0(column_forward)),
-    "column-backward": _sent(lambda column_backward: _of_rank_0(column_backward)),
-    "row-forward": _sent(lambda row_forward: _of_rank_0(row_forward)),
-    "row-backward": _sent(lambda row_backward: _of_rank_0(row_backward)),
+    "column-forward": _sent("column, forward", lambda column_forward: _of_rank_0("column, forward", column_forward)),
+    "column-backward": _sent(
+        "column, backward", lambda column_backward: _of_rank_0("column, backward", column_backward)
+    ),
+    "row-forward": _sent("row, forward", lambda row_forward: _of_rank_0("row, forward", row_forward)),
+    "row-backward": _sent("row, backward", lambda row_backward: _of_rank_0("row, backward", row_backward)),
     "groups-of-7": Prediction(
         got=lambda: _groups_with(7, data=2, pipe=2, tensor=3),
         kind=list,

@@ -1,7 +1,7 @@
 """The figures of lesson 09, each with its text."""
 
 from dtlib.lab.colours import RANK_COLOURS
-from dtlib.lab.drawing import MARKERS, shown, subplots
+from dtlib.lab.drawing import shown, subplots
 from dtlib.lab.tables import Table
 
 _HATCHES = ("", "//", "\\\\", "xx")
@@ -30,25 +30,3 @@ def utilisation(found: dict, title: str = ""):
     ]
     alt = f"{title or 'Utilisation of the accelerator'}: bars of {', '.join(bars)} for {', '.join(groups)}."
     return figure, alt, Table(rows, ("", "", "AU", "samples/s", "bytes read"), title)
-
-
-@shown
-def against_ranks(measured: dict, modelled: dict):
-    """AU against ranks: measured, solid and filled; MODELLED, dashed and hollow. Both map ranks to a fraction."""
-    figure, axes = subplots(height=3.8)
-    style = {"color": RANK_COLOURS[0], "marker": MARKERS[0], "markersize": 8}
-    axes.plot(list(measured), [100 * au for au in measured.values()], label="measured", **style)
-    style = {"color": RANK_COLOURS[1], "marker": MARKERS[1], "markersize": 8, "mfc": "white"}
-    axes.plot(list(modelled), [100 * au for au in modelled.values()], "--", label="MODELLED", **style)
-    ranks = sorted({*measured, *modelled})
-    axes.set(xscale="log", ylim=(0, 105))
-    axes.minorticks_off()
-    axes.set_xticks(ranks, [f"{count}" for count in ranks])
-    axes.set_xlabel("ranks that share the storage")
-    axes.set_ylabel("utilisation in %")
-    axes.legend()
-    rows = [
-        (n, f"{measured[n]:.0%}" if n in measured else "", f"{modelled[n]:.0%}" if n in modelled else "") for n in ranks
-    ]
-    alt = "Utilisation against ranks that share the storage: measured on a few, MODELLED beyond."
-    return figure, alt, Table(rows, ("ranks", "measured", "MODELLED"))

@@ -5,11 +5,11 @@
 # formats, feed emulated accelerators from them, and see what makes them starve and what helps. Then you stop in the
 # middle of an epoch and go on with a different number of ranks, without losing a sample.
 #
-# **Questions.** How many bytes per second does a model need? Which format, how many workers? What does an accelerator do
-# while it waits? How do you resume an epoch?
+# **Questions.** How many bytes per second does a model need? Which format, how many workers? What does an accelerator
+# do while it waits? How do you resume an epoch?
 #
-# **Afterwards you can** estimate what storage has to deliver; measure *accelerator utilisation* honestly; choose a format
-# by the files that it opens and the bytes that it reads; say in one number where an epoch is.
+# **Afterwards you can** estimate what storage has to deliver; measure *accelerator utilisation* honestly; choose a
+# format by the files that it opens and the bytes that it reads; say in one number where an epoch is.
 #
 # **You need** lesson 00, and to know what a batch is.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtlib.lab.lessons.l09 import figures
+from dtlib.lessons.l09 import figures
 from dtlib.storage import Cached, Loader, StorageError, loader, mlperf, open_samples, order
 from dtlib.storage import page_cache, preprocessing, readers, stage, utilisation, write
 from dtlib.storage.utilisation import EmulatedAccelerator, measure
@@ -87,7 +87,8 @@ assert rows("unet3d", "MLPerf")[2][-2] == 0.162
 # ## From raw files to binary
 #
 # The usual first advice on input: decode *once*, before training. A raw sample here is an image (JPEG), an annotation
-# (JSON) and a text. A record holds the same as arrays, and always has the same length.
+# (JSON) and a text. A record holds the same as arrays, and always has the same length. Decoded
+# once, it has only to be copied in each epoch (and read: files follow below).
 
 # %%
 print(preprocessing.RECORD, preprocessing.RECORD.itemsize, "bytes")
@@ -102,7 +103,7 @@ began = time.perf_counter()
 stored = [np.frombuffer(record.tobytes(), preprocessing.RECORD) for record in records]
 copied = time.perf_counter() - began
 print(f"decoding takes {1e6 * decoded / 1920:.0f} us a sample,", end=" ")
-print(f"reading it as a record {1e6 * copied / 1920:.1f} us")
+print(f"copying its record in memory {1e6 * copied / 1920:.1f} us")
 print(f"raw {sum(len(part) for sample in raw for part in sample):,} bytes,", end=" ")
 print(f"binary {sum(record.nbytes for record in records):,} bytes")
 
@@ -116,22 +117,23 @@ raw, binary = found(r"raw ([\d,]+) bytes, binary ([\d,]+) bytes")
 assert binary > raw
 
 # %% [markdown]
-# The price: binary records are larger. (NVIDIA's DALI decodes during training, on the GPU; TensorFlow's `tf.data` does so
-# in parallel on the CPU.)
+# The price: binary records are larger. (NVIDIA's DALI decodes during training, on the GPU; TensorFlow's `tf.data` does
+# so in parallel on the CPU.)
 #
 # ## One set of samples, four formats
 #
 # The formats are *one file per sample*; *shards*, files with many records each; *tar*, the same in the archives that
-# webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its number.
-# In a shard a multiplication gives the place of a record: `_read_into` is all that reading takes. `_check` makes sure, once a
-# file, that no record has another length, as all behind it would be read at the wrong place:
+# webdataset reads; and *Parquet*, which stores columns. A reader is a torch data set that finds a sample by its
+# number. In a shard all records are equally long: number times length (`stride`) is the place of a record, and
+# `_read_into` reads it. (`_check` makes sure, once a file, that no record has another length: all behind it would be
+# read at the wrong place.)
 
 # %%
-lab.read(readers.RawReader)
+lab.read(readers.RawReader._stride, readers.RawReader._read_into)
 
 # %% [markdown]
-# **Predict.** 1920 samples, 384 in each shard. How many files are opened in an epoch, with one file per sample, and with
-# shards?
+# **Predict.** 1920 samples, 384 in each shard. How many files are opened in an epoch, with one file per sample, and
+# with shards?
 
 # %% tags=["stub"]
 lab.predict("opens-of-an-epoch", {"files": None, "shards": None})
@@ -162,16 +164,16 @@ lab.table(rows, headers)
 assert row("files", "reads that jump")[-1] == 0 and row("files", "reads that jump")[0] == 1920
 
 # %% [markdown]
-# With one file per sample, reads never jump *in* a file: here the randomness is in the opens. On a cluster's file system
-# an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also be striped
-# over several disks; a small file gains nothing from that.
+# With one file per sample, reads never jump *in* a file: here the randomness is in the opens. On a cluster's file
+# system an open is a request to a *metadata server*, which all users share. On Lustre, a common one, a shard can also
+# be striped over several disks; a small file gains nothing from that.
 
 # %% [markdown] tags=["half-day"]
 # ## Utilisation
 #
-# You need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take. Its
-# **utilisation (AU)** is compute time divided by all time, without the first step. MLPerf Storage asks for 90 % for most
-# models.
+# You need no model to see whether one would starve: an EMULATED accelerator sleeps for as long as a step would take.
+# Its **utilisation (AU)** is compute time divided by all time, without the first step. MLPerf Storage asks for 90 % for
+# most models.
 
 # %%
 lab.read(utilisation.measure)
@@ -203,8 +205,8 @@ written("large samples", large, "files", "tar")
 workloads = {"large samples": large, "small samples": small}
 
 # %% [markdown] tags=["half-day"]
-# An honest measurement begins *cold*. The operating system keeps in memory what was read, and from memory every format looks
-# good. So we empty that cache before each measurement, and check that it is empty.
+# An honest measurement begins *cold*. The operating system keeps in memory what was read, and from memory every format
+# looks good. So we empty that cache before each measurement, and check that it is empty.
 
 # %% tags=["half-day"]
 def fed(where, work, compute=None, **settings):
@@ -217,8 +219,8 @@ def fed(where, work, compute=None, **settings):
     return measure(loader, EmulatedAccelerator(compute or work.compute_seconds))
 
 # %% [markdown]
-# **Predict.** Workers are processes that read ahead. Where do they gain more, with large or with small samples in shards?
-# (Compare 2 workers with none.)
+# **Predict.** Workers are processes that read ahead. Where do they gain more, with large or with small samples in
+# shards? (Compare 2 workers with none.)
 
 # %% tags=["stub"]
 lab.predict("where-workers-help", None)
@@ -229,13 +231,14 @@ lab.predict("where-workers-help", "large samples")
 # %% tags=["nbval-ignore-output"]
 grid = {
     name: {
-        (form, f"{workers} workers"): fed(folder / name / form, work, workers=workers)
-        for form in ("files", "shards", "tar") for workers in (0, 1, 2)
+        (form, words): fed(folder / name / form, work, workers=workers)
+        for form in ("files", "shards", "tar")
+        for workers, words in enumerate(("no worker", "1 worker", "2 workers"))
     }
     for name, work in workloads.items()
 }
 gains = {
-    name: found["shards", "2 workers"].au - found["shards", "0 workers"].au
+    name: found["shards", "2 workers"].au - found["shards", "no worker"].au
     for name, found in grid.items()
 }
 
@@ -245,18 +248,24 @@ for name, found in grid.items():
 
 # %% tags=["statement"]
 # "Large samples take long to read, so workers can hide much."
-none, two = row("shards  0 workers", "large samples"), row("shards  2 workers", "large samples")
+none, two = row("shards  no worker", "large samples"), row("shards  2 workers", "large samples")
+assert two[0] > none[0] + 5
+
+# %% tags=["statement"]
+# "Small ones in files of their own gain as well"
+none, two = row("files   no worker", "small samples"), row("files   2 workers", "small samples")
 assert two[0] > none[0] + 5
 
 # %% [markdown]
-# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much. Small
-# ones in shards are read so quickly that a message from a worker costs about as much; where cores are few, workers can
-# even hurt. **How many workers? Measure.**
+# Without workers the accelerator waits for every read. Large samples take long to read, so workers can hide much.
+# Small ones in files of their own gain as well: there workers hide the opens. Small ones in shards are read so quickly
+# that a message from a worker costs about as much; where cores are few, workers can even hurt. **How many workers?
+# Measure.**
 
 # %% [markdown] tags=["half-day"]
 # ## A faster accelerator starves
 #
-# The same reader, the same files, no workers: one accelerator computes for 60 ms per step, the other for 6 ms.
+# The same reader, the same files, nothing read ahead: one accelerator computes for 60 ms per step, the other for 6 ms.
 #
 # **Predict.** Whose utilisation is lower, that of "the slow one" or of "the fast one"?
 
@@ -286,8 +295,8 @@ assert fast < 6 * slow
 
 # %% [markdown]
 # An accelerator that is ten times as fast gets far less than ten times the samples. Now on four ranks: each feeds an
-# accelerator of its own, and waits for the others at a barrier after each step. In the timeline, look where a rank's line is
-# empty: there it reads, and its accelerator starves.
+# accelerator of its own, and waits for the others at a barrier after each step. In the timeline, look where a rank's
+# line is empty: there it reads, and its accelerator starves.
 
 # %%
 lab.push(shards=str(shards))
@@ -308,13 +317,14 @@ lab.pictures.timeline("trace")
 # %% [markdown]
 # ## Three ways to hide it
 #
-# **Prefetch**: a thread reads the next batch while this one computes. **Staging**: copy the files to the node's own disk
-# first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a busy metadata
-# server: every open waits 2 ms. That is INJECTED, and the lines where it acts say so.
+# **Prefetch**: a thread reads the next batch while this one computes. **Staging**: copy the files to the node's own
+# disk first. **Caching**: keep samples in memory after the first epoch. For staging and caching we imitate a busy
+# metadata server: every open waits 2 ms. That is INJECTED, and the lines of such a reader say so. (The staged copy has
+# just been written: it is read from memory.)
 
 # %% tags=["nbval-ignore-output"]
-for ahead in (0, 1, 2):
-    print(f"{ahead} batches ahead: {fed(shards, large, prefetch=ahead)}")
+for ahead, words in enumerate(("no batch ahead", "1 batch ahead", "2 batches ahead")):
+    print(f"{words}: {fed(shards, large, prefetch=ahead)}")
 
 # %% tags=["nbval-ignore-output"]
 one_each = folder / "small samples" / "files"
@@ -330,7 +340,6 @@ keeps = Loader(cached, small.batch)
 for epoch in (1, 2):
     used = measure(keeps, EmulatedAccelerator(small.compute_seconds))
     print(lab.fold(f"epoch {epoch}: {used.counters['hits']:,} samples from memory; {used}"))
-assert used.counters["opens"] == 0
 
 # %% tags=["statement"]
 # "Prefetch: a thread reads the next batch while this one computes."
@@ -342,8 +351,8 @@ assert near > 2 * far and second > 2 * first
 # %% [markdown]
 # ## Only the columns that are needed
 #
-# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few of them. Records give all or
-# nothing; in Parquet the values of a column lie together.
+# The table of DLRM, a recommendation model, has 200 columns, and a model may need only a few of them. Records give all
+# or nothing; in Parquet the values of a column lie together.
 #
 # **Predict.** A table has 40 columns of 4 bytes. We read 2 of them. What fraction of the bytes is read? (0 to 1)
 
@@ -378,9 +387,9 @@ assert 2 / 40 < found(r"You predicted 0.05, and it came out as ([\d.]+)")[0] < 3
 #
 # ## More ranks, one storage
 #
-# Each rank adds an accelerator; the storage stays the same. We let 1 to 4 ranks read without computing, and fit a line to
-# the time of a batch. The model: while a batch is read within the time of a step, AU is 100 %; beyond that it falls as
-# 1 / time. Then the same ranks compute, too: this was not fitted, so it is a test.
+# Each rank adds an accelerator; the storage stays the same. A thread reads ahead. On paper AU is 100 % as long as a
+# batch is read in less time than a step computes, here 16 ms. We let 1 to 4 ranks read twice: first without computing,
+# which gives the time of a batch, then with it.
 
 # %% tags=["nbval-ignore-output"]
 # %%px
@@ -403,28 +412,27 @@ au = {ranks: 0.016 / step_of(ranks, 0.016) for ranks in (1, 2, 3, 4)}
 
 # %% tags=["nbval-ignore-output"]
 reading, au = (lab.values(name)[0] for name in ("reading", "au"))
-more, own = np.polyfit(list(reading), list(reading.values()), 1)
-model = {n: utilisation.modelled(0.016, more, n, own=own) for n in (1, 2, 3, 4, 6, 8, 12, 16)}
-figures.against_ranks(au, model)
-print(f"A batch takes {1e3 * own:.1f} ms, and {1e3 * more:.1f} ms more for each rank that reads.")
-off = 100 * max(abs(model[n] - au[n]) for n in au)
-print(f"AU is off by up to {off:.0f} points on 1 to 4 ranks.")
+rows = [
+    (ranks, f"{1e3 * batch:.1f}", f"{min(1, 0.016 / batch):.0%}", f"{au[ranks]:.0%}")
+    for ranks, batch in reading.items()
+]
+lab.table(rows, ("ranks that read", "ms a batch", "AU on paper", "AU measured"))
 
 # %% tags=["claim"]
-# "while a batch is read within the time of a step, AU is 100 %; beyond that it falls as 1 / time"
-# "Measured ranks are below that from the first on."
-assert more > 0 and model[16] <= model[4] and max(au.values()) < 1
+# "No measured rank reaches 100 %, not even one that reads alone."
+assert max(au.values()) < 1
 
 # %% [markdown]
-# The model says 100 % as long as a batch is read in time. Measured ranks are below that from the first on. Buy storage by a
-# measurement, not by such a line.
+# No measured rank reaches 100 %, not even one that reads alone. So buy storage by a measurement with as many readers as
+# you will have.
 #
-# **Discuss.** Why is each measured rank below the model? How far would you trust the dashed line at sixteen ranks?
+# **Discuss.** Why do ranks wait although a batch is read in time on paper? How would you find out what sixteen ranks
+# do?
 #
 # ## Each sample once, and resuming
 #
-# Every epoch has an order of its own, made from the seed and the epoch's number alone; ranks and workers do not matter. A
-# step takes ranks x batch samples off its front. **So one number says where an epoch is**: how many samples have been
+# Every epoch has an order of its own, made from the seed and the epoch's number alone; ranks and workers do not matter.
+# A step takes ranks x batch samples off its front. **So one number says where an epoch is**: how many samples have been
 # taken.
 
 # %%
@@ -459,8 +467,8 @@ saved = mine.state_dict()
 assert found(r"You predicted (\d+), and it came out as (\d+)") == [4 * 5 * 16] * 2
 
 # %% [markdown]
-# What the worker has read ahead does not count: nobody has trained on it. Now three ranks go on, with another batch size
-# and without workers.
+# What the worker has read ahead does not count: nobody has trained on it. Now three ranks go on, with another batch
+# size and without workers.
 
 # %%
 # %%px
@@ -474,15 +482,14 @@ every = [text for of_rank in comm.all_gather_object(seen) for text in of_rank]
 # %%
 every = lab.values("every")[0]
 print(f"{len(every)} samples arrived, {len(set(every))} different ones")
-assert len(every) == len(set(every)) == 1920
 
 # %% tags=["statement"]
 # "without losing a sample"
 assert found(r"(\d+) samples arrived, (\d+) different ones") == [1920, 1920]
 
 # %% [markdown]
-# Other libraries have broken here. Some save a position *per worker*, so that a resumed run needs as many workers; some count
-# what was read ahead. You write your own in the exercises.
+# Other libraries have broken here. Some save a position *per worker*, so that a resumed run needs as many workers; some
+# count what was read ahead. You write your own in the exercises.
 #
 # ## What is damaged
 #
@@ -499,18 +506,17 @@ except StorageError as error:
 tolerant = Loader(open_samples(folder / "shards", damaged="skip"), 32)
 arrived = sum(len(batch["label"]) for batch in tolerant)
 print(f"{arrived} samples arrived, {len(tolerant.skipped)} were skipped")
-assert arrived + len(tolerant.skipped) == 1920
 
 # %% tags=["statement"]
 # "Why byte 1,041,180, if the file ends at 1,000,000?"
-# "of the 63 missing samples, this one's turn was first"
+# "of the 63 missing samples, this one was asked for first"
 sample, byte = found(r"sample (\d+), at byte ([\d,]+)")
 assert byte == (sample - 2 * 384) * 3108 == 1_041_180 and found(r"(\d+) samples arrived, (\d+) were skipped") == [1857, 63]
 assert 384 - 1_000_000 // 3108 == 63
 
 # %% [markdown]
-# Why byte 1,041,180, if the file ends at 1,000,000? The epoch has an order of its own: of the 63 missing samples, this one's
-# turn was first.
+# Why byte 1,041,180, if the file ends at 1,000,000? The epoch reads in an order of its own: of the 63 missing samples,
+# this one was asked for first.
 #
 # ## Seven characteristics, and where you saw them
 #
@@ -541,8 +547,8 @@ lab.quiz("09")
 # - Demand is batch x bytes / seconds of a step. From BERT to UNet3D it grows by a factor of 13,000.
 # - Preprocess to binary; put many samples in a file; store columns where a model needs few of them.
 # - Prefetch, stage, cache; take as many workers as a measurement says. Measure cold, or say that it was not.
-# - AU = compute time / all time. A faster accelerator starves sooner, and so do more of them.
-# - The order comes from (seed, epoch) alone: each sample once, and one number to resume.
+# - AU = compute time / all time. A faster accelerator starves sooner; so do many on one storage.
+# - The order is made from (seed, epoch) alone: each sample once, and one number to resume.
 #
 # Now the [exercises](../exercises/09_data_input_exercises.ipynb).
 #

@@ -99,7 +99,7 @@ class ForgetsTheRank(_Stream):
 
 
 class SharesRoundedDown(_Stream):
-    """Nothing comes twice, and what is left at the end of a rank's share not at all."""
+    """Nothing is read twice, and what is left at the end of a rank's share not at all."""
 
     def __iter__(self):
         worker = get_worker_info()

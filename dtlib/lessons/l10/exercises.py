@@ -24,13 +24,13 @@ world = dtlib.init()
 # %% [markdown] tags=["half-day"]
 # ## Predict: how many GPUs?
 #
-# `deepspeed --num_nodes 2 --num_gpus 8 train.py` starts a rank for each GPU. How many ranks train?
+# `deepspeed --num_nodes 3 --num_gpus 4 train.py` starts a rank for each GPU. How many ranks train?
 
 # %% tags=["half-day", "stub"]
 lab.predict("gpus-of-the-listing", None)
 
 # %% tags=["half-day", "solution"]
-lab.predict("gpus-of-the-listing", 16)
+lab.predict("gpus-of-the-listing", 12)
 
 # %% [markdown] tags=["half-day"]
 # ## Choose: 200 MB a rank

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10 Two real models
 #
-# Ninety minutes. Two models, one that reads digits and one that summarises texts, are trained by one config each: on
-# our engines, on torch's classes and, where it is installed, on DeepSpeed.
+# Seventy-five minutes. Two models, one that reads digits and one that summarises texts, are trained by one config each:
+# on our engines, on torch's classes and, where it is installed, on DeepSpeed.
 #
 # **Questions.** What does a config decide, and what not? Do the frameworks learn the same? Do they perform alike?
 # Which one should you take?
@@ -18,7 +18,7 @@ from dtlib import lab; lab.engines(2)  # no dtlib? Kernel > Change Kernel
 # %%
 import json
 
-from dtlib.lab.lessons.l10 import figures
+from dtlib.lessons.l10 import figures
 from dtlib.training.run import CONFIGS
 
 # %%
@@ -46,7 +46,8 @@ vision = json.loads((CONFIGS / "vision.json").read_text())
 print(json.dumps(vision, indent=1))
 
 # %% [markdown]
-# The net is the usual one of tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28 points.
+# The net is the usual one of tutorials: 784 inputs, 128 hidden units, 10 outputs, for handwritten digits of 28 x 28
+# points. (The digits are scikit-learn's, of 8 x 8 points, enlarged: nothing has to be downloaded.)
 #
 # **Predict.** What fraction of 357 digits that it has never seen does it get right, after thirty passes? (0 to 1)
 
@@ -62,7 +63,6 @@ lab.predict("accuracy-on-digits", 0.97)
 # %% tags=["half-day"]
 # %%px
 result = train("vision")
-assert result["accuracy"] > 0.95
 if comm.rank == 0:
     print(f"{result['steps']} steps on {result['ranks']} ranks, accuracy {result['accuracy']:.3f}")
 
@@ -86,9 +86,6 @@ lab.predict("bytes-at-stage-3", 0.5)
 # %%
 # %%px
 of_stage = {stage: train("vision", stage=stage, steps=40) for stage in range(4)}
-for one in of_stage.values():
-    apart = max(abs(a - b) for a, b in zip(one["losses"], of_stage[0]["losses"], strict=True))
-    assert apart < 1e-4
 
 # %% tags=["nbval-ignore-output"]
 stages = lab.values("of_stage")[0]
@@ -102,7 +99,7 @@ assert of[3][2] == of[0][2] / 2
 
 # %% [markdown]
 # The loss does not move, the bytes do. Do not read an order into the times: in so small a model most of a step is messages
-# and bookkeeping, and a second run may turn it round. Stage 3 sends half as much again (lesson 06); it takes a larger model
+# and bookkeeping, and a second run may give another order. Stage 3 sends half as much again (lesson 06); it takes a larger model
 # or a slower link to see that.
 #
 # With `save=` a run leaves checkpoints, and `resume=True` goes on from the last one, here at another stage:
@@ -112,13 +109,14 @@ assert of[3][2] == of[0][2] / 2
 folder = comm.broadcast_object(mkdtemp() if comm.rank == 0 else None)
 train("vision", steps=20, save=folder)
 rest = train("vision", stage=2, steps=40, save=folder, resume=True)
-assert abs(rest["losses"][-1] - of_stage[0]["losses"][-1]) < 1e-4
 if comm.rank == 0:
-    print(f"{len(rest['losses'])} steps more, and the loss of the run that was never interrupted.")
+    print(f"{len(rest['losses'])} steps more; last loss {rest['losses'][-1]:.4f},", end=" ")
+    print(f"of the run without a break {of_stage[0]['losses'][-1]:.4f}")
 
 # %% tags=["statement"]
 # "`resume=True` goes on from the last one"
-assert found(r"(\d+) steps more, and the loss of the run that was never interrupted") == [40 - 20]
+more, last, unbroken = found(r"(\d+) steps more; last loss ([\d.]+), of the run without a break ([\d.]+)")
+assert more == 40 - 20 and last == unbroken
 
 # %% [markdown]
 # ## Change the runtime
@@ -151,7 +149,8 @@ assert row("dtlib", "one config, several runtimes") == row("torch", "one config,
 
 # %% [markdown]
 # They compute the same sums. So only time and memory are left to compare. "Horovod, DDP and DeepSpeed perform alike",
-# says a tutorial. We compare Horovod's API, our engine and torch.
+# says a tutorial. We compare our engine, torch, and `dtlib.horovod`, which has Horovod's API (Horovod itself does not
+# build for today's torch).
 #
 # **Predict.** Are their times per step here within a tenth of each other? Answer "yes" or "no".
 
@@ -220,18 +219,18 @@ medians = lab.values("seconds")[0]
 lab.table([(name, f"{1e3 * one:.2f}") for name, one in medians.items()], ("", "ms a step"))
 
 # %% [markdown]
-# To be honest: this is a small model on one machine, with messages in shared memory. What differs here is the cost of
-# a *small* message and of bookkeeping. On GPUs, with large models, the three move the same bytes through the same
-# NCCL, NVIDIA's collectives, and then the sentence is nearly true. `python -m benchmarks training` measures it with
-# intervals.
+# This proves little: a small model on one machine, with messages in shared memory, and neither Horovod itself nor
+# DeepSpeed. What differs here is the cost of a *small* message and of bookkeeping. On GPUs, with large models, the
+# three move the same bytes through the same NCCL, NVIDIA's collectives, and then the sentence is nearly true. With
+# intervals: `python -m benchmarks training`.
 
 # %% [markdown]
 # ## A small summariser
 #
 # The second model summarises. Its data is the documentation of fifty-odd Python libraries: the description of a
-# function is the article, the line above it the *reference*. The model is a transformer of 2.6 million parameters
-# that can also copy words of the article. It is already trained on most libraries. We go on with one that it has not seen,
-# for two minutes at most.
+# function is the article, the line above it the *reference*. The model is a transformer of 2.6 million parameters that
+# can also copy words of the article. It is already trained on most of them. We train it further on one library that it
+# has not seen, for two minutes at most.
 #
 # So small a model is good for the whole way of a real one (tokens, a start from a checkpoint, beam search, a measure), in
 # the minutes of a lesson. It is not good enough to read instead of the article.
@@ -260,7 +259,7 @@ if comm.rank == 0:
 
 # %%
 # %%px
-from dtlib.lab.lessons.l10.reading import best_and_worst
+from dtlib.lessons.l10.reading import best_and_worst
 
 three = best_and_worst(folder, comm)
 if comm.rank == 0:
@@ -281,7 +280,7 @@ assert count(r"Middle of 24(?:.*\n)+?Reference +(\w+)(?:.*\n)+?Model +\1") == 1
 #
 # ## Listings, corrected
 #
-# Some tutorials of these libraries have listings that were never run. With `import dtlib as deepspeed` they run here,
+# Some tutorials of these libraries have listings that cannot run. With `import dtlib as deepspeed` they run here,
 # once they are right. This one was meant to train by data parallelism, on two ranks. **Find** what is wrong with each numbered
 # line, before you go on to the cell below: it is the program, corrected.
 #
@@ -311,14 +310,16 @@ for batch, classes in train_loader:
     engine.backward(loss)
     engine.step()
     losses.append(loss.item())
-assert len(batch) == 64 // world.size and losses[-1] < losses[0]
 if world.rank == 0:
     stage = engine.zero_optimization_stage()
-    print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage}")
+    print(f"{engine.global_steps} steps, {len(batch)} rows a rank, ZeRO stage {stage};", end=" ")
+    print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
 
 # %% tags=["statement"]
 # "`train_batch_size` counts all ranks"
 assert found(r"(\d+) steps, (\d+) rows a rank, ZeRO stage (\d)") == [1280 / 64, 64 / 2, 2]
+first, last = found(r"loss ([\d.]+) at first, ([\d.]+) at last")
+assert last < first
 
 # %% [markdown]
 # What was wrong:
@@ -346,16 +347,17 @@ config = {
 }
 engine, *_ = deepspeed.initialize(model=model, config=config, training_data=data)
 losses = [engine.train_batch().item() for _ in range(10)]
-assert losses[-1] < losses[0]
 try:
     engine(images)
 except dtlib.DtlibError as sentence:
     if world.rank == 0:
-        print(f"Losses fall over {len(losses)} steps. And called: {sentence}")
+        print(f"Loss {losses[0]:.2f}, after {len(losses)} steps {losses[-1]:.2f}. And called:")
+        print(sentence)
 
 # %% tags=["statement"]
 # "A rank of a pipeline has only some of the layers, so there is nothing to call: `train_batch` runs the schedule"
-assert count("A pipeline is not called on one micro-batch") == 1
+first, _, last = found(r"Loss ([\d.]+), after (\d+) steps ([\d.]+)")
+assert count("A pipeline is not called on one micro-batch") == 1 and last < first
 
 # %% [markdown]
 # The same tutorials launch with `--num_nodes 2 --num_gpus 8` and speak of eight GPUs. `num_gpus` is per node: two times
@@ -364,9 +366,8 @@ assert count("A pipeline is not called on one micro-batch") == 1
 # %% tags=["nbval-ignore-output"]
 # %%px
 try:
-    train("vision", {**dict(train_batch_size=64), "run": {"gpus": 16}})
+    train("vision", {"train_batch_size": 64, "run": {"gpus": 16}})
 except dtlib.DtlibError as sentence:
-    assert "16" in str(sentence)
     if world.rank == 0:
         print("Refused:", sentence)
 

@@ -27,7 +27,9 @@ def machine():
     box = {"boxstyle": "round,pad=0.02,rounding_size=0.12", "lw": 1.5}
     for node, left in enumerate((0, 6.4)):
         axes.add_patch(FancyBboxPatch((left, 0), 5.2, 4.3, fc="0.96", ec="0.5", **box))
-        axes.text(left + 2.6, 4.0, f"machine {node}", ha="center", va="center")
+        axes.text(left + 2.6, 4.05, f"machine {node}", ha="center", va="center", weight="bold")
+        axes.text(left + 2.6, 3.5, "NVLink: 600 to 1,800 GB/s", ha="center", va="center")
+        axes.text(left + 2.6, 1.73, "PCIe: 32 to 64 GB/s", ha="center", va="center", bbox={"fc": "0.96", "ec": "none"})
         for number in range(4):
             rank, x = 4 * node + number, left + 0.25 + 1.25 * number
             axes.add_patch(FancyBboxPatch((x, 2.2), 0.9, 1.0, fc=rank_colour(rank), ec="white", zorder=3, **box))
@@ -39,8 +41,7 @@ def machine():
         axes.add_patch(FancyBboxPatch((left + 0.25, 0.4), 4.65, 0.85, fc="white", ec="0.4", **box))
         axes.text(left + 2.6, 0.83, "host: cores, memory, disk", ha="center", va="center")
     axes.plot([5.2, 6.4], [0.83, 0.83], color="0.45", lw=1.2)
-    axes.text(5.8, 1.05, "network", ha="center", va="bottom", rotation=90)
-    axes.text(5.8, 3.2, "no wire", ha="center", va="center", rotation=90, color="0.45")
+    axes.text(5.8, 1.05, "network: 1 to 100 GB/s", ha="center", va="bottom", rotation=90)
     axes.set(xlim=(-0.15, 11.75), ylim=(-0.15, 4.5), aspect="equal")
     axes.axis("off")
     alt = "Two machines of four accelerators: thick wires inside a machine, thin ones to its host and beyond."
@@ -49,18 +50,18 @@ def machine():
 
 def job_script(name: str, program: list[str]) -> str:
     """A batch script of this workshop, filled in with its site.toml."""
-    from dtlib.lab.engines import workshop
+    from dtlib.lab import course
 
-    render = runpy.run_path(str(workshop.folder() / "cluster_profiles" / "render.py"))["render"]
+    render = runpy.run_path(str(course.folder() / "cluster_profiles" / "render.py"))["render"]
     return render(name, program)
 
 
 def slow_network() -> dict[str, dict[str, float]]:
     """Seconds on two hosts that are far apart, by what was done and how (measured by benchmarks/slow_network.py)."""
-    from dtlib.lab.engines import workshop
+    from dtlib.lab import course
 
     found = {}
-    for row in json.loads((workshop.folder() / "data" / "slow_network.json").read_text()):
+    for row in json.loads((course.folder() / "data" / "slow_network.json").read_text()):
         what, how = row["case"].split(": ")
         found.setdefault(what, {row["peer"]: row["peer_seconds"]})[how] = row["ours_seconds"]
     return found

@@ -2,13 +2,14 @@
 # # 11 Beyond one machine
 #
 # Sixty minutes. You take the same cells from a laptop to a cluster, measure how far a machine scales, model what lies
-# beyond it, and learn to read what is published about hundreds of GPUs.
+# beyond, and read what is published about hundreds of GPUs.
 #
 # **Questions.** What changes in a program that leaves the laptop? Does it get faster with every rank? Up to how many, and
 # what stops it? What does "90 % on 512 GPUs" say?
 #
-# **Afterwards you can** start a script under mpiexec, Slurm, PBS and torchrun; tell strong from weak scaling; use
-# Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first job.
+# **Afterwards you can** start a script with mpiexec, read jobs for Slurm, PBS and torchrun; tell strong from weak
+# scaling; use Amdahl's law, and say what it leaves out; choose an all-reduce for a thousand ranks; prepare a first
+# job.
 #
 # **You need** [03 Collectives](03_collectives.ipynb) and the first half of [04 Data parallelism](04_data_parallel.ipynb).
 # You need no cluster: what cannot be measured here is modelled, and drawn dashed.
@@ -20,7 +21,7 @@ from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 import csv
 from pathlib import Path
 
-from dtlib.lab.lessons.l11 import figures
+from dtlib.lessons.l11 import figures
 from dtlib.theory import collectives, scaling
 from dtlib.world.machine import usable_cores
 
@@ -53,7 +54,7 @@ print(f"rank {world.rank} of {world.size} on {place}")
 figures.machine()
 
 # %% [markdown]
-# (From an A100 of 2020 to a B200 of 2024.) What a program may *not* assume:
+# (Speeds from an A100 of 2020 to a B200 of 2024.) What a program may *not* assume:
 #
 # - a file that one rank writes is there for the others (only in a shared folder);
 # - `localhost` is where the others are; a port that is free here is free there;
@@ -71,16 +72,16 @@ lab.read(script)
 lab.mpiexec(script, ranks=2)
 
 # %% [markdown]
-# On a cluster you do not run `mpiexec -n 2 python pi_mpi4py.py`, you ask for it: a *batch script* says what you need
-# and what to run, and the scheduler runs it when nodes are free.
+# On a cluster you ask for such a run: a *batch script* says what you need and what to run, and the scheduler runs it when
+# nodes are free.
 
 # %%
 print(figures.job_script("slurm", ["pi_mpi4py.py"]))
 
 # %% [markdown]
-# Lines with `#SBATCH` are the request; below them is what runs, on the first node. mpiexec asks Slurm for the other
-# nodes. What differs between sites is in `cluster_profiles/site.toml`. Under PBS, and with torchrun, which starts programs of
-# torch, these lines differ:
+# Lines with `#SBATCH` are the request; below them is what runs, on the first node. Slurm tells mpiexec which other
+# nodes the job has. What differs between sites is in `cluster_profiles/site.toml`. Under PBS, and with torchrun,
+# torch's launcher, these lines differ:
 
 # %%
 of_slurm = figures.job_script("slurm", ["pi_mpi4py.py"])
@@ -93,9 +94,9 @@ for name in ("pbs", "torchrun"):
 #
 # ## Strong and weak scaling
 #
-# There are two ways to add ranks. *Strong scaling*: the work stays the same, and each rank has less; ideally N ranks take
-# an N-th of the time. *Weak scaling*: each rank has as much as before; ideally the time stays the same. **Predict**,
-# without a number: beyond the cores of this machine, what happens to each?
+# *Strong scaling*: the work stays the same, and each rank has less; ideally N ranks take an N-th of the time. *Weak
+# scaling*: each rank has as much as before; ideally the time stays the same. **Predict**, without a number: beyond the
+# cores of this machine, what happens to each?
 
 # %%
 # %%px
@@ -122,13 +123,16 @@ strong, weak = lab.values("strong")[0], lab.values("weak")[0]
 figures.scaling(strong, weak, usable_cores())
 
 # %% tags=["claim"]
-# "Left of the dotted line each rank has a core; right of it they share cores."
-assert strong[4] < 2 * strong[1]
-assert usable_cores() >= 4 or weak[4] > 1.3 * weak[1]
+# "Left of the dotted line each rank has a core; right of it they share cores, and both efficiencies fall alike. In
+# seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer."
+cores = usable_cores()
+assert cores >= 4 or (weak[4] > 1.3 * weak[1] and strong[4] > 0.6 * strong[cores])
+assert cores >= 4 or abs(strong[1] / (4 * strong[4]) - weak[1] / weak[4]) < 0.2
 
 # %% [markdown]
-# Left of the dotted line each rank has a core; right of it they share cores. A plot of scaling needs the number of
-# cores.
+# Left of the dotted line each rank has a core; right of it they share cores, and both efficiencies fall alike. In
+# seconds (*as text*) strong scaling gains little or nothing, weak scaling takes longer. A plot of scaling needs the
+# number of cores.
 #
 # ## Amdahl's law
 #
@@ -146,7 +150,7 @@ lab.predict("amdahl", {"4 ranks": None, "any number": None})
 lab.predict("amdahl", {"4 ranks": 3.08, "any number": 10})
 
 # %% [markdown]
-# Measured on an *emulated* accelerator: it sleeps where it would compute, so four of them fit on any laptop.
+# Measured on an *emulated* accelerator, which sleeps where it would compute:
 
 # %%
 # %%px
@@ -187,11 +191,12 @@ models = {n: row(f"{n:,}", "A tenth is serial")[-1] for n in (64, 1024)}
 assert 0.85 < 0.1 * models[64] < 0.9 and models[1024] < 10  # the serial tenth, over the time on 64 ranks
 
 # %% [markdown]
-# Filled marks were measured, hollow ones computed. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
+# Filled marks were measured. Marks above the line break no law: the run on one rank, by which all are divided, has
+# overhead too. On 64 ranks all others wait for rank 0 nearly nine tenths of the time.
 #
 # Clusters are worth it because people run larger jobs on them (J. L. Gustafson, 1988): the
 # serial tenth takes as long as before, while the rest grows. That is weak scaling, and training does it: more GPUs,
-# larger batches ([05](05_large_batches.ipynb) says up to where).
+# larger batches.
 #
 # ## A training step, modelled
 #
@@ -218,8 +223,8 @@ assert 100 > row("8", "A step of data")[1] > 50 > row("16", "A step of data")[1]
 
 # %% [markdown]
 # Strong scaling ends where a rank's computing is as short as the all-reduce, which gets no shorter. Weak scaling
-# hardly ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds.
-# Nothing fails here, nobody is late: real curves lie below.
+# hardly ends: a rank sends little more with 4,096 ranks than with 8, and the fastest algorithm has few rounds. Nobody
+# is late here: real curves lie below.
 #
 # **Discuss.** Overlap ([04](04_data_parallel.ipynb)) hides communication behind computing. Which of the two curves does
 # it help more, and up to which number of ranks?
@@ -257,9 +262,9 @@ print(f"were it strong scaling, the serial fraction would be {serial:.3%}")
 
 # %% [markdown]
 # It is *weak* scaling, of *throughput*: each GPU keeps its batch, so the batch is 512 times as large. It does not say
-# how soon the network is trained (lesson 05), nor how fast one GPU is: a slower program gets a better efficiency. And
-# few parameters and much computing, as in Inception V3, is the easy case. Here is our model for 512 ranks, with more
-# and more parameters for the same computing:
+# how soon the network is trained (lesson 05), nor how fast one GPU is: a slower program gets a better efficiency. Few
+# parameters and much computing, as in Inception V3, is the easy case. Our model for 512 ranks, with more and more
+# parameters for the same computing:
 
 # %%
 for million in (25, 140, 700, 3500):
@@ -268,7 +273,7 @@ for million in (25, 140, 700, 3500):
 
 # %% tags=["statement"]
 # "with more and more parameters for the same computing"
-# "few parameters and much computing, as in Inception V3, is the easy case"
+# "Few parameters and much computing, as in Inception V3, is the easy case"
 kept = [found(f"{million} million parameters: (\\d+)%")[0] for million in (25, 140, 700, 3500)]
 assert kept == sorted(kept, reverse=True) and kept[0] > 90 and abs(kept[1] - 68) < 3
 
@@ -289,7 +294,7 @@ lab.predict("rounds-of-1024", {"ring": None, "rabenseifner": None})
 lab.predict("rounds-of-1024", {"ring": 2046, "rabenseifner": 20})
 
 # %% [markdown]
-# On four ranks the trace counts what a rank sends:
+# On four ranks, by the trace:
 
 # %%
 # %%px
@@ -336,13 +341,12 @@ assert ring < 1.05 * halving
 # At 4 MB on 1,024 ranks the ring pays 2,046 latencies, and takes 25 times as long as Rabenseifner's. At 4 GB the two
 # hardly differ. So a library chooses: dtlib in `dtlib/comm/selection.py`, NVIDIA's NCCL between ring and tree.
 #
-# Links inside a machine are faster, so one often reduces inside each machine first, then between machines with one
-# rank of each.
+# Links inside a machine are faster: one often reduces there first, then between machines with one rank each.
 #
 # ## Two hosts, measured
 #
-# Two hosts with two ranks each, 5 ms and 20 MB/s apart, and TCP between them. They are network namespaces of one
-# machine, so `python -m benchmarks slow-network` runs on any Linux, as root. **Predict** the fastest: `"ring"`,
+# Two hosts with two ranks each, 5 ms and 20 MB/s apart, over TCP (network namespaces of one machine). The figures are
+# of `python -m benchmarks slow-network` (Linux, as root). **Predict** the fastest, for 4 kB and for 4 MB: `"ring"`,
 # `"tree"`, `"recursive_doubling"` or `"rabenseifner"`?
 
 # %% tags=["stub"]
@@ -365,10 +369,10 @@ crossing, megabyte = 5, 1000 / 20
 assert 6 * (crossing + megabyte) == 330 < crossing + 2 * 4 * megabyte == 405 and round(table["ring"][1] / 6) == 107
 
 # %% [markdown]
-# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times, one after
-# another. Doubling crosses once. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and
-# 5 + 400 for doubling, whose two arrays share the link. A round of the ring took 107 ms, not 55: over TCP a message
-# costs more than α + n β.
+# The ring sends the fewest bytes, but is not the fastest here: it crosses between the hosts six times in a row.
+# Doubling crosses once. The model of lesson 03 orders them wrongly at 4 MB: 6 (5 + 50) = 330 ms for the ring, and 5 +
+# 400 for doubling, whose two arrays share the link. A round of the ring took 107 ms, not 55: over TCP a message costs
+# more than α + n β.
 #
 # Now a backward pass (EMULATED: 64 layers that sleep for 4 ms each). Its gradients, 2 MiB, leave in 2, 8 or 64 buckets, after
 # it ("then") or during it ("meanwhile"):
@@ -386,9 +390,9 @@ assert some < few < many
 #
 # ## Your first job: a checklist
 #
-# 1. It runs on the laptop on 2 ranks, from the command line, without a notebook.
-# 2. It takes its GPU by `local_rank`, and its data from a shared folder, not from your home over a slow link.
-# 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit, whatever they do.
+# 1. It runs on the laptop on 2 ranks, from the command line.
+# 2. It takes its GPU by `local_rank`, and its data from a shared folder, not from your home.
+# 3. It saves a checkpoint, and you have resumed from one. Jobs end at their time limit.
 # 4. Ask for one node and five minutes first, then two nodes.
 # 5. Let it print the number of ranks and nodes. A wrong launcher gives N worlds of one rank each: `dtlib.init()` refuses
 #    that, most programs do not.
@@ -402,7 +406,7 @@ assert some < few < many
 # %% [markdown]
 # ## Which cut, when?
 #
-# Which cut does your model need? Read from top to bottom; `dtlib plan` computes it.
+# The cuts of lessons 04 to 08 and 12. At a yes go right; if that is not enough, down. `dtlib plan` computes it.
 
 # %%
 lab.chart()
@@ -416,7 +420,7 @@ lab.quiz("11")
 # %% [markdown]
 # ## Summary
 #
-# - The same cells and the same script run on a laptop and on a cluster; what differs is who starts the ranks.
+# - The same cells and script run on a laptop and on a cluster; who starts the ranks differs.
 # - Strong scaling: the same work, and Amdahl's limit. Weak scaling: work that grows, and batches with it.
 # - A published efficiency is mostly weak scaling of throughput. Ask for the base, and for the time to a result.
 # - Rings are slow on many ranks: each round costs a latency. Halving and doubling sends the same bytes in 2 log2 N rounds.
@@ -427,5 +431,6 @@ lab.quiz("11")
 #
 # - G. M. Amdahl: Validity of the single processor approach to achieving large scale computing capabilities. AFIPS, 1967.
 # - J. L. Gustafson: Reevaluating Amdahl's law. CACM 31(5), 1988.
-# - A. Sergeev, M. Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799, 2018.
+# - A. Sergeev, M. Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799, 2018; the
+#   three efficiencies: its docs/benchmarks.rst.
 # - R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH. IJHPCA 19(1), 2005.

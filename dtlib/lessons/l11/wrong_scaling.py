@@ -79,7 +79,7 @@ def from_the_best_time(seconds, kind):
 
 
 def rounded_efficiencies(seconds, kind):
-    return {n: round(came, 6) for n, came in right_efficiencies(seconds, kind).items()}
+    return {n: round(found, 6) for n, found in right_efficiencies(seconds, kind).items()}
 
 
 def right_efficiencies(seconds, kind):
@@ -88,7 +88,7 @@ def right_efficiencies(seconds, kind):
 
 
 def at_most_one(seconds, kind):
-    return {n: min(came, 1.0) for n, came in right_efficiencies(seconds, kind).items()}
+    return {n: min(found, 1.0) for n, found in right_efficiencies(seconds, kind).items()}
 
 
 def a_list(seconds, kind):

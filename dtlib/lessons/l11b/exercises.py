@@ -15,7 +15,7 @@ from dtlib import lab; lab.engines(3)  # no dtlib? Kernel > Change Kernel
 import dtlib
 import torch
 import torch._dynamo  # takes seconds, which the first optimizer would take within a check
-from dtlib.lab.lessons.l11b.simulated_death import shrunk
+from dtlib.lessons.l11b.simulated_death import shrunk
 from dtlib.recovery.shrink import failure_of_a_rank
 from torch.nn.functional import cross_entropy
 
@@ -25,8 +25,8 @@ world = dtlib.init()
 # ## Predict
 #
 # Seventeen steps are done on all ranks. In the next one a rank is killed, before its gradients have left. How many of the
-# seventeen are done once more? And a step has 48 samples: 12 on each of 4 ranks, but how many on each of the three that are
-# left?
+# seventeen are done once more: by shrinking, with a commit every 5 steps, with a checkpoint every 10? And a step has 48
+# samples: 12 on each of 4 ranks, but how many on each of the three that are left?
 
 # %% tags=["stub"]
 lab.predict("lost-after-the-update", {

@@ -83,7 +83,7 @@ def now(ranks: int, events: list[dict], killable: bool) -> str:
     """What a training does, by the events of its last run, and what a learner may do."""
     if not (steps := figures.steps_of(events)):
         return f"{ranks} processes start, which takes some seconds; the kill buttons wait for the first step."
-    say = "press a kill button now" if killable and steps[-1]["step"] < STEPS else "it comes to its end"
+    say = "press a kill button now" if killable and steps[-1]["step"] < STEPS else "it ends"
     return f"Training, step {steps[-1]['step']} of {STEPS}: {say}."
 
 

@@ -87,7 +87,7 @@ def _train(train, comm, case: str, deaths=()) -> dict:
 
     model, optimizer = make_model()
     part = comm.split(0)
-    part.time_limit = comm.time_limit / 2  # so that who waits here in vain comes to the next case in time
+    part.time_limit = comm.time_limit / 2  # so that a rank that waits for nobody reaches the next case in time
     first = Dying(part, deaths)
     got = {"case": case, "steps": [[] for _ in range(len(deaths) + 1)], "samples": {}, "end": "returned"}
     of_step = {}

@@ -45,7 +45,7 @@ class Death(NamedTuple):
 class Dying:
     """``comm`` with the first of these ``deaths`` on it; the next one is on the communicator of those who are left.
 
-    ``at`` is the step under way, and ``calls`` those of all_reduce in it; ``shrinks`` is how many deaths it has come
+    ``at`` is the step under way, and ``calls`` those of all_reduce in it; ``shrinks`` is how many deaths it has met
     through."""
 
     def __init__(self, comm, deaths=(), shrinks: int = 0):
@@ -115,7 +115,7 @@ class Dying:
 
 
 def shrunk(comm: Dying) -> Dying:
-    """A communicator of those who live, in their old order; all of them call it. SIMULATED: the dead one comes too."""
+    """A communicator of those who live, in their old order; all of them call it. SIMULATED: the dead one, too."""
     if not isinstance(comm, Dying):
         raise OfTheWorld("shrunk(world.comm)")
     if comm._dead:

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 12 Long sequences and experts: exercises
 #
-# *Predict* (three minutes), *fix* a block that is taken in, a last hop, and a loss for balance (five minutes each:
+# *Predict* (three minutes), *fix* a softmax in blocks, a last hop, and a loss for balance (five minutes each:
 # fifteen minutes), and *build* the merge of two blocks (ten minutes) and a dispatch that loses no token (twenty
 # minutes). A check looks at your answer on all ranks and says what is wrong; check again for the next hint.
 #
@@ -25,7 +25,8 @@ world = dtlib.init()
 #
 # - Eight ranks share a sequence, causal. In how many of the ring's eight steps is there work for rank 3, with contiguous
 #   slices?
-# - On eight ranks, what is the longest way through all steps in zigzag order, over that with contiguous slices?
+# - A step ends with its slowest rank. On eight ranks, what fraction of the time of eight contiguous steps do eight
+#   zigzag steps take?
 # - Eight ranks, an expert each, top-2, and 1,000 tokens a rank; choices are spread evenly. How many rows leave a rank
 #   for others, forward, on the way to the experts?
 
@@ -40,15 +41,15 @@ lab.predict("zigzag-on-eight", 16 / 30)
 lab.predict("rows-that-leave", 1750)
 
 # %% [markdown]
-# ## Fix: a block that is taken in
+# ## Fix: a softmax in blocks
 #
-# Attention of this rank's queries, a block of keys at a time. `top` is the largest score so far, `total` the sum of
+# Attention of this rank's queries, one block of keys after the other (the *online softmax*). `top` is the largest score so far, `total` the sum of
 # exp(score - top), and `out` the sum of exp(score - top) times the values; in the end `out / total[:, None]` is the average.
 # At first `top` is -inf, and the others are zero. `scores` has a row a query. Sometimes it is right. Fix it.
 
 # %% tags=["stub"]
 # %%px
-def take_in(scores, values, top, total, out):
+def add_block(scores, values, top, total, out):
     new_top = torch.maximum(top, scores.amax(-1))
     weights = (scores - new_top[:, None]).exp()
     total = total * (top - new_top).exp() + weights.sum(-1)
@@ -57,7 +58,7 @@ def take_in(scores, values, top, total, out):
 
 # %% tags=["solution"]
 # %%px
-def take_in(scores, values, top, total, out):
+def add_block(scores, values, top, total, out):
     new_top = torch.maximum(top, scores.amax(-1))
     weights = (scores - new_top[:, None]).exp()
     rescaled = (top - new_top).exp()
@@ -130,8 +131,8 @@ lab.check("last-hop-fix")
 #
 # `probabilities` (tokens, experts) are the gate's, and `chosen` (tokens, top) are the experts that it has chosen. All ranks
 # have as many tokens. Averaged over ranks, what `balance` returns is to be the loss of *all* tokens: experts · Σ (share of
-# the choices) · (mean probability). Its gradients are averaged over ranks, too. With this one a gate is pulled
-# about even where, over all ranks, all experts get as much. Fix it.
+# the choices) · (mean probability). Its gradients are averaged over ranks, too. With this one the gate
+# gets a gradient even where, over all ranks, all experts get as much; it should be zero there. Fix it.
 
 # %% tags=["stub"]
 # %%px

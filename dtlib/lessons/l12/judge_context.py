@@ -158,14 +158,14 @@ def taken_in(blocks, mistake: str = ""):
     return out / total[:, None]
 
 
-def observe_take_in(take_in, comm):
+def observe_add_block(add_block, comm):
     import torch
 
     seen = {}
     for what, size in (("ordinary scores", 1), ("large scores", LARGE)):
         top, total, out = nothing()[1], torch.zeros(QUERIES).double(), nothing()[0]
         for scores, values in blocks_of_ring(comm.rank, comm.size, size):
-            got = take_in(scores.clone(), values.clone(), top, total, out)
+            got = add_block(scores.clone(), values.clone(), top, total, out)
             shapes = (QUERIES,), (QUERIES,), (QUERIES, WIDTH)
             if not (isinstance(got, tuple) and len(got) == 3):
                 return {"error": about(got)}
@@ -179,7 +179,7 @@ def observe_take_in(take_in, comm):
 _RESCALED = "exp(top - new_top), once for total and once, with [:, None], for out"
 
 
-def judge_take_in(observations) -> None:
+def judge_add_block(observations) -> None:
     ranks = len(observations)
     for rank, seen in enumerate(observations):
         if "error" in seen:
@@ -213,5 +213,5 @@ def judge_take_in(observations) -> None:
 
 EXERCISES = {
     "merge-build": Exercise("merge", observe_merge, judge_merge, any_size=True),
-    "rescaling-fix": Exercise("take_in", observe_take_in, judge_take_in, any_size=True),
+    "rescaling-fix": Exercise("add_block", observe_add_block, judge_add_block, any_size=True),
 }

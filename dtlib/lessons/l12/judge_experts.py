@@ -165,7 +165,7 @@ def judge_dispatch(observations) -> None:
             wrong("too-many-bytes", sent > most,
                   f"{what}: {most} bytes, {leave} rows that leave and {arrive} that go back", f"{sent} bytes",
                   "The values are right. Which rows have to travel?",
-                  "comm.all_to_all(out, rows, come, sent): a number of rows for each rank, and zero is one.")
+                  "comm.all_to_all(out, rows, received, sent): a number of rows for each rank, and zero is one.")
 
 
 def _explain_dispatch(rank, expected, got, right, x) -> None:

@@ -77,7 +77,7 @@ def merge_one_thing(out, lse, block_out, block_lse):
     return share * out + block_share * block_out
 
 
-# fix: take_in(scores, values, top, total, out)
+# fix: add_block(scores, values, top, total, out)
 
 
 def out_is_not_rescaled(scores, values, top, total, out):

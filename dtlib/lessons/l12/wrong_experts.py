@@ -94,9 +94,9 @@ def a_loss_each(comm, probabilities, chosen):
 
 def there(comm, x, chosen, order):
     counts = chosen.bincount(minlength=comm.size)
-    come = comm.all_to_all(torch.empty_like(counts), counts).tolist()
-    arrived = comm.all_to_all(x.new_empty(sum(come), x.shape[1]), x[order], come, counts.tolist())
-    return arrived, come, counts.tolist()
+    received = comm.all_to_all(torch.empty_like(counts), counts).tolist()
+    arrived = comm.all_to_all(x.new_empty(sum(received), x.shape[1]), x[order], received, counts.tolist())
+    return arrived, received, counts.tolist()
 
 
 def own_expert(comm, x, chosen, expert):
@@ -105,14 +105,14 @@ def own_expert(comm, x, chosen, expert):
 
 
 def back_in_order_of_experts(comm, x, chosen, expert):
-    arrived, come, sent = there(comm, x, chosen, chosen.argsort(stable=True))
-    return comm.all_to_all(torch.empty_like(x), expert(arrived), sent, come)
+    arrived, received, sent = there(comm, x, chosen, chosen.argsort(stable=True))
+    return comm.all_to_all(torch.empty_like(x), expert(arrived), sent, received)
 
 
 def sorted_once_more(comm, x, chosen, expert):
     order = chosen.argsort(stable=True)
-    arrived, come, sent = there(comm, x, chosen, order)
-    return comm.all_to_all(torch.empty_like(x), expert(arrived), sent, come)[order]
+    arrived, received, sent = there(comm, x, chosen, order)
+    return comm.all_to_all(torch.empty_like(x), expert(arrived), sent, received)[order]
 
 
 def as_many_for_each(comm, x, chosen, expert):
@@ -131,9 +131,9 @@ def as_many_for_each(comm, x, chosen, expert):
 
 def without_experts(comm, x, chosen, expert):
     order = chosen.argsort(stable=True)
-    arrived, come, sent = there(comm, x, chosen, order)
+    arrived, received, sent = there(comm, x, chosen, order)
     out = torch.empty_like(x)
-    out[order] = comm.all_to_all(torch.empty_like(x), arrived, sent, come)
+    out[order] = comm.all_to_all(torch.empty_like(x), arrived, sent, received)
     return out
 
 
@@ -142,8 +142,8 @@ def never_sent_back(comm, x, chosen, expert):
 
 
 def not_sorted(comm, x, chosen, expert):
-    arrived, come, sent = there(comm, x, chosen, torch.arange(len(x)))
-    return comm.all_to_all(torch.empty_like(x), expert(arrived), sent, come)
+    arrived, received, sent = there(comm, x, chosen, torch.arange(len(x)))
+    return comm.all_to_all(torch.empty_like(x), expert(arrived), sent, received)
 
 
 def everyone_gets_all(comm, x, chosen, expert):

@@ -2,7 +2,7 @@
 # # 13 When the network is slow: exercises
 #
 # *Predict* (three minutes), *fix* an outer step and feedback (five minutes each: ten minutes), *build* top-k with feedback
-# (twenty minutes), and a race (as long as you like: fifteen minutes). A check looks at your answer on all ranks and
+# (twenty minutes), and a race, as long as you like (fifteen minutes). A check looks at your answer on all ranks and
 # says what is wrong; check again for the next hint.
 #
 # **You need** the lecture [13 When the network is slow](../lectures/13_slow_network.ipynb). Answers:
@@ -40,24 +40,25 @@ lab.predict("steps-of-an-hour", {"DDP": 3600, "H = 100": 33_000})
 # %% [markdown]
 # ## Fix: momentum in the wrong place
 #
-# At the end of a round, `outer_step` gets where the round began (`start`, the same on all ranks), this rank's `parameters`,
-# and the `pace` of the rounds before. It returns the next start, and the pace: Nesterov's step along the mean way. The loss
-# falls, and yet ranks drift apart. Fix it.
+# At the end of a round, `outer_step` gets where the round began (`start`, the same on all ranks), this rank's `parameters`, and
+# the outer optimizer's `velocity`, in which it remembers the rounds before. The *outer gradient* is the mean over ranks of
+# `start - parameters`. It returns the next start, by a step with Nesterov momentum, and the velocity. The loss falls, and yet
+# ranks drift apart. Fix it.
 
 # %% tags=["stub"]
 # %%px
-def outer_step(comm, start, parameters, pace, rate, momentum):
-    way = start - parameters
-    pace = momentum * pace + way
-    way = comm.all_reduce(way, op="mean")
-    return start - rate * (way + momentum * pace), pace
+def outer_step(comm, start, parameters, velocity, rate, momentum):
+    gradient = start - parameters
+    velocity = momentum * velocity + gradient
+    gradient = comm.all_reduce(gradient, op="mean")
+    return start - rate * (gradient + momentum * velocity), velocity
 
 # %% tags=["solution"]
 # %%px
-def outer_step(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return start - rate * (way + momentum * pace), pace
+def outer_step(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), velocity
 
 # %%
 lab.check("outer-fix")

@@ -41,16 +41,17 @@ def losses(results: dict):
         axes.plot(kilobytes, means, color=colour, linestyle=line, linewidth=2, label=name)
         axes.fill_between(kilobytes, lows, highs, color=colour, alpha=0.2, lw=0)
         rows.append((name, f"{kilobytes[-1]:,.0f}", f"{means[-1]:.3f}", f"{lows[-1]:.3f} to {highs[-1]:.3f}"))
-    axes.axhline(race.TARGET, color="grey", linestyle="--", linewidth=1)
+    axes.axhline(race.TARGET, color="grey", linestyle="--", linewidth=1, label=f"the race: {race.TARGET}")
     axes.set(xscale="log", yscale="log", xlabel="kB that a rank has sent", ylabel="training loss")
     axes.set_xticks([30, 100, 300, 1000, 3000, 10000], ["30", "100", "300", "1,000", "3,000", "10,000"])
     axes.set_yticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
     axes.minorticks_off()
     axes.legend(loc="lower left", ncols=2)
     alt = (
-        f"Training loss against kB on the wire, a line with a band a method; the race ends at a loss of {race.TARGET}."
+        "Training loss against kB on the wire, a line with a band a method, to the end; dashed: the loss of "
+        f"{race.TARGET} that decides the race."
     )
-    return figure, alt, Table(rows, ("method", "kB in all", "loss then", "interval"), align="lrrr")
+    return figure, alt, Table(rows, ("method", "kB in all", "loss at the end", "interval"), align="lrrr")
 
 
 @shown

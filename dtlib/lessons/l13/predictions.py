@@ -15,7 +15,7 @@ PREDICTIONS = {
     "one-step-a-round": Prediction(
         got=lambda: _ONE[1],
         choices=_ONE,
-        hint="With H = 1 the way is the rate times the gradient. What does outer do?",
+        hint="With H = 1 the outer gradient is the rate times the gradient. What does outer do?",
     ),
     "errors-of-8-bits": Prediction(
         got=lambda: {"top-k with feedback": _CANCEL[0], "8 bits": _CANCEL[1]},

@@ -100,12 +100,12 @@ class Local:
     bytes = ring(COUNT)
 
     def __init__(self, every: int, outer_rate: float = 1.0, outer_momentum: float = 0.0):
-        self.every, self.rate, self.momentum, self.pace = every, outer_rate, outer_momentum, 0
+        self.every, self.rate, self.momentum, self.velocity = every, outer_rate, outer_momentum, 0
 
     def outer(self, start: Tensor, parameters: Tensor) -> Tensor:
-        way = start - parameters.mean(1)
-        self.pace = self.momentum * self.pace + way
-        return start - self.rate * (way + self.momentum * self.pace)
+        gradient = start - parameters.mean(1)
+        self.velocity = self.momentum * self.velocity + gradient
+        return start - self.rate * (gradient + self.momentum * self.velocity)
 
 
 METHODS = {
@@ -132,7 +132,7 @@ class Result:
     losses: list[list[float]]
 
     def until(self, target: float = TARGET) -> list[float]:
-        """kB until each seed's loss has come down to this; infinity where it has not."""
+        """kB until each seed's loss has fallen to this; infinity where it has not."""
         columns = zip(*self.losses, strict=True)
         return [
             next((kb for kb, loss in zip(self.kilobytes, c, strict=True) if loss <= target), math.inf) for c in columns

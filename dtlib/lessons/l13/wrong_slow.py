@@ -4,77 +4,77 @@ import math
 
 import torch
 
-# fix: outer_step(comm, start, parameters, pace, rate, momentum)
+# fix: outer_step(comm, start, parameters, velocity, rate, momentum)
 
 
-def momentum_on_own_way(comm, start, parameters, pace, rate, momentum):
-    """The planted bug: the pace is made of this rank's way."""
-    way = start - parameters
-    pace = momentum * pace + way
-    way = comm.all_reduce(way, op="mean")
-    return start - rate * (way + momentum * pace), pace
+def momentum_on_own_gradient(comm, start, parameters, velocity, rate, momentum):
+    """The planted bug: the velocity is made of this rank's gradient."""
+    gradient = start - parameters
+    velocity = momentum * velocity + gradient
+    gradient = comm.all_reduce(gradient, op="mean")
+    return start - rate * (gradient + momentum * velocity), velocity
 
 
-def never_averages(comm, start, parameters, pace, rate, momentum):
-    way = start - parameters
-    pace = momentum * pace + way
-    return start - rate * (way + momentum * pace), pace
+def never_averages(comm, start, parameters, velocity, rate, momentum):
+    gradient = start - parameters
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), velocity
 
 
-def adds_ways(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters)
-    pace = momentum * pace + way
-    return start - rate * (way + momentum * pace), pace
+def adds_gradients(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters)
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), velocity
 
 
-def without_looking_ahead(comm, start, parameters, pace, rate, momentum):
-    pace = momentum * pace + comm.all_reduce(start - parameters, op="mean")
-    return start - rate * pace, pace
+def without_looking_ahead(comm, start, parameters, velocity, rate, momentum):
+    velocity = momentum * velocity + comm.all_reduce(start - parameters, op="mean")
+    return start - rate * velocity, velocity
 
 
-def forgets_the_pace(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    return start - rate * way, momentum * pace + way
+def forgets_the_velocity(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    return start - rate * gradient, momentum * velocity + gradient
 
 
-def rate_in_the_pace(comm, start, parameters, pace, rate, momentum):
+def rate_in_the_velocity(comm, start, parameters, velocity, rate, momentum):
     """The same while the rate stays as it is."""
-    way = rate * comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return start - (way + momentum * pace), pace
+    gradient = rate * comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return start - (gradient + momentum * velocity), velocity
 
 
-def way_and_pace_swapped(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return start - rate * (pace + momentum * way), pace
+def gradient_and_velocity_swapped(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return start - rate * (velocity + momentum * gradient), velocity
 
 
-def uphill(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return start + rate * (way + momentum * pace), pace
+def uphill(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return start + rate * (gradient + momentum * velocity), velocity
 
 
-def from_the_parameters(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return comm.all_reduce(parameters.clone(), op="mean") - rate * (way + momentum * pace), pace
+def from_the_parameters(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return comm.all_reduce(parameters.clone(), op="mean") - rate * (gradient + momentum * velocity), velocity
 
 
-def from_its_own_parameters(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return parameters - rate * (way + momentum * pace), pace
+def from_its_own_parameters(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return parameters - rate * (gradient + momentum * velocity), velocity
 
 
-def returns_a_smaller_pace(comm, start, parameters, pace, rate, momentum):
-    way = comm.all_reduce(start - parameters, op="mean")
-    pace = momentum * pace + way
-    return start - rate * (way + momentum * pace), momentum * pace
+def returns_a_smaller_velocity(comm, start, parameters, velocity, rate, momentum):
+    gradient = comm.all_reduce(start - parameters, op="mean")
+    velocity = momentum * velocity + gradient
+    return start - rate * (gradient + momentum * velocity), momentum * velocity
 
 
-def returns_the_start(comm, start, parameters, pace, rate, momentum):
+def returns_the_start(comm, start, parameters, velocity, rate, momentum):
     return start
 
 
@@ -295,17 +295,17 @@ def top_k_returns_the_mean(comm, gradient, kept, fraction):
 
 WRONG = {
     "outer-fix": {
-        momentum_on_own_way: "ranks-differ",
+        momentum_on_own_gradient: "ranks-differ",
         never_averages: "ranks-differ",
-        adds_ways: "sum",
+        adds_gradients: "sum",
         without_looking_ahead: "heavy-ball",
-        forgets_the_pace: "no-momentum",
+        forgets_the_velocity: "no-momentum",
         uphill: "wrong-way",
-        rate_in_the_pace: "other-step",
-        way_and_pace_swapped: "other-step",
+        rate_in_the_velocity: "other-step",
+        gradient_and_velocity_swapped: "other-step",
         from_the_parameters: "other-step",
         from_its_own_parameters: "own-parameters",
-        returns_a_smaller_pace: "momentum-twice",
+        returns_a_smaller_velocity: "momentum-twice",
         returns_the_start: "type",
     },
     "feedback-fix": {

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 14 Capstone: exercises
 #
-# *Predict* (three minutes), *fix* a formula of memory (five minutes), *build* what chooses a mesh (seven minutes), and a race
-# for the fastest plan (as long as you like: five minutes). A check looks at your answer and says what is wrong; check again
-# for the next hint.
+# *Predict* (three minutes), *fix* a formula of memory (five minutes), *build* what chooses a mesh (fifteen minutes), and a
+# race for the fastest plan, as long as you like (seven minutes). A check looks at your answer and says what is wrong; check
+# again for the next hint.
 #
 # **You need** the lecture [14 Capstone: plan it, run it, explain it](../lectures/14_capstone.ipynb). Answers:
 # [solutions](../solutions/14_capstone_exercises.ipynb).
@@ -32,7 +32,7 @@ lab.predict("more-micro-batches", {"ZeRO-1": 1, "ZeRO-3": 4})
 # ## Fix: who shares what out
 #
 # `held` says how many bytes of model states a rank has, in float32 with Adam, of a model whose parameters divide evenly. On
-# a mesh of data, tensor and pipe axes it promises too little. Fix it.
+# a mesh of data, tensor and pipe axes its result is too low. Fix it.
 
 # %% tags=["stub"]
 def held(parameters, data, tensor, pipe, zero):

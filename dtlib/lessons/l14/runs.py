@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.lab.checks import progress
+from dtlib.lab import course
 from dtlib.lab.tables import fold
 from dtlib.lessons.l14 import brief
 from dtlib.planner import Plan
@@ -39,7 +39,7 @@ def compared(plan: Plan, sample: float, result: dict | None) -> list[tuple]:
         ("bytes of model states", f"{brief.held(plan):,}", f"{max(result['bytes_per_rank']):,}"),
         ("ms a step", f"{1000 * said:.0f}", f"{1000 * took:.0f}"),
     ]
-    progress.keep("capstone", {"plan": str(plan), "steps": result["steps"], "rows": rows})
+    course.keep("capstone", {"plan": str(plan), "steps": result["steps"], "rows": rows})
     return rows
 
 

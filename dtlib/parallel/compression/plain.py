@@ -14,114 +14,113 @@ and what is kept are together the sum of all gradients. ``model.register_comm_ho
 import math
 
 import torch
+from torch.distributed import GradBucket
 from torch.nn.functional import pad
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
 
 
 class TopKState:
     """``fraction`` of a bucket's elements are sent. ``kept``, by parameter, is what was not, from step to step."""
 
-    def __init__(self, comm, fraction: float = 0.01, feedback: bool = True):
+    def __init__(self, comm: AnyCommunicator, fraction: float = 0.01, feedback: bool = True):
         if not 0 < fraction <= 1:
             raise DtlibError(f"TopKState(fraction={fraction}): give the part that is sent, above 0 and up to 1.")
         self.comm, self.fraction, self.feedback, self.kept = as_communicator(comm), fraction, feedback, {}
 
 
-def top_k_hook(state, bucket):
+def top_k_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean over ranks of what each sends: its ``k = ceil(fraction n)`` elements of largest absolute value."""
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+    both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    for parameter, gradient in both:
         gradient += state.kept.get(parameter, 0)
     flat, comm = bucket.buffer(), state.comm
     k = math.ceil(state.fraction * len(flat))
     places = flat.abs().topk(k).indices
-    mine = torch.cat([places.int().view(torch.uint8), flat[places].view(torch.uint8)])  # one message in place of two
-    everyones = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)
+    mine = torch.cat([places.int().view(torch.uint8), flat[places].view(torch.uint8)])
+    everyones = comm.all_gather(mine.new_empty(comm.size, len(mine)), mine)  # one message
     at = everyones[:, : 4 * k].clone().view(torch.int32)
     values = everyones[:, 4 * k :].clone().view(flat.dtype)
     if state.feedback:
         flat[places] = 0
-        state.kept |= {p: rest.clone() for p, rest in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        state.kept |= {parameter: rest.clone() for parameter, rest in both}
     return done(torch.zeros_like(flat).index_add_(0, at.flatten(), values.flatten() / comm.size))
 
 
 class EightBitState:
     """``block`` neighbours have a scale in common: the largest of them becomes 127."""
 
-    def __init__(self, comm, block: int = 256):
+    def __init__(self, comm: AnyCommunicator, block: int = 256):
         if block < 1:
             raise DtlibError(f"EightBitState(block={block}): give the elements that share a scale, such as 256.")
         self.comm, self.block = as_communicator(comm), block
 
 
-def eight_bit_hook(state, bucket):
+def eight_bit_hook(state: EightBitState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean, rounded twice: rank r gets everyone's part r in 8 bits, adds in float32, and gives it out in 8 bits."""
     flat, comm = bucket.buffer(), state.comm
     blocks = math.ceil(len(flat) / (comm.size * state.block))  # of a rank's part
-    padded = pad(flat, (0, comm.size * blocks * state.block - len(flat)))
-    mine = rounded(padded.view(comm.size, blocks, state.block))
+    mine = rounded(pad(flat, (0, comm.size * blocks * state.block - len(flat))).view(comm.size, blocks, state.block))
     everyones = comm.all_to_all(torch.empty_like(mine), mine)
     means = comm.all_gather(torch.empty_like(mine), rounded(unrounded(everyones).mean(0)))
     return done(unrounded(means).flatten()[: len(flat)].to(flat.dtype))
 
 
-def rounded(blocks):
+def rounded(blocks: torch.Tensor) -> torch.Tensor:
     """Of each block, in the last dimension, the 4 bytes of its scale, then whole numbers from -127 to 127."""
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).float().clamp(min=1e-38)
     return torch.cat([scales.view(torch.int8), (blocks / scales).round().to(torch.int8)], -1)
 
 
-def unrounded(octets):
+def unrounded(octets: torch.Tensor) -> torch.Tensor:
     return octets[..., :4].contiguous().view(torch.float32) * octets[..., 4:]
 
 
 class PowerSGDState:
     """``q``, by parameter, is that of the last step, with which the next begins. Arguments as in torch's class."""
 
-    def __init__(self, comm, matrix_approximation_rank: int = 1, min_compression_rate: float = 2, feedback=True):
+    def __init__(self, comm: AnyCommunicator, matrix_approximation_rank: int = 1, min_compression_rate: float = 2,
+                 feedback: bool = True):  # fmt: skip
         if matrix_approximation_rank < 1:
             raise DtlibError(f"PowerSGDState(matrix_approximation_rank={matrix_approximation_rank}): give 1 or more.")
         self.comm, self.rank, self.rate = as_communicator(comm), matrix_approximation_rank, min_compression_rate
         self.feedback, self.kept, self.q = feedback, {}, {}
 
-    def pays(self, gradient) -> bool:
+    def pays(self, gradient: torch.Tensor) -> bool:
         """Vectors, and matrices that would not become ``min_compression_rate`` times smaller, travel whole."""
         return gradient.dim() > 1 and self.rank * (len(gradient) + gradient[0].numel()) * self.rate < gradient.numel()
 
-    def first_q(self, matrix):
+    def first_q(self, matrix: torch.Tensor) -> torch.Tensor:
         chance = torch.Generator().manual_seed(0)  # all ranks draw the same
         return torch.randn(matrix.shape[1], min(self.rank, *matrix.shape), generator=chance).to(matrix)
 
 
-def powerSGD_hook(state, bucket):
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """P is the mean of M Q, made orthogonal; Q the mean of M^T P; and P Q^T stands for the mean of the matrices M."""
     both = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for parameter, gradient in both:
         gradient += state.kept.get(parameter, 0)
     cut = [(parameter, gradient, gradient.flatten(1)) for parameter, gradient in both if state.pays(gradient)]
     whole = [gradient for gradient in bucket.gradients() if not state.pays(gradient)]
-    products = [m @ state.q.get(parameter, state.first_q(m)) for parameter, _, m in cut]
-    means = averaged(state.comm, products + whole)
+    means = averaged(state.comm, [m @ state.q.get(parameter, state.first_q(m)) for parameter, _, m in cut] + whole)
     ps = [torch.linalg.qr(mean.double()).Q.to(mean) for mean in means[: len(cut)]]
     qs = [m.mT @ p for (_, _, m), p in zip(cut, ps, strict=True)]
     for gradient, mean in zip(whole, means[len(cut) :], strict=True):
         gradient.copy_(mean)
-    for (parameter, gradient, m), p, q, mean_q in zip(cut, ps, qs, averaged(state.comm, qs), strict=True):
-        if state.feedback:
-            state.kept[parameter] = (m - p @ q.mT).view_as(gradient)
+    for (parameter, gradient, m), p, q, mean_q in zip(cut, ps, qs, averaged(state.comm, qs) if qs else [], strict=True):
+        state.kept |= {parameter: (m - p @ q.mT).view_as(gradient)} if state.feedback else {}
         gradient.copy_((p @ mean_q.mT).view_as(gradient))
         state.q[parameter] = mean_q
     return done(bucket.buffer())
 
 
-def averaged(comm, tensors):  # in one message, if there are any
-    flat = comm.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), op="mean") if tensors else None
-    pieces = flat.split([tensor.numel() for tensor in tensors]) if tensors else []
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+def averaged(comm: Communicator, tensors: list[torch.Tensor]) -> list[torch.Tensor]:  # in one message
+    flat = comm.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), op="mean")
+    return [mean.view_as(one) for mean, one in zip(flat.split([one.numel() for one in tensors]), tensors, strict=True)]
 
 
-def done(tensor):
+def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
     future.set_result(tensor)  # torch expects a future, as a hook may return while its bucket still travels
     return future

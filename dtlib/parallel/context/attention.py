@@ -5,10 +5,14 @@ in length, and what is computed of 16 bits is kept in float32 until it is done: 
 those that travel too.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from dtlib.comm import Communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.comm.watch.recorder import phase
 from dtlib.errors import DtlibError
@@ -20,11 +24,11 @@ SHORT = 256  # queries of a masked block: shorter ones compute less, and take mo
 class Sequence:
     """How ranks share sequences of ``length``: ``comm``, ``order``, and the positions of each rank's tokens."""
 
-    def __init__(self, comm, length: int, order: str, causal: bool, overlap: bool = True):
+    def __init__(self, comm: Communicator, length: int, order: str, causal: bool, overlap: bool = True):
         self.comm, self.length, self.order, self.causal, self.overlap = comm, length, order, causal, overlap
         self.positions = [positions_of(rank, comm.size, length, order) for rank in range(comm.size)]
 
-    def blocks(self, owner: int):
+    def blocks(self, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Rows of this rank's queries, rows of ``owner``'s keys, and a mask of later ones or None."""
         mine, theirs = self.positions[self.comm.rank], self.positions[owner]
         for run in runs_of(mine, self.order):
@@ -51,7 +55,7 @@ class Sequence:
         """Room for a pair of tensors of ``owner``'s tokens."""
         return like.new_empty(*like.shape[:-2], len(self.positions[owner]), like.shape[-1])
 
-    def pass_on(self, pair: torch.Tensor, next_owner: int, tag: int = 0):
+    def pass_on(self, pair: Tensor, next_owner: int, tag: int = 0) -> Callable[[], Tensor]:
         """Start to give a pair to the next rank, and to receive that of ``next_owner``; waits when it is called."""
         comm, room = self.comm, self.tensors(next_owner, pair)
         arriving = comm.recv(room, (comm.rank - 1) % comm.size, tag, async_op=True)
@@ -62,7 +66,7 @@ class Sequence:
         wait()
         return lambda: room
 
-    def round(self, kv: torch.Tensor):
+    def round(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         for step in range(self.comm.size):
             owner = (self.comm.rank - step) % self.comm.size
             last = step == self.comm.size - 1
@@ -124,11 +128,12 @@ class _Ring(torch.autograd.Function):
             if arriving:
                 d_kv += arriving()
             arriving = sequence.pass_on(d_kv, (owner - 1) % sequence.comm.size, tag=1)
+        assert arriving  # there is one rank at least
         d_k, d_v = arriving()
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
-def ring_attention(q, k, v, sequence: Sequence, scale: float | None = None) -> torch.Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float | None = None) -> Tensor:
     """softmax(scale Q K^T) V over the tokens of all ranks, for this rank's; its shape is q's.
 
     ``q`` is (batch, heads, tokens, width); ``k`` and ``v`` have as many heads or a divisor, and v may be of k's width
@@ -147,10 +152,8 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx, x, sequence, whole: bool):
         ctx.rest = sequence, not whole
         comm, here = sequence.comm, len(sequence.positions[sequence.comm.rank])
-        lengths, place = (
-            [len(positions) for positions in sequence.positions],
-            torch.cat(sequence.positions).to(x.device),
-        )
+        lengths = [len(positions) for positions in sequence.positions]
+        place = torch.cat(sequence.positions).to(x.device)
         batch, heads, width = x.shape[0], x.shape[1], x.shape[-1]
         if whole:  # all heads of some tokens -> all tokens of some heads
             pieces = x.unflatten(1, (comm.size, -1)).movedim(1, 0).contiguous()
@@ -174,7 +177,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradient, *ctx.rest), None, None
 
 
-def ulysses_attention(q, k, v, sequence: Sequence, scale: float | None = None) -> torch.Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, scale: float | None = None) -> Tensor:
     """The same by exchanges: each rank computes ordinary attention over whole sequences, for some heads.
 
     Raises:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as recomputation
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_values
 from dtlib.parallel.context.attention import Sequence, ring_attention, ulysses_attention
@@ -54,7 +54,8 @@ class ContextParallel(nn.Module):
 
     communicates_in_forward = True  # whoever lets ranks stop early asks for it
 
-    def __init__(self, module: nn.Module, comm, order: str = "zigzag", method: str = "ring", overlap: bool = True):
+    def __init__(self, module: nn.Module, comm: AnyCommunicator, order: str = "zigzag", method: str = "ring",
+                 overlap: bool = True):  # fmt: skip
         super().__init__()
         self.module, self.comm = module, as_communicator(comm)
         self.order, self.method, self.overlap = order, method, overlap
@@ -73,7 +74,7 @@ class ContextParallel(nn.Module):
                     "scaled_dot_product_attention."
                 )
         for parameter in module.parameters():
-            vars(parameter)["context_parallel"] = self.comm._members  # whoever averages gradients asks for it
+            vars(parameter)["context_parallel"] = self.comm.members  # whoever averages gradients asks for it
         self._length: tuple[torch.Size, int] | None = None
         self._calls = 0
 
@@ -95,7 +96,7 @@ class ContextParallel(nn.Module):
         places = [positions_of(rank, self.comm.size, len(room), self.order) for rank in range(self.comm.size)]
         return room[torch.cat(places).argsort().to(x.device)].movedim(0, dim)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():
             check_same_values(self, list(self.module.parameters()), self.comm, "parameters")
         self._length, self._calls = None, 0

@@ -17,9 +17,14 @@ In the backward pass K and V travel once more, and their gradients behind them, 
 back at the rank that has K and V, with a summand from every rank.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx as Context
 from torch.autograd.function import once_differentiable
 
+from dtlib.comm import Communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.comm.watch.recorder import phase
 from dtlib.errors import DtlibError
@@ -27,7 +32,7 @@ from dtlib.errors import DtlibError
 CHUNKS = {"contiguous": lambda r, ranks: (2 * r, 2 * r + 1), "zigzag": lambda r, ranks: (r, 2 * ranks - 1 - r)}
 
 
-def my_tokens(x, comm, order: str = "zigzag", dim: int = 1) -> torch.Tensor:
+def my_tokens(x: Tensor, comm: Communicator, order: str = "zigzag", dim: int = 1) -> Tensor:
     """This rank's two chunks of whole sequences: of inputs, of targets, and of positions."""
     if x.shape[dim] % (2 * comm.size):
         raise DtlibError(f"{x.shape[dim]} tokens make no {2 * comm.size} equal chunks: see ContextParallel for others.")
@@ -35,22 +40,22 @@ def my_tokens(x, comm, order: str = "zigzag", dim: int = 1) -> torch.Tensor:
     return torch.cat([chunks[chunk] for chunk in CHUNKS[order](comm.rank, comm.size)], dim)
 
 
-def pass_on(comm, tensor, tag: int = 0):
+def pass_on(comm: Communicator, tensor: Tensor, tag: int = 0) -> Callable:
     """Start to give ``tensor`` to the next rank. The function that this returns waits for what the one before gives."""
     arriving = comm.recv(torch.empty_like(tensor), (comm.rank - 1) % comm.size, tag, async_op=True)
     leaving = comm.send(tensor, (comm.rank + 1) % comm.size, tag, async_op=True)
     return lambda: (leaving.wait(), arriving.wait())[1]
 
 
-def round_the_ring(comm, kv):
+def round_the_ring(comm: Communicator, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The rank whose keys and values are here, and these, step by step; the next ones travel meanwhile."""
     for step in range(comm.size):
         following = pass_on(comm, kv) if step < comm.size - 1 else None
         yield (comm.rank - step) % comm.size, kv
-        kv = following() if following else None
+        kv = following() if following else kv
 
 
-def blocks(comm, owner: int, length: int, causal: bool, order: str):
+def blocks(comm: Communicator, owner: int, length: int, causal: bool, order: str) -> Iterator[tuple]:
     """Quarter blocks with work: rows of this rank's queries, rows of ``owner``'s keys, and pairs that are masked."""
     half = length // 2
     for i, query in enumerate(CHUNKS[order](comm.rank, comm.size)):
@@ -62,11 +67,11 @@ def blocks(comm, owner: int, length: int, causal: bool, order: str):
                 advance_all()  # messages move on when somebody looks after them
 
 
-def scores_of(q, k, later) -> torch.Tensor:
+def scores_of(q: Tensor, k: Tensor, later: Tensor) -> Tensor:
     return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
 
 
-def merge(out, lse, block_out, block_lse):
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two softmax averages of values, over different keys, as one over all keys. ``lse`` is log sum exp(scores)."""
     total = torch.logaddexp(lse, block_lse)
     return (lse - total).exp()[..., None] * out + (block_lse - total).exp()[..., None] * block_out, total
@@ -74,7 +79,7 @@ def merge(out, lse, block_out, block_lse):
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, comm, causal, order):
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, causal: bool, order: str) -> Tensor:
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
         for owner, (k_there, v_there) in round_the_ring(comm, torch.stack([k, v])):
             for rows, columns, later in blocks(comm, owner, q.shape[-2], causal, order):
@@ -87,7 +92,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out):
+    def backward(ctx: Context, d_out: Tensor) -> tuple:
         (q, k, v, out, lse), (comm, causal, order) = ctx.saved_tensors, ctx.rest
         d_q, delta, arriving = torch.zeros_like(q), (d_out * out).sum(-1, keepdim=True), None
         for owner, kv in round_the_ring(comm, torch.stack([k, v])):
@@ -102,19 +107,19 @@ class RingAttention(torch.autograd.Function):
         return d_q, *arriving(), None, None, None
 
 
-def ring_attention(q, k, v, comm, causal: bool = True, order: str = "zigzag") -> torch.Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, causal: bool = True,
+                   order: str = "zigzag") -> Tensor:  # fmt: skip
     """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
 
     Contract: q, k, v of (batch, heads, tokens, width), float32 or float64, of the same shape on all ranks, with an even
     number of tokens, cut as ``my_tokens`` does it in this order.
     """
     asked = comm.all_gather_object((*((tuple(x.shape), x.dtype) for x in (q, k, v)), causal, order))
-    (shape, dtype), *_ = asked[0]
-    if set(asked) != {((shape, dtype),) * 3 + asked[0][3:]} or len(shape) != 4 or order not in CHUNKS:
+    if set(asked) != {(*((tuple(q.shape), q.dtype),) * 3, causal, order)} or q.dim() != 4 or order not in CHUNKS:
         raise DtlibError(f"Ranks give q, k, v, causal, order {set(asked)}: all the same, in one of {[*CHUNKS]}.")
-    if shape[2] % 2 or dtype not in (torch.float32, torch.float64):
+    if q.shape[2] % 2 or q.dtype not in (torch.float32, torch.float64):
         raise DtlibError(
-            f"{shape[2]} tokens a rank of {dtype}: an even number, of float32 or float64, or see attention.py."
+            f"{q.shape[2]} tokens a rank of {q.dtype}: an even number, of float32 or float64, or see attention.py."
         )
     return RingAttention.apply(q, k, v, comm, causal, order)
 

@@ -13,26 +13,25 @@ forward, and as many backward, as the reverse of an exchange is an exchange.
 """
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.backward import with_gradient
 
 
-class Exchange(torch.autograd.Function):
+def exchange(x: Tensor, comm: Communicator, cut: int, join: int) -> Tensor:
     """Cut along dimension ``cut``, a piece for each rank; join what arrives along ``join``. Backward: the reverse."""
 
-    @staticmethod
-    def forward(ctx, x, comm, cut: int, join: int):
-        ctx.rest = comm, join, cut
+    def there(x):
         pieces = torch.stack(x.chunk(comm.size, cut))
         return torch.cat(comm.all_to_all(torch.empty_like(pieces), pieces).unbind(), join)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return Exchange.apply(gradient, *ctx.rest), None, None, None
+    return with_gradient(x, there, lambda gradient: exchange(gradient, comm, join, cut))
 
 
-def ulysses_attention(q, k, v, comm, causal: bool = True) -> torch.Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, causal: bool = True) -> Tensor:
     """softmax(Q K^T / sqrt(width)) V over all ranks' tokens, for this rank's queries.
 
     Contract: q, k, v of (batch, heads, tokens, width), of the same shape and dtype on all ranks; contiguous slices; as
@@ -43,9 +42,9 @@ def ulysses_attention(q, k, v, comm, causal: bool = True) -> torch.Tensor:
         raise DtlibError(f"Ranks give q, k, v, causal {asked}: give all the same, of four dimensions.")
     if q.shape[1] % comm.size:
         raise DtlibError(f"{q.shape[1]} heads make no {comm.size} equal groups: take ring_attention.")
-    q, k, v = Exchange.apply(torch.stack([q, k, v]), comm, 2, 3)  # heads cut, tokens joined
+    q, k, v = exchange(torch.stack([q, k, v]), comm, 2, 3)  # heads cut, tokens joined
     out = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return Exchange.apply(out, comm, 2, 1)  # tokens cut, heads joined
+    return exchange(out, comm, 2, 1)  # tokens cut, heads joined
 
 
 # The full class (module.py) adds what ring attention's adds, but for orders: the exchange makes sequences whole.

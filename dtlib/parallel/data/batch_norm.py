@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.world import init
 
@@ -27,13 +27,14 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     communicates_in_forward = True
 
-    def __init__(self, num_features: int, comm=None, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True):
+    def __init__(self, num_features: int, comm: AnyCommunicator | None = None, eps: float = 1e-5,
+                 momentum: float | None = 0.1, affine: bool = True, track_running_stats: bool = True):  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         # Of its own: ranks may launch other collectives in another order than this layer's backward pass.
         self.comm = as_communicator(init().comm if comm is None else comm).split(0)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, comm=None) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, comm: AnyCommunicator | None = None) -> nn.Module:
         """The same model with every ``BatchNorm`` in it replaced; parameters, statistics and hooks are kept."""
         return cls._converted(module, as_communicator(init().comm if comm is None else comm), {})
 
@@ -56,7 +57,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 module._modules[name] = cls._converted(child, comm, known)
         return module
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> "SyncBatchNorm":
         memo[id(self.comm)] = self.comm  # a copy talks over the same one
         memo[id(self)] = made = self.__class__.__new__(self.__class__)
         made.__dict__.update(deepcopy(self.__dict__, memo))
@@ -69,7 +70,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 f"{tuple(x.shape)}."
             )
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(x)
         if not (self.training or self.running_mean is None):
             return nn.functional.batch_norm(

@@ -1,41 +1,27 @@
 """Data parallelism: every rank has the whole model and a slice of the batch, and gradients are averaged.
 
-    rank 0   forward   backward -> gradients \\                   / the same average   step
-    rank 1   forward   backward -> gradients  } all_reduce, /N  {  the same average   step
-    rank 2   forward   backward -> gradients /                   \\ the same average   step
-
-plain.py has that picture. ``DataParallel`` adds what torch's ``DistributedDataParallel`` adds: gradients
-travel in buckets, from the last layer on, while the backward pass still computes those of the first ones
-(S. Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 13(12), 2020).
+plain.py has the picture. ``DataParallel`` adds what torch's ``DistributedDataParallel`` adds: gradients travel in
+buckets, from the last layer on, while the backward pass still computes those of the first ones (S. Li et al., "PyTorch
+distributed: experiences on accelerating data parallel training", VLDB 13(12), 2020).
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from dtlib.comm import as_communicator
-from dtlib.comm.waiting import Handle
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
-from dtlib.parallel.data.hooks import Averaged, CommHook
+from dtlib.parallel.data.hooks import CommHook, GradientBucket
 from dtlib.world import init
-
-
-@dataclass(eq=False)
-class GradientBucket:
-    """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient; and
-    one that says whether it weights them by ``batch_size``."""
-
-    parameters: list[nn.Parameter]
-    buffer: FlatBuffer
-    handle: Handle | Averaged | None = None  # of the all_reduce, once it is launched
 
 
 class DataParallel(nn.Module):
@@ -68,11 +54,10 @@ class DataParallel(nn.Module):
         DtlibError: for parameters that differ between ranks, or whose type cannot be averaged, by name.
     """
 
-    def __init__(
-        self, module: nn.Module, comm=None, bucket_cap_mb: float = 25, broadcast_buffers: bool = True,
-        progress: str | None = None, algorithm: str | None = None, device_ids=None, output_device=None,
-        find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True,
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float = 25,
+                 broadcast_buffers: bool = True, progress: str | None = None, algorithm: str | None = None,
+                 device_ids: list | None = None, output_device: torch.device | int | str | None = None,
+                 find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True):  # fmt: skip
         super().__init__()
         self.module = module
         _check_devices(module, [*(device_ids or []), *([] if output_device is None else [output_device])])
@@ -102,7 +87,7 @@ class DataParallel(nn.Module):
             hook.remove()
         _hooks[module] = [p.register_post_accumulate_grad_hook(self._gradient_is_ready) for p in parameters]
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: object, **kwargs: object) -> object:
         self._pass.forget()
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self._trained and not self._is_an_experts(parameter):
@@ -123,15 +108,15 @@ class DataParallel(nn.Module):
 
     def _is_an_experts(self, parameter) -> bool:
         """Whether other ranks have another expert's in its place: MixtureOfExperts looks after those."""
-        return len(set(self.comm._members).intersection(getattr(parameter, "expert_parallel", ()))) > 1
+        return len(set(self.comm.members).intersection(getattr(parameter, "expert_parallel", ()))) > 1
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> NoReturn:
         raise DtlibError(
             "DataParallel cannot be copied, as ranks would have to agree on it: copy model.module instead."
         )
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backward passes in this context add up gradients on each rank; the first one after it averages them."""
         before, self._synchronising = self._synchronising, False
         try:
@@ -139,7 +124,7 @@ class DataParallel(nn.Module):
         finally:
             self._synchronising = before
 
-    def register_comm_hook(self, state, hook) -> None:
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
         """From now on ``hook(state, bucket)`` averages buckets, in place of ``all_reduce`` (hooks.py); on all ranks.
         It goes neither with ``batch_size`` nor with ``join()``. Counterpart: torch's ``register_comm_hook``."""
         self._hook = CommHook(state, hook, self.comm, self.buckets, self._hook)
@@ -212,7 +197,7 @@ class DataParallel(nn.Module):
             self.comm.broadcast(buffer, root)
 
     @contextmanager
-    def join(self, divide_by_initial_world_size: bool = True):
+    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
         """Ranks may have different numbers of batches: who has none left takes part with gradients of zero.
 
         Each forward pass in training inside this context must be followed by a backward pass. At the end all ranks

@@ -7,8 +7,14 @@ A hook gets this rank's own gradients, and has to divide by the number of ranks 
 travels beside it, over a communicator of its own, so that it adds no wait to a hook's.
 """
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from dtlib.comm import Communicator
+from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer
 
@@ -16,7 +22,7 @@ from dtlib.gradients.buckets import FlatBuffer
 class GradBucket:
     """A bucket as torch's hooks know it (``torch.distributed.GradBucket``, which only C++ can make)."""
 
-    def __init__(self, index: int, is_last: bool, parameters: list, buffer):
+    def __init__(self, index: int, is_last: bool, parameters: list[nn.Parameter], buffer: FlatBuffer):
         self._index, self._is_last, self._parameters, self._views = index, is_last, parameters, buffer.views
         self._flat = buffer.flat.view(-1)  # a hook may resize it, as batched_powerSGD_hook does
 
@@ -38,7 +44,7 @@ class GradBucket:
         """Views of the buffer, in the shapes of ``parameters()``."""
         return self._views
 
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
 
@@ -50,7 +56,8 @@ class CommHook:
     refused.
     """
 
-    def __init__(self, state, hook, comm, buckets: list, before: "CommHook | None" = None):
+    def __init__(self, state: object, hook: Callable, comm: Communicator, buckets: list,
+                 before: "CommHook | None" = None):  # fmt: skip
         self.name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
         if before is not None:
             raise DtlibError(f"This model has the hook {before.name} already: wrap it anew for another one.")
@@ -65,7 +72,7 @@ class CommHook:
             bucket.buffer = FlatBuffer(shapes, flags.dtype, flags.device)
             bucket.buffer.tail = torch.zeros_like(flags)
 
-    def launch(self, bucket) -> "Averaged":
+    def launch(self, bucket: "GradientBucket") -> "Averaged":
         """Begin with the gradients and flags that are in this bucket's memory."""
         flags = self.comm.all_reduce(bucket.buffer.tail, async_op=True)
         index, is_last = self.buckets.index(bucket), bucket is self.buckets[-1]
@@ -81,7 +88,7 @@ class CommHook:
 class Averaged:
     """In place of the handle of an ``all_reduce``: at the end of ``wait()`` the average is in the bucket's memory."""
 
-    def __init__(self, name: str, flags, future, flat: torch.Tensor):
+    def __init__(self, name: str, flags: Handle, future: torch.futures.Future, flat: torch.Tensor):
         self._name, self._flags, self._future, self._flat = name, flags, future, flat
 
     def wait(self) -> None:
@@ -95,3 +102,13 @@ class Averaged:
             )
         if average.data_ptr() != self._flat.data_ptr() or average.dtype != self._flat.dtype:
             self._flat.copy_(average.view(-1))
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient; and
+    one that says whether it weights them by ``batch_size``."""
+
+    parameters: list[nn.Parameter]
+    buffer: FlatBuffer
+    handle: Handle | Averaged | None = None  # of the all_reduce, once it is launched

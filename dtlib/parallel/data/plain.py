@@ -18,9 +18,9 @@ When do the gradients of layers 4, 3, 2 and 1 travel, and in how many messages?
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.contract import Contract
@@ -32,7 +32,7 @@ class DataParallelNaive(nn.Module):
     Contract: as many samples, ``len(x)``, on every rank; each parameter that requires a gradient gets one.
     """
 
-    def __init__(self, module: nn.Module, comm):
+    def __init__(self, module: nn.Module, comm: Communicator):
         super().__init__()
         self.module, self.comm = module, as_communicator(comm)
         self.contract = Contract(type(self).__name__, module, self.comm)
@@ -40,7 +40,7 @@ class DataParallelNaive(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(tensor)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():
             for buffer in self.module.buffers():
                 self.comm.broadcast(buffer)
@@ -58,14 +58,14 @@ class DataParallelNaive(nn.Module):
 class DataParallelHooks(DataParallelNaive):
     """``loss.backward()``, ``optimizer.step()``: gradients leave during the backward pass, which waits for the last."""
 
-    def __init__(self, module: nn.Module, comm):
+    def __init__(self, module: nn.Module, comm: Communicator):
         super().__init__(module, comm)
         self.buckets = [[parameter] for parameter in reversed(self.trained)]  # the last layer's are ready first
         self.ready, self.travelling = set(), []  # in this backward pass: parameters, and handles of buckets
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
-    def gradient_is_ready(self, parameter) -> None:
+    def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         """A hook: autograd has added up all of this parameter's gradient."""
         if not self.ready:  # the first one: autograd, call this at the end of the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
@@ -76,7 +76,7 @@ class DataParallelHooks(DataParallelNaive):
             self.travelling.append(self.comm.all_reduce(self.flat(rest[0]), op="mean", async_op=True))
         advance_all()  # messages move on when somebody looks after them
 
-    def flat(self, bucket) -> torch.Tensor:
+    def flat(self, bucket: list) -> Tensor:
         return bucket[0].grad
 
     def average_gradients(self) -> None:
@@ -89,7 +89,7 @@ class DataParallelHooks(DataParallelNaive):
 class DataParallelBuckets(DataParallelHooks):
     """The same with few large messages: neighbours share a bucket of up to ``bucket_cap_mb`` MiB."""
 
-    def __init__(self, module: nn.Module, comm, bucket_cap_mb: float = 25):
+    def __init__(self, module: nn.Module, comm: Communicator, bucket_cap_mb: float = 25):
         super().__init__(module, comm)
         if len({(parameter.dtype, parameter.device) for parameter in self.trained}) > 1:
             raise DtlibError("DataParallelBuckets: parameters are of several dtypes or devices: take DataParallel.")
@@ -99,7 +99,7 @@ class DataParallelBuckets(DataParallelHooks):
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
 
-    def flat(self, bucket) -> torch.Tensor:
+    def flat(self, bucket: list) -> Tensor:
         """All gradients in one tensor, of which they become views: what arrives there is theirs."""
         flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
         for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):

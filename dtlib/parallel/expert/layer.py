@@ -7,27 +7,17 @@ capacity, balance and jitter; D. Dai et al., "DeepSeekMoE", arXiv:2401.06066, ex
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.precision import clip_by_norm
 from dtlib.gradients.same_model import check_same_values
-
-
-class _Rows(torch.autograd.Function):
-    """``sent[r]`` rows of x to rank r, ``received[r]`` rows from it. Backward: their gradients, the same way back."""
-
-    @staticmethod
-    def forward(ctx, x, comm, sent, received):
-        ctx.rest = comm, received, sent
-        return comm.all_to_all(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Rows.apply(gradient, *ctx.rest), None, None, None
+from dtlib.parallel.expert.plain import Rows
 
 
 class MixtureOfExperts(nn.Module):
@@ -63,10 +53,9 @@ class MixtureOfExperts(nn.Module):
 
     communicates_in_forward = True  # whoever lets ranks stop early asks for it
 
-    def __init__(
-        self, width: int, experts, comm, top: int = 1, capacity: float | None = None, data=None,
-        shared: nn.Module | None = None, jitter: float = 0.0,
-    ):  # fmt: skip
+    def __init__(self, width: int, experts: Iterable[nn.Module], comm: AnyCommunicator, top: int = 1,
+                 capacity: float | None = None, data: AnyCommunicator | None = None, shared: nn.Module | None = None,
+                 jitter: float = 0.0):  # fmt: skip
         super().__init__()
         self.comm, self.data = as_communicator(comm), None if data is None else as_communicator(data)
         experts = list(experts)
@@ -81,7 +70,7 @@ class MixtureOfExperts(nn.Module):
                 comm.broadcast(parameter.data)
         for parameter in self.experts.parameters():
             # Whoever averages gradients, or takes norms, asks for it.
-            vars(parameter)["expert_parallel"] = self.comm._members
+            vars(parameter)["expert_parallel"] = self.comm.members
             if self.comm.size > 1 or self.data is not None:
                 vars(parameter)["expert_copy"] = self.data.rank if self.data else 0  # a checkpoint takes the first
             if parameter.requires_grad:
@@ -110,12 +99,12 @@ class MixtureOfExperts(nn.Module):
         assert self.data is not None
         self.data.all_reduce(parameter.grad, op="mean")
 
-    def forward(self, x, mask=None):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
             check_same_values(self, [self.gate.weight], self.comm, "the gate")
         tokens = x.flatten(0, -2)
         counting = torch.ones(len(tokens), dtype=torch.bool, device=x.device) if mask is None else mask.flatten()
-        if len(counting) != len(tokens):
+        if mask is not None and len(counting) != len(tokens):
             raise DtlibError(f"MixtureOfExperts: mask is of {tuple(mask.shape)}, and tokens of {tuple(x.shape[:-1])}.")
         index = counting.nonzero()[:, 0]
         kept = tokens[index]
@@ -164,14 +153,14 @@ class MixtureOfExperts(nn.Module):
         """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
         sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
-        arrived = _Rows.apply(rows, self.comm, sent, received).split(theirs.flatten().tolist())
-        done, here = [None] * len(arrived), len(self.experts)
+        arrived = Rows.apply(rows, self.comm, sent, received).split(theirs.flatten().tolist())
+        done, here = list(arrived), len(self.experts)
         for e, expert in enumerate(self.experts.values()):  # its rows of every rank, if only none
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
-        return _Rows.apply(torch.cat(done), self.comm, received, sent)
+        return Rows.apply(torch.cat(done), self.comm, received, sent)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
+def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
     """Between ``backward()`` and ``step()``: scale all gradients down together so that the 2-norm of the whole model's
     gradient is at most ``max_norm``; returns the norm before. All ranks of ``comm``, the expert axis, call it.
 
@@ -179,27 +168,22 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
     been averaged before. ``nn.utils.clip_grad_norm_`` would see this rank's experts alone, and is refused.
     """
     comm = as_communicator(comm)
-    gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    gradients, counted = [], []  # on one rank those that all have
     for name, parameter in model.named_parameters():
-        sharing = getattr(parameter, "expert_parallel", comm._members)
-        if sharing != comm._members:
+        sharing = getattr(parameter, "expert_parallel", comm.members)
+        if sharing != comm.members:
             raise DtlibError(
                 f"clip_grad_norm_: experts such as {name} are shared out among ranks {list(sharing)}, and comm has "
-                f"{list(comm._members)}: pass mesh['expert']."
+                f"{list(comm.members)}: pass mesh['expert']."
             )
         if parameter.grad is not None:
-            gradients[hasattr(parameter, "expert_parallel")].append(parameter.grad)
-    of_experts, of_all = (
-        sum((gradient.double().square().sum() for gradient in gradients[kind]), torch.zeros((), dtype=torch.float64))
-        for kind in (True, False)
-    )
-    norm = float((comm.all_reduce(of_experts) + of_all).sqrt())
-    for gradient in gradients[True] + gradients[False]:
-        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
-    return norm
+            gradients.append(parameter.grad)
+            if hasattr(parameter, "expert_parallel") or comm.rank == 0:
+                counted.append(parameter.grad)
+    return clip_by_norm(gradients, max_norm, comm, counted)
 
 
-def whole_state_dict(model: nn.Module, comm) -> dict[str, torch.Tensor]:
+def whole_state_dict(model: nn.Module, comm: AnyCommunicator) -> dict[str, torch.Tensor]:
     """``model.state_dict()`` with the experts of all ranks of ``comm``, the expert axis; on every rank, which all call
     it. Save it on one, and ``load_whole_state_dict`` it on any number of ranks."""
     ours = {name for name, parameter in model.named_parameters() if hasattr(parameter, "expert_parallel")}

@@ -21,9 +21,10 @@ already, which is divided by N once, and no rank may average it again.
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 
 
@@ -31,12 +32,12 @@ class Rows(torch.autograd.Function):
     """``sent[r]`` rows of x to rank r, ``received[r]`` rows from it. Backward: their gradients, the same way back."""
 
     @staticmethod
-    def forward(ctx, x, comm, sent, received):
+    def forward(ctx: FunctionCtx, x: Tensor, comm: Communicator, sent: list[int], received: list[int]) -> Tensor:
         ctx.rest = comm, received, sent
         return comm.all_to_all(x.new_empty(sum(received), *x.shape[1:]), x, received, sent)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple:
         return Rows.apply(gradient, *ctx.rest), None, None, None
 
 
@@ -47,7 +48,7 @@ class MixtureOfExperts(nn.Module):
     loss is a mean over ranks. Average the gradients of all parameters but the experts' over ``comm``.
     """
 
-    def __init__(self, width: int, experts, comm, top: int = 1, capacity: float | None = None):
+    def __init__(self, width: int, experts: list, comm: Communicator, top: int = 1, capacity: float | None = None):
         super().__init__()
         self.comm, self.experts, self.top, self.capacity = as_communicator(comm), nn.ModuleList(experts), top, capacity
         self.count = len(self.experts) * self.comm.size
@@ -58,10 +59,10 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(width, self.count, bias=False)
         self.comm.broadcast(self.gate.weight.data)
         for parameter in self.experts.parameters():
-            parameter.expert_parallel = self.comm._members  # whoever averages gradients, or takes norms, asks for it
+            parameter.expert_parallel = self.comm.members  # whoever averages gradients, or takes norms, asks for it
             parameter.register_hook(lambda gradient: gradient / self.comm.size)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         asked = set(self.comm.all_gather_object((len(x), self.gate.weight.sum().item())))
         if len(asked) > 1 or not len(x):
             raise DtlibError(
@@ -69,8 +70,7 @@ class MixtureOfExperts(nn.Module):
             )
         probabilities = self.gate(x).softmax(-1)
         weights, chosen = probabilities.topk(self.top)
-        if self.top > 1:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True) if self.top > 1 else weights
         self.balance = self.balance_of(probabilities, chosen)
         # All first choices, then all second ones; in order of experts, and for one expert in order of tokens.
         expert, token, weight = chosen.T.flatten(), torch.arange(len(x)).repeat(self.top), weights.T.flatten()
@@ -88,7 +88,7 @@ class MixtureOfExperts(nn.Module):
             back = self.through_experts(rows, torch.full_like(counts, places))[at]
         return torch.zeros_like(x).index_add(0, token, back * weight[:, None])
 
-    def through_experts(self, rows, counts):
+    def through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows in order of experts, ``counts[e]`` of them for expert e: there, through the experts, and back."""
         theirs = self.comm.all_to_all(torch.empty_like(counts), counts).view(self.comm.size, -1)  # [rank, expert]
         sent, received = counts.view(self.comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
@@ -98,7 +98,7 @@ class MixtureOfExperts(nn.Module):
             done[e::here] = expert(torch.cat(arrived[e::here])).split(theirs[:, e].tolist())
         return Rows.apply(torch.cat(done), self.comm, received, sent)
 
-    def balance_of(self, probabilities, chosen):
+    def balance_of(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """E * sum over experts of (share of all ranks' choices) * (mean probability): 1 where all experts get as much.
 
         The share has no gradient. It is that of all ranks, and so the mean of this over ranks is that of all tokens.

@@ -15,8 +15,9 @@ from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from dtlib.comm import as_communicator, progress_thread
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator, progress_thread
 from dtlib.comm.waiting import Handle, advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
@@ -48,10 +49,9 @@ class DiLoCo:
         DtlibError: on all ranks, for models that differ, or arguments that do not fit together.
     """
 
-    def __init__(
-        self, comm, model: nn.Module, inner_optimizer, outer_optimizer, sync_every: int, fragments: int = 1,
-        fragment_sync_delay: int = 0, fragment_update_alpha: float = 0.0, progress: str | None = None,
-    ):  # fmt: skip
+    def __init__(self, comm: AnyCommunicator, model: nn.Module, inner_optimizer: Optimizer,
+                 outer_optimizer: Optimizer | None, sync_every: int, fragments: int = 1, fragment_sync_delay: int = 0,
+                 fragment_update_alpha: float = 0.0, progress: str | None = None):  # fmt: skip
         self.comm, self._who = as_communicator(comm), type(self).__name__
         self.inner_optimizer, self.outer_optimizer = inner_optimizer, outer_optimizer
         self.sync_every, self.delay, self.alpha = sync_every, fragment_sync_delay, fragment_update_alpha
@@ -79,7 +79,7 @@ class DiLoCo:
             self._sent = self._own()
         self._go_on()
 
-    def recover(self, comm) -> None:
+    def recover(self, comm: Communicator) -> None:
         """After a rank has died: go on over ``comm``, of those who live, all of which call it (recovery/rounds.py).
 
         Nothing of the others is lost. What was under way is sent again, without the dead; where it had arrived on some
@@ -207,8 +207,11 @@ class DiLoCo:
 class LocalSGD(DiLoCo):
     """``DiLoCo`` without an outer optimizer: the mean of the parameters. Counterpart: torchft's ``LocalSGD``."""
 
-    def __init__(self, comm, model, optimizer, sync_every: int, **settings):
-        super().__init__(comm, model, optimizer, None, sync_every, **settings)
+    def __init__(self, comm: AnyCommunicator, model: nn.Module, optimizer: Optimizer, sync_every: int,
+                 fragments: int = 1, fragment_sync_delay: int = 0, fragment_update_alpha: float = 0.0,
+                 progress: str | None = None):  # fmt: skip
+        rest = fragments, fragment_sync_delay, fragment_update_alpha, progress
+        super().__init__(comm, model, optimizer, None, sync_every, *rest)
 
 
 def _parts(parameters: list, number: int) -> list[list]:

@@ -8,15 +8,17 @@ Eight steps of two ranks. A dot is a step, a bar a message of all parameters or 
                          rank 1  . . . .|. . . .|
 
     LocalSGD     the mean of the parameters takes their place
-    DiLoCo       the way from the last start to that mean counts as a gradient, for an optimizer of its own (outer):
-                 with Nesterov momentum the next round leaves with the pace of the last ones
+    DiLoCo       the last start minus that mean is a gradient (the outer one), for an optimizer of its own, whose
+                 Nesterov momentum remembers earlier rounds
 
 Local SGD: S. Stich, ICLR 2019. DiLoCo: A. Douillard et al., arXiv:2311.08105. Names as in torchft.
 """
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.same_model import check_same_model
 
@@ -28,7 +30,7 @@ class LocalSGD:
     construction. The states of ``optimizer`` (momenta) stay each rank's own.
     """
 
-    def __init__(self, comm, model, optimizer, sync_every: int):
+    def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer, sync_every: int):
         self.comm, self.optimizer, self.sync_every, self.steps = as_communicator(comm), optimizer, sync_every, 0
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.trained = list(named.values())
@@ -41,7 +43,7 @@ class LocalSGD:
         for parameter in model.parameters():
             self.comm.broadcast(parameter)
 
-    def check_optimizer(self, optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if known != set(self.trained):
             raise DtlibError(
@@ -60,7 +62,7 @@ class LocalSGD:
         for parameter, mean in zip(self.trained, self.means(self.trained), strict=True):
             parameter.copy_(mean)
 
-    def means(self, tensors) -> list[torch.Tensor]:
+    def means(self, tensors: list) -> list[Tensor]:
         """Over ranks, in one message."""
         flat = self.comm.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), op="mean")
         pieces = flat.split([tensor.numel() for tensor in tensors])
@@ -74,17 +76,19 @@ class DiLoCo(LocalSGD):
     the paper. With ``SGD(lr=1)`` it is local SGD.
     """
 
-    def __init__(self, comm, model, inner_optimizer, outer_optimizer, sync_every: int):
+    def __init__(self, comm: Communicator, model: nn.Module, inner_optimizer: Optimizer, outer_optimizer: Optimizer,
+                 sync_every: int):  # fmt: skip
         super().__init__(comm, model, inner_optimizer, sync_every)
         self.check_optimizer(outer_optimizer)
         self.outer_optimizer = outer_optimizer
         self.starts = [parameter.detach().clone() for parameter in self.trained]
 
     def synchronise(self) -> None:
-        ways = [start - parameter for start, parameter in zip(self.starts, self.trained, strict=True)]
-        for parameter, start, way in zip(self.trained, self.starts, self.means(ways), strict=True):
+        moved = [start - now for start, now in zip(self.starts, self.trained, strict=True)]
+        means = self.means(moved)  # the outer gradient
+        for parameter, start, mean in zip(self.trained, self.starts, means, strict=True):
             parameter.copy_(start)  # back to where all ranks were
-            parameter.grad = way
+            parameter.grad = mean
         self.outer_optimizer.step()
         for parameter, start in zip(self.trained, self.starts, strict=True):
             start.copy_(parameter)

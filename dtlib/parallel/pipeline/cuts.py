@@ -2,19 +2,20 @@
 
 import copy
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def balanced_cuts(costs, stages: int) -> list[int]:
+def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """Where to cut a list so that the most expensive stage is as cheap as can be; every stage has an element.
 
     best[s][i]: the cheapest most expensive stage if the first i elements are cut into s stages.
     """
     count = len(costs)
-    sums = [0]
+    sums: list[float] = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
     best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
@@ -32,7 +33,7 @@ def balanced_cuts(costs, stages: int) -> list[int]:
     return cuts[::-1]
 
 
-def parameters_of(spec) -> int:
+def parameters_of(spec: object) -> int:
     """Trainable elements of a layer, counted without memory for them."""
     if not isinstance(spec, nn.Module):
         if not hasattr(spec, "build"):
@@ -42,7 +43,7 @@ def parameters_of(spec) -> int:
     return sum(parameter.numel() for parameter in spec.parameters() if parameter.requires_grad)
 
 
-def times_of(specs, build, sample) -> list[float] | str:
+def times_of(specs: Sequence, build: Callable, sample: object) -> list[float] | str:
     """Seconds of forward and backward of each layer, the quicker of two; or a sentence why not. Nothing is left of
     it: layers are copies, and random numbers go on as if nothing had been drawn. ``build(specs, i)`` makes layer i."""
     times, value = [], sample

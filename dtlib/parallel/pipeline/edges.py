@@ -11,10 +11,14 @@ may differ in shape, as a last uneven one does, or texts of different lengths: t
 they do not, room for the next ones is ready before they are sent.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
+from dtlib.comm import Communicator
+from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
 
 HEADER = 64  # numbers; enough for six tensors of six dimensions
@@ -25,7 +29,7 @@ DTYPES = (
 TAGS = 3  # an edge has one for headers, one for activations, one for gradients
 
 
-def kinds_of(tensors) -> tuple:
+def kinds_of(tensors: Iterable[Tensor]) -> tuple:
     """Of each tensor the type, whether it takes a gradient, and the shape."""
     return tuple((tensor.dtype, tensor.requires_grad, tuple(tensor.shape)) for tensor in tensors)
 
@@ -64,7 +68,7 @@ def read_header(header: torch.Tensor) -> tuple[tuple, int]:
 class Activations:
     """The receiving end of an edge, forward: micro-batches in their order."""
 
-    def __init__(self, comm, source: int, edge: int, device):
+    def __init__(self, comm: Communicator, source: int, edge: int, device: torch.device):
         self.comm, self.source, self.tag, self.device = comm, source, TAGS * edge, device
         self.alike: list[int] = []  # of each micro-batch that was asked for, how many after it are like it
         self._header: tuple | None = None
@@ -111,12 +115,12 @@ class Activations:
 class NextStage:
     """The sending end of an edge, forward."""
 
-    def __init__(self, comm, dest: int, edge: int):
+    def __init__(self, comm: Communicator, dest: int, edge: int):
         self.comm, self.dest, self.tag = comm, dest, TAGS * edge
         self._kinds: tuple | None = None
         self._alike = 0
 
-    def send(self, tensors, alike: int) -> list:
+    def send(self, tensors: Sequence[Tensor], alike: int) -> list[Handle]:
         """Send a micro-batch on, of which the inputs were like those of the next ``alike``; returns handles.
 
         Raises:
@@ -142,17 +146,17 @@ class NextStage:
 class Gradients:
     """The receiving end of an edge, backward: into tensors like those that were sent forward."""
 
-    def __init__(self, comm, source: int, edge: int):
+    def __init__(self, comm: Communicator, source: int, edge: int):
         self.comm, self.source, self.tag = comm, source, TAGS * edge + 2
         self._arriving: dict[int, tuple] = {}
 
-    def post(self, microbatch: int, sent) -> None:
+    def post(self, microbatch: int, sent: Sequence[Tensor]) -> None:
         if microbatch not in self._arriving:
             room = [torch.empty_like(t) if t.requires_grad else None for t in sent]
             handles = [self.comm.recv(t, self.source, self.tag, async_op=True) for t in room if t is not None]
             self._arriving[microbatch] = room, handles
 
-    def take(self, microbatch: int, sent) -> list:
+    def take(self, microbatch: int, sent: Sequence[Tensor]) -> list[Tensor | None]:
         self.post(microbatch, sent)
         room, handles = self._arriving.pop(microbatch)
         for handle in handles:
@@ -160,7 +164,7 @@ class Gradients:
         return room
 
 
-def send_gradients(comm, dest: int, edge: int, received) -> list:
+def send_gradients(comm: Communicator, dest: int, edge: int, received: Sequence[Tensor]) -> list[Handle]:
     """Send back the gradients of what was received; what was not used has gradients of zero."""
     gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in received if t.requires_grad]
     return [comm.send(gradient.contiguous(), dest, TAGS * edge + 2, async_op=True) for gradient in gradients]

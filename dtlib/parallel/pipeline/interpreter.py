@@ -65,7 +65,7 @@ class _Schedule:
         self.comm = comm if getattr(comm, "simulated", False) else comm.split(0)
         self._plan = _planned(self.actions)
         self.peak_in_flight = 0  # micro-batches whose activations this rank kept at a time, in the last step
-        self._ended_by = None  # the error in whose middle a step ended
+        self._ended_by: str | None = None  # the error in whose middle a step ended
 
     @staticmethod
     def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
@@ -113,9 +113,9 @@ class _Schedule:
             raise
 
     def _interpret(self, plan, inputs, target, losses, return_outputs):
-        running = {}
+        running: dict[int, RunningStage] = {}
         for stage in self.stages:
-            targets, weights = self._targets(target) if stage.is_last else (None, None)
+            targets, weights = self._targets(target) if stage.is_last else (None, [])
             running[stage.stage_index] = RunningStage(
                 stage, self.comm, self.n_microbatches, inputs if stage.is_first else None, targets, self.loss_fn,
                 weights, self.recompute, running,
@@ -141,16 +141,12 @@ class _Schedule:
 
     def _perform(self, stage: RunningStage, action) -> None:
         with recorder.phase(action, self.comm.world_rank):
-            match action.kind:
-                case "F":
-                    stage.forward(action.microbatch)
-                case "B":
-                    stage.backward(action.microbatch)
-                    stage.weights_of(action.microbatch)
-                case "I":
-                    stage.backward(action.microbatch, later=True)
-                case "W":
-                    stage.weights_of(action.microbatch)
+            if action.kind == "F":
+                stage.forward(action.microbatch)
+            if action.kind in "BI":
+                stage.backward(action.microbatch, later=action.kind == "I")
+            if action.kind in "BW":
+                stage.weights_of(action.microbatch)
 
     def _microbatches(self, args, kwargs) -> list:
         if not args and not kwargs:
@@ -159,7 +155,7 @@ class _Schedule:
 
     def _targets(self, target):
         if target is None:
-            return None, None
+            return None, []
         if self.loss_fn is None:
             raise DtlibError(f"{type(self).__name__} got a target and has no loss_fn: pass one when it is made.")
         targets = self._cut(target, "The target")
@@ -199,7 +195,7 @@ class ScheduleGPipe(_Schedule):
     """All forward passes, then all backward passes. Y. Huang et al., "GPipe", NeurIPS 2019."""
 
     @staticmethod
-    def order(ranks, microbatches, stages):
+    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
         return schedules.gpipe(ranks, microbatches)
 
 
@@ -207,7 +203,7 @@ class Schedule1F1B(_Schedule):
     """One forward, one backward: no more micro-batches in flight than stages. D. Narayanan et al., SC 2021."""
 
     @staticmethod
-    def order(ranks, microbatches, stages):
+    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
         return schedules.one_f_one_b(ranks, microbatches)
 
 
@@ -215,7 +211,7 @@ class ScheduleInterleaved1F1B(_Schedule):
     """1F1B with several stages a rank, which make the bubble smaller. D. Narayanan et al., SC 2021, section 2.2."""
 
     @staticmethod
-    def order(ranks, microbatches, stages):
+    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
         return schedules.interleaved(ranks, microbatches, stages // ranks)
 
 
@@ -228,7 +224,7 @@ class ScheduleZeroBubbleH1(_Schedule):
     """
 
     @staticmethod
-    def order(ranks, microbatches, stages):
+    def order(ranks: int, microbatches: int, stages: int) -> list[list[schedules.Action]]:
         return schedules.zero_bubble_h1(ranks, microbatches)
 
 

@@ -7,13 +7,14 @@ Names and arguments are DeepSpeed's (``deepspeed.pipe``).
 """
 
 from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from dtlib.comm import Communicator, as_communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.cuts import balanced_cuts, parameters_of, times_of
 from dtlib.parallel.pipeline.stage import PipelineStage
@@ -23,7 +24,7 @@ from dtlib.world import init
 class LayerSpec:
     """A layer that is built later, on the rank that has it: ``LayerSpec(nn.Linear, 4, 8)``."""
 
-    def __init__(self, typename, *module_args, **module_kwargs):
+    def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise DtlibError(f"LayerSpec takes a class of modules and its arguments, and got {typename!r:.60}.")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
@@ -41,7 +42,8 @@ class TiedLayerSpec(LayerSpec):
     ``forward_fn(module, x)`` is called instead of the module; ``tied_weight_attr`` names what is shared.
     """
 
-    def __init__(self, key, typename, *module_args, forward_fn=None, tied_weight_attr="weight", **module_kwargs):
+    def __init__(self, key: str, typename: type[nn.Module], *module_args: object, forward_fn: Callable | None = None,
+                 tied_weight_attr: str = "weight", **module_kwargs: object):  # fmt: skip
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
 
@@ -68,10 +70,10 @@ class PipelineModule(nn.Module):
         DtlibError: for layers that cannot be cut so; on every rank.
     """
 
-    def __init__(
-        self, layers, num_stages: int, loss_fn=None, partition_method="parameters", comm=None, base_seed: int = 1234,
-        sample=None, stages_per_rank: int = 1, activation_checkpoint_interval: int = 0,
-    ):  # fmt: skip
+    def __init__(self, layers: Iterable, num_stages: int, loss_fn: Callable | None = None,
+                 partition_method: str | Sequence[int] = "parameters", comm: AnyCommunicator | None = None,
+                 base_seed: int = 1234, sample: object = None, stages_per_rank: int = 1,
+                 activation_checkpoint_interval: int = 0):  # fmt: skip
         super().__init__()
         comm = None if comm is None else as_communicator(comm)
         ranks = init().size if comm is None else comm.size
@@ -110,7 +112,7 @@ class PipelineModule(nn.Module):
         self._tied = self._share_tied(specs, tied)
         self.has_ties = any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
-    def forward(self, *inputs):
+    def forward(self, *inputs: object) -> object:
         if len(self._stage_modules) > 1:
             raise DtlibError(f"This rank has {len(self._stage_modules)} stages: run them by a schedule, from stages().")
         return self._stage_modules[0](*inputs) if self._stage_modules else inputs[0]
@@ -149,7 +151,7 @@ class PipelineModule(nn.Module):
                     weight.grad = torch.zeros_like(weight)
                 comm.all_reduce(weight.grad)
 
-    def counted(self, parameter) -> bool:
+    def counted(self, parameter: torch.Tensor) -> bool:
         """False for a tied weight that a stage before this one has too: its gradient counts once in a norm."""
         return not any(getattr(*where) is parameter and comm.rank for comm, *where in self._tied)
 
@@ -215,6 +217,7 @@ class PipelineModule(nn.Module):
             return cuts
         if len(specs) < self.num_stages:
             raise DtlibError(f"{len(specs)} layers cannot be cut into {self.num_stages} stages: take fewer stages.")
+        costs: Sequence[float]
         match method:
             case "uniform":
                 costs = [1] * len(specs)
@@ -225,9 +228,11 @@ class PipelineModule(nn.Module):
                     raise DtlibError("partition_method='time' measures with an input: pass sample=x.")
                 # Rank 0's times count: measurements differ between ranks and pipelines, and cuts must not.
                 everyone = self.everyone
-                costs = everyone.broadcast_object(times_of(specs, self._build, sample) if everyone.rank == 0 else None)
-                if isinstance(costs, str):
-                    raise DtlibError(costs)
+                measured = [times_of(specs, self._build, sample)] if everyone.rank == 0 else None
+                [times] = everyone.broadcast_object(measured)
+                if isinstance(times, str):
+                    raise DtlibError(times)
+                costs = times
             case _:
                 raise DtlibError(
                     f"partition_method={method!r}: choose 'parameters', 'uniform', 'time', or a list of cuts."

@@ -12,32 +12,31 @@ In a pipeline the second half adds to the weight's gradient while it multiplies.
 each micro-batch first and add it then, which for wide layers and small micro-batches costs as much as multiplying.
 """
 
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 
-_takers: list[
-    Callable | None
-] = []  # functions that second halves are given to at the moment, or None; the innermost counts
+# Functions that second halves are given to at the moment, or None; the innermost counts.
+_takers: list[Callable | None] = []
 
 
 @contextmanager
-def weights_later():
+def weights_later() -> Iterator[list[Callable]]:
     """Backward passes in this context keep the second halves of ``Linear`` in the list that this yields: functions
     without arguments, which add the gradients of weight and bias."""
-    halves = []
+    halves: list[Callable] = []
     with _given_to(halves.append):
         yield halves
 
 
-def weights_at_once():
+def weights_at_once() -> AbstractContextManager:
     """A context in which ``Linear`` does both halves one after the other."""
     return _given_to(lambda half: half())
 
 
-def weights_by_autograd():
+def weights_by_autograd() -> AbstractContextManager:
     """A context in which ``Linear`` is like ``nn.Linear``, within one of the two above: there a backward pass of
     somebody else's may run, of which the gradients of weights are not asked for."""
     return _given_to(None)
@@ -52,7 +51,7 @@ def _given_to(taker):
         _takers.remove(taker)
 
 
-def defer(half) -> None:
+def defer(half: Callable) -> None:
     """Keep a second half for later where a schedule splits backward passes, else do it now; for layers of one's own."""
     (_taker() or (lambda half: half()))(half)
 
@@ -66,7 +65,7 @@ class Linear(nn.Linear):
     it elsewhere: under ``create_graph`` and autocast, and where others watch its parameters
     (``register_post_accumulate_grad_hook``)."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         return _Linear.apply(x, self.weight, self.bias)

@@ -10,8 +10,12 @@ works on the next. F is a forward pass, B a backward pass, which takes twice as 
              rank 1   .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. ..      are kept for their backward pass
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 
+from dtlib.comm import Communicator
+from dtlib.comm.waiting import Handle
 from dtlib.comm.watch import recorder
 from dtlib.errors import DtlibError
 from dtlib.gradients.contract import about_stage, check_stages
@@ -30,7 +34,7 @@ def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple
     return forward[:ahead] + in_turn + backward[microbatches - ahead :]
 
 
-def announce(comm, dest: int, tensor: torch.Tensor):
+def announce(comm: Communicator, dest: int, tensor: torch.Tensor) -> Handle:
     """Tell the next rank what all tensors that it will get look like."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or tensor.dim() > HEADER - 2:
         raise DtlibError(f"A stage gives one tensor of {DTYPES}, of at most {HEADER - 2} dimensions: this is {tensor}.")
@@ -38,13 +42,13 @@ def announce(comm, dest: int, tensor: torch.Tensor):
     return comm.send(torch.tensor(numbers + [0] * (HEADER - len(numbers))), dest, async_op=True)
 
 
-def announced(comm, source: int, device) -> torch.Tensor:
+def announced(comm: Communicator, source: int, device: torch.device) -> torch.Tensor:
     """A tensor like all those that will come."""
     dtype, dimensions, *shape = comm.recv(torch.zeros(HEADER, dtype=torch.int64), source).tolist()
     return torch.empty(shape[:dimensions], dtype=DTYPES[dtype], device=device)
 
 
-def arriving(comm, source: int, like: torch.Tensor, count: int):
+def arriving(comm: Communicator, source: int, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     """So many tensors from a neighbour, in their order. The next is asked for before this one is worked on."""
     following = comm.recv(torch.empty_like(like), source, async_op=True)
     for _ in range(count - 1):
@@ -53,7 +57,8 @@ def arriving(comm, source: int, like: torch.Tensor, count: int):
     yield following.wait()
 
 
-def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str = "1f1b"):
+def step(comm: Communicator, stage: torch.nn.Module, inputs: torch.Tensor | None, targets: torch.Tensor | None,
+         loss_fn: Callable, microbatches: int, schedule: str = "1f1b") -> torch.Tensor | None:  # fmt: skip
     """Forward and backward of a whole batch. Gradients are those of the mean loss, which the last rank returns.
 
     Contract: rank 0 has ``inputs`` and the last rank ``targets``, None elsewhere, of as many samples, a multiple of
@@ -61,14 +66,14 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     micro-batches. ``loss_fn`` gives the mean over samples: a sum would be divided by ``microbatches``. No layer mixes
     samples, as batch norm does, or is tied to one of another stage. ``comm`` is a communicator of dtlib.
     """
-    check(comm, stage, inputs, targets, loss_fn, microbatches, schedule)
+    check(comm, [inputs, targets], about_stage(stage, loss_fn), microbatches, schedule)
     before, after, is_first, is_last = comm.rank - 1, comm.rank + 1, comm.rank == 0, comm.rank == comm.size - 1
     if is_first:
-        activations = iter(inputs.chunk(microbatches))
+        activations = iter(torch.chunk(inputs, microbatches))
     else:
         like = announced(comm, before, next(stage.parameters()).device)
         activations = (x.requires_grad_() for x in arriving(comm, before, like, microbatches))
-    targets = targets.chunk(microbatches) if is_last else ()
+    wanted = torch.chunk(targets, microbatches) if is_last else ()
     kept, sending, losses = {}, [], []  # kept: of each micro-batch input and output, until its backward pass
     for kind, m in order(schedule, comm.rank, comm.size, microbatches):
         with recorder.phase(Action(comm.rank, kind, m), comm.world_rank):
@@ -76,7 +81,7 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
                 x = next(activations)
                 y = stage(x)
                 if is_last:
-                    y = loss_fn(y, targets[m]) / microbatches
+                    y = loss_fn(y, wanted[m]) / microbatches
                     losses.append(y.detach())
                 else:
                     if m == 0:
@@ -96,20 +101,18 @@ def step(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str
     return sum(losses) if is_last else None
 
 
-def check(comm, stage, inputs, targets, loss_fn, microbatches: int, schedule: str) -> None:
+def check(comm: Communicator, batches: list, about: tuple, microbatches: int, schedule: str) -> None:
     """Refuse, on every rank, what lies outside of the contract."""
-    samples = [None if batch is None else len(batch) for batch in (inputs, targets)]
-    notes = comm.all_gather_object((*samples, microbatches, schedule, about_stage(stage, loss_fn)))
-    count, wanted = notes[0][0], notes[-1][1]
+    samples = [None if batch is None else len(batch) for batch in batches]
+    notes = comm.all_gather_object((samples, microbatches, schedule, about))
+    count, wanted = notes[0][0][0], notes[-1][0][1]
     if count != wanted or not count:
         raise DtlibError(f"Rank 0 needs inputs, the last rank as many targets: they have {count} and {wanted}.")
-    if any(note[2:4] != notes[0][2:4] for note in notes) or notes[0][3] not in SCHEDULES:
-        raise DtlibError(
-            f"All ranks name one of {SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}."
-        )
-    if not all(isinstance(note[2], int) for note in notes) or microbatches < 1 or count % microbatches:
+    if any(note[1:3] != notes[0][1:3] for note in notes) or notes[0][2] not in SCHEDULES:
+        raise DtlibError(f"All name one of {SCHEDULES}, with as many micro-batches: here {schedule!r}, {microbatches}.")
+    if not all(isinstance(note[1], int) for note in notes) or microbatches < 1 or count % microbatches:
         raise DtlibError(f"{count} samples make no {microbatches} equal micro-batches: see Schedule1F1B for others.")
-    check_stages([note[4] for note in notes], microbatches)
+    check_stages([note[3] for note in notes], microbatches)
 
 
 # The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), stages and schedules of

@@ -1,5 +1,6 @@
 """A stage of a model on a rank, and what one micro-batch does there."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 
 import torch
@@ -8,7 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
+from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, runs_of, send_gradients
 from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
@@ -30,7 +32,8 @@ class PipelineStage:
             ``DistributedDataParallel`` within it.
     """
 
-    def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, comm, device=None):
+    def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, comm: AnyCommunicator,
+                 device: torch.device | str | None = None):  # fmt: skip
         self.submodule, self.stage_index, self.num_stages = submodule, stage_index, num_stages
         self.comm = as_communicator(comm)
         if not 0 <= stage_index < num_stages:
@@ -75,16 +78,20 @@ class RunningStage:
         neighbours: running stages on this rank, by stage: they are given to directly.
     """
 
-    def __init__(self, stage, comm, microbatches, inputs, targets, loss_fn, weights, recompute, neighbours):
+    def __init__(self, stage: PipelineStage, comm: Communicator, microbatches: int, inputs: list[tuple] | None,
+                 targets: list | None, loss_fn: Callable | None, weights: list[float], recompute: bool,
+                 neighbours: dict[int, "RunningStage"]):  # fmt: skip
         self.stage, self.comm, self.microbatches = stage, comm, microbatches
         self.inputs, self.targets, self.loss_fn, self.weights = inputs, targets, loss_fn, weights
         self.recompute, self.neighbours = recompute, neighbours
-        self.sending = []  # handles
-        self.handed = {}  # tensors for neighbours on this rank, by micro-batch and direction
-        self.losses, self.outputs = {}, {}
-        self._received, self._sent = {}, {}  # by micro-batch, until its backward pass
-        self._given = ()  # what was given last to the next stage, and how often it had been changed
-        self._halves = {}  # second halves of backward passes, by micro-batch
+        self.sending: list[Handle] = []
+        self.handed: dict[tuple[int, str], list] = {}  # tensors for neighbours on this rank, by direction
+        self.losses: dict[int, torch.Tensor] = {}  # by micro-batch, as all that follows
+        self.outputs: dict[int, object] = {}
+        self._received: dict[int, list] = {}  # until its backward pass
+        self._sent: dict[int, list] = {}
+        self._given: list[tuple[torch.Tensor, int]] = []  # last to the next stage, and how often it had been changed
+        self._halves: dict[int, list[Callable]] = {}  # second halves of backward passes
         self._left = microbatches  # backward passes
         self._no_sync = getattr(stage.submodule, "no_sync", nullcontext)
         index = stage.stage_index
@@ -109,7 +116,7 @@ class RunningStage:
 
     def forward(self, microbatch: int) -> None:
         stage = self.stage
-        if stage.is_first:
+        if self.inputs is not None:
             received, keywords = self.inputs[microbatch]
         else:
             received, keywords = self._take_activations(microbatch), {}
@@ -176,34 +183,29 @@ class RunningStage:
     # Neighbours on this rank are given tensors; others are sent messages.
 
     def _take_activations(self, microbatch):
-        before = self.neighbours.get(self.stage.stage_index - 1)
-        if before is None:
+        if self._activations:
             return self._activations.take(microbatch)
-        return before.handed.pop((microbatch, "F"))
+        return self.neighbours[self.stage.stage_index - 1].handed.pop((microbatch, "F"))
 
     def _give_activations(self, microbatch, tensors):
-        index = self.stage.stage_index
-        if index + 1 in self.neighbours:
-            # Copies, as messages are: either stage may change its own in place.
-            self.handed[microbatch, "F"] = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        else:
+        if self._next:
             self._given = [(tensor, tensor._version) for tensor in tensors]
             self.sending += self._next.send(tensors, self._alike[microbatch])
+        else:  # copies, as messages are: either stage may change its own in place
+            self.handed[microbatch, "F"] = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
     def _take_gradients(self, microbatch, sent):
         if self.stage.is_last:
             return [torch.full_like(sent[0], self.weights[microbatch])]
-        after = self.neighbours.get(self.stage.stage_index + 1)
-        if after is None:
+        if self._gradients:
             return self._gradients.take(microbatch, sent)
-        return [t.grad for t in after.handed.pop((microbatch, "B"))]
+        return [t.grad for t in self.neighbours[self.stage.stage_index + 1].handed.pop((microbatch, "B"))]
 
     def _give_gradients(self, microbatch, received):
-        index = self.stage.stage_index
-        if index - 1 in self.neighbours:
-            self.handed[microbatch, "B"] = received
+        if self._activations:
+            self.sending += send_gradients(self.comm, self._activations.source, self.stage.stage_index, received)
         else:
-            self.sending += send_gradients(self.comm, (index - 1) % self.comm.size, index, received)
+            self.handed[microbatch, "B"] = received
 
 
 def _entry(received):
@@ -246,7 +248,7 @@ class _Anew:
     """A context in which modules have copies of former buffers; may be entered several times."""
 
     def __init__(self, buffers):
-        self.buffers, self._undo = buffers, None
+        self.buffers, self._undo = buffers, ExitStack()
 
     def __enter__(self):
         self._undo = ExitStack()
@@ -268,7 +270,7 @@ def _check_sent(sent, output, index: int) -> None:
         )
 
 
-def samples_of(microbatch) -> int:
+def samples_of(microbatch: object) -> int:
     """Its samples; what shapes of activations may depend on, as all micro-batches are cut from the same tensors."""
     leaves = [microbatch] if isinstance(microbatch, torch.Tensor) else tree_leaves(microbatch)
     return next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -25,13 +25,15 @@ P. Buchlovsky et al., "TF-Replicator: distributed machine learning for researche
     losses = replicator.run(step_fn, input_fn, steps=10).mean(1)
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dtlib.comm import as_communicator, types
+from dtlib.comm import AnyCommunicator, as_communicator, types
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator.capturing import capture, check_repeatable
-from dtlib.parallel.replicator.exchange import MAP_REDUCE_OPS, AllGather, AllReduce, BetweenGraph, InGraph
+from dtlib.parallel.replicator.exchange import MAP_REDUCE_OPS, BetweenGraph, InGraph, all_gather, all_reduce
 from dtlib.parallel.replicator.optimizer import ReplicatedOptimizer
 from dtlib.parallel.replicator.python_state import changed, python_state
 from dtlib.parallel.replicator.rewiring import rewire
@@ -56,7 +58,7 @@ class Replicator:
     exchanged, and is no faster than one process. Training is synchronous.
     """
 
-    def __init__(self, comm=None, replicas: int | None = None):
+    def __init__(self, comm: AnyCommunicator | None = None, replicas: int | None = None):
         if (comm is None) == (replicas is None):
             raise DtlibError(
                 "Replicator needs one of the two: comm, a process per replica, or replicas, how many in it."
@@ -68,8 +70,8 @@ class Replicator:
         self.replica_id = self.comm.rank if self.comm else 0
         self._exchange = BetweenGraph(self.comm) if self.comm else InGraph(self.replicas)
         self._optimizers: list[ReplicatedOptimizer] = []
-        self._programs: dict = {}  # by step function
-        self._last = None
+        self._programs: dict[Callable, _Program] = {}  # by step function
+        self._last: _Program | None = None
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer:
         """An optimizer with ``minimize(loss)``, which averages gradients over replicas before the step.
@@ -86,7 +88,7 @@ class Replicator:
 
     # Inside step_fn
 
-    def map_reduce(self, value, op: str = "sum") -> torch.Tensor:
+    def map_reduce(self, value: torch.Tensor | Callable, op: str = "sum") -> torch.Tensor:
         """Combine one tensor of every replica, element by element; gradients flow back to every replica.
 
         Args:
@@ -99,16 +101,16 @@ class Replicator:
         if op not in MAP_REDUCE_OPS:
             raise DtlibError(f"map_reduce has no op {op!r}: choose one of {', '.join(MAP_REDUCE_OPS)}.")
         types.combiner(tensor, op, "map_reduce")  # refuses what processes could not combine
-        return AllReduce.apply(tensor, op, self._exchange)
+        return all_reduce(tensor, op, self._exchange)
 
-    def map_gather(self, value) -> torch.Tensor:
+    def map_gather(self, value: torch.Tensor | Callable) -> torch.Tensor:
         """Every replica's tensor, one after the other along the first axis; numbers become a vector.
 
         ``value`` is as in ``map_reduce``, of the same shape on all replicas. Gradients flow back to every replica.
         """
         tensor = self._mapped(value, "map_gather")
         types.check_name(types.dtype_name(tensor.dtype), "map_gather")
-        return AllGather.apply(tensor, self.replicas, self._exchange)
+        return all_gather(tensor, self.replicas, self._exchange)
 
     def _mapped(self, value, name):
         if callable(value) and not isinstance(value, torch.Tensor):
@@ -119,7 +121,7 @@ class Replicator:
 
     # Running
 
-    def run(self, step_fn, input_fn, steps: int | None = None):
+    def run(self, step_fn: Callable, input_fn: Callable, steps: int | None = None) -> object:
         """Run ``step_fn`` on all replicas, step after step.
 
         Args:
@@ -175,9 +177,7 @@ class Replicator:
         """Refuse outputs that differ in more than values, between steps and between replicas; on every process."""
         kinds = [_kind(output) for step in results for output in step]
         here = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
-        kinds = (
-            [kind for pair in self.comm.all_gather_object((kinds[0], here)) for kind in pair] if self.comm else kinds
-        )
+        kinds = [one for pair in self.comm.all_gather_object((kinds[0], here)) for one in pair] if self.comm else kinds
         if other := next((kind for kind in kinds if kind != kinds[0]), None):
             raise DtlibError(
                 f"step_fn gave {kinds[0]} and, in another step or on another replica, {other}: give the same each "
@@ -203,7 +203,7 @@ class Replicator:
         return program(inputs)
 
     def graph(self) -> StepGraph:
-        """The graph that ran last: ``print`` it, or draw its ``dot()``."""
+        """The graph that ran last: ``print`` it."""
         if self._last is None:
             why = "a process per replica has none" if self.comm else "nothing has run yet"
             raise DtlibError(f"graph() shows what Replicator(replicas=...) has captured and rewired: {why}.")

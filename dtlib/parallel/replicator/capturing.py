@@ -10,20 +10,18 @@ tensors, is refused with its line: values that become Python's (``if loss > 1``,
 and Python state that the step changes by itself.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch import fx
+from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlib.comm.watch.call import callers_line
+from dtlib.comm.call import callers_line
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator.python_state import changed, python_state
 
@@ -37,11 +35,11 @@ METHODS = {name: VALUES for name in (
 METHODS["backward"] = "gradients are part of the step: call minimize(loss) of replicator.wrap_optimizer(...)"
 
 
-def refuse(what: str, why: str):
+def refuse(what: str, why: str) -> NoReturn:
     raise DtlibError(f"An in-graph replicator cannot capture {what} in {callers_line()!r}; {why}.")
 
 
-def capture(step_fn, tensors, traced):
+def capture(step_fn: Callable, tensors: Sequence[torch.Tensor], traced: Callable) -> tuple[fx.GraphModule, dict]:
     """The graph of ``traced(*tensors)``, which calls ``step_fn``.
 
     Returns:
@@ -57,7 +55,7 @@ def capture(step_fn, tensors, traced):
     return graph, before
 
 
-def check_repeatable(graph, traced, tensors) -> None:
+def check_repeatable(graph: fx.GraphModule, traced: Callable, tensors: Sequence[torch.Tensor]) -> None:
     """Trace a second time: what is not the same then comes from somewhere that a graph does not see."""
     again = _trace(traced, tensors)
     for ours, theirs in zip(graph.graph.nodes, again.graph.nodes, strict=False):
@@ -77,7 +75,7 @@ def _same(a, b):
 
 
 def _trace(traced, tensors):
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(tensor) for tensor in tensors]
 
         def watched(*inputs):
@@ -91,7 +89,7 @@ def _trace(traced, tensors):
 def _dynamic_is_refused():
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
         raise DtlibError(
             f"An in-graph replicator cannot capture {error.func}, whose result depends on values: {VALUES}."
         ) from None
@@ -145,7 +143,7 @@ class _NoSideEffects(TorchDispatchMode):
     def _is_outside(self, tensor) -> bool:
         if not isinstance(tensor, torch.Tensor):
             return False
-        return not isinstance(tensor, FakeTensor) or tensor.untyped_storage()._cdata in self.outside
+        return not isinstance(tensor, fake_tensor.FakeTensor) or tensor.untyped_storage()._cdata in self.outside
 
     def _refuse_writing(self, function):
         refuse(

@@ -7,13 +7,16 @@
 The loss of every replica may depend on every replica's x, so each gradient is exchanged as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.backward import with_gradient
 
 MAP_REDUCE_OPS = ("sum", "mean", "max", "min")
 
@@ -21,21 +24,18 @@ MAP_REDUCE_OPS = ("sum", "mean", "max", "min")
 class BetweenGraph:
     """One replica a process: an exchange is an operation of the communicator."""
 
-    def __init__(self, comm):
+    def __init__(self, comm: Communicator):
         self.comm = comm
 
-    def all_reduce(self, tensor, op):
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         return self.comm.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format), op=op)
 
-    def all_gather(self, tensor):
+    def all_gather(self, tensor: Tensor) -> Tensor:
         return self.comm.all_gather(tensor.new_empty(_gathered(tensor, self.comm.size)), tensor.detach())
 
-    def reduce_scatter(self, tensor, replicas):
+    def reduce_scatter(self, tensor: Tensor, replicas: int) -> Tensor:
         shape = len(tensor) // replicas, *tensor.shape[1:]
         return self.comm.reduce_scatter(tensor.new_empty(shape), tensor.detach().contiguous())
-
-    def apply(self, optimizer, gradients, used):
-        optimizer.apply(gradients, used)
 
 
 class InGraph:
@@ -44,19 +44,17 @@ class InGraph:
     def __init__(self, replicas: int):
         self.replicas = replicas
 
-    def all_reduce(self, tensor, op):
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         return torch.ops.dtlib.all_reduce(tensor, op)
 
-    def all_gather(self, tensor):
+    def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.ops.dtlib.all_gather(tensor, self.replicas)
 
-    def reduce_scatter(self, tensor, replicas):
+    def reduce_scatter(self, tensor: Tensor, replicas: int) -> Tensor:
         return torch.ops.dtlib.reduce_scatter(tensor, replicas)
 
-    def apply(self, optimizer, gradients, used):
-        with torch.no_grad():
-            torch.ops.dtlib.apply_gradients(optimizer.parameters, gradients, used, optimizer.number)
 
+Exchange = BetweenGraph | InGraph
 
 # The marks. They are tagged like random operators, so that tracing never takes their results for constants.
 
@@ -106,17 +104,17 @@ def _gathered(tensor, replicas):
 # of its own, as in a process of its own.
 
 
-def exchange_all_reduce(tensors, op):
+def exchange_all_reduce(tensors: list[Tensor], op: str) -> list[Tensor]:
     stacked = torch.stack(tensors)
-    reduce = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[op]
-    return _for_each(reduce(stacked, 0).to(stacked.dtype), len(tensors))
+    reduced: Tensor = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(stacked, 0)
+    return _for_each(reduced.to(stacked.dtype), len(tensors))
 
 
-def exchange_all_gather(tensors, replicas):
+def exchange_all_gather(tensors: list[Tensor], replicas: int) -> list[Tensor]:
     return _for_each(torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors), replicas)
 
 
-def exchange_reduce_scatter(tensors, replicas):
+def exchange_reduce_scatter(tensors: list[Tensor], replicas: int) -> list[Tensor]:
     return [chunk.clone() for chunk in torch.stack(tensors).sum(0).chunk(replicas)]
 
 
@@ -124,7 +122,7 @@ def _for_each(result, replicas):
     return [result, *(result.clone() for _ in range(replicas - 1))]
 
 
-EXCHANGES = {
+EXCHANGES: dict[object, Callable] = {
     torch.ops.dtlib.all_reduce.default: exchange_all_reduce,
     torch.ops.dtlib.all_gather.default: exchange_all_gather,
     torch.ops.dtlib.reduce_scatter.default: exchange_reduce_scatter,
@@ -135,43 +133,30 @@ APPLY = torch.ops.dtlib.apply_gradients.default
 # Gradients, the same in both forms.
 
 
-class AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, op, exchange):
+def all_reduce(tensor: Tensor, op: str, exchange: Exchange) -> Tensor:
+    saved: list[Tensor] = []
+
+    def forward(tensor):
         result = exchange.all_reduce(tensor, op)
-        ctx.op, ctx.exchange = op, exchange
-        ctx.save_for_backward(*((tensor, result) if op in ("max", "min") else ()))
+        if op in ("max", "min"):
+            saved.append(tensor == result)
         return result
 
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.op in ("sum", "mean"):
-            return AllReduce.apply(gradient, ctx.op, ctx.exchange), None, None
+    def backward(gradient):
+        if op in ("sum", "mean"):
+            return all_reduce(gradient, op, exchange)
         # The gradient goes to whoever has the largest (smallest) value, in equal shares.
-        tensor, result = ctx.saved_tensors
-        holds = (tensor == result).to(gradient.dtype)
-        holders = AllReduce.apply(holds, "sum", ctx.exchange)
-        return holds / holders * AllReduce.apply(gradient, "sum", ctx.exchange), None, None
+        holds = saved[0].to(gradient.dtype)
+        return holds / all_reduce(holds, "sum", exchange) * all_reduce(gradient, "sum", exchange)
+
+    return with_gradient(tensor, forward, backward)
 
 
-class AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, replicas, exchange):
-        ctx.shape, ctx.replicas, ctx.exchange = tensor.shape, replicas, exchange
-        return exchange.all_gather(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        mine = ReduceScatter.apply(gradient, ctx.replicas, ctx.exchange)
-        return mine.reshape(ctx.shape), None, None
+def all_gather(tensor: Tensor, replicas: int, exchange: Exchange) -> Tensor:
+    shape, back = tensor.shape, partial(reduce_scatter, replicas=replicas, exchange=exchange)
+    return with_gradient(tensor, exchange.all_gather, lambda gradient: back(gradient).reshape(shape))
 
 
-class ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, replicas, exchange):
-        ctx.replicas, ctx.exchange = replicas, exchange
-        return exchange.reduce_scatter(tensor, replicas)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllGather.apply(gradient, ctx.replicas, ctx.exchange), None, None
+def reduce_scatter(tensor: Tensor, replicas: int, exchange: Exchange) -> Tensor:
+    back = partial(all_gather, replicas=replicas, exchange=exchange)
+    return with_gradient(tensor, partial(exchange.reduce_scatter, replicas=replicas), back)

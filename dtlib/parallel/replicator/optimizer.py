@@ -3,7 +3,7 @@
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.parallel.replicator.exchange import AllReduce
+from dtlib.parallel.replicator.exchange import APPLY, Exchange, InGraph, all_reduce
 
 
 class ReplicatedOptimizer:
@@ -13,7 +13,7 @@ class ReplicatedOptimizer:
     learning rate may be scheduled, its states saved, and its step hooks see the averaged gradients, to clip them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, exchange, number: int):
+    def __init__(self, optimizer: torch.optim.Optimizer, exchange: Exchange, number: int):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise DtlibError("LBFGS computes the loss several times a step: wrap one that does it once, such as AdamW.")
         self.optimizer = optimizer
@@ -38,7 +38,7 @@ class ReplicatedOptimizer:
             )
         return [parameter for parameter in everything if parameter.requires_grad]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"ReplicatedOptimizer({type(self.optimizer).__name__}, {len(self.parameters)} parameters)"
 
     def minimize(self, loss: torch.Tensor) -> None:
@@ -60,14 +60,19 @@ class ReplicatedOptimizer:
             of_type = [i for i, parameter in enumerate(parameters) if parameter.dtype == dtype]
             pieces = [_flat(gradients[i], parameters[i], i) for i in of_type]
             used_here = [pieces[0].new_full((1,), float(gradients[i] is not None)) for i in of_type]
-            flat = AllReduce.apply(torch.cat([*pieces, *used_here]).detach(), "mean", self._exchange)
+            flat = all_reduce(torch.cat([*pieces, *used_here]).detach(), "mean", self._exchange)
             *pieces, used = flat.split([*(len(piece) for piece in pieces), len(of_type)])
             for i, piece, flag in zip(of_type, pieces, used.unbind(), strict=True):
                 averages[i] = piece.view_as(parameters[i]), flag
         flags = torch.stack([averages[i][1].to(torch.float32) for i in range(len(gradients))])
-        self._exchange.apply(self, [averages[i][0] for i in range(len(gradients))], flags)
+        together = [averages[i][0] for i in range(len(gradients))]
+        if isinstance(self._exchange, InGraph):
+            with torch.no_grad():
+                APPLY(parameters, together, flags, self.number)  # a mark
+        else:
+            self.apply(together, flags)
 
-    def apply(self, gradients, used) -> None:
+    def apply(self, gradients: list[torch.Tensor], used: torch.Tensor) -> None:
         """Step with gradients that are averaged already."""
         for parameter in self._wrapped:
             parameter.grad = None  # also of what has been frozen since

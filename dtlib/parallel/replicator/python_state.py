@@ -4,6 +4,7 @@ A graph knows ``2.0``, not that it was the value of ``temperature``. So what a s
 before and after it is captured, and before each step that its graph makes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType, ModuleType
 
@@ -15,7 +16,7 @@ DEPTH = 5  # of lists in objects in dictionaries ...; below it, identity alone
 ELEMENTS = 10_000  # an array is compared by value up to so many
 
 
-def python_state(function) -> dict[str, object]:
+def python_state(function: Callable) -> dict[str, object]:
     """Values by name: those that ``function``, and the functions and methods that it calls by name, can read or change.
 
     Numbers, strings and small arrays by value, lists, dictionaries and sets likewise, and the attributes of modules and

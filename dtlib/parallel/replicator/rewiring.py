@@ -15,20 +15,21 @@ from torch import fx, nn
 
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator.exchange import APPLY, EXCHANGES
+from dtlib.parallel.replicator.optimizer import ReplicatedOptimizer
 
 
 class Apply(nn.Module):
     """The one step of an optimizer for all replicas: they share its parameters."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: ReplicatedOptimizer):
         super().__init__()
         self.optimizer = optimizer
 
-    def forward(self, gradients, used):
+    def forward(self, gradients: list[torch.Tensor], used: torch.Tensor) -> None:
         self.optimizer.apply(gradients, used)
 
 
-def rewire(graphs: list[fx.GraphModule], optimizers) -> fx.GraphModule:
+def rewire(graphs: list[fx.GraphModule], optimizers: list[ReplicatedOptimizer]) -> fx.GraphModule:
     """One graph: the inputs of replica 0, of replica 1, ... in; a list of outputs a replica out.
 
     Raises:
@@ -99,16 +100,17 @@ class _Replica:
         return shared
 
 
-def describe(graph, mark) -> str:
+def describe(graph: fx.GraphModule, mark: fx.Node) -> str:
     """A mark in words: ``all_reduce mean of (7,) float64``."""
     if mark.op == "output":
         return "the end"
+    args: tuple = mark.args
     if mark.target is APPLY:
-        return f"apply_gradients of optimizer {mark.args[3]}: {len(mark.args[0])} parameters"
-    value = mark.meta["val"] if mark.target is not torch.ops.dtlib.all_gather.default else mark.args[0].meta.get("val")
+        return f"apply_gradients of optimizer {args[3]}: {len(args[0])} parameters"
+    value = mark.meta["val"] if mark.target is not torch.ops.dtlib.all_gather.default else args[0].meta.get("val")
     shape = f"{tuple(value.shape)} {value.dtype}".replace("torch.", "") if value is not None else "a constant"
-    op = f" {mark.args[1]}" if isinstance(mark.args[1], str) else ""
-    return f"{str(mark.target.name()).removeprefix('dtlib::')}{op} of {shape}"
+    op = f" {args[1]}" if isinstance(args[1], str) else ""
+    return f"{str(mark.target).split('.')[1]}{op} of {shape}"  # dtlib.all_reduce.default
 
 
 def _check_alike(graphs, marks, count) -> None:

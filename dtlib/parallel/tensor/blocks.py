@@ -3,12 +3,14 @@
 M. Shoeybi et al., arXiv:1909.08053, section 3 and figure 3.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, check_same
 
@@ -27,9 +29,8 @@ class ParallelMLP(nn.Module):
     bytes. Without tensor parallelism: nothing, but N times the weights.
     """
 
-    def __init__(
-        self, width: int, hidden: int, comm, activation=functional.gelu, sequence_parallel: bool = False
-    ):  # fmt: skip
+    def __init__(self, width: int, hidden: int, comm: AnyCommunicator, activation: Callable = functional.gelu,
+                 sequence_parallel: bool = False):  # fmt: skip
         super().__init__()
         comm = as_communicator(comm)
         self.activation = activation
@@ -37,7 +38,7 @@ class ParallelMLP(nn.Module):
         self.linear2 = RowParallelLinear(hidden, width, comm, input_is_parallel=True)
         self.linear1.sequence_parallel = self.linear2.sequence_parallel = sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.linear2(self.activation(self.linear1(x)))
 
 
@@ -63,12 +64,14 @@ class ParallelAttention(nn.Module):
 
     recompute = False  # whether the core of attention is computed anew in the backward pass
 
-    def __init__(self, width: int, heads: int, comm, causal: bool = False, sequence_parallel: bool = False):
+    def __init__(self, width: int, heads: int, comm: AnyCommunicator, causal: bool = False,
+                 sequence_parallel: bool = False):  # fmt: skip
         self._build(lambda: (nn.Linear(width, 3 * width), nn.Linear(width, width)), width, heads, comm, causal)
         self.in_proj.sequence_parallel = self.out_proj.sequence_parallel = sequence_parallel
 
     @classmethod
-    def from_attention(cls, attention: nn.MultiheadAttention, comm, causal: bool = False) -> "ParallelAttention":
+    def from_attention(cls, attention: nn.MultiheadAttention, comm: AnyCommunicator,
+                       causal: bool = False) -> "ParallelAttention":  # fmt: skip
         """The shards of a self-attention that is there already; rank 0's values count."""
         if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             raise DtlibError(
@@ -110,7 +113,7 @@ class ParallelAttention(nn.Module):
         self.in_proj = ColumnParallelLinear.from_linear(in_proj, comm, gather_output=False)
         self.out_proj = RowParallelLinear.from_linear(out_proj, comm, input_is_parallel=True)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         of_heads = self.in_proj(x)
         if self.recompute and torch.is_grad_enabled():
             mixed = checkpoint(self.mixed, of_heads, use_reentrant=False, preserve_rng_state=False)
@@ -118,7 +121,7 @@ class ParallelAttention(nn.Module):
             mixed = self.mixed(of_heads)
         return self.out_proj(mixed)
 
-    def mixed(self, of_heads):
+    def mixed(self, of_heads: Tensor) -> Tensor:
         """The core of attention: (..., tokens, 3 x features of the heads here) to (..., tokens, features)."""
         by_heads = of_heads.unflatten(-1, (self.heads_here, 3, self.head_width))
         query, key, value = (each.transpose(-3, -2) for each in by_heads.unbind(-2))  # (..., heads, tokens, head_width)

@@ -13,15 +13,15 @@ others. M. Shoeybi et al., arXiv:1909.08053, section 3.
 import torch
 from torch.autograd.function import once_differentiable
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.parallel.tensor.functions import with_operations
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def vocab_parallel_cross_entropy(
-    logits_slice: torch.Tensor, targets: torch.Tensor, comm, reduction: str = "none", ignore_index: int = -100
-) -> torch.Tensor:
+def vocab_parallel_cross_entropy(logits_slice: torch.Tensor, targets: torch.Tensor, comm: Communicator,
+                                 reduction: str = "none", ignore_index: int = -100) -> torch.Tensor:  # fmt: skip
     """``torch.nn.functional.cross_entropy`` of logits in slices.
 
     Args:

@@ -16,36 +16,38 @@ all features of a token are needed and other tokens are not (layer norm, dropout
 and an all_reduce by ring is these two: as many bytes travel, and each rank keeps 1/N of what lies between the blocks.
 V. Korthikanti et al., "Reducing activation recomputation in large transformer models", arXiv:2205.05198, section 4.2.
 
-Why f adds up gradients: every rank used the same x with its own shard of the weights, and x's gradient is the sum of
-those on all ranks. Why g does not: the sum is the same on all ranks, and so is its gradient, which every summand gets.
-
 ``comm`` is a dtlib communicator here: ``dtlib.comm.as_communicator`` makes one, once, of what a program has. Slices are
 of the last dimension, in rank order, and differ by one element at most.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.gradients.backward import with_gradient
 
 
-def copy_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
+def copy_to_ranks(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Megatron-LM's f: ``x``, equal on all ranks, goes into computations that differ between ranks; the gradients of
     all of them are added up."""
-    return _Copy.apply(x, with_operations(comm))
+    return _one_of_a_pair(x, comm, lambda x, comm: x, reduce_from_ranks)
 
 
-def reduce_from_ranks(x: torch.Tensor, comm) -> torch.Tensor:
+def reduce_from_ranks(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Megatron-LM's g: the sum of all ranks' ``x``, on every rank; each ``x`` has the gradient of the sum."""
-    return _Reduce.apply(x, with_operations(comm))
+    return _one_of_a_pair(x, comm, _sum, copy_to_ranks)
 
 
-def scatter_to_ranks(x: torch.Tensor, comm) -> torch.Tensor:
+def scatter_to_ranks(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """This rank's slice of ``x``, which is equal on all ranks: shape ``(..., n)`` to about ``(..., n / size)``."""
-    return _Scatter.apply(x, with_operations(comm))
+    back = partial(gather_from_ranks, count=x.shape[-1])
+    return _one_of_a_pair(x, comm, _slice_of_this_rank, back)
 
 
-def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.Tensor:
+def gather_from_ranks(x: torch.Tensor, comm: Communicator, count: int | None = None) -> torch.Tensor:
     """All ranks' slices ``x`` as one tensor on every rank: the reverse of ``scatter_to_ranks``.
 
     ``count`` is the length of the whole last dimension, to be given where slices differ in length.
@@ -60,16 +62,17 @@ def gather_from_ranks(x: torch.Tensor, comm, count: int | None = None) -> torch.
                 f"gather_from_ranks(count={count}): rank {comm.rank} of {comm.size} has {x.shape[-1]} elements of the "
                 f"last dimension, and {slice_.stop - slice_.start} is its slice."
             )
-    return _Gather.apply(x, with_operations(comm), x.shape[-1] * comm.size if count is None else count)
+    there = partial(whole_of, count=x.shape[-1] * comm.size if count is None else count)
+    return _one_of_a_pair(x, comm, there, scatter_to_ranks)
 
 
-def gather_tokens(x: torch.Tensor, comm) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """All ranks' tokens of ``x``, (..., tokens of this rank, width), for computations that differ between ranks: their
     gradients are added up, and each rank gets those of its tokens. All ranks have as many."""
-    return _GatherTokens.apply(x, with_operations(comm))
+    return _one_of_a_pair(x, comm, _tokens_of_all, scatter_tokens)
 
 
-def scatter_tokens(x: torch.Tensor, comm) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """This rank's tokens of the sum of all ranks' ``x``, (..., tokens, width): the reverse of ``gather_tokens``.
 
     Raises:
@@ -80,10 +83,10 @@ def scatter_tokens(x: torch.Tensor, comm) -> torch.Tensor:
             f"Sequence parallelism cuts (..., tokens, width) into {comm.size} equal slices of tokens, and this is "
             f"{tuple(x.shape)}: pad the tokens."
         )
-    return _ScatterTokens.apply(x, with_operations(comm))
+    return _one_of_a_pair(x, comm, _tokens_of_the_sum, gather_tokens)
 
 
-def sum_over_ranks(module: nn.Module, comm) -> nn.Module:
+def sum_over_ranks(module: nn.Module, comm: Communicator) -> nn.Module:
     """Parameters that every rank has, and uses for its tokens alone (a layer norm's): their gradients are added up over
     ``comm`` in each backward pass. Returns the module."""
     for parameter in module.parameters():
@@ -91,76 +94,32 @@ def sum_over_ranks(module: nn.Module, comm) -> nn.Module:
     return module
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        first = x.movedim(-2, 0).contiguous()
-        whole = first.new_empty(comm.size * len(first), *first.shape[1:])
-        return comm.all_gather(whole, first).movedim(0, -2)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _ScatterTokens.apply(gradient, ctx.comm), None
+def _one_of_a_pair(x, comm, there, back):
+    """``there(x, comm)``; the gradient goes ``back``, by the other one of the pair."""
+    comm = with_operations(comm)
+    return with_gradient(x, lambda x: there(x, comm), lambda gradient: back(gradient, comm))
 
 
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        first = x.movedim(-2, 0).contiguous()
-        mine = first.new_empty(len(first) // comm.size, *first.shape[1:])
-        return comm.reduce_scatter(mine, first).movedim(0, -2)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _GatherTokens.apply(gradient, ctx.comm), None
+def _sum(x, comm):
+    # In memory of its own: the caller, or autograd, may need x as it is.
+    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return reduce_from_ranks(gradient, ctx.comm), None
+def _slice_of_this_rank(x, comm):
+    # In memory of its own, also where the slice is all of x: what comes next may work in place.
+    return x[..., slice_of(x.shape[-1], comm.rank, comm.size)].clone(memory_format=torch.contiguous_format)
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        # In memory of its own: the caller, or autograd, may need x as it is.
-        return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return copy_to_ranks(gradient, ctx.comm), None
+def _tokens_of_all(x, comm):
+    first = x.movedim(-2, 0).contiguous()
+    whole = first.new_empty(comm.size * len(first), *first.shape[1:])
+    return comm.all_gather(whole, first).movedim(0, -2)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm, ctx.count = comm, x.shape[-1]
-        # In memory of its own, also where the slice is all of x: what comes next may work in place.
-        return x[..., slice_of(x.shape[-1], comm.rank, comm.size)].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gather_from_ranks(gradient, ctx.comm, ctx.count), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, comm, count):
-        ctx.comm = comm
-        return whole_of(x, comm, count)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return scatter_to_ranks(gradient, ctx.comm), None, None
+def _tokens_of_the_sum(x, comm):
+    first = x.movedim(-2, 0).contiguous()
+    mine = first.new_empty(len(first) // comm.size, *first.shape[1:])
+    return comm.reduce_scatter(mine, first).movedim(0, -2)
 
 
 def slice_of(count: int, rank: int, ranks: int) -> slice:
@@ -168,7 +127,7 @@ def slice_of(count: int, rank: int, ranks: int) -> slice:
     return slice(count * rank // ranks, count * (rank + 1) // ranks)
 
 
-def whole_of(slice_: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Tensor:
+def whole_of(slice_: torch.Tensor, comm: Communicator, count: int, dim: int = -1) -> torch.Tensor:
     """All ranks' slices of ``count`` elements along ``dim``, one after the other; without gradients."""
     last = slice_.movedim(dim, -1)
     # all_gather carries equal chunks: the shorter ones are padded, and cut again.
@@ -179,7 +138,7 @@ def whole_of(slice_: torch.Tensor, comm, count: int, dim: int = -1) -> torch.Ten
     return torch.cat([slice_.movedim(-1, dim) for slice_ in trimmed], dim)
 
 
-def with_operations(comm):
+def with_operations(comm: Communicator) -> Communicator:
     if not hasattr(comm, "all_reduce"):
         raise DtlibError(
             f"comm={comm!r:.60} lacks dtlib's operations: make a communicator of it once, with "

@@ -7,23 +7,15 @@
 Y = X A is written with A of shape (in_features, out_features), so A's columns are the rows of torch's weight.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.parallel.tensor.functions import (
-    copy_to_ranks,
-    gather_from_ranks,
-    gather_tokens,
-    reduce_from_ranks,
-    scatter_to_ranks,
-    scatter_tokens,
-    slice_of,
-)
+from dtlib.parallel.tensor import functions
 
 
 class ParallelLayer(nn.Module):
@@ -33,11 +25,16 @@ class ParallelLayer(nn.Module):
     on every rank. ``whole_shapes`` are those before the cut.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    sizes: tuple[str, ...] = "in_features", "out_features"
+    in_features: int
+    out_features: int
     shared = ""  # the size that ranks share among them
     partition_dim: ClassVar[dict[str, int]] = {}
     sequence_parallel = False  # whether ranks have slices of the tokens outside of the blocks (functions.py)
 
-    def __init__(self, whole: nn.Module, comm):
+    def __init__(self, whole: nn.Module, comm: AnyCommunicator):
         super().__init__()
         self.comm = as_communicator(comm)
         parameters = dict(whole.named_parameters(recurse=False))
@@ -50,18 +47,30 @@ class ParallelLayer(nn.Module):
                 f"{type(self).__name__}: {self.comm.size} ranks cannot share {self.shared}={count}, as each needs one "
                 f"at least: use at most {count} ranks, or a larger {self.shared}."
             )
-        self.slice = slice_of(count, self.comm.rank, self.comm.size)
+        self.slice = functions.slice_of(count, self.comm.rank, self.comm.size)
         for name, parameter in parameters.items():
             values = self.comm.broadcast(parameter.detach().clone(memory_format=torch.contiguous_format))
             if name in self.partition_dim:
                 shard = values.narrow(self.partition_dim[name], self.slice.start, self.slice.stop - self.slice.start)
                 values = shard.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
             self.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
+        for name in self.sizes:
+            setattr(self, name, getattr(whole, name))
+        if isinstance(whole, nn.Linear) and whole.bias is None:
+            self.register_parameter("bias", None)
 
-    def register_parameter(self, name, parameter) -> None:
+    @classmethod
+    def _of(cls, whole: nn.Module, kind: type[nn.Module], comm: AnyCommunicator) -> Self:
+        """The shards of a layer that is there already."""
+        check_plain(whole, kind, cls.__name__)
+        made = cls.__new__(cls)
+        ParallelLayer.__init__(made, whole, comm)
+        return made
+
+    def register_parameter(self, name: str, parameter: nn.Parameter | None) -> None:
         """Also what ``layer.weight = ...`` and ``load_state_dict(assign=True)`` call."""
         if parameter is not None and self.comm.size > 1 and name in self.partition_dim:
-            parameter.tensor_parallel = True  # who takes norms asks for it
+            vars(parameter)["tensor_parallel"] = True  # who takes norms asks for it
         super().register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
@@ -89,29 +98,23 @@ class ColumnParallelLinear(ParallelLayer):
     shared = "out_features"
     partition_dim: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, in_features: int, out_features: int, comm, bias: bool = True, gather_output: bool = True):
-        self._build(nn.Linear(in_features, out_features, bias), comm, gather_output)
+    def __init__(self, in_features: int, out_features: int, comm: AnyCommunicator, bias: bool = True,
+                 gather_output: bool = True):  # fmt: skip
+        super().__init__(nn.Linear(in_features, out_features, bias), comm)
+        self.gather_output = gather_output
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, comm, gather_output: bool = True) -> "ColumnParallelLinear":
+    def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, gather_output: bool = True) -> Self:
         """The shards of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
-        check_plain(linear, nn.Linear, cls.__name__)
-        made = cls.__new__(cls)
-        made._build(linear, comm, gather_output)
+        made = cls._of(linear, nn.Linear, comm)
+        made.gather_output = gather_output
         return made
 
-    def _build(self, linear, comm, gather_output) -> None:
-        super().__init__(linear, comm)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.gather_output = gather_output
-        if linear.bias is None:
-            self.register_parameter("bias", None)
-
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         check_width(x, self.in_features, f"in_features={self.in_features} of ColumnParallelLinear")
-        whole = gather_tokens(x, self.comm) if self.sequence_parallel else copy_to_ranks(x, self.comm)
+        whole = (functions.gather_tokens if self.sequence_parallel else functions.copy_to_ranks)(x, self.comm)
         mine = functional.linear(whole, self.weight, self.bias)
-        return gather_from_ranks(mine, self.comm, self.out_features) if self.gather_output else mine
+        return functions.gather_from_ranks(mine, self.comm, self.out_features) if self.gather_output else mine
 
 
 class RowParallelLinear(ParallelLayer):
@@ -134,38 +137,32 @@ class RowParallelLinear(ParallelLayer):
     shared = "in_features"
     partition_dim: ClassVar[dict[str, int]] = {"weight": 1}
 
-    def __init__(self, in_features: int, out_features: int, comm, bias: bool = True, input_is_parallel: bool = False):
-        self._build(nn.Linear(in_features, out_features, bias), comm, input_is_parallel)
+    def __init__(self, in_features: int, out_features: int, comm: AnyCommunicator, bias: bool = True,
+                 input_is_parallel: bool = False):  # fmt: skip
+        super().__init__(nn.Linear(in_features, out_features, bias), comm)
+        self.input_is_parallel = input_is_parallel
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, comm, input_is_parallel: bool = False) -> "RowParallelLinear":
+    def from_linear(cls, linear: nn.Linear, comm: AnyCommunicator, input_is_parallel: bool = False) -> Self:
         """The shards of a layer that is there already; rank 0's values count, and ``linear`` stays as it is."""
-        check_plain(linear, nn.Linear, cls.__name__)
-        made = cls.__new__(cls)
-        made._build(linear, comm, input_is_parallel)
+        made = cls._of(linear, nn.Linear, comm)
+        made.input_is_parallel = input_is_parallel
         return made
 
-    def _build(self, linear, comm, input_is_parallel) -> None:
-        super().__init__(linear, comm)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.input_is_parallel = input_is_parallel
-        if linear.bias is None:
-            self.register_parameter("bias", None)
-
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if self.input_is_parallel:
             check_width(
                 x, self.weight.shape[1], "this rank's slice, as RowParallelLinear(input_is_parallel=True) takes"
             )
         else:
             check_width(x, self.in_features, f"in_features={self.in_features} of RowParallelLinear")
-            x = scatter_to_ranks(x, self.comm)
+            x = functions.scatter_to_ranks(x, self.comm)
         summand = functional.linear(x, self.weight)
-        out = (scatter_tokens if self.sequence_parallel else reduce_from_ranks)(summand, self.comm)
+        out = (functions.scatter_tokens if self.sequence_parallel else functions.reduce_from_ranks)(summand, self.comm)
         if self.bias is None:
             return out
         # After the sum, or it would be added once a rank; its gradient is of this rank's tokens, if it has some alone.
-        return out + (copy_to_ranks(self.bias, self.comm) if self.sequence_parallel else self.bias)
+        return out + (functions.copy_to_ranks(self.bias, self.comm) if self.sequence_parallel else self.bias)
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -192,29 +189,25 @@ class VocabParallelEmbedding(ParallelLayer):
         DtlibError: for fewer words than ranks, for sizes that differ between ranks, and for a word that is none.
     """
 
+    sizes = "num_embeddings", "embedding_dim"
+    num_embeddings: int
+    embedding_dim: int
     shared = "num_embeddings"
     partition_dim: ClassVar[dict[str, int]] = {"weight": 0}
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, comm):
-        self._build(nn.Embedding(num_embeddings, embedding_dim), comm)
+    def __init__(self, num_embeddings: int, embedding_dim: int, comm: AnyCommunicator):
+        super().__init__(nn.Embedding(num_embeddings, embedding_dim), comm)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, comm) -> "VocabParallelEmbedding":
+    def from_embedding(cls, embedding: nn.Embedding, comm: AnyCommunicator) -> Self:
         """The shards of a layer that is there already; rank 0's values count, and ``embedding`` stays as it is."""
         for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(embedding, option)
             if value is not None and value is not False:  # padding_idx=0 is an option too
                 raise DtlibError(f"VocabParallelEmbedding has no {option}: build the nn.Embedding without it.")
-        check_plain(embedding, nn.Embedding, cls.__name__)
-        made = cls.__new__(cls)
-        made._build(embedding, comm)
-        return made
+        return cls._of(embedding, nn.Embedding, comm)
 
-    def _build(self, embedding, comm) -> None:
-        super().__init__(embedding, comm)
-        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-
-    def forward(self, words):
+    def forward(self, words: Tensor) -> Tensor:
         # A word that is none would be zeros on all ranks, and nobody would notice.
         if words.numel() and not 0 <= words.min() <= words.max() < self.num_embeddings:
             raise DtlibError(
@@ -223,10 +216,10 @@ class VocabParallelEmbedding(ParallelLayer):
             )
         elsewhere = (words < self.slice.start) | (words >= self.slice.stop)
         rows = functional.embedding((words - self.slice.start).masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
+        return functions.reduce_from_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.comm)
 
 
-def check_same(comm, who: str, **arguments) -> None:
+def check_same(comm: Communicator, who: str, **arguments: object) -> None:
     """Refuse arguments that differ between ranks, on every rank."""
     for rank, theirs in enumerate(everyones := comm.all_gather_object(arguments)):
         for name, value in theirs.items():
@@ -250,6 +243,6 @@ def check_plain(whole: nn.Module, kind: type[nn.Module], who: str) -> None:
         raise DtlibError(f"{who} takes the values of a plain nn.{kind.__name__} alone, and {why}: build a plain one.")
 
 
-def check_width(x, width: int, what: str) -> None:
+def check_width(x: Tensor, width: int, what: str) -> None:
     if x.shape[-1:] != (width,):
         raise DtlibError(f"An input has shape {tuple(x.shape)}, and its last dimension has to be {width}: {what}.")

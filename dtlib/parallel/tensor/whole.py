@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
+from dtlib.gradients.precision import clip_by_norm
 from dtlib.parallel.tensor.functions import whole_of
 from dtlib.parallel.tensor.layers import ParallelLayer
 
@@ -24,7 +25,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return values
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
+def clip_grad_norm_(model: nn.Module, max_norm: float, comm: AnyCommunicator) -> float:
     """Between ``backward()`` and ``step()``: scale all gradients down together so that the 2-norm of the whole model's
     gradient is at most ``max_norm``; returns the norm before. All ranks of ``comm``, the tensor axis, call it.
 
@@ -38,16 +39,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, comm) -> float:
         if isinstance(module, ParallelLayer)
         for name in module.partition_dim
     }
-    with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    shards = _square([parameter.grad for parameter in with_gradient if parameter in cut])
-    whole = _square([parameter.grad for parameter in with_gradient if parameter not in cut])
-    norm = float((as_communicator(comm).all_reduce(shards) + whole).sqrt())
-    for gradient in (parameter.grad for parameter in with_gradient if parameter.grad is not None):
-        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
-    return norm
-
-
-def _square(gradients) -> torch.Tensor:
-    """The sum of the squares of all elements, in float64."""
-    norms = [torch.linalg.vector_norm(gradient).double() for gradient in gradients]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    comm = as_communicator(comm)
+    counted = [p.grad for p in model.parameters() if p.grad is not None and (p in cut or comm.rank == 0)]
+    return clip_by_norm([parameter.grad for parameter in model.parameters()], max_norm, comm, counted)

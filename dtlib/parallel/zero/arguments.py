@@ -13,14 +13,14 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
-def is_elementwise(optimizer_class) -> bool:
+def is_elementwise(optimizer_class: object) -> bool:
     """A subclass is so if it has the step of what it is derived from. (torch wraps ``step`` when one is made.)"""
     return isinstance(optimizer_class, type) and any(
         issubclass(optimizer_class, kind) and unwrap(optimizer_class.step) is unwrap(kind.step) for kind in ELEMENTWISE
     )
 
 
-def check_arguments(optimizer_class, stage, bucket_cap_mb, progress) -> None:
+def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float, progress: str | None) -> None:
     """Refuse what ``ZeroOptimizer`` cannot do."""
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)

@@ -20,12 +20,14 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 """
 
 import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import overload
 
 import torch
 from torch import nn, optim
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, buckets_of
@@ -36,8 +38,10 @@ from dtlib.gradients.shards import GradientShard, Reducer, exchange_used, sample
 from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.zero.arguments import check_arguments
 from dtlib.parallel.zero.sharded_bucket import ShardedBucket, names_of
-from dtlib.parallel.zero.state import load_state, settings_of, whole_state
 from dtlib.world import init
+
+MASTER = "master"  # of a parameter in 16 bits
+COUNTERS = ("step", "eta", "mu", "mu_product")  # one number a parameter, even if that has no dimension itself
 
 
 class ZeroOptimizer(optim.Optimizer):
@@ -77,9 +81,11 @@ class ZeroOptimizer(optim.Optimizer):
             ranks, or whose type cannot be averaged; in ``step()`` for parameters that were unfrozen or converted since.
     """
 
+    optim: torch.optim.Optimizer  # the local optimizer, which has this rank's shards only
+
     def __init__(
-        self, params, optimizer_class, comm=None, stage: int = 1, bucket_cap_mb: float = 25, offload: bool = False,
-        progress: str | None = None, **defaults,
+        self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
+        bucket_cap_mb: float = 25, offload: bool = False, progress: str | None = None, **defaults: object,
     ):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
@@ -94,18 +100,17 @@ class ZeroOptimizer(optim.Optimizer):
         self._reducer: Reducer | None = None
         self._whole_state: dict | None = None
         self.masters = MasterWeights([])
-        self.optim: torch.optim.Optimizer | None = None  # the local optimizer, which has this rank's shards only
         super().__init__(params, optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         local = [self._share_out(number) for number in range(len(self.param_groups))]
         self.optim = optimizer_class(local, **defaults)
         self._connect()
 
-    def add_param_group(self, param_group) -> None:
+    def add_param_group(self, param_group: dict) -> None:
         """Between ``step()`` and the next backward pass, on all ranks: train these parameters, too."""
         if self._in_the_middle():
             raise DtlibError("A group cannot be added while gradients wait: call step() or zero_grad() first.")
         super().add_param_group(param_group)
-        if self.optim is not None:  # else a group of the constructor's
+        if hasattr(self, "optim"):  # else a group of the constructor's
             self.optim.add_param_group(self._share_out(len(self.param_groups) - 1))
             self._connect()
 
@@ -132,7 +137,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._buckets += buckets
         self._names |= names
         # A scheduler changes param_groups, which the local optimizer follows.
-        return {**settings_of(group), "params": [self._shard_of[parameter][2] for parameter in trained]}
+        return {**_settings_of(group), "params": [self._shard_of[parameter][2] for parameter in trained]}
 
     def _connect(self) -> None:
         """Have autograd tell of gradients."""
@@ -226,7 +231,11 @@ class ZeroOptimizer(optim.Optimizer):
 
     # The step
 
-    def step(self, closure=None):
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Average the gradients, update this rank's shard, and give every rank all the new values.
 
         ``closure`` computes the loss anew and calls ``backward()``; its result is returned.
@@ -237,7 +246,7 @@ class ZeroOptimizer(optim.Optimizer):
                 loss = closure()
         self.reduce_gradients()
         for mine, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            local.update(settings_of(mine))  # a scheduler may have changed them
+            local.update(_settings_of(mine))  # a scheduler may have changed them
         self.optim.step()
         self._whole_state = None
         self.give_values()
@@ -253,7 +262,7 @@ class ZeroOptimizer(optim.Optimizer):
 
     # What others may want to know
 
-    def shard_of(self, parameter):
+    def shard_of(self, parameter: nn.Parameter) -> tuple | None:
         """The shard of a parameter that this rank updates: a ``flat.Slice``, its value, and what the local optimizer
         ``optim`` knows it as (its float32 master, if the parameter has 16 bits). None for one that is not trained."""
         return self._shard_of.get(parameter)
@@ -274,14 +283,13 @@ class ZeroOptimizer(optim.Optimizer):
         All ranks call it. The whole one is what ``optimizer_class`` itself would give for all parameters, and any
         number of ranks takes it; of parameters in 16 bits it has the ``master``, too.
         """
-        self._whole_state = whole_state(self, to)
+        self._whole_state = _whole_state_of(self, to)
 
     def state_dict(self) -> dict:
         """This rank's shard; ``load_state_dict`` takes it on the same rank of as many ranks. dtlib.checkpoint knows how
         to move between numbers of ranks. On the rank of ``consolidate_state_dict`` the whole."""
         if self._whole_state is not None:
             return self._whole_state
-        assert self.optim is not None
         return {
             "rank": self.comm.rank,
             "size": self.comm.size,
@@ -294,5 +302,96 @@ class ZeroOptimizer(optim.Optimizer):
         if self._in_the_middle():
             raise DtlibError("A state cannot be loaded while gradients wait: call step() or zero_grad() first.")
         self._whole_state = None
-        load_state(self, state_dict)
+        _load_state(self, state_dict)
         self.give_values()
+
+
+# The state as one optimizer of all parameters would have it, gathered from shards and cut up.
+#
+#     shard of rank 0   exp_avg[0:4]  \
+#     shard of rank 1   exp_avg[4:8]   }  exp_avg in the shape of the parameter; numbers such as step are alike on all
+
+
+def _whole_state_of(zero, to: int) -> dict | None:
+    """On rank ``to`` the dictionary that torch's ``state_dict`` would be, in host memory; None on the others."""
+    if not 0 <= to < zero.comm.size:
+        raise DtlibError(f"consolidate_state_dict(to={to}): choose a rank from 0 to {zero.comm.size - 1}.")
+    whole = optim.Optimizer.state_dict(zero)
+    whole["state"] = {}
+    for i, parameter in enumerate(_parameters(zero)):
+        if parameter not in zero._shard_of:
+            continue
+        slice_, value, master = zero._shard_of[parameter]
+        mine = {key: _on_host(state) for key, state in zero.optim.state.get(master, {}).items()}
+        if master is not value:
+            mine[MASTER] = _on_host(master)
+        cut = {key for key, state in mine.items() if isinstance(state, torch.Tensor) and state.dim() == 1}
+        everyones = zero.comm.all_gather_object(mine)  # one parameter at a time, so that no rank holds all but one
+        if zero.comm.rank == to and mine:
+            whole["state"][i] = {
+                key: torch.cat([theirs[key] for theirs in everyones]).view(slice_.shape) if key in cut else state
+                for key, state in mine.items()
+            }
+    return whole if zero.comm.rank == to else None
+
+
+def _take_whole_state(zero, whole: dict) -> None:
+    """Cut a whole state and give the local optimizer its shard."""
+    optim.Optimizer.load_state_dict(zero, {**whole, "state": {}})
+    local = zero.optim.state_dict()
+    places = {master: i for i, master in enumerate(p for group in zero.optim.param_groups for p in group["params"])}
+    for mine, theirs in zip(local["param_groups"], zero.param_groups, strict=True):
+        mine.update(_settings_of(theirs))
+    local["state"] = {}
+    for i, parameter in enumerate(_parameters(zero)):
+        if parameter not in zero._shard_of:
+            continue
+        slice_, value, master = zero._shard_of[parameter]
+        state = dict(whole["state"].get(i, {}))
+        saved = state.pop(MASTER, parameter)
+        if master is not value:
+            with torch.no_grad():
+                master.copy_(saved.reshape(-1)[slice_.start : slice_.stop])
+        if state:
+            local["state"][places[master]] = {key: _cut(key, one, slice_) for key, one in state.items()}
+    zero.optim.load_state_dict(local)
+
+
+def _load_state(zero, state_dict: dict) -> None:
+    """Take this rank's shard, or the whole."""
+    if "param_groups" in state_dict:
+        return _take_whole_state(zero, state_dict)
+    place = state_dict.get("rank"), state_dict.get("size")
+    if place != (zero.comm.rank, zero.comm.size):
+        raise DtlibError(
+            f"This state is that of rank {place[0]} of {place[1]}, and this is rank {zero.comm.rank} of "
+            f"{zero.comm.size}: use dtlib.checkpoint, which moves between numbers of ranks, or consolidate_state_dict."
+        )
+    zero.optim.load_state_dict(state_dict["optimizer"])
+    with torch.no_grad():
+        for master, saved in zip(zero.masters.masters, state_dict["masters"], strict=True):
+            master.copy_(saved)
+    for mine, local in zip(zero.param_groups, zero.optim.param_groups, strict=True):
+        mine.update(_settings_of(local))
+
+
+def _settings_of(group: dict) -> dict:
+    """Learning rate and the like of a group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _on_host(state):
+    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
+
+
+def _cut(key: str, state, slice_):
+    """Memory of its own: a view would keep the whole, and torch's optimizers write into what they have loaded."""
+    if not isinstance(state, torch.Tensor):
+        return state
+    is_whole = key not in COUNTERS and tuple(state.shape) == slice_.shape
+    return (state.reshape(-1)[slice_.start : slice_.stop] if is_whole else state).clone()
+
+
+def _parameters(zero) -> list:
+    """In the order in which torch numbers them."""
+    return [parameter for group in zero.param_groups for parameter in group["params"]]

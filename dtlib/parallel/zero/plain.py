@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from dtlib.comm import as_communicator
+from dtlib.comm import Communicator, as_communicator
 from dtlib.gradients.contract import Contract, check_optimizer, check_output
 from dtlib.parallel.zero.arguments import ELEMENTWISE
 
@@ -44,7 +44,8 @@ class Stage1:
     in one order on all ranks; one dtype, float32 or float64; ``units`` are modules that share out all parameters.
     """
 
-    def __init__(self, comm, model: nn.Module, optimizer_class, units=None, **settings):
+    def __init__(self, comm: Communicator, model: nn.Module, optimizer_class: type, units: list | None = None,
+                 **settings: object):  # fmt: skip
         self.comm, modules = as_communicator(comm), list(units or [model])
         check_optimizer(optimizer_class, ELEMENTWISE, type(self).__name__)
         self.contract = Contract(type(self).__name__, model, self.comm, modules, in_order=True)
@@ -55,10 +56,10 @@ class Stage1:
         for owner, parameter in [(unit, parameter) for unit in self.units for parameter in unit.parameters]:
             parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, owner))
 
-    def gradient_is_ready(self, unit: Unit, parameter) -> None:
+    def gradient_is_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         self.contract.gradient_is_ready(parameter)
 
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:
         self.contract.check_step(closure)
         for unit in self.units:
             if unit.shard.grad is None:  # else the backward pass has done it
@@ -81,7 +82,7 @@ class Stage1:
 class Stage2(Stage1):
     """Gradients in shards too: those of a unit are reduced, and freed, as soon as the last of them is ready."""
 
-    def gradient_is_ready(self, unit: Unit, parameter) -> None:
+    def gradient_is_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         super().gradient_is_ready(unit, parameter)
         if all(parameter.grad is not None for parameter in unit.parameters):
             self.reduce(unit)
@@ -90,7 +91,7 @@ class Stage2(Stage1):
 class Stage3(Stage2):
     """Parameters in shards too: those of a unit are whole while it computes, forward and backward."""
 
-    def __init__(self, *arguments, **settings):
+    def __init__(self, *arguments: object, **settings: object):
         super().__init__(*arguments, **settings)
         for unit in self.units:
             unit.shard.data = unit.shard.detach().clone()  # it stays when flat memory goes
@@ -105,7 +106,7 @@ class Stage3(Stage2):
             self.comm.all_gather(torch.from_dlpack(unit.flat), unit.shard)
             vector_to_parameters(unit.flat, unit.parameters)
 
-    def forward_ends(self, unit: Unit, module, inputs, output) -> None:
+    def forward_ends(self, unit: Unit, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         check_output(output, type(self).__name__)
         if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it anew
             self.free(unit)
@@ -125,6 +126,5 @@ class Stage3(Stage2):
     give = free  # the next use gathers the new values
 
 
-# ZeroOptimizer (optimizer.py, stages 1 and 2) and fully_shard (sharded/, stage 3) add frozen, unused and
-# tied parameters, 16 bits, several backward passes a step, unequal batches, clipping, checkpoints; gradients that
-# travel while autograd computes (gradients/shards.py), and a next unit that is gathered meanwhile (sharded/plan.py).
+# ZeroOptimizer (stages 1, 2), fully_shard (stage 3) add frozen, unused and tied parameters, 16 bits, several backward
+# passes a step, unequal batches, clipping, checkpoints, sending while autograd computes, and prefetching the next unit.

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import UnaveragedGradient
@@ -12,7 +13,7 @@ from dtlib.gradients.shards import GradientShard, check_dense
 class ShardedBucket:
     """Parameters that lie in one flat memory, of which each rank owns an equal shard."""
 
-    def __init__(self, parameters: list[nn.Parameter], comm, stage: int):
+    def __init__(self, parameters: list[nn.Parameter], comm: Communicator, stage: int):
         self.parameters = parameters
         self.shards = Shards([parameter.shape for parameter in parameters], comm.rank, comm.size)
         self.values = self._flat_buffer()
@@ -45,16 +46,17 @@ class ShardedBucket:
         return torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int8)
 
     @torch.no_grad()  # backward(create_graph=True) records what hooks do
-    def keep(self, parameter, view) -> None:
+    def keep(self, parameter: nn.Parameter, view: torch.Tensor) -> None:
         """Stage 1: a gradient moves into flat memory, where autograd adds those of later passes to it."""
         if parameter.dtype != view.dtype:
             _refuse_converted("A parameter")
-        if parameter.grad is not view:
-            check_dense(parameter.grad)
-            view.copy_(parameter.grad)
+        gradient = parameter.grad
+        if gradient is not None and gradient is not view:
+            check_dense(gradient)
+            view.copy_(gradient)
             parameter.grad = view
 
-    def reduce(self, comm, weight: float | None) -> None:
+    def reduce(self, comm: Communicator, weight: float | None) -> None:
         """Stage 1: average the gradients over ranks; this rank gets its shard of them, in place."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:

@@ -12,25 +12,24 @@ S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion para
 Y. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 16(12), 2023.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from dtlib.comm import as_communicator
+from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm, refuse_shards
-from dtlib.parallel.zero.sharded.places import unit_of
-from dtlib.parallel.zero.sharded.plan import plan_of
 from dtlib.parallel.zero.sharded.policy import Policy
-from dtlib.parallel.zero.sharded.unit import Unit
+from dtlib.parallel.zero.sharded.unit import Unit, plan_of, unit_of
 from dtlib.world import init
 
 
-def fully_shard(
-    module: nn.Module, comm=None, reshard_after_forward: bool = True, prefetch: bool | None = None,
-    progress: str | None = None, device="cpu", mp_policy=None,
-) -> nn.Module:  # fmt: skip
+def fully_shard(module: nn.Module, comm: AnyCommunicator | None = None, reshard_after_forward: bool = True,
+                prefetch: bool | None = None, progress: str | None = None, device: torch.device | str = "cpu",
+                mp_policy: object = None) -> nn.Module:  # fmt: skip
     """Make ``module`` a unit of stage 3, in place, with those of its parameters that are in no unit yet; returns it.
 
     Call it on the blocks of a model first, then on the model. Between steps the model's parameters are this rank's
@@ -69,9 +68,7 @@ def fully_shard(
         raise DtlibError(f"This {type(module).__name__} is a unit already: call fully_shard once for each module.")
     policy = None if mp_policy is None else Policy.of(mp_policy)
     comm = as_communicator(init().comm if comm is None else comm)
-    module.__dict__["_unit"] = Unit(
-        module, comm, reshard_after_forward, prefetch, progress, device, policy, plan_of
-    )  # fmt: skip
+    module.__dict__["_unit"] = Unit(module, comm, reshard_after_forward, prefetch, progress, device, policy)
     module.__class__ = type(f"Sharded{type(module).__name__}", (FullySharded, type(module)), {})
     return module
 
@@ -82,17 +79,17 @@ class FullySharded(nn.Module):
     batch_size: float | None = None
     _unit: Unit
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> NoReturn:
         raise DtlibError(
             "A model of fully_shard cannot be copied, as ranks would have to agree on it: build another one, and load "
             "the state_dict() that this one has within summon_full_params()."
         )
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backward passes in this context add up whole gradients on each rank; the first one after it averages them.
         ``zero_grad()`` drops them, with ``set_to_none=True``."""
-        plan = plan_of(self)
+        plan = plan_of(self._unit)
         before, plan.synchronising = plan.synchronising, False
         try:
             yield
@@ -100,14 +97,14 @@ class FullySharded(nn.Module):
             plan.synchronising = before
 
     @contextmanager
-    def summon_full_params(self):
+    def summon_full_params(self) -> Iterator[None]:
         """All parameters whole on every rank in this context, for ``state_dict()``, to look at, or to change in place;
         afterwards rank 0's values hold. All ranks enter it, between passes; nothing is computed with the model inside.
 
         Counterparts: ``FullyShardedDataParallel.summon_full_params``; ``unshard()`` of each FSDP2 module; DeepSpeed's
         ``GatheredParameters(params, modifier_rank=0)``.
         """
-        units = [unit_of(module) for module in self.modules() if unit_of(module) is not None]
+        units = [unit for module in self.modules() if (unit := unit_of(module)) is not None]
         whole = [(flat, flat.summon()) for unit in units for flat in unit.flats]
         try:
             yield
@@ -126,7 +123,7 @@ class FullySharded(nn.Module):
         gradients = [parameter.grad for parameter in self.parameters()]
         return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def held(self) -> dict[str, list]:
         """Memory of this unit, and the staging memory that it shares, by what it is for (measure/held.py)."""
         unit, flats = self._unit, self._unit.flats
         staging = unit.plan.reducer.staging() if unit.plan and unit.plan.reducer else []

@@ -6,21 +6,16 @@ from torch import nn
 from dtlib.errors import DtlibError
 
 
-def unit_of(module):
-    """The unit that a module is, or None."""
-    return module.__dict__.get("_unit")
-
-
-def own_modules(module, prefix: str = "") -> dict[nn.Module, str]:
+def own_modules(module: nn.Module, prefix: str = "") -> dict[nn.Module, str]:
     """The modules inside of one that are in no unit of their own, with the beginnings of their parameters' names."""
     found = {module: prefix}
     for name, child in module.named_children():
-        if unit_of(child) is None:
+        if "_unit" not in vars(child):
             found = own_modules(child, f"{prefix}{name}.") | found
     return found
 
 
-def places_of(module) -> dict[nn.Parameter, list]:
+def places_of(module: nn.Module) -> dict[nn.Parameter, list]:
     """For each parameter that is in no unit yet: the modules that have it, under which attribute and full name."""
     places: dict[nn.Parameter, list] = {}
     for owner, prefix in own_modules(module).items():
@@ -30,7 +25,7 @@ def places_of(module) -> dict[nn.Parameter, list]:
     return places
 
 
-def bring_to_life(module, device) -> None:
+def bring_to_life(module: nn.Module, device: torch.device | str) -> None:
     """Give parameters and buffers on the meta device memory and first values, as far as this unit goes."""
     alive: dict[torch.Tensor, torch.Tensor] = {}
     without = set()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from dtlib.comm import types
@@ -19,7 +20,7 @@ class Policy:
     cast_forward_inputs: bool = True
 
     @classmethod
-    def of(cls, given) -> "Policy":
+    def of(cls, given: object) -> "Policy":
         fields = cls.__dataclass_fields__
         if any(not hasattr(given, field) for field in fields):
             raise DtlibError(
@@ -32,7 +33,7 @@ class Policy:
                 raise DtlibError(f"mp_policy has {field}={asked}: choose one of {', '.join(types.FLOATS)}.")
         return cls(*(getattr(given, field) for field in fields))
 
-    def cast_around(self, module) -> None:
+    def cast_around(self, module: nn.Module) -> None:
         """Cast what goes into a module, and what comes out of it."""
         if self.param_dtype and self.cast_forward_inputs:
             module.register_forward_pre_hook(

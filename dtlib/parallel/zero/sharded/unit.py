@@ -1,24 +1,33 @@
-"""A unit: the parameters of a module that are gathered and freed together, and the hooks that do it."""
+"""A unit: the parameters of a module that are gathered and freed together, and the hooks that do it. Units of one model
+share a plan."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import is_dataclass
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from dtlib.comm import Communicator
+from dtlib.comm.waiting import Handle, progress_thread
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
 from dtlib.gradients.buckets import FlatBuffer, Shards
 from dtlib.gradients.local_gradient import ShardedGradient
 from dtlib.gradients.same_model import check_same_model
-from dtlib.gradients.shards import GradientShard
+from dtlib.gradients.shards import GradientShard, Reducer
 from dtlib.parallel.zero.sharded.places import bring_to_life, own_modules, places_of
+from dtlib.parallel.zero.sharded.policy import Policy
 
 
 class Unit:
     """The parameters of a module that are gathered and freed together."""
 
-    def __init__(self, module, comm, reshard_after_forward, prefetch, progress, device, policy, plan_of):
+    def __init__(self, module: nn.Module, comm: Communicator, reshard_after_forward: bool, prefetch: bool | None,
+                 progress: str | None, device: torch.device | str, policy: Policy | None):  # fmt: skip
         self.module, self.comm, self.reshard_after_forward = module, comm, reshard_after_forward
         bring_to_life(module, device)
         all_places = places_of(module)
@@ -28,15 +37,15 @@ class Unit:
                 comm.broadcast(buffer)
         self.progress = progress_for(comm, all_places, progress, "fully_shard")
         self.prefetch = self.progress == "thread" if prefetch is None else prefetch
-        kinds = {}
+        kinds: dict[tuple, dict[nn.Parameter, list]] = {}
         for parameter, places in all_places.items():
             kind = parameter.dtype, parameter.device, parameter.requires_grad
             kinds.setdefault(kind, {})[parameter] = places
         self.flats = [Flat(same, comm, policy) for same in kinds.values()]
         for leaf in (leaf for flat in self.flats if flat.gradients for leaf in flat.leaves):
             leaf.register_post_accumulate_grad_hook(self._gradient_is_ready)
-        self.plan, self._plan_of = None, plan_of
-        self._gathering = []  # handles of a gathering under way
+        self.plan: Plan | None = None
+        self._gathering: list[Handle] = []  # under way
         self._uses = 0  # forward passes through this module that have not ended
         if policy:
             policy.cast_around(module)
@@ -65,20 +74,25 @@ class Unit:
         for flat in self.flats:
             flat.free()
 
+    def _is_summoned(self) -> bool:
+        return any(flat.summoned for flat in self.flats)
+
     # What autograd and modules call
 
     def _before_forward(self, module, inputs) -> None:
-        if any(flat.summoned for flat in self.flats):
+        if self._is_summoned():
             raise DtlibError("This model computes within summon_full_params(): leave that context first.")
         self._uses += 1
-        self.plan = self._plan_of(module)
+        plan = plan_of(self)
         if not _in_backward():  # else activation checkpointing computes it once more
-            self.plan.enter(self)
+            plan.enter(self)
         self.gather()
         if self.prefetch and not _in_backward():
-            self.plan.prefetch(self, +1)
+            plan.prefetch(self, +1)
 
     def _after_forward(self, module, inputs, output) -> None:
+        if self._is_summoned():  # refused, so that nothing has begun
+            return
         self._uses -= 1
         differentiable = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
         if differentiable:
@@ -86,17 +100,20 @@ class Unit:
         if not _in_backward():
             if not self._uses and (self.reshard_after_forward or not differentiable):
                 self.free()
-            self.plan.leave(self, raised=output is None)
+            plan_of(self).leave(self, raised=output is None)
 
     def _before_backward(self, gradient) -> None:
-        self.plan.backward_begins()
+        plan = plan_of(self)
+        plan.backward_begins()
         self.gather()
         if self.prefetch:
-            self.plan.prefetch(self, -1)
+            plan.prefetch(self, -1)
 
     def _gradient_is_ready(self, leaf) -> None:
-        if self.plan.synchronising:
-            self.plan.reducer.gradient_is_ready(leaf)
+        plan = plan_of(self)
+        if plan.synchronising:
+            assert plan.reducer is not None
+            plan.reducer.gradient_is_ready(leaf)
         else:
             next(flat for flat in self.flats if flat.gradients and leaf in flat.piece_of).mark(leaf)
 
@@ -107,7 +124,7 @@ class Flat:
     ``places`` says for each parameter which modules have it, and under which attribute: several where it is tied.
     """
 
-    def __init__(self, places: dict, comm, policy=None):
+    def __init__(self, places: dict[nn.Parameter, list], comm: Communicator, policy: Policy | None):
         first = next(iter(places))
         trained = first.requires_grad
         self.comm = comm
@@ -127,7 +144,7 @@ class Flat:
         for parameter, leaf, piece, slice_ in zip(places, self.leaves, self.pieces, self.shards.slices, strict=True):
             for made in (leaf, piece):  # what others have noted at the parameter, such as tensor_parallel
                 made.__dict__.update(parameter.__dict__)
-            parameter.sharded_as = places[parameter][0][2]
+            vars(parameter)["sharded_as"] = places[parameter][0][2]
             vars(piece)["slice"] = slice_
         reduced_in = (policy and policy.reduce_dtype) or computes_in
         self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
@@ -160,7 +177,7 @@ class Flat:
         self.show(self.pieces)
         self.whole.flat.untyped_storage().resize_(0)
 
-    def show(self, parameters) -> None:
+    def show(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let modules find these under the names of their parameters."""
         for parameter, places in zip(parameters, self.places, strict=True):
             for module, attribute, _ in places:
@@ -200,7 +217,7 @@ class Flat:
                 )
 
     @torch.no_grad()
-    def mark(self, leaf) -> None:
+    def mark(self, leaf: nn.Parameter) -> None:
         """A gradient stays here, in no_sync(): that of the piece is what ``zero_grad()`` will set to None."""
         piece, view = self.piece_of[leaf]
         if piece.grad is None:
@@ -224,11 +241,128 @@ class Flat:
             elif piece.grad is not None and piece.grad is not view:  # changed from outside
                 view.copy_(piece.grad)
 
-    def finish(self, used) -> None:
+    def finish(self, used: Iterator[int]) -> None:
         """All averages have arrived. A parameter that no rank has used keeps what it had."""
         for piece, view in zip(self.pieces, self.averages, strict=True):
             if next(used):
                 piece.grad = view
+
+
+class Plan:
+    """What the units of one model share: their order, and who averages gradients."""
+
+    def __init__(self, root: Unit):
+        self.root = root
+        self.units = [unit for module in root.module.modules() if (unit := unit_of(module)) is not None]
+        for unit in self.units:
+            unit.plan = self
+        self.synchronising = True
+        self.reducer: Reducer | None = None
+        self._order: list[Unit] = []  # units, in the order of the last forward pass
+        self._running: list[Unit] = []  # that of this one, so far
+        self._depth = 0
+        self._in_backward = False
+        self._background = ExitStack()  # the progress thread while a pass is under way
+        # Gradients travel on a communicator of their own: ranks may differ in what they gather meanwhile.
+        self.comm = root.comm if getattr(root.comm, "simulated", False) else root.comm.split(0)
+
+    def enter(self, unit: Unit) -> None:
+        """The forward pass comes to a unit."""
+        self._depth += 1
+        if self._depth == 1:
+            self._begin_forward()
+        if unit not in self._running:
+            self._running.append(unit)
+
+    def _begin_forward(self) -> None:
+        self._background.close()
+        if self.reducer:
+            self.reducer.check()
+        if self._in_backward:  # which raised
+            self._backward_ends()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.check()
+                flat.drop_what_was_dropped()
+        self._running = []
+        self._run_in_background()
+
+    def leave(self, unit: Unit, raised: bool) -> None:
+        """The forward pass leaves a unit."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self._background.close()
+        for other in self.units:
+            if other._gathering:  # prefetched, and not needed
+                other.free()
+        if not raised and self._running != self._order:
+            self._order = self._running
+            shards = [flat.gradients for flat in self._trained(self._order) if flat.gradients]
+            names = {
+                leaf: place[0][2]
+                for flat in self._trained(self._order)
+                for leaf, place in zip(flat.leaves, flat.places, strict=True)
+            }
+            ends = self._averages_have_come, self._gradients_have_left
+            self.reducer = Reducer(shards, self.comm, self._batch_size, "inline", names, *ends)
+
+    def prefetch(self, unit: Unit, step: int) -> None:
+        """Begin to gather the unit that comes next: forward with ``step`` 1, backward with -1."""
+        if unit in self._order:
+            place = self._order.index(unit) + step
+            if 0 <= place < len(self._order):
+                self._order[place].start_gathering()
+
+    def backward_begins(self) -> None:
+        """The backward pass comes to its first unit."""
+        if torch.is_grad_enabled():
+            raise DtlibError(
+                "fully_shard frees parameters that second derivatives would need: leave create_graph=True out, or "
+                "train with DataParallel or ZeroOptimizer."
+            )
+        if not self._in_backward:
+            self._in_backward = True
+            self._run_in_background()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _run_in_background(self) -> None:
+        if self.root.progress == "thread":
+            self._background.enter_context(progress_thread())
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self._background.close()
+        for unit in self.units:
+            unit.free()
+
+    def _trained(self, units) -> list[Flat]:
+        """Their gradients come roughly in the reverse order of the forward pass."""
+        return [flat for unit in reversed(units) for flat in unit.flats if flat.gradients]
+
+    def _batch_size(self) -> float | None:
+        for flat in self._trained(self._order):
+            flat.begin()
+        return getattr(self.root.module, "batch_size", None)
+
+    def _gradients_have_left(self, shard) -> None:
+        """What computed them is not needed any more; frozen parameters may be, and stay until the end of the pass."""
+        next(flat for flat in self._trained(self._order) if flat.gradients is shard).free()
+
+    def _averages_have_come(self) -> None:
+        assert self.reducer is not None
+        used = self.reducer.used_anywhere()
+        for flat in self._trained(self._order):
+            flat.finish(used)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    return vars(module).get("_unit")
+
+
+def plan_of(unit: Unit) -> Plan:
+    """The plan of the model that a unit is part of: of the module that was called first."""
+    return unit.plan or Plan(unit)
 
 
 def _tensors_in(output):

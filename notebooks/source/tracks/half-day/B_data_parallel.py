@@ -2,7 +2,7 @@
 # # B One sum, and data parallelism
 #
 # Forty-five minutes. How ranks add by a ring, and what it costs. Then the same sum, over gradients, trains one model on
-# all of them. **Your turn**: fix an average (five minutes).
+# all of them. **Your turn**: fix an average (five minutes). If time is short, read the part on DDP at home.
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel

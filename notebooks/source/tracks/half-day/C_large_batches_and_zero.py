@@ -1,8 +1,8 @@
 # %% [markdown]
 # # C Large batches, and less memory
 #
-# Forty-five minutes. More ranks make larger batches: what does that do to learning? Then ZeRO, which gives each rank
-# a shard of the model states. **Your turn**: make a model fit (five minutes).
+# Forty-five minutes. More ranks make larger batches: which learning rate do they need? Then ZeRO, which gives each
+# rank a shard of the model states. **Your turn**: make a model fit (five minutes).
 #
 # A cell that starts with `%%px --local` runs on the ranks and in the notebook.
 
@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 from dtlib import lab
 from dtlib.lab import digits
-from dtlib.lab.lessons.l06 import figures
+from dtlib.lessons.l06 import figures
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import plain
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3

@@ -2,7 +2,7 @@
 # # D Cut the model: pipelines and tensors
 #
 # Forty minutes. First you cut a model between its layers, into stages; then a single layer, by columns and rows.
-# **Your turn**: two schedules (ten minutes).
+# **Your turn**: two schedules (fifteen minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from dtlib.lab import digits, explorer
-from dtlib.lab.lessons.l07 import figures
+from dtlib.lessons.l07 import figures
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 # %% [raw]
@@ -46,7 +46,7 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # The bubble is the same, the memory is not. That is why large trainings run 1F1B or one of its descendants.
 
 # %%
-from dtlib.lab.lessons.l08 import figures as tensor_figures
+from dtlib.lessons.l08 import figures as tensor_figures
 
 # %% [raw]
 # 08_tensor_and_hybrid

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # B Average the gradients
 #
-# Twenty-six minutes. Four ranks add in a ring; the same sum, of gradients, trains one model.
+# Twenty-four minutes. Four ranks add in a ring; the same sum, of gradients, trains one model.
 # **Your turn**: fix an average (five minutes).
 
 # %% tags=["nbval-ignore-output"]

@@ -16,7 +16,7 @@ import torch
 from torch.optim import AdamW
 
 from dtlib.lab import digits
-from dtlib.lab.lessons.l06 import figures
+from dtlib.lessons.l06 import figures
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import plain
 from dtlib.parallel.zero.plain import Stage1
@@ -34,7 +34,7 @@ parts = [zero_wire_elements(4_000, 4, stage) / 3_000 for stage in range(4)]
 assert parts == [2, 2, 2, 3]
 
 # %% [markdown]
-# What does this cost? In a step with one micro-batch, stages 1 and 2 send what data parallelism sends. Stage 3 gathers
+# In a step with one micro-batch, stages 1 and 2 send what data parallelism sends. Stage 3 gathers
 # each layer's parameters twice, for the forward and for the backward pass, so it sends three parts where the others
 # send two: half as much again.
 
@@ -44,4 +44,4 @@ assert parts == [2, 2, 2, 3]
 # %% [markdown]
 # ## So far
 #
-# Each stage shards more, and the result is the same. Take the lowest stage that fits.
+# Each stage shards more, and the result stays the same: take the lowest that fits.

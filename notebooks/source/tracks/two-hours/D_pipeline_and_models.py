@@ -1,13 +1,13 @@
 # %% [markdown]
 # # D One model over several devices
 #
-# Twenty-five minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better order
-# of work yourself. **Your turn**: two schedules (ten minutes).
+# Twenty-nine minutes. Layers are grouped into stages, and a batch is cut into micro-batches. Then you find a better
+# order of work. **Your turn**: two schedules (fifteen minutes).
 
 # %% tags=["nbval-ignore-output"]
 from dtlib import lab; lab.engines(4)  # no dtlib? Kernel > Change Kernel
 from dtlib.lab import explorer
-from dtlib.lab.lessons.l07 import figures
+from dtlib.lessons.l07 import figures
 from dtlib.schedule import draw, gpipe, one_f_one_b, simulate
 
 # %% [raw]
@@ -34,8 +34,8 @@ of_gpipe, eager = row("GPipe", "idle / makespan"), row("1F1B", "idle / makespan"
 assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4 - rank for rank in range(4)]
 
 # %% [markdown]
-# The bubble is the same, the memory is not. So large trainings run 1F1B or a descendant. Whatever the
-# order, the gradients are those of one process: [lesson 07](../../lectures/07_pipelines.ipynb) trains a net so.
+# The bubble is the same, the memory is not. So large trainings run 1F1B. Whatever the order, the gradients are those of
+# one process: [lesson 07](../../lectures/07_pipelines.ipynb) trains a net so.
 
 # %% [markdown]
 # ## So far
@@ -45,7 +45,8 @@ assert of_gpipe[:3] == eager[:3] and of_gpipe[3:] == [8] * 4 and eager[3:] == [4
 # %% [markdown]
 # ## Which cut, when?
 #
-# One page, from top to bottom: stop where it fits.
+# A page to take home: from top to bottom, stop where it fits. Lessons [08](../../lectures/08_tensor_and_hybrid.ipynb)
+# and [12](../../lectures/12_sequences_and_experts.ipynb) explain the lower half.
 
 # %%
 lab.chart()
@@ -53,7 +54,7 @@ lab.chart()
 # %% [markdown]
 # ## Quiz
 #
-# Six questions, everybody alone. Each answer is explained.
+# Six questions.
 
 # %% tags=["nbval-ignore-output"]
 lab.quiz("two-hours")
@@ -62,4 +63,4 @@ lab.quiz("two-hours")
 # ## Afterwards
 #
 # The puzzle's [third level](../../exercises/07_schedule_puzzle_exercises.ipynb),
-# [pi and speed-up](../../lectures/02_pi.ipynb), and [two real models](../../lectures/10_two_models.ipynb) by one config.
+# [pi and speed-up](../../lectures/02_pi.ipynb), and [two real models](../../lectures/10_two_models.ipynb).

@@ -22,7 +22,7 @@ class SleepingLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        with phase("backward"):
+        with phase("layer"):
             time.sleep(ctx.seconds)
         return grad, torch.ones_like(ctx.weight), None
 

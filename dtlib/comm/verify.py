@@ -1,7 +1,8 @@
-"""Do all ranks call the same thing? Before a collective begins, every rank tells the others what it calls.
+"""Do all ranks call the same thing, and do both ends of a message mean the same?
 
-Without this an operation whose arguments disagree hangs, or adds nonsense without a word. The notes are as short as one
-packet and travel in log2 N rounds, so in a notebook it is always on.
+Before a collective begins, every rank tells the others what it calls; a note with shape, type and line travels beside
+each message. Without this an operation whose arguments disagree hangs, or adds nonsense without a word. The notes are
+as short as one packet and travel in log2 N rounds, so in a notebook it is always on.
 
     rank 0   all_reduce(sum) of (4,) float32   line 3 \\
     rank 1   all_reduce(sum) of (4,) float32   line 3  > the same everywhere? go on : say who calls what, and where
@@ -15,9 +16,9 @@ from math import prod
 import numpy as np
 
 from dtlib.comm.algorithms import dissemination_all_gather
-from dtlib.comm.waiting import Link
-from dtlib.comm.watch.blame import disagreement
-from dtlib.comm.watch.call import Call
+from dtlib.comm.call import Call, shape_and_type
+from dtlib.comm.waiting import IncomingLink, Link
+from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.errors import RESET, CommunicationError
 
 NOTE = 320  # bytes
@@ -63,4 +64,34 @@ def check_counts(call: Call, counts: np.ndarray) -> None:
         raise CommunicationError(
             f"{call.operation}: rank {source} sends rank {dest} {sent[source, dest] // row} rows, and rank {dest} "
             f"expects {come[source, dest] // row}: input_split_sizes here are output_split_sizes there. {RESET}"
+        )
+
+
+def send_message(link: Link, array: np.ndarray, dest: int, call: Call, notes: Link | None) -> Iterator[list]:
+    """A generator like those of the collectives."""
+    requests = [link.send(array, dest)]
+    if notes is not None:
+        requests.append(notes.send(note_of(shape_and_type(call.tensor), call.where), dest))
+    yield requests
+
+
+def receive_message(
+    link: IncomingLink, array: np.ndarray, source: int, call: Call, notes: Link | None
+) -> Iterator[list]:
+    """The other end: raises CommunicationError where the message is not what ``call`` expects."""
+    arriving = link.recv(array, source)
+    if notes is not None:
+        note = np.empty(NOTE, dtype=np.uint8)
+        yield [notes.recv(note, source)]
+        yield [arriving]  # first, so that nothing is under way any more when an error is raised
+        sent, where = read_note(note)
+        if sent != shape_and_type(call.tensor):
+            raise CommunicationError(mismatch(source, sent, where, call.rank, shape_and_type(call.tensor), call.where))
+    else:
+        yield [arriving]
+    if link.length() != array.nbytes:
+        got = "more" if link.length() is None else f"{link.length()} bytes"
+        raise CommunicationError(
+            f"{call}: {got} arrived, and this tensor has {array.nbytes} bytes; send and recv need the same shape and "
+            f"dtype. {RESET}"
         )

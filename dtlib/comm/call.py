@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 AnyTensor: TypeAlias = "torch.Tensor | np.ndarray"
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _LONGEST_LINE = 80
 _lines: dict[tuple[str, int], str] = {}  # the text of each line that has called an operation
@@ -71,7 +71,16 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shape_and_type(tensor: AnyTensor) -> str:
+class Shaped(Protocol):
+    """A tensor of torch, numpy or the page's stand-in for torch."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+
+
+def shape_and_type(tensor: Shaped) -> str:
     return _shape_and_type(tensor.shape, dtype_name(tensor.dtype))
 
 

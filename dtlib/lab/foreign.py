@@ -1,0 +1,25 @@
+"""Types of libraries that are loaded late, and so are names alone here: ``"Tensor | None"`` in quotes."""
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import ipyparallel
+    import torch
+    from ipykernel import ipkernel
+    from IPython.core import interactiveshell
+    from matplotlib import axes, axis, figure
+
+    import dtlib.comm
+
+AsyncResult: TypeAlias = "ipyparallel.AsyncResult"
+Client: TypeAlias = "ipyparallel.Client"
+DirectView: TypeAlias = "ipyparallel.DirectView"
+Communicator: TypeAlias = "dtlib.comm.Communicator"
+Axes: TypeAlias = "axes.Axes"
+Axis: TypeAlias = "axis.Axis"
+Figure: TypeAlias = "figure.Figure"
+Kernel: TypeAlias = "ipkernel.IPythonKernel"
+Shell: TypeAlias = "interactiveshell.InteractiveShell"
+Dtype: TypeAlias = "torch.dtype"
+Module: TypeAlias = "torch.nn.Module"
+Tensor: TypeAlias = "torch.Tensor"
