@@ -6,7 +6,7 @@ On two ranks; with ``--ranks 4`` more ranks than this machine may have cores for
 import numpy as np
 import torch
 
-from benchmarks.compare import compare, repeated
+from benchmarks.compare import compare, in_turns, repeated, row
 from benchmarks.peers import torch_group
 
 RANKS = 2
@@ -33,9 +33,31 @@ def rows(world, repeats: int):
         yield compare(comm, f"all_reduce {name}", "MPI Allreduce", ours, raw, repeats)
         theirs = repeated(lambda tensor=tensor: torch.distributed.all_reduce(tensor, group=gloo), times)
         yield compare(comm, f"all_reduce {name}", "gloo", ours, theirs, repeats)
+    yield from _in_a_notebook(comm, repeats)
     yield from _reduce_scatter(comm, gloo, repeats)
     if comm.size == 2:
         yield _send_and_receive(comm, repeats)
+
+
+def _in_a_notebook(comm, repeats):
+    """Short operations with what a notebook's cells have on: a time limit, the board, and verification."""
+    notebook = comm.split(0)
+    notebook.time_limit, notebook.verify = 30, True
+    count = SIZES["4 kB"]
+    tensor, out = torch.zeros(count // 4), torch.zeros(count // 4 * comm.size)
+    raw = repeated(lambda: comm.mpi.Allreduce(_in_place(), tensor.numpy()), _calls_for(count))
+    operations = {
+        "all_reduce 4 kB": lambda group: group.all_reduce(tensor),
+        "all_gather 4 kB": lambda group: group.all_gather(out, tensor),
+        "broadcast 4 kB": lambda group: group.broadcast(tensor),
+        "barrier": lambda group: group.barrier(),
+    }
+    for name, operation in operations.items():
+        ours = repeated(lambda operation=operation: operation(notebook), _calls_for(count))
+        plainly = repeated(lambda operation=operation: operation(comm), _calls_for(count))
+        seconds = in_turns(comm, {"ours": ours, "script": plainly, "raw": raw}, repeats)
+        yield row(f"{name} as in a notebook", "MPI Allreduce 4 kB", seconds["ours"], seconds["raw"])
+        yield row(f"{name} as in a notebook", "as in a script", seconds["ours"], seconds["script"])
 
 
 def _reduce_scatter(comm, gloo, repeats):

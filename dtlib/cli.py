@@ -109,8 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DtlibError as problem:
         print(f"dtlib {options.command}: {problem}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
