@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import uuid
+from pathlib import Path
 
 from jupyter_client import KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
@@ -17,7 +18,9 @@ class Notebook:
     """A kernel that works in ``folder`` and believes that it belongs to the notebook ``name``."""
 
     def __init__(self, folder, name="lesson.ipynb"):
-        connection = f"{jupyter_runtime_dir()}/kernel-{uuid.uuid4()}.json"  # as JupyterLab has it
+        folder_of_files = Path(jupyter_runtime_dir())  # as JupyterLab has it
+        folder_of_files.mkdir(parents=True, exist_ok=True, mode=0o700)
+        connection = f"{folder_of_files}/kernel-{uuid.uuid4()}.json"
         self._manager = KernelManager(kernel_name="python3", transport=transport(), connection_file=connection)
         self._manager.start_kernel(cwd=str(folder), env={**os.environ, "JPY_SESSION_NAME": name})
         self._client = self._manager.client()
