@@ -23,8 +23,7 @@ MOST_RANKS_PER_CORE = 16
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        # One sentence; the usage is one --help away.
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n")  # one sentence; the usage is one --help away
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
