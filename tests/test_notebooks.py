@@ -1,7 +1,12 @@
+import ast
+import io
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+from functools import cache
 
 import pytest
 
@@ -104,33 +109,89 @@ def not_as_stored(stems, folder) -> dict[str, list[str]]:
     return said
 
 
-def touched_since_yesterday() -> set[str] | None:
-    """Files of the last day's commits; those of the days before were the nightly's. None where git does not say."""
+def a_day_ago() -> dict[str, bytes] | None:
+    """Lessons and solved notebooks by their paths, before the last day's commits: the nightly ran those. None where git
+    does not say, as in a clone without them."""
 
     def git(*words):
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
 
     try:
         yesterday = int(git("log", "-1", "--format=%ct")) - 24 * 3600
-        return set(git("log", f"--since={yesterday}", "--name-only", "--format=").split("\n"))
+        commit = git("rev-list", "-1", "--first-parent", f"--before={yesterday}", "HEAD").decode().strip()
+        archive = git("archive", commit, "dtlib/lessons", "notebooks/solutions")
     except (OSError, subprocess.CalledProcessError):
         return None
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        return {each.name: files.extractfile(each).read() for each in files if each.isfile()}
 
 
-def tier(source, touched) -> pytest.MarkDecorator:
-    """Slow for a notebook of which a commit of the last day touched source, stored outputs or judges; else nightly."""
-    of_others = {str(other.relative_to(ROOT)) for other in SOURCES if other != source}
-    own = tuple(str(path.relative_to(ROOT)) for path in (source.parent, build.target(source, "solved")))
-    is_new = touched is None or any(path.startswith(own) for path in touched - of_others)
-    return pytest.mark.slow if is_new else pytest.mark.nightly
+@cache
+def what_runs(name: str, text: bytes):
+    """Of a notebook its code cells and what nbval compares; of Python all but comments, docstrings and annotations of
+    functions."""
+    if name.endswith(".ipynb"):
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        tags = [set(cell["metadata"].get("tags", ())) - set(build.TRACKS) for cell in cells]
+        outputs = ["nbval-ignore-output" in some or cell["outputs"] for cell, some in zip(cells, tags, strict=True)]
+        return [cell["source"] for cell in cells], tags, outputs
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            idle = [isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in node.body]
+            node.body = [each for each, is_idle in zip(node.body, idle, strict=True) if not is_idle]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.dump(tree)
 
 
-def test_only_what_was_touched_is_run_before_the_night():
-    source = notebooks()["04_data_parallel"]
-    for touched in (None, {"dtlib/lessons/l04/lecture.py"}, {"dtlib/lessons/l04/figures.py", "README.md"}):
-        assert tier(source, touched).name == "slow"
-    for touched in (set(), {"dtlib/lessons/l04/exercises.py", "dtlib/lessons/l05/figures.py"}):
-        assert tier(source, touched).name == "nightly"
+def tier(source, before) -> pytest.MarkDecorator:
+    """Slow for a notebook of which cells, outputs or judges run otherwise than ``before``, or are new; else nightly."""
+    code = [path for path in source.parent.glob("*.py") if path not in SOURCES and not path.stem.startswith("wrong_")]
+    for path in (build.target(source, "solved"), *code):
+        name, text = str(path.relative_to(ROOT)), path.read_bytes()
+        then = (before or {}).get(name)
+        if then is None or (then != text and what_runs(name, then) != what_runs(name, text)):
+            return pytest.mark.slow
+    return pytest.mark.nightly
+
+
+def test_only_what_runs_otherwise_is_run_before_the_night():
+    source, solved = notebooks()["04_data_parallel"], "notebooks/solutions/04_data_parallel.ipynb"
+    files = [*ROOT.glob("dtlib/lessons/l0*/*.py"), *ROOT.glob("notebooks/solutions/*.ipynb")]
+    now = {str(path.relative_to(ROOT)): path.read_bytes() for path in files}
+
+    def with_cell(which, **there):
+        book = json.loads(now[solved])
+        next(cell for cell in book["cells"] if which(cell)).update(there)
+        return tier(source, {**now, solved: json.dumps(book).encode()}).name
+
+    def with_file(name, *changes):
+        text = now[f"dtlib/lessons/{name}.py"].decode()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        return tier(source, {**now, f"dtlib/lessons/{name}.py": text.encode()}).name
+
+    def is_code(cell):
+        return cell["cell_type"] == "code"
+
+    def is_live(cell):
+        return "nbval-ignore-output" in cell["metadata"].get("tags", ())
+
+    nothing = {"outputs": []}
+    prose = ('"""', '"""Formerly: '), ("\n\n\n", "\n\n\n# A comment\n"), (") -> ", ') -> "formerly" and ')
+    assert tier(source, now).name == with_cell(lambda cell: not is_code(cell), source="prose") == "nightly"
+    assert with_cell(is_live, **nothing) == with_file("l04/judge_averaging", *prose) == "nightly"
+    for other in ("l04/lecture", "l04/exercises", "l04/wrong_buckets", "l05/figures"):
+        assert with_file(other, ("import ", "import other, ")) == "nightly"
+    assert tier(source, None).name == tier(source, {solved: now[solved]}).name == "slow"
+    assert with_cell(is_code, source="1") == with_cell(is_live, metadata={}) == "slow"
+    assert with_cell(lambda cell: is_code(cell) and cell["outputs"] and not is_live(cell), **nothing) == "slow"
+    assert with_file("l04/judge_averaging", ("return ", "return not ")) == "slow"
+    assert with_file("l04/judge_byte_golf", ("GOAL = 0.95", "GOAL = 0.9")) == "slow"
 
 
 def test_every_stored_verdict_on_a_solution_is_that_it_passed():
@@ -175,14 +236,14 @@ def differences(workshop_with_ranks, request):
     return not_as_stored([item.callspec.params["stem"] for item in tests], workshop_with_ranks)
 
 
-TOUCHED = touched_since_yesterday()
+BEFORE = a_day_ago()
 
 
 @pytest.mark.timeout(func_only=True)
 @pytest.mark.parametrize(
     "stem",
     [
-        pytest.param(name, marks=tier(source, TOUCHED))
+        pytest.param(name, marks=tier(source, BEFORE))
         for name, source in notebooks().items()
         if name not in WITHOUT_RANKS
     ],
