@@ -24,8 +24,8 @@ HEAD = """# Wrong answers, and what to say
 
 Made by `python -m docs.instructor` from the wrong answers of the tests: these are the usual mistakes. On the left
 what the learner has before them; then the hint that the check gives first, to be asked as a question, and the plainest
-one, which is what to say before you move on. The schedule puzzle draws what was handed in, and
-says there what is wrong.
+one, which is what to say before you move on. Where a check has one hint, it stands in one of the two columns: after
+a question, what was expected. The schedule puzzle draws what was handed in, and says there what is wrong.
 """
 
 
@@ -51,14 +51,23 @@ def mistakes(exercise: str) -> dict:
     return found
 
 
+def ask_and_say(verdict) -> tuple[str, str]:
+    """The first hint and the plainest. A single one is asked if it is a question; what was expected is said."""
+    ask, say = verdict.hints[0], verdict.hints[-1]
+    if ask != say:
+        return ask, say
+    return (ask, f"Wanted: {verdict.expected}") if "?" in ask else ("", say)
+
+
 def page() -> str:
     """The whole page, as Markdown."""
     text, lesson = HEAD, ""
     asked = "".join(source.read_text(encoding="utf-8") for source in notebooks().values())
     for exercise in sorted(homes(), key=lambda name: asked.index(f'lab.check("{name}")')):
         rows = [
-            f"| {_cell(_in_short(verdict.got))} | {_cell(verdict.hints[0])} | {_cell(verdict.hints[-1])} |"
+            f"| {_cell(_in_short(verdict.got))} | {_cell(ask)} | {_cell(say)} |"
             for mistake, (verdict, _) in mistakes(exercise).items() if mistake not in ("missing", "other-size")
+            for ask, say in [ask_and_say(verdict)]
         ]  # fmt: skip
         if not rows:
             continue

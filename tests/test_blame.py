@@ -77,8 +77,8 @@ def ended(state, cell, number=1):
     # It has not begun this cell yet: how the last one ended says nothing.
     ([collective(2), ended("raised ValueError: no", "6.0")], [], []),
     # Rank 1 gave up as rank 2 does not arrive: where it had arrived, that is no matter; else both are over.
-    ([ended("waited in vain", "7.1", 2), ended("raised ValueError: no", "7.1")], [2], []),
-    ([ended("waited in vain", "7.1", 1), ended("raised ValueError: no", "7.1")], [1, 2], []),
+    ([ended("timed out", "7.1", 2), ended("raised ValueError: no", "7.1")], [2], []),
+    ([ended("timed out", "7.1", 1), ended("raised ValueError: no", "7.1")], [1, 2], []),
     ([message("recv", 2), ended("raised ValueError: no", "7.1")], [2], []),
 ])  # fmt: skip
 def test_who_does_not_come_any_more_in_this_cell(others, failed, finished):

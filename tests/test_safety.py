@@ -35,7 +35,7 @@ def in_vain(comm):
 
 def back_to_work(world):
     """What a learner does next."""
-    world.comm.time_limit = None  # others may still be waiting in vain
+    world.comm.time_limit = None  # others may still be waiting
     dtlib.reset()
     world.comm.verify = False
     assert world.comm.all_reduce(torch.ones(1)).item() == world.size

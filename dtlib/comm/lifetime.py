@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _members: dict[tuple, frozenset[int]] = {}  # of each communicator that has not been freed, by key
 _handles: dict[tuple, MPI.Comm] = {}  # the same communicators, for whoever frees them
 _garbage: set[tuple] = set()  # keys of those that nobody here can use any more
-_arriving: dict[tuple, list] = {}  # by key: receives of what was sent to this rank there, in vain
+_arriving: dict[tuple, list] = {}  # by key: receives of messages that nobody here asked for
 _drawn = itertools.count(1)
 
 

@@ -98,7 +98,7 @@ class ObjectOperations:
 
 
 class _Unpicklable(str):
-    """Why the object of a rank could not be sent; it travels in its place, so that no rank waits for it in vain."""
+    """Why the object of a rank could not be sent; it travels in its place, so that nobody waits for nothing."""
 
 
 def _pickled(thing) -> bytes:

@@ -438,7 +438,7 @@ class Handle(Generic[V]):
                     notice(f"{now - started:.0f} s in {task.call}: {in_vain.whom()}")
                 time.sleep(min(LONGEST_NAP, NAPS * waited**2))
         except BaseException as error:
-            self._give_up("waited in vain" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
+            self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
             raise
         finally:
             if told > started and notice is not None:

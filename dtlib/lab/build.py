@@ -37,7 +37,7 @@ from dtlib.lab.statements import STATEMENT
 from dtlib.lab.tables import fold
 from dtlib.lab.tracks import TRACKS
 
-PREDICTIONS_CAME = "from dtlib.lab.checks import predictions\npredictions.all_right()"
+PREDICTIONS_ARE_RIGHT = "from dtlib.lab.checks import predictions\npredictions.all_right()"
 CLAIM = "claim"
 CHECKED = {CLAIM, STATEMENT}
 TAGS = {"solution", "stub", *CHECKED, "nbval-ignore-output", "raises-exception", *TRACKS}
@@ -112,13 +112,13 @@ def execute(book: nbformat.NotebookNode, folder: Path, refuse: bool = False) -> 
     """Run a notebook in ``folder`` and keep its outputs, cleaned of what is true on this machine only; no claims.
 
     Raises:
-        CellExecutionError: for a cell that fails; with ``refuse`` also where a prediction did not come as predicted.
+        CellExecutionError: for a cell that fails; with ``refuse`` also where a prediction was not right.
         DtlibError: with ``refuse``, where a statement does not hold.
     """
     from nbclient import NotebookClient
 
     if refuse:
-        book.cells.append(nbformat.v4.new_code_cell(PREDICTIONS_CAME, metadata={"tags": [CLAIM]}))
+        book.cells.append(nbformat.v4.new_code_cell(PREDICTIONS_ARE_RIGHT, metadata={"tags": [CLAIM]}))
     every = book.cells
     book.cells = [cell for cell in every if STATEMENT not in _tags(cell)]  # they need no kernel
     NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()

@@ -34,7 +34,9 @@ JOINTS = [("", ""), *((q + end, kind + q) for end, q, kind in product(("", " \\"
 def read(*things: Callable | ModuleType | Path) -> None:
     """Show the source of classes and functions, one below the other; of a module its docstring; of a path all of it."""
     for file, some in groupby(things, key=_file):
-        texts, lines, lexer = list[str](), list[str](), PythonLexer()
+        texts: list[str] = []
+        lines: list[str] = []
+        lexer = PythonLexer()
         for thing in some:
             if isinstance(thing, Path):
                 texts, lines, lexer = [thing.read_text()], [], get_lexer_for_filename(thing.name)
@@ -65,8 +67,7 @@ def read_changes(before: Path, after: Path) -> None:
 
 def published(name: str) -> list[dict[str, str]]:
     """The rows of a table in the course's folder ``data``, as its paper printed them."""
-    with open(course.folder() / "data" / name, newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader((course.folder() / "data" / name).read_text().splitlines()))
 
 
 def _file(thing) -> str:

@@ -73,8 +73,7 @@ def _moved(text: str, top: str) -> str:
 
 def words(cells: list) -> int:
     """Words of prose: what a link leads to, marks and formulas' signs are none."""
-    prose = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    prose = " ".join(re.sub(r"\]\([^)]*\)", "]", cell.source) for cell in cells if cell.cell_type == "markdown")
     return sum(bool(re.search(r"\w", word)) for word in prose.split())
 
 

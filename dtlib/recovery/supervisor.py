@@ -31,7 +31,7 @@ def supervise(
         DtlibError: where three runs in a row have come no further: then it is no accident.
     """
     runs: list[Run] = []
-    furthest, in_vain = -1, 0
+    furthest, no_further = -1, 0
     while True:
         run = Run(program, ranks, Path(folder), say=say).start()
         runs.append(run)
@@ -40,8 +40,8 @@ def supervise(
         if run.wait() == 0:
             return runs
         why, reached = run.said[-1], max((e["step"] for e in run.events if e["what"] == "step"), default=-1)
-        in_vain, furthest = (in_vain + 1, furthest) if reached <= furthest else (0, reached)
-        if in_vain == 3:
+        no_further, furthest = (no_further + 1, furthest) if reached <= furthest else (0, reached)
+        if no_further == 3:
             raise DtlibError(
                 f"{why} Three times it has come no further than step {furthest}, so it will not by itself."
             )

@@ -18,7 +18,7 @@ from dtlib.lessons.l07.wrong_pipelines import Step
 
 
 def judged_soon(exercise: str, names: dict, seconds: float = 2.0) -> checks.Verdict:
-    """The verdict of all ranks, where one that waits in vain gives up sooner than in class."""
+    """The verdict of all ranks, where a rank whose wait cannot end gives up sooner than in class."""
     with patch.object(checks, "WAIT_SECONDS", seconds):
         return checks.judge_on_this_rank(exercise, names)
 

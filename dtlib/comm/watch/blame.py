@@ -3,7 +3,7 @@
 from dtlib.comm.watch.board import Sighting
 from dtlib.errors import RESET
 
-WAITS = ("waits", "waited in vain")  # the second has just given up, as we are about to
+WAITS = ("waits", "timed out")  # the second has just given up, as we are about to
 
 
 def whom(me: int, seen: dict[int, Sighting]) -> str:

@@ -199,7 +199,7 @@ def _verdict(name: str, observations: list, judged: tuple[str, str]) -> Verdict:
     picture = exercise.picture(observations) if exercise.picture and not problems else ""
     try:
         if problems:
-            # A rank that waited in vain is a consequence; what another rank did wrong is the cause.
+            # A rank whose wait timed out is a consequence; what another rank did wrong is the cause.
             first = min(problems, key=lambda problem: problem.mistake == "waited")
             raise Wrong(first.mistake, first.rank, first.expected, first.got, *first.hints)
         score = exercise.judge(observations)

@@ -99,7 +99,7 @@ def _follow_cells() -> None:
         if error is None:
             board.end_cell("has finished its cell")
         elif isinstance(error, PeerFailed | WaitTimeout):
-            board.end_cell("waited in vain")  # so that others, too, are told of the rank that did not arrive
+            board.end_cell("timed out")  # so that others, too, are told of the rank that did not arrive
         else:
             board.end_cell(f"raised {type(error).__name__}: {error}"[:120])
 

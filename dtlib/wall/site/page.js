@@ -59,7 +59,7 @@ function draw(room) {
   show("wrong", rows(room.wrong.map(([name, says, people]) => [`${name}: ${says}`, people])));
   const guesses = room.guesses;
   show("guesses", guesses ? [
-    made("p", `${guesses.name}: ${guesses.of} guessed, ${guesses.compared} have seen what came`),
+    made("p", `${guesses.name}: ${guesses.of} guessed, ${guesses.compared} have seen the answer`),
     ...Object.entries(guesses.bars).flatMap(([name, bars]) => [...(name === guesses.name ? [] : [made("p", name)]), ...rows(bars)]),
   ] : []);
   const quiz = room.quiz;
