@@ -24,8 +24,8 @@ OF_THE_TEXTS = (
 MORE = (
     (
         "more GPUs give faster convergence",
-        FAILS,
-        "lesson 05: N ranks are one process with N times the batch; an epoch is shorter and has fewer steps",
+        DEPENDS,
+        "lesson 05: in hours often, until the batch is too large; an epoch has fewer steps, and may teach less",
     ),
     ("data parallelism spreads one model over GPUs", FAILS, "measured above: each rank holds all of it"),
     ("updates must sit on a parameter server", FAILS, "lesson 04: a ring sends less from the busiest rank"),

@@ -92,7 +92,7 @@ tenfold = {2018.8 + months / 12: 0.34e9 * 10 ** (months / 12) for months in rang
 figures.growth(sizes, {"ten times a year": tenfold}, "parameters")
 
 # %% [markdown]
-# **Predict.** Had the doubling gone on until Llama 3.1 405B came out, by how many powers of ten would that run have been
+# **Predict.** Had the doubling gone on until Llama 3.1 405B was released, by how many powers of ten would that run have been
 # larger than it was?
 
 # %% tags=["stub"]
@@ -361,7 +361,7 @@ lab.predict("verdicts", {
 
 # %% tags=["solution"]
 lab.predict("verdicts", {
-    "more GPUs give faster convergence": "does not hold",
+    "more GPUs give faster convergence": "it depends",
     "data parallelism spreads one model over GPUs": "does not hold",
     "updates must sit on a parameter server": "does not hold",
     "DeepSpeed needs no refactoring": "it depends",
@@ -369,21 +369,21 @@ lab.predict("verdicts", {
 })
 
 # %% [markdown]
-# And here are the fourteen, each with a verdict and a reason. The first verdict is on what a GPU needs: the authors'
-# program may well have taken a minute. You may disagree: most of them return in a later lesson.
+# And here are all nineteen, each with a verdict and a reason, those five last. The first verdict is on what a GPU
+# needs: the authors' program may well have taken a minute. You may disagree: most of them return in a later lesson.
 
 # %%
 rows = [
     (" ".join(filter(None, (row["claim"], row["figure"], row["unit"]))), *verdict)
     for row, verdict in zip(lab.published("claims.csv"), claims.OF_THE_TEXTS, strict=True)
 ]
-lab.table(rows, ("claim", "verdict", "how we know"))
+lab.table([*rows, *claims.MORE], ("claim", "verdict", "how we know"))
 
 # %% tags=["statement"]
 # "`data/claims.csv` has fourteen claims"
 # "put nineteen claims on trial"
 verdicts = "does not hold|cannot be said|it depends|holds"
-assert count(f"  (?:{verdicts})  ") == 14 and count("right\\.", "updates must sit") == 5
+assert count(f"  (?:{verdicts})  ") == 14 + 5 and count("right\\.", "server: you predicted") == 5
 # The last claim is about a command of DeepSpeed.
 assert count("--num_gpus counts those of one node") == 1
 

@@ -193,10 +193,10 @@ ring.show_all(4)
 steps = ("1  [1]", "2  [1+2]", "3  [1+2+3]", "step 3: all-gather           0  [0+1+2+3]")
 assert all(count(f"{step}".replace("[", r"\[").replace("]", r"\]").replace("+", r"\+")) for step in steps)
 
-# %% [markdown] tags=["half-day"]
+# %% [markdown]
 # Chunk 0 starts at rank 1, grows at ranks 2 and 3, and is complete at rank 0. Here is the whole code:
 
-# %% tags=["half-day"]
+# %%
 from dtlib.comm import algorithms
 
 lab.read(
@@ -454,9 +454,8 @@ comm.time_limit = 30
 assert count("they wait for one another") == 2
 
 # %% [markdown]
-# No rank is absent: they wait in a circle. The cure is to start the send, receive, and then wait for the send, as every
-# step of the ring does. With `async_op=True` an operation returns a handle at once; until `handle.wait()` you must not
-# touch the tensor.
+# No rank is absent: they wait in a circle. With `async_op=True` an operation returns a handle at once; until
+# `handle.wait()` you must not touch the tensor.
 #
 # **Your turn.** Fix it, so that ranks 0 and 1 get each other's number.
 
@@ -484,6 +483,8 @@ print(theirs)
 comm.time_limit = 30
 
 # %% [markdown]
+# The cure is to start the send, receive, and then wait for the send, as every step of the ring does.
+#
 # With the usual limit, a line below the cell says after three seconds whom everybody waits for; **Stop** ends the wait,
 # and `%px dtlib.reset()` brings the ranks back into step. A wait ends by itself after thirty seconds, or after ten if
 # the missing rank has finished its cell.

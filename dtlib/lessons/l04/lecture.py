@@ -398,7 +398,7 @@ print(f"EMULATED: thread over inline {with_thread.end / with_hooks.end:.2f}")
 assert with_thread.end < with_hooks.end
 
 # %% tags=["two-hours", "half-day", "claim"]
-# "Without a thread hardly any ends during the backward pass; with one, five do."
+# "Without a thread hardly any ends during the backward pass; with one, all but the last, which nothing hides."
 for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
     mine = [event for event in timeline.events if event.rank == 0]
     last = max(event.end for event in mine if event.kind == "phase")
@@ -408,7 +408,8 @@ for timeline, hidden in ((with_hooks, range(3)), (with_thread, [5])):
 assert [event.dtype for event in with_hooks.events if event.rank == 0].count("int64") == 1
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# Bars below layers are all-reduces. Without a thread hardly any ends during the backward pass; with one, five do.
+# Bars below layers are all-reduces. Without a thread hardly any ends during the backward pass; with one, all but the
+# last, which nothing hides.
 
 # %% [markdown]
 # Without a thread (upper figure) messages move on only at hooks, and an all-reduce needs several. Where the core itself
@@ -467,11 +468,11 @@ by_itself = run("serial", comm.size * 24, comm.size * 0.02)
 assert distance(on_ranks, by_itself) < 1e-5  # float32
 
 # %% tags=["statement"]
-# "In the first run only rank 0 printed; in the second, every rank ran the serial script."
+# "First only rank 0 printed; then every rank ran the serial script."
 assert count("89% of the test images are right") == 3
 
 # %% [markdown] tags=["two-hours", "half-day"]
-# In the first run only rank 0 printed; in the second, every rank ran the serial script.
+# First only rank 0 printed; then every rank ran the serial script.
 
 # %% [markdown]
 # In a terminal: `mpiexec -n 4 python notebooks/digits_horovod.py 24 0.02`.
@@ -535,7 +536,8 @@ assert operations == ["all_reduce"] * 6
 # DDP.
 #
 # **Predict.** The config below leaves out `gradient_accumulation_steps`: for how many *micro-batches*, here of 12
-# images, a rank adds up gradients before a step. What must it be, on four ranks?
+# images, a rank adds up gradients before a step. What must it be, on four ranks? (`spare`: a parameter that no step
+# uses; DDP by default refuses it.)
 
 # %% tags=["stub"]
 lab.predict("accumulation-steps", None)
@@ -591,8 +593,7 @@ assert count("make train_batch_size a multiple of") == 1
 #
 # Seen here, and true there: values, messages and bytes, the order of buckets, what a missing division does, why a ring
 # beats one server, and that communication can hide behind the backward pass. Not shown: speed. These nets are tiny, all
-# ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which runs on the GPU and knows how GPUs
-# are connected.
+# ranks share one machine, and overlap was emulated. On GPUs use DDP with NCCL, which knows their links.
 #
 # **Discuss.** Half of the ranks are twice as fast as the others. How much of the time do the fast ones wait? What would
 # you change?
@@ -612,8 +613,7 @@ lab.quiz("04")
 # - Broadcast parameters *and* buffers at the start; shard the data; weight uneven batches.
 # - Buckets save latency, hooks start them early, and overlap pays where the core that sends is not the one that
 #   computes.
-# - Horovod: seven changes. DDP: the model's line, process group, sampler and launcher. A config: one call, and a
-#   shorter loop.
+# - Horovod: seven changes. DDP: the model's line, process group, sampler and launcher. A config: one call.
 #
 # Now the [exercises](../exercises/04_data_parallel_exercises.ipynb): fix a hook, build buckets, and play byte golf.
 #

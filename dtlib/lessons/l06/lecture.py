@@ -673,10 +673,10 @@ assert ours == theirs and by_torch < held
 #
 # ## The way out: FSDP2
 #
-# Here torch's `fully_shard` sends through our collectives, so its timeline can be drawn below ours. It has the same
-# gathers; in the gaps a rank computes. In ours pale boxes are waits, bars below them transfers: three gathers forward,
-# three gathers and three reduce_scatters backward. The last bar, an all_reduce of a few bytes, asks which parameters
-# any rank has used.
+# torch's `fully_shard` sends through our collectives, so its timeline stands below ours. It has the same gathers;
+# in gaps a rank computes. In ours pale boxes are waits, bars below them transfers: three gathers forward, three backward
+# with three reduce_scatters. The last bar, a small all_reduce, asks which parameters any rank has used. FSDP2 sends 1 %
+# more: for equal shards, the last layer's ten rows become twelve.
 
 # %%
 # %%px
@@ -710,7 +710,11 @@ assert operations.count("all_gather") == 6 and operations.count("reduce_scatter"
 
 # %% tags=["statement"]
 # "It has the same gathers"
+# "FSDP2 sends 1 % more: for equal shards, the last layer's ten rows become twelve."
 assert rows("0  all_gather", "over")[0][0] == 6
+ours, theirs = (rows("0  reduce_scatter", f"{whose}: what ranks")[0][-1] for whose in ("ours", "fsdp2"))
+# 8 bytes a number, 3/4 of each layer's; ours pads its 1,290 to the next multiple of four
+assert (ours, theirs) == (6 * (8320 + 16512 + 1292), 6 * (8320 + 16512 + 12 * 129)) and round(theirs / ours, 2) == 1.01
 
 # %% [markdown]
 # ## What holds on GPUs, and what does not
@@ -736,7 +740,7 @@ lab.quiz("06")
 # - With M micro-batches: 2, M + 1, and 3 M units for stages 1, 2, 3.
 # - Checkpoints name elements of tensors, not ranks.
 #
-# Now the [exercises](../exercises/06_zero_exercises.ipynb). Lesson 07, Pipelines, cuts the model between its layers.
+# Now the [exercises](../exercises/06_zero_exercises.ipynb). Lesson 07 cuts between layers.
 #
 # ## References
 #

@@ -444,7 +444,7 @@ assert shares[3] > 50 and shares[1] < 15 and all(15 < balanced < 40 for _, balan
 # %% [markdown]
 # Without it, one expert of four gets more than half of the tokens, and two hardly any. This balance loss has to be
 # that of *all* ranks' tokens, attached to the graph, and scaled once. It was never attached in NeMo Automodel (#1408),
-# and scaled by another axis in Megatron-LM (#5047), and every output was right.
+# and shrank with tensor ranks in Megatron-LM (pull request #5047); every output was right.
 #
 # A *capacity* makes messages equally long: each expert has so many places, and a token that finds none is dropped. At 1.0
 # there are as many places as an even share needs:

@@ -141,7 +141,7 @@ assert count("furthest apart: less than 1e-12") == 1 and not count("not equal")
 # ## Little: gradients made small
 #
 # `register_comm_hook`, here as in torch, puts a function in place of the all-reduce. The simplest halves the bytes:
-# torch's `bf16_compress_hook` sends 16 bits a number. Who needs more has to leave something out. **Top-k** sends the
+# torch's `bf16_compress_hook` sends 16 bits a number. To send still less, something has to be left out. **Top-k** sends the
 # largest elements, with their places. What it leaves out is *kept*, and added to the next gradient: **error feedback**.
 
 # %%
@@ -150,12 +150,12 @@ from dtlib.parallel.compression import plain as compression_plain
 lab.read(compression_plain.TopKState, compression_plain.top_k_hook)
 
 # %% [markdown]
-# The other two are in the same file: **8 bits** a number with a scale for 256 of them, and **PowerSGD**: a matrix M as
-# a product of two thin ones, P Qᵀ.
+# Two more hooks are in the same file: **8 bits** a number, with one scale for every 256 numbers, and **PowerSGD**: a
+# matrix M as a product of two thin ones, P Qᵀ.
 #
-# All of them make errors: what they send is not the mean of the gradients. We add up these errors over twenty steps:
-# first of what was sent alone, then with what is still kept at the end. **Predict** for this second sum, of top-k with
-# feedback and of 8 bits: `"they cancel"`, or `"they stay"`?
+# All of them make errors: what they send is not the mean of the gradients. We add them up over twenty
+# steps. The first sum looks at what was sent; the second counts what is still kept at the end as sent, too. **Predict**
+# for the second sum, of top-k with feedback and of 8 bits: do the errors cancel? `"they cancel"`, or `"they stay"`.
 
 # %% tags=["stub"]
 lab.predict("errors-of-8-bits", {"top-k with feedback": None, "8 bits": None})
@@ -276,8 +276,9 @@ assert many[1] > 2 * many_8[1]
 # Eight ways, digits, four ranks (SIMULATED in one process, so that hundreds of runs take seconds; tests hold them to
 # the hooks above). Who needs the fewest bytes until the training loss is 0.1? Indices, scales and padding count.
 #
-# Each way has its own best rate, so all are **tuned by one rule**: of the same five rates, take the one with which most
-# of four *other* seeds reach that loss, and of several such the one with the fewest bytes. Then run eight new seeds.
+# Each way has its own best rate, so all are **tuned by one rule**. Of the same five rates, take the one with which most
+# of four *other* seeds reach that loss; where several rates do equally well, take the one with the fewest bytes. Then run
+# eight new seeds.
 
 # %%
 # %%px
@@ -302,7 +303,7 @@ assert row("top 1 %, no feedback", "seeds that reached it")[1] == 1
 assert row("PowerSGD, no feedback", "seeds that reached it")[1] == 0
 
 # %% tags=["claim"]
-# "The five that reached it with every seed need fewer bytes than DDP: no interval reaches 1."
+# "Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1."
 ratios = {name: figures.against_ddp(raced, name) for name in raced if name != "DDP"}
 assert sorted(name for name, found in ratios.items() if found is None) == [
     "PowerSGD, no feedback",
@@ -311,8 +312,8 @@ assert sorted(name for name, found in ratios.items() if found is None) == [
 assert all(found[2] < 1 for found in ratios.values() if found)
 
 # %% [markdown]
-# The five that reached it with every seed need fewer bytes than DDP: no interval reaches 1. Without feedback, top-k
-# reached it with one seed of eight, and PowerSGD with none.
+# Five other ways reached it with every seed, and need fewer bytes than DDP: no interval reaches 1. Without feedback,
+# top-k reached it with one seed of eight, and PowerSGD with none.
 #
 # **Discuss.** Whose intervals overlap? Which orders would you not print?
 #
@@ -342,13 +343,13 @@ for (one, two, rate), (a, b) in zip(lab.values("pairs")[0], lab.values("last"), 
 lab.table(rows, ("loss of", "rate", "ratio", "interval"))
 
 # %% tags=["claim"]
-# "The order of the two turns round with the rate: an order at *one* rate says nothing."
+# "The order of the two is reversed as the rate grows: an order at *one* rate says nothing."
 # "ranks that were averaged once are a few percent behind DDP, for 240 times fewer bytes."
 ends = [[float(end) for end in found.split(" to ")] for *_, found in rows]
 assert ends[0][1] < 1 < ends[2][0] and 1 < ends[3][0] < ends[3][1] < 1.2
 
 # %% [markdown]
-# The order of the two turns round with the rate: an order at *one* rate says nothing. And at a low rate, ranks that
+# The order of the two is reversed as the rate grows: an order at *one* rate says nothing. And at a low rate, ranks that
 # were averaged once are a few percent behind DDP, for 240 times fewer bytes. A task that hardly needs the messages
 # flatters a method that sends none. Digits at a low rate are such a task. What holds for larger models has to be shown
 # with them:

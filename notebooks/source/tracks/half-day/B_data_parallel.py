@@ -31,6 +31,7 @@ assert found(r"You predicted 5, and it came out as (\d)") == [5]
 # %% [markdown]
 # ## So far
 #
-# In a ring no rank sends more than twice the array. Each rank computes gradients on its own rows, `all_reduce`
+# In a ring no rank sends more than twice the array (its code, to read at home:
+# [lesson 03](03_collectives.ipynb)). Each rank computes gradients on its own rows, `all_reduce`
 # averages them, and all take the same step. Where a thread or a network card moves messages meanwhile, buckets hide
 # most of this communication behind the backward pass.
