@@ -66,8 +66,9 @@ lab.check("outer-fix")
 # %% [markdown]
 # ## Fix: feedback that is forgotten
 #
-# `compress` sends a bit for each number: its sign, times the mean size of all. It returns the mean over ranks, and what is
-# kept for the next step. It gets what was kept in the step before. Fix it.
+# `compress` leaves a bit of each number: its sign, times the mean size of all. (The rounding is real; the all-reduce still
+# sends whole numbers.) It gets this rank's gradient and what was kept in the step before, and returns the mean over ranks,
+# and what is kept for the next step. What was kept gets lost. Fix it.
 
 # %% tags=["stub"]
 # %%px
