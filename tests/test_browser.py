@@ -1,5 +1,6 @@
 """The lab in a real browser: JupyterLab as `make lab` starts it, read off the page."""
 
+import json
 import os
 import re
 import shutil
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from urllib.request import urlopen
 
 import nbformat
 import pytest
 
 from dtlib.world.processes import Process, end_processes, with_descendants
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -60,7 +62,7 @@ def course_folder(tmp_path):
 
 
 @contextmanager
-def jupyterlab(folder, settings):
+def jupyterlab(folder, settings, *options):
     """The address at which JupyterLab answers, as ``dtlib lab`` starts it in a folder: the course is laid out there."""
     log, themes = settings / "lab.log", settings / "settings" / "@jupyterlab" / "apputils-extension"
     themes.mkdir(parents=True)
@@ -68,7 +70,7 @@ def jupyterlab(folder, settings):
     with open(log, "w") as output:
         # Neither the open tabs nor the settings of whoever runs this test.
         command = ["dtlib", "lab", "--no-browser", "--", f"--LabApp.workspaces_dir={settings}"]
-        command.append(f"--LabApp.user_settings_dir={settings / 'settings'}")
+        command += [f"--LabApp.user_settings_dir={settings / 'settings'}", *options]
         server = subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 60
@@ -367,10 +369,11 @@ def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
 
 
 @pytest.mark.slow
-def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, address, course_folder):
+def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, address, course_folder, tmp_path):
     sources = [
         "from dtlib import lab; lab.engines(2)",
-        "%%px\nimport time\nfor step in range(4): print('step', step); time.sleep(1)",
+        "%%px\nimport os, time\nfor step in range(4):\n    print('step', step)\n"
+        f"    while step == 1 and not os.path.exists('{tmp_path}/closed'): time.sleep(0.1)",
         "lab.last(2)",
     ]
     file = course_folder / FIRST_NOTEBOOK
@@ -381,7 +384,14 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
     Cell(page, 1).wait_for("step 0")
     other = page.context.browser.new_page()
     page.close(run_before_unload=False)
-    time.sleep(5)  # the cell ends, and nobody looks
+    kernels = re.sub(r"/lab[^?]*", "/api/kernels", address)
+
+    def states():
+        return {kernel["execution_state"] for kernel in json.load(urlopen(kernels))}
+
+    assert "busy" in states()
+    (tmp_path / "closed").touch()
+    wait_until(lambda: states() == {"idle"})  # the cell ends, and nobody looks
     other.goto(address.replace("/lab/tree/notebooks/start.md?", f"/lab/tree/{FIRST_NOTEBOOK}?reset&"))
     other.wait_for_selector(":nth-match(.jp-Notebook .jp-Cell, 3)", timeout=60_000)
     wait_for_kernel(other)
@@ -515,6 +525,17 @@ LOOK = """async () => {
 }"""
 
 
+# The notebook reaches to the side bar, all of its figures are decoded, and nothing has moved since the last look.
+LAID_OUT = """width => {
+    const boxes = [...document.querySelectorAll('.jp-NotebookPanel, .jp-OutputArea-output, .jp-OutputArea-output *')];
+    const sizes = boxes.map(each => [each.clientWidth, each.scrollWidth, each.clientHeight].join()).join(' ');
+    const before = window.sizesBefore, {right} = boxes[0].getBoundingClientRect();
+    window.sizesBefore = sizes;
+    const figures = [...document.querySelectorAll('.jp-OutputArea-output img')];
+    return width - 50 < right && right <= width && figures.every(each => each.naturalWidth) && sizes === before;
+}"""
+
+
 # Texts of our outputs that are hard to read: a ratio of luminances below 4.5 (WCAG 2.2, AA). Signs that stand beside
 # their word, such as the square of a rank, are none. ``figures`` are laid
 # out one by one, as what is behind a label counts.
@@ -570,15 +591,28 @@ CONTRAST = """async figures => {
 }"""
 
 
+# The theme's style sheets are there, the page shows itself again, and no colour is on its way to another.
+THEMED = """light => document.body.dataset.jpThemeLight === light
+    && `${getComputedStyle(document.body).getPropertyValue('--jp-layout-color0').trim() === 'white'}` === light
+    && document.querySelector('#main').getClientRects().length > 0
+    && !document.getAnimations().some(each => each instanceof CSSTransition)"""
+
+
 def assert_contrast(page, figures: bool = False) -> None:
     """In the dark theme and in the light one."""
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)
         light = f"{scheme == 'light'}".lower()
-        page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=light)
-        page.wait_for_timeout(300)  # for the theme's style sheets
+        page.wait_for_function(THEMED, arg=light)
         looked, low = page.evaluate(CONTRAST, figures and scheme == "light")  # a figure is the same in both
         assert looked > 10 and not low, (scheme, low)
+
+
+INSTEAD = """async file => {
+    await jupyterapp.commands.execute('application:close-all');
+    await jupyterapp.serviceManager.sessions.shutdownAll();
+    await jupyterapp.commands.execute('docmanager:open', {path: file});
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -588,11 +622,13 @@ def page_to_read(browser, tmp_path_factory):
     settings = base / "settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # all cells are on the page
-    with jupyterlab(folder, base) as address:
+    with jupyterlab(folder, base, "--LabApp.expose_app_in_browser=True") as address:
         page = browser.new_page()
+        page.goto(address)
+        page.locator(".jp-MarkdownViewer table").first.wait_for(timeout=60_000)
 
         def read(file):
-            page.goto(re.sub(r"/lab[^?]*\?", f"/lab/tree/{file}?reset&", address))
+            page.evaluate(INSTEAD, file)
             count = len(nbformat.read(ROOT / file, as_version=4).cells)
             page.wait_for_selector(f":nth-match(.jp-Notebook .jp-Cell, {count})", state="attached", timeout=60_000)
             return page
@@ -609,7 +645,7 @@ def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
     page = page_to_read(f"notebooks/solutions/{lecture}.ipynb")
     for width in (1280, 1600):
         page.set_viewport_size({"width": width, "height": 900})
-        page.wait_for_timeout(1000)  # for JupyterLab to lay out the page anew
+        page.wait_for_function(LAID_OUT, arg=width, polling=100)
         assert page.locator(".jp-Notebook").count() == 1
         assert page.locator(".jp-Notebook .jp-OutputArea-output").count() > 10
         assert not page.evaluate(LOOK)
