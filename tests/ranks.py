@@ -26,6 +26,7 @@ import pytest
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
 from dtlib.world.zygote import LATER
+from tests.cases import run_cases, without
 
 IMPORTS = (  # beside those that every rank needs: what many tests would import on each rank of each world
     *("pytest", "_pytest.assertion", *LATER, "torch.distributed.optim", "torch.distributed.pipelining"),
@@ -38,35 +39,42 @@ _worlds = {}
 
 def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = ()):
     """Run a test on worlds of these sizes, of which ``slow`` are left to the slow tier. Its first argument is
-    ``world``; others may be fixtures that pickle."""
-    cases = [
+    ``world``; others may be fixtures that pickle, and values of ``@for_each`` below."""
+    params = [
         pytest.param(size, id=f"{size} rank{'s' * (size > 1)}", marks=pytest.mark.slow if size in slow else ())
         for size in sizes
     ]
 
-    def decorate(body):
-        signature = inspect.signature(body)
-        _, *others = signature.parameters.values()
+    def decorate(below):
+        body, cases = getattr(below, "body", below), getattr(below, "cases", None)
+        module, name = body.__module__, body.__name__
 
-        @pytest.mark.parametrize("ranks", cases)
-        @functools.wraps(body)
-        def test(ranks, **arguments):
-            if ranks not in _worlds:
-                _worlds[ranks] = RankWorld(ranks)
-            try:
-                _worlds[ranks].run(body.__module__, body.__name__, arguments, time_limit)
-            except BaseException:
-                _worlds.pop(ranks).end()
-                raise
+        @pytest.mark.parametrize("ranks", params)
+        @functools.wraps(below)
+        def test(ranks, **fixtures):
+            if cases is None:
+                run_on(ranks, module, name, fixtures, time_limit)
+            else:
+                run_cases(cases, lambda case: run_on(ranks, module, name, {**fixtures, **case}, time_limit))
 
+        fixtures = without(inspect.signature(body), ["world", *(cases or [{}])[0]])
         place = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
-        test.__signature__ = signature.replace(
-            parameters=[*[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others], place]
-        )
+        test.__signature__ = fixtures.replace(parameters=[*fixtures.parameters.values(), place])
         test.body = body
         return test
 
     return decorate
+
+
+def run_on(ranks: int, module: str, name: str, arguments: dict, time_limit: float) -> None:
+    """Run a test's body in the world of this size; a world in which it fails ends."""
+    if ranks not in _worlds:
+        _worlds[ranks] = RankWorld(ranks)
+    try:
+        _worlds[ranks].run(module, name, arguments, time_limit)
+    except BaseException:
+        _worlds.pop(ranks).end()
+        raise
 
 
 def end_worlds() -> None:

@@ -4,8 +4,7 @@ true."""
 import ast
 from pathlib import Path
 
-import pytest
-
+from tests.cases import for_each
 from tests.test_repository import MODULES
 
 ROOMS = {}
@@ -44,7 +43,7 @@ def gaps(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@for_each(room=ROOMS)
 def test_public_names_are_annotated(room):
     found = {str(path): gaps(path.read_text()) for path in ROOMS[room]}
     assert not {path: names for path, names in found.items() if names}

@@ -9,6 +9,7 @@ from dtlib.comm.watch import board
 from dtlib.comm.watch.blame import over, whom
 from dtlib.comm.watch.board import Board, ClusterBoard, Sighting
 from dtlib.comm.watch.in_step import differing
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 ALL = (0, 1, 2)
@@ -121,8 +122,7 @@ def test_communicators_that_ranks_have_not_used_alike_are_named(of_ranks, out_of
     assert differing(of_ranks) == out_of_step
 
 
-@pytest.mark.parametrize("letter", ["x", "ü", "🦀", '"', "\0", "\udc80"])
-@pytest.mark.parametrize("ranks", [2, 300])
+@for_each(letter=["x", "ü", "🦀", '"', "\0", "\udc80"], ranks=[2, 300])
 def test_a_board_shows_what_is_long_or_not_ascii(letter, ranks):
     file = Board.make_file(2)
     first, second = Board(file, 0, range(2)), Board(file, 1, range(2))

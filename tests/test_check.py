@@ -16,6 +16,7 @@ from dtlib.lessons.l03 import wrong_collectives
 from dtlib.lessons.l03.judge_hangs import HANGS
 from dtlib.lessons.l04 import wrong_buckets, wrong_byte_golf, wrong_data_parallel
 from dtlib.lessons.l06 import wrong_zero, wrong_zero2, wrong_zero3
+from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
@@ -212,7 +213,7 @@ RINGS = [
 
 
 @on_ranks(1, 3, 4, slow=(1, 4))
-@pytest.mark.parametrize("ring", [ring.__name__ for ring in RINGS])
+@for_each(ring=[ring.__name__ for ring in RINGS])
 def test_every_right_ring_passes(world, ring):
     verdict = judge_on_this_rank("ring-build", {"my_all_reduce": globals()[ring]})
     assert verdict.passed, verdict.text()

@@ -7,6 +7,7 @@ import torch
 
 from dtlib.comm import link, selection, waiting
 from dtlib.errors import CommunicationError, DtlibError, WaitTimeout
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 SIZES = (1, 2, 3, 4)
@@ -19,9 +20,7 @@ def values_of(rank, count, dtype):
 
 
 @on_ranks(*SIZES)
-@pytest.mark.parametrize("op", REFERENCE)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int16", "int64", "uint8"])
-@pytest.mark.parametrize("count", [0, 1, 7, 1000])
+@for_each(op=REFERENCE, dtype=["float32", "float64", "int16", "int64", "uint8"], count=[0, 1, 7, 1000])
 def test_all_reduce_and_reduce_combine_every_element(world, op, dtype, count):
     dtype = getattr(torch, dtype)
     if op == "mean" and not dtype.is_floating_point:
@@ -43,7 +42,7 @@ def test_all_reduce_and_reduce_combine_every_element(world, op, dtype, count):
 
 
 @on_ranks(*SIZES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool", "float32", "int64"])
+@for_each(dtype=["bfloat16", "float16", "bool", "float32", "int64"])
 def test_broadcast_gather_and_a_ring_of_sends_carry_every_type(world, dtype):
     comm, dtype = world.comm, getattr(torch, dtype)
     mine = values_of(comm.rank, 5, dtype)
@@ -59,8 +58,7 @@ def test_broadcast_gather_and_a_ring_of_sends_carry_every_type(world, dtype):
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "rabenseifner", "tree", "naive", "mpi"])
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 1003])
+@for_each(algorithm=["ring", "recursive_doubling", "rabenseifner", "tree", "naive", "mpi"], count=[0, 1, 2, 5, 1003])
 def test_every_algorithm_gives_the_same_all_reduce(world, algorithm, count):
     mine = values_of(world.rank, count, torch.float64)
     world.comm.all_reduce(mine, algorithm=algorithm)
@@ -71,8 +69,7 @@ def test_every_algorithm_gives_the_same_all_reduce(world, algorithm, count):
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "rabenseifner"])
+@for_each(dtype=["bfloat16", "float16"], algorithm=["ring", "recursive_doubling", "rabenseifner"])
 def test_half_precision_is_added_in_float32_and_rounded_at_each_hop(world, dtype, algorithm):
     dtype = getattr(torch, dtype)
     torch.manual_seed(0)
@@ -106,8 +103,7 @@ def test_few_bytes_are_doubled_and_many_go_round_the_ring(ranks, most, then):
 
 
 @on_ranks(*SIZES)
-@pytest.mark.parametrize("op", REFERENCE)
-@pytest.mark.parametrize("count", [0, 1, 50_000])  # the last one does not fit where MPI keeps what is under way
+@for_each(op=REFERENCE, count=[0, 1, 50_000])  # the last one does not fit where MPI keeps what is under way
 def test_reduce_scatter_gives_each_rank_its_chunk_and_keeps_the_input(world, op, count):
     comm = world.comm
     mine = values_of(comm.rank, count * comm.size, torch.float64)
@@ -121,7 +117,7 @@ def test_reduce_scatter_gives_each_rank_its_chunk_and_keeps_the_input(world, op,
 
 
 @on_ranks(*SIZES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "int64"])
+@for_each(dtype=["bfloat16", "bool", "int64"])
 def test_scatter_gather_and_all_to_all_are_each_others_mirror(world, dtype):
     comm, dtype = world.comm, getattr(torch, dtype)
     root = comm.size - 1

@@ -2,14 +2,13 @@
 
 import json
 
-import pytest
-
 from docs import conformance
+from tests.cases import for_each
 
 STORED = json.loads((conformance.FOLDER / "signatures.json").read_text())
 
 
-@pytest.mark.parametrize("surface", conformance.TITLES)
+@for_each(surface=conformance.TITLES)
 def test_each_row_is_the_same_or_says_how_it_differs(surface):
     rows = conformance.rows(surface)
     unexplained = [
@@ -24,7 +23,7 @@ def test_each_row_is_the_same_or_says_how_it_differs(surface):
     assert not strangers, "words about rows that are not there"
 
 
-@pytest.mark.parametrize("surface", conformance.TITLES)
+@for_each(surface=conformance.TITLES)
 def test_what_is_refused_is_not_there(surface):
     for name, argument, _, verdict, _words in conformance.rows(surface):
         ours = conformance.find(conformance.ours_of(surface, name))

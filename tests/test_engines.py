@@ -23,6 +23,7 @@ from dtlib.lab.server import SETTINGS
 from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, listening
+from tests.cases import for_each
 from tests.conftest import make_workshop
 from tests.kernels import Notebook
 
@@ -521,7 +522,7 @@ def test_more_ranks_than_a_machine_carries_are_warned_of(monkeypatch):
     assert "of which 1.0 GB are free" in starting.warning(4)
 
 
-@pytest.mark.parametrize("n", [0, -1, 1000, "four", 2.5, True])
+@for_each(n=[0, -1, 1000, "four", 2.5, True])
 def test_a_number_of_ranks_that_makes_no_sense(n):
     from dtlib import lab
     from dtlib.errors import DtlibError

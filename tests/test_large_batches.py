@@ -10,6 +10,7 @@ from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l05 import intervals, wrong_large_batches
 from dtlib.training.rates import linear_rule
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 
@@ -42,7 +43,7 @@ def test_another_form_of_a_right_rate_passes(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("exercise", sorted(wrong_large_batches.WRONG))
+@for_each(exercise=sorted(wrong_large_batches.WRONG))
 def test_what_is_no_number_is_named(world, exercise):
     verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: lambda *_, **__: None})
     assert (verdict.mistake, verdict.got) == ("type", "'None'" if exercise == "warmup-fix" else "None")

@@ -7,6 +7,7 @@ from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import wrong_pipelines, wrong_puzzle
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 
@@ -217,7 +218,7 @@ RIGHT_PUZZLES = {
 
 
 @on_ranks(1, 3, 4, slow=(1, 4))
-@pytest.mark.parametrize("exercise", RIGHT)
+@for_each(exercise=RIGHT)
 def test_every_right_pipeline_passes(world, exercise):
     for answer in RIGHT[exercise]:
         verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer_of(answer)})

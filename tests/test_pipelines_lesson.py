@@ -11,6 +11,7 @@ from dtlib.lessons.l07 import figures as pipelines
 from dtlib.measure.trace import Timeline, Trace
 from dtlib.parallel.pipeline import weights_later
 from dtlib.schedule import Simulation, draw, gpipe, interleaved, parse, simulate
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 # Measured
@@ -38,7 +39,7 @@ def test_what_is_measured_begins_after_waiting():
 
 
 @on_ranks(1, 3)
-@pytest.mark.parametrize("name", explorer.ORDERS)
+@for_each(name=explorer.ORDERS)
 def test_what_runs_is_what_is_simulated(world, name):
     """The order and what is held exactly; the makespan from below, as sleeping takes no less than asked."""
     microbatches = 2 * world.size

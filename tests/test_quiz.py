@@ -14,6 +14,7 @@ from dtlib.lab.checks.exercise import Score, Verdict
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lab.tables import WIDEST
 from dtlib.lessons.l07.judge_puzzle import EXERCISES as PUZZLES
+from tests.cases import for_each
 from tests.conftest import ROOT
 
 QUIZZES = questions.quizzes()
@@ -43,7 +44,7 @@ def wrong_letters(name):
     return "".join(next(x for x in q.letters if not q.chosen(x).right) for q in QUIZZES[name].questions)
 
 
-@pytest.mark.parametrize("name", QUIZZES)
+@for_each(name=QUIZZES)
 def test_a_quiz_is_whole(name):
     found = QUIZZES[name]
     assert 4 <= len({question.asks for question in found.questions}) == len(found.questions) <= 6

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 import dtlib
 from dtlib.lab.lesson_files import notebooks
+from tests.cases import for_each
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -163,7 +164,7 @@ def imports_of(module):
     return frozenset(module_of(name) for name in names if name.startswith("dtlib.")) - {"dtlib", module}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "dtlib"])
+@for_each(module=[name for name in MODULES if name != "dtlib"])
 def test_imports_go_downward_only(module):
     imports = imports_of(module)
     upward = [other for other in imports if floor_of(other) > floor_of(module)]
@@ -257,7 +258,7 @@ def test_walks_of_the_docs_lead_where_they_say():
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("page", ("CONTRIBUTING.md", "README.md", "docs/how_it_works.md", "docs/how_to_add.md"))
+@for_each(page=("CONTRIBUTING.md", "README.md", "docs/how_it_works.md", "docs/how_to_add.md"))
 def test_files_and_names_that_are_spoken_of_exist(page):
     """A file by its path from the root, or by the end of its path in dtlib/; a folder; `dtlib.name`."""
     text = (ROOT / page).read_text()

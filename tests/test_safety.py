@@ -16,6 +16,7 @@ from dtlib.comm import waiting
 from dtlib.errors import CommunicationError, WaitTimeout
 from dtlib.world.launch import mpiexec_command, start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 
@@ -53,7 +54,7 @@ DISAGREEMENTS = {
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("what", DISAGREEMENTS)
+@for_each(what=DISAGREEMENTS)
 def test_ranks_that_disagree_are_told_both_sides_and_their_lines(world, what):
     comm = verifying(world)
     comm.barrier()
@@ -104,7 +105,7 @@ def test_bytes_of_another_type_are_refused_where_arguments_are_compared(world):
 
 
 @on_ranks(3, 4, slow=(4,))
-@pytest.mark.parametrize("verify", [True, False])
+@for_each(verify=[True, False])
 def test_a_rank_that_never_comes_is_named_with_its_last_line(world, verify):
     comm = verifying(world)
     comm.verify = verify

@@ -29,6 +29,7 @@ from dtlib.schedule import (
 )
 from dtlib.schedule.checking import possible_order
 from dtlib.schedule.orders import _of, _one_each
+from tests.cases import for_each
 
 MAKERS = {
     "gpipe": gpipe,
@@ -65,7 +66,7 @@ def test_an_action_prints_as_torch_writes_it():
         assert parse(str(Action(0, kind, 7))) == Action(0, kind, 7)
 
 
-@pytest.mark.parametrize("text", ["", "F1", "0F", "0X1", "0f1", "-1F0", "0F1 0F2", "0SEND_F1", "²F1"])
+@for_each(text=["", "F1", "0F", "0X1", "0f1", "-1F0", "0F1 0F2", "0SEND_F1", "²F1"])
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ScheduleError, match="is no action"):
         parse(text)
@@ -85,7 +86,7 @@ def test_what_an_action_needs():
 # Orders
 
 
-@pytest.mark.parametrize("order", MAKERS)
+@for_each(order=MAKERS)
 def test_orders_can_be_carried_out(order):
     for p, m, v in cases(order):
         schedule = make(order, p, m, v)
@@ -94,7 +95,7 @@ def test_orders_can_be_carried_out(order):
         validate(schedule, stages=p * v, microbatches=m, lookahead=None)
 
 
-@pytest.mark.parametrize("order", MAKERS)
+@for_each(order=MAKERS)
 def test_times_and_memory_are_those_of_the_formulas(order):
     for case in cases(order):
         p, m, v = case
@@ -107,7 +108,7 @@ def test_times_and_memory_are_those_of_the_formulas(order):
         assert found.peak_activations == [formulas.peak_activations(order, p, m, v, rank) for rank in range(p)], case
 
 
-@pytest.mark.parametrize("order", MAKERS)
+@for_each(order=MAKERS)
 def test_an_action_starts_as_soon_as_what_it_needs_has_arrived(order):
     for p, m, v in cases(order):
         schedule = make(order, p, m, v)
@@ -156,7 +157,7 @@ def test_zero_bubble_h1_is_idle_for_a_third_of_1f1b():
     assert 3 * (2 + 1) < few < simulate(one_f_one_b(4, 2)).makespan
 
 
-@pytest.mark.parametrize("times", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1.2, 0.8), (1, 1, 0.5), (1, 1, 0)])
+@for_each(times=[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1.2, 0.8), (1, 1, 0.5), (1, 1, 0)])
 def test_the_idle_time_of_zero_bubble_h1_while_w_is_the_shortest(times):
     forward, input_gradient, weight_gradient = times
     for p in range(1, 6):
@@ -282,8 +283,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG)
-@pytest.mark.parametrize("lookahead", [None, 2])
+@for_each(mistake=WRONG, lookahead=[None, 2])
 def test_a_wrong_schedule_is_refused_with_its_own_sentence(mistake, lookahead):
     rows, sentence = WRONG[mistake]
     with pytest.raises(ScheduleError) as raised:
@@ -311,13 +311,13 @@ def test_what_is_missing_at_the_end_is_seen_where_numbers_are_given():
         validate(schedule, microbatches=2)
 
 
-@pytest.mark.parametrize("entry", ["0F0", (0, "F", 0), Action(0, "SEND", 0), Action(0, "F", -1), None])
+@for_each(entry=["0F0", (0, "F", 0), Action(0, "SEND", 0), Action(0, "F", -1), None])
 def test_a_list_that_has_something_else_is_refused(entry):
     with pytest.raises(ScheduleError, match=r"The list of rank 0 has .*, which is no action"):
         validate([[entry]])
 
 
-@pytest.mark.parametrize("order", MAKERS)
+@for_each(order=MAKERS)
 def test_exchanged_neighbours_are_judged_as_by_an_independent_search(order):
     """Two neighbours in one list change places: valid exactly if the graph of who comes after whom has no circle."""
     verdicts = []
@@ -362,7 +362,7 @@ def fewest_ahead(schedule):
     pytest.fail("no lookahead is enough")
 
 
-@pytest.mark.parametrize("order", MAKERS)
+@for_each(order=MAKERS)
 def test_the_fewest_actions_ahead_without_deadlock(order):
     for p, m, v in cases(order):
         if p == 1 or m == 1 or order == "gpipe":
@@ -394,7 +394,7 @@ def test_sends_and_receives_can_be_in_one_circle():
         validate(schedule, lookahead=0)
 
 
-@pytest.mark.parametrize("order", MAKERS)
+@for_each(order=MAKERS)
 def test_the_possible_order_has_every_action_after_what_it_needs(order):
     for p, m, v in cases(order):
         schedule = make(order, p, m, v)
@@ -523,7 +523,7 @@ def throughput(row, recomputation):
     return 1 / simulate(gpipe(partitions, microbatches), fraction, backward * fraction).makespan
 
 
-@pytest.mark.parametrize("recomputation", [False, True])
+@for_each(recomputation=[False, True])
 def test_the_columns_of_table_2_that_follow_from_the_bubble(recomputation):
     first = throughput(TABLE_2[0], recomputation)
     for row in TABLE_2:

@@ -13,6 +13,7 @@ from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import judge_puzzle as puzzle
 from dtlib.lessons.l07 import wrong_puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 
@@ -55,7 +56,7 @@ def test_the_search_finds_what_is_known(p, m):
     assert shortest(p, m, 1) == 3 * p * m, "one at a time"
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@for_each(level=[1, 2, 3])
 def test_par_is_the_shortest_that_there_is(level):
     rules = puzzle.LEVELS[level]
     assert shortest(puzzle.STAGES, puzzle.MICROBATCHES, rules.activations) == rules.par
@@ -169,7 +170,7 @@ def test_a_puzzle_that_is_defined_on_the_ranks_is_judged_there(world):
     assert judge_on_this_rank("schedule-puzzle", {"puzzle": "F0"}).mistake == "ranks"
 
 
-@pytest.mark.parametrize("version", ["learner", "solved"])
+@for_each(version=["learner", "solved"])
 def test_the_stubs_of_the_puzzle_are_wrong_and_their_solutions_right(version):
     from tests.books import made
 

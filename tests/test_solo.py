@@ -8,6 +8,7 @@ import torch
 from dtlib.comm import solo
 from dtlib.comm.watch.recorder import recording
 from dtlib.errors import CommunicationError
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 
@@ -19,7 +20,7 @@ def sent(call):
     return sum(event.messages for event in events), sum(event.bytes for event in events)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 63])
+@for_each(rank=[0, 1, 63])
 def test_a_ring_sends_the_bytes_of_the_formulas(rank):
     comm, size, count = solo(rank, 64), 64, 64 * 100
     whole, chunk = torch.ones(count), torch.ones(count // size)

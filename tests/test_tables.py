@@ -3,10 +3,9 @@
 import re
 from urllib.parse import unquote
 
-import pytest
-
 from dtlib.lab.drawing import POINTS, fits, shown, subplots
 from dtlib.lab.tables import WIDEST, Table, fold
+from tests.cases import for_each
 
 
 def widest(text):
@@ -29,7 +28,7 @@ def test_a_table_is_html_and_text():
     assert "<caption" in Table([("a", 1)], title="a title")._repr_html_()
 
 
-@pytest.mark.parametrize("columns", [3, 12, 40])
+@for_each(columns=[3, 12, 40])
 def test_the_text_of_a_table_fits_on_a_page_and_no_number_is_broken(columns):
     numbers = [f"{10**12 + n:,}" for n in range(columns)]
     table = Table(

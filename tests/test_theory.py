@@ -11,6 +11,7 @@ from dtlib.comm.selection import KNOWN
 from dtlib.theory import collectives as theory
 from dtlib.theory import scaling
 from dtlib.theory.zero import GB, GIB, SCHEMES, fewest_ranks, zero_bytes, zero_peak_bytes, zero_wire_elements
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 CASES = [(operation, algorithm) for operation, names in theory.ALGORITHMS.items() for algorithm in names]
@@ -88,7 +89,7 @@ def rounds_until_done(ranks, senders):
     return count
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17])
+@for_each(ranks=[2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17])
 def test_the_rounds_of_the_tree_are_those_of_the_algorithm(ranks):
     from dtlib.comm.algorithms import tree_broadcast
 
@@ -192,8 +193,7 @@ def test_bytes_a_parameter_of_the_schemes():
     assert (GB, GIB) == (1_000_000_000, 1_073_741_824)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+@for_each(stage=range(4), ranks=[1, 2, 3, 64])
 def test_shards_of_all_ranks_are_the_whole_and_the_padding(stage, ranks):
     sizes, frozen = (1001, 5, 64), (7,)
     each = [zero_bytes(sizes, ranks, stage, "mixed_adam", rank, frozen) for rank in range(ranks)]

@@ -10,6 +10,7 @@ from dtlib.comm.watch import recorder
 from dtlib.comm.watch.recorder import Event
 from dtlib.measure.trace import Timeline, Trace, clock_offset
 from dtlib.schedule import Action
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 
@@ -103,7 +104,7 @@ def test_events_have_their_facts_as_fields_and_so_has_the_file(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("ahead", [0.0, 12.5])
+@for_each(ahead=[0.0, 12.5])
 def test_clocks_of_different_machines_are_compared(world, ahead):
     def clock():
         return time.monotonic() + ahead * world.rank

@@ -21,6 +21,7 @@ from dtlib.training.data import RankLoader
 from dtlib.training.run import CONFIGS, train
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
+from tests.cases import for_each
 from tests.ranks import on_ranks
 
 EXACT = {
@@ -70,7 +71,7 @@ def _double(batch):
 
 
 @on_ranks(2, 3, time_limit=150, slow=(3,))
-@pytest.mark.parametrize("workload", WORKLOADS)
+@for_each(workload=WORKLOADS)
 def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world, workload):
     work, again = made(workload)
     expected, measured = by_hand(work), set()

@@ -2,18 +2,17 @@
 
 import math
 
-import pytest
-
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.drawing import Picture
 from dtlib.lab.engines import live
 from dtlib.lessons.l10.wrong_two_models import RIGHT
+from tests.cases import for_each
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("exercise", RIGHT)
+@for_each(exercise=RIGHT)
 def test_right_answers_pass(world, exercise):
     for answer in RIGHT[exercise]:
         verdict = judged_soon(exercise, {EXERCISES[exercise].name: answer}, 30.0)
