@@ -28,7 +28,7 @@ lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)
 
 test: .venv/tests
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -m "not slow and not nightly and not lint"
 
 test-slow: .venv/tests
 	$(PYTEST) -m "slow and not nightly"
@@ -77,6 +77,7 @@ lint: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m lint $$(grep -l mark.lint tests/test_*.py)
 
 # The lock: every version that `make lab` installs, for all systems. Run it after a change of pyproject.toml; UPGRADE=1
 # takes the newest of everything.

@@ -4,9 +4,12 @@ true."""
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.cases import for_each
 from tests.test_repository import MODULES
 
+pytestmark = pytest.mark.lint
 ROOMS = {}
 for module, path in MODULES.items():
     room = [*module.split("."), "dtlib"][1]

@@ -7,8 +7,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from dtlib.lab.lesson_files import notebooks
+from tests.cases import for_each
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.lint
 LEFT_OUT = {".venv", "build", "work", "wheelhouse", ".git", "node_modules", ".ipynb_checkpoints", ".pytest_cache"}
 PAGES = [
     path for pattern in ("*.md", "docs/**/*.md", "cluster_profiles/*.md", "data/*.md", "notebooks/*.md",
@@ -49,7 +51,7 @@ def broken(path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@for_each(path=PAGES)
 def test_links_lead_somewhere_and_references_are_well_formed(path):
     assert broken(path) == []
     text = text_of(path)

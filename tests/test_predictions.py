@@ -12,8 +12,9 @@ from dtlib.lab import build
 from dtlib.lab.checks import exercise, predictions
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
-from dtlib.lab.lesson_files import name_of, notebooks
+from dtlib.lab.lesson_files import notebooks
 from tests.books import made, stored
+from tests.cases import for_each
 from tests.conftest import ROOT
 
 SOURCES = build.sources(ROOT)
@@ -180,7 +181,8 @@ def hints_of(prediction):
     ]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(source=SOURCES)
 def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
     known, cells = predictions.predictions(), code_of(source, "learner")
     text = " ".join(" ".join(cell.source.replace("\n", " ") for cell in made(source, "learner").cells).split())
@@ -206,7 +208,8 @@ def test_no_answer_or_hint_stands_in_a_learners_notebook(source):
 
 
 @pytest.mark.parametrize("track", [None, *build.TRACKS])
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(source=SOURCES)
 def test_one_cell_below_the_question_brings_the_figure(source, track):
     cells = code_of(source, "solved", track)
     for at, cell in enumerate(cells):
@@ -216,6 +219,7 @@ def test_one_cell_below_the_question_brings_the_figure(source, track):
                 assert len(brings) == 1 and brings[0] > at, f"{name}: `{needed[0]}` is assigned in cells {brings}"
 
 
+@pytest.mark.lint
 def test_every_prediction_is_asked_for_once():
     asked = [name for source in SOURCES for cell in code_of(source, "learner") for name in guesses_in(cell)]
     assert sorted(asked) == sorted(predictions.predictions())
@@ -235,7 +239,8 @@ def test_what_is_computed_is_what_the_solution_says():
                     assert predictions._outcomes[name] == "right", predictions._outcomes[name]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(source=SOURCES)
 def test_every_outcome_stands_in_the_stored_solution(source):
     """A page that was stored before the cell that brings it was there shows none, and has all else."""
     shown, expected = "", []
@@ -253,19 +258,23 @@ def test_every_outcome_stands_in_the_stored_solution(source):
     assert [words for words in expected if shown.count(words) < expected.count(words)] == []
 
 
-def test_the_build_refuses_a_solution_that_did_not_come_as_predicted(tmp_path):
+def test_the_build_refuses_what_was_not_predicted_and_what_its_output_does_not_bear_out(tmp_path):
     from nbclient.exceptions import CellExecutionError
 
-    claim = nbformat.v4.new_code_cell("assert lab", metadata={"tags": ["claim"]})
-    for guess, refused in ((28, False), (27, True)):
+    def built(guess, *others):
         cell = nbformat.v4.new_code_cell(f"from dtlib import lab\nlab.predict('sum-for-eight', {guess})")
-        book = nbformat.v4.new_notebook(cells=[cell, claim])
-        if refused:
-            with pytest.raises(CellExecutionError, match="Not as predicted: sum-for-eight"):
-                build.execute(book, tmp_path, refuse=True)
-        else:
-            build.execute(book, tmp_path, refuse=True)
-            assert len(book.cells) == 1 and "right" in book.cells[0].outputs[0]["data"]["text/plain"]
+        book = nbformat.v4.new_notebook(cells=[cell, *others])
+        build.execute(book, tmp_path, refuse=True)
+
+    def tagged(source, tag):
+        return nbformat.v4.new_code_cell(source, metadata={"tags": [tag]})
+
+    with pytest.raises(CellExecutionError, match="Not as predicted: sum-for-eight"):
+        built(27)
+    statement = '# "28 times"\nassert found(r"came out as (\\d+): right") == [29]'
+    with pytest.raises(DtlibError, match="the prose does not say: 28 times") as refused:
+        built(28, tagged("assert lab", "claim"), tagged(statement, "statement"))
+    assert "AssertionError" in str(refused.value)
 
 
 def test_what_the_text_claims_of_a_run_is_asserted_at_the_build_alone():

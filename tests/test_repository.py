@@ -21,6 +21,7 @@ import dtlib
 from dtlib.lab.lesson_files import notebooks
 from tests.cases import for_each
 
+pytestmark = pytest.mark.lint
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

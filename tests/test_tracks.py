@@ -7,19 +7,20 @@ import pytest
 
 from dtlib.lab import navigation, tracks
 from tests.books import made, stored
+from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.tracks import missing, pieces
 
+pytestmark = pytest.mark.lint
 #           code cells, words, lines of code
 AT_MOST = {"two-hours": (55, 2400, 400), "half-day": (105, 4800, 900)}
 MINUTES = {"two-hours": 120, "half-day": 240}
 NOTEBOOKS = [source for track in tracks.TRACKS for source in tracks.sources(ROOT, track)]
-OF_EACH = pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda source: f"{source.parent.name}-{source.stem}")
-OF_TRACK = pytest.mark.parametrize("track", tracks.TRACKS)
+OF_EACH = for_each(source=NOTEBOOKS)
+OF_TRACK = for_each(track=tracks.TRACKS)
 
 
-@OF_EACH
-@pytest.mark.parametrize("version", ["learner", "solved"])
+@for_each(source=NOTEBOOKS, version=["learner", "solved"])
 def test_a_track_is_what_its_sources_say(source, version):
     expected = [(cell.id, cell.cell_type, cell.source) for cell in made(source, version).cells]
     found = [(cell.id, cell.cell_type, cell.source) for cell in stored(source, version).cells]

@@ -14,6 +14,7 @@ from docs.instructor import recorded, verdict_on
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.checks import fingerprint, judge_here
 from dtlib.lab.checks.exercise import EXERCISES, homes
+from tests.cases import run_cases
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES, judged_soon
@@ -22,8 +23,13 @@ NAMES = {exercise: recordings.names(exercise) for exercise in {case.exercise for
 RECORDED = [key for key, case in CASES.items() if case.name in NAMES[case.exercise]]
 
 
-@pytest.mark.parametrize("key", RECORDED)
-def test_each_wrong_answer_is_rejected_for_its_own_reason(key):
+@pytest.mark.parametrize("exercise", sorted({CASES[key].exercise for key in RECORDED}))
+def test_each_wrong_answer_is_rejected_for_its_own_reason(exercise):
+    recorded_ones = [{"key": key} for key in RECORDED if CASES[key].exercise == exercise]
+    run_cases(recorded_ones, lambda case: rejected_as_recorded(**case))
+
+
+def rejected_as_recorded(key):
     case = CASES[key]
     then = recorded(case.exercise)[case.name]["verdict"]
     name = EXERCISES[case.exercise].name
