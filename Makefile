@@ -2,7 +2,7 @@
 #   PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 #   TORCH="torch==..."   what pip is given for torch, instead of the choice below
 #   WHEELS=wheelhouse    install from this folder alone, without a network; `make wheelhouse` fills it
-#   JOBS=2               processes that run tests, each a file at a time; one unless told
+#   JOBS=2               processes that run tests; as many as there are cores unless told, 2 to 4
 #   ARGS="..."           arguments for dtlib lab and JupyterLab, such as ARGS="--no-browser --port=8890"
 #   TRACK=half-day       which short track `workshop` writes, two-hours unless told
 
@@ -22,7 +22,8 @@ SOURCE := $(if $(WHEELS),--no-index --find-links "$(abspath $(WHEELS))")
 # Tests start hundreds of processes. Each would compile dtlib anew where the environment says that this is not kept.
 test test-slow test-nightly test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
-PYTEST := $(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile)
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, max(2, os.cpu_count() or 1)))')
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lab: .venv/ready
 	$(BIN)/dtlib lab $(ARGS)

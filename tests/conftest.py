@@ -24,6 +24,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and there is none here"))
 
 
+def pytest_configure(config):
+    """Have the workers of pytest-xdist fork their ranks from one process, which imports torch while they collect."""
+    if getattr(config.option, "numprocesses", None):
+        ranks = forked_ranks(*IMPORTS)
+        ranks.__enter__()
+        config.add_cleanup(lambda: ranks.__exit__(None, None, None))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Of two processes that run tests one has the worlds: ranks of two would wait for each other's cores."""
@@ -36,9 +44,12 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-def wants_ranks(items) -> bool:
-    """Whether these tests start so many that importing torch once for all of them is worth it."""
-    return any(hasattr(item.module, name) for item in items for name in ("on_ranks", "start_ranks", "lab", "recovery"))
+def wants_ranks(session) -> bool:
+    """Whether the tests of this process start so many that importing torch once for all of them is worth it."""
+    if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist: it has been done
+        return False
+    names = ("on_ranks", "start_ranks", "lab", "recovery")
+    return any(hasattr(item.module, name) for item in session.items for name in names)
 
 
 def pytest_runtest_setup():
@@ -52,7 +63,7 @@ def nothing_left_over(request):
     """No process that a test started outlives the session. Ranks are forked from a process that lives as long as it."""
     if "torch" in sys.modules:  # two threads that wait for each other's core make small products 500 times as slow
         sys.modules["torch"].set_num_threads(1)
-    with forked_ranks(*IMPORTS) if wants_ranks(request.session.items) else nullcontext():
+    with forked_ranks(*IMPORTS) if wants_ranks(request.session) else nullcontext():
         yield
         end_worlds()
     gc.unfreeze()

@@ -57,6 +57,10 @@ class Notebook:
         self.number = reply["content"]["execution_count"]
         return _COLOUR.sub("", "".join(shown))
 
+    def send(self, code: str) -> None:
+        """Start a cell without waiting for it."""
+        self._client.execute(code)
+
     def complete(self, code: str) -> list[str]:
         """What Tab offers at the end of this code."""
         return self._client.complete(code, reply=True, timeout=30)["content"]["matches"]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,6 +79,8 @@ def calls(world, group):
 
 def counted(run):
     """What ``CommDebugMode`` counts, and the profiler's events of torch's operators and of the backend."""
+    from torch.distributed.tensor.debug import CommDebugMode  # which imports a lot
+
     with CommDebugMode() as mode:
         run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -130,6 +131,8 @@ class Doubling(TorchDispatchMode):
 
 @on_ranks(2)
 def test_modes_and_wrappers_take_part(world):
+    from torch.distributed.tensor.debug import CommDebugMode
+
     for group in both(world).values():
         x, pair = torch.ones(2), Pair(torch.ones(2), torch.full((2,), 3.0))
         with Doubling(), CommDebugMode() as mode:

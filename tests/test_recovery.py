@@ -74,9 +74,10 @@ def test_shrink_from_four_ranks_to_two(tmp_path):
     faults = [fault("kill", 0, 8, "backward"), fault("kill", 3, 14, "update")]
     run = trained(tmp_path, 4, by="shrink", steps=20, faults=faults)
     assert [event["lost"] for event in run.events if event["what"] == "lost"] == [[0], [3]]
-    assert run.said == [
-        "Rank 0 has died: 3 ranks are left, and go on.", "Rank 3 has died: 2 ranks are left, and go on."
-    ]  # fmt: skip
+    # On a busy machine one look may find both deaths, and does not know which came first.
+    died, left = zip(*(said.split(": ") for said in run.said), strict=True)
+    assert set(died) == {"Rank 0 has died", "Rank 3 has died"}
+    assert left == ("3 ranks are left, and go on.", "2 ranks are left, and go on.")
     told = steps_told(run)
     assert (8, 4) in told and (9, 3) in told and (20, 2) in told
 
@@ -139,6 +140,7 @@ def test_a_rank_that_is_stopped_is_named_and_counts_as_dead_once_it_is_killed(tm
     assert died == "Rank 1 has died: 2 ranks are left, and go on."
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_training_at_the_time_limit(tmp_path):
     faults = [fault("stop", 1, 5)]
     run = Run(program(by="shrink", steps=20, time_limit=6, faults=faults), 2, tmp_path, survive=True).start()

@@ -21,7 +21,6 @@ from dtlib.training.data import RankLoader
 from dtlib.training.run import CONFIGS, train
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
-from tests.cases import for_each
 from tests.ranks import on_ranks
 
 EXACT = {
@@ -71,7 +70,7 @@ def _double(batch):
 
 
 @on_ranks(2, 3, time_limit=150, slow=(3,))
-@for_each(workload=WORKLOADS)
+@pytest.mark.parametrize("workload", ["vision", pytest.param("summarization", marks=pytest.mark.slow)])
 def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world, workload):
     work, again = made(workload)
     expected, measured = by_hand(work), set()
