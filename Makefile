@@ -97,6 +97,10 @@ UV := $(BIN)/python -m uv --quiet pip install --python $(BIN)/python
 LOCKED := --constraint requirements.lock
 install = { [ -z "$(WHEELS)" ] && $(UV) $(LOCKED) $(1) 2>/dev/null; } || $(PIP) --quiet install $(SOURCE) $(LOCKED) $(1)
 
+# Python keeps what it compiles here whatever the environment says: each kernel and rank would compile torch again.
+FIRST_IMPORT := from importlib import import_module as load; import jupyterlab.labapp, matplotlib.pyplot, dtlib.lab; \
+  from dtlib.world.zygote import IMPORTS, LATER; list(map(load, (*IMPORTS, *LATER)))
+
 .venv/ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dtlib needs Python 3.11 or newer, and $(PYTHON) is older or missing: make PYTHON=python3.12 lab"; exit 2; }
@@ -122,7 +126,8 @@ install = { [ -z "$(WHEELS)" ] && $(UV) $(LOCKED) $(1) 2>/dev/null; } || $(PIP) 
 	@[ -n "$(WHEELS)" ] || $(PIP) --quiet install $(UV_PIN) || true
 	@$(call install,-e .)
 	@echo "4 of 4  a first import, which compiles what notebooks and ranks load"
-	@$(BIN)/python -c 'import torch, ipyparallel, jupyterlab.labapp, matplotlib.pyplot, ipykernel.kernelapp, dtlib.lab'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(FIRST_IMPORT)'
+	@$(BIN)/python -m compileall -q dtlib
 	@touch .venv/ready
 
 .venv/tests: .venv/ready

@@ -1,4 +1,5 @@
 import contextlib
+import importlib.machinery
 import json
 import os
 import re
@@ -135,8 +136,8 @@ def test_pi_as_a_table(run_here):
         assert word in ran.stdout
 
 
-def test_doctor_finds_nothing_wrong_here():
-    ran = run("doctor")
+def test_doctor_finds_nothing_wrong_here(run_here):
+    ran = run_here("doctor")
     assert ran.returncode == 0, ran.stdout
     assert "two ranks start and see each other" in ran.stdout
     assert "listen to this machine alone" in ran.stdout or "other machines can reach" in ran.stdout
@@ -146,12 +147,48 @@ def test_doctor_finds_nothing_wrong_here():
     assert machine.python == sys.version_info.minor and len(code) < 40
 
 
-def test_doctor_says_what_would_go_wrong(tmp_path, run_here):
+def test_doctor_says_what_would_go_wrong(tmp_path, run_here, monkeypatch):
+    monkeypatch.setitem(doctor._LOOKS, "torch", lambda: "not imported, which takes seconds")
     ran = run_here("doctor", DTLIB_MPIEXEC=fake_mpiexec(tmp_path, "mpirun (Open MPI) 4.1.4"))
     assert ran.returncode == 1
     assert "put the mpiexec of Open MPI" in ran.stdout and "Would go wrong: 2" in ran.stdout
     code = ran.stdout.splitlines()[-1].removeprefix("Your code: ")
     assert code.endswith("-FAILS") and doctor_code.decoded(code)[0].failed == 0b11000  # mpiexec, ranks
+
+
+def test_doctor_names_missing_bytecode_and_its_cure(tmp_path, monkeypatch):
+    package = tmp_path / "dtlib"
+    (package / "lab").mkdir(parents=True)
+    for source in (package / "__init__.py", package / "lab" / "tables.py"):
+        source.write_text("rows = []\n")
+    monkeypatch.setattr(dtlib, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert doctor._bytecode() == "Python writes it at the first import"
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = doctor._bytecode()
+    assert "missing, and PYTHONDONTWRITEBYTECODE is set: every kernel and rank compiles dtlib again" in found
+    subprocess.run(found.partition("Once for all: ")[2], shell=True, check=True)
+    assert doctor._bytecode() == "torch and dtlib are compiled"
+    os.utime(package / "lab" / "tables.py", (2**32, 2**32))  # a source that has changed since
+    assert "compiles dtlib again" in doctor._bytecode()
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = doctor._bytecode()
+    assert f"missing, and {package} is read-only" in found and "export PYTHONPYCACHEPREFIX=" in found
+    torch = tmp_path / "torch" / "__init__.py"
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin=torch)
+    )
+    torch.parent.mkdir()
+    torch.touch()
+    assert "compiles dtlib and torch again" in doctor._bytecode()
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "elsewhere"))
+    assert doctor._bytecode() == "Python writes it at the first import"
 
 
 def test_a_code_of_the_doctor_says_what_it_was_made_of_and_survives_the_mail(run_here):
