@@ -85,7 +85,8 @@ lint: .venv/tests
 lock: .venv/ready
 	$(PIP) --quiet install $(UV_PIN)
 	$(BIN)/python -m uv --quiet pip compile --universal --python-version 3.11 --no-annotate $(if $(UPGRADE),--upgrade) \
-	  --custom-compile-command 'make lock' --extra test --extra browser --extra book --extra hub pyproject.toml -o requirements.lock
+	  --custom-compile-command 'make lock' --extra test --extra browser --extra book --extra hub --extra triton \
+	  pyproject.toml -o requirements.lock
 
 clean:
 	rm -rf .venv

@@ -760,11 +760,12 @@ def test_published_workloads_and_their_demand():
 
 def test_resuming_with_other_workers_beside_torchdata(folder_of):
     """Its state has an entry for each worker, and as many have to come back. Ours is one number."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata").StatefulDataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     reader = open_samples(folder_of("shards"))
 
     def theirs(workers):
-        return stateful(reader, 8, num_workers=workers)
+        return StatefulDataLoader(reader, 8, num_workers=workers)
 
     def ours(workers):
         return Loader(reader, 8, workers=workers, shuffle=False)

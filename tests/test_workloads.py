@@ -296,10 +296,12 @@ def test_rouge_and_what_it_is_compared_with():
     assert figures["nearest"] == 1 and 0 < figures["constant"] < 1 and rouge.best_constant(found).startswith("return")
 
 
+@pytest.mark.slow  # the library's import takes seconds
 def test_models_of_other_libraries_take_the_place_of_our_own():
     one, other = summarization.workload({**TINY, "test_articles": 2, "summary_tokens": 4}), vision.workload({})
     assert "takes an nn.Module and got a int" in refusal(wrap.with_model, one, 3)
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = {"vocab_size": 4096, "bos_token_id": text.BEGIN, "eos_token_id": text.END, "pad_token_id": text.PAD}
     t5 = transformers.T5Config(
         **sizes, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=text.BEGIN
@@ -333,8 +335,9 @@ def test_models_of_other_libraries_take_the_place_of_our_own():
     assert "is 100, and the tokenizer has 4096 tokens" in refusal(wrap.with_model, one, small)
 
 
+@pytest.mark.slow  # the library's import takes seconds
 def test_a_lightning_module_takes_the_place_of_our_own():
-    lightning = pytest.importorskip("pytorch_lightning")
+    import pytorch_lightning as lightning
 
     class Empty(lightning.LightningModule):
         pass
