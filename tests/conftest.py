@@ -14,6 +14,7 @@ from dtlib.world.machine import gpu_names
 from tests.ranks import IMPORTS, end_worlds
 
 ROOT = Path(__file__).parents[1]
+pytest_plugins = ["tests.skipped"]
 sys.modules.setdefault("rfc3987_syntax", None)  # nbformat would have jsonschema import it, which takes seconds
 
 
