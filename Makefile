@@ -99,7 +99,8 @@ LOCKED := --constraint requirements.lock
 install = { [ -z "$(WHEELS)" ] && $(UV) $(LOCKED) $(1) 2>/dev/null; } || $(PIP) --quiet install $(SOURCE) $(LOCKED) $(1)
 
 # Python keeps what it compiles here whatever the environment says: each kernel and rank would compile torch again.
-FIRST_IMPORT := from importlib import import_module as load; import jupyterlab.labapp, matplotlib.pyplot, dtlib.lab; \
+FIRST_IMPORT := from importlib import import_module as load; import ipykernel.debugger; \
+  import jupyterlab.labapp, matplotlib.pyplot, dtlib.lab; \
   from dtlib.world.zygote import IMPORTS, LATER; list(map(load, (*IMPORTS, *LATER)))
 
 .venv/ready: pyproject.toml requirements.lock
@@ -127,7 +128,7 @@ FIRST_IMPORT := from importlib import import_module as load; import jupyterlab.l
 	@[ -n "$(WHEELS)" ] || $(PIP) --quiet install $(UV_PIN) || true
 	@$(call install,-e .)
 	@echo "4 of 4  a first import, which compiles what notebooks and ranks load"
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(FIRST_IMPORT)'
+	@PYDEVD_DISABLE_FILE_VALIDATION=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(FIRST_IMPORT)'
 	@$(BIN)/python -m compileall -q dtlib
 	@touch .venv/ready
 
