@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtlib
 from benchmarks.peers import torch_group
-from dtlib.errors import DtlibError
 from dtlib.parallel.compression import (
     EightBitState,
     PowerSGDState,
@@ -24,6 +23,7 @@ from dtlib.parallel.compression import (
 from dtlib.parallel.data import DataParallel
 from dtlib.theory import collectives
 from dtlib.theory.compression import eight_bit_bytes, powersgd_elements, top_k_bytes
+from tests.models import EXACT, apart, refuses
 from tests.ranks import on_ranks
 
 STEPS = 12
@@ -61,9 +61,8 @@ def mean_of(comm, tensors):
     return [comm.all_reduce(tensor.clone(), op="mean") for tensor in tensors]
 
 
-def equal(ones, others, within: float = 1e-12) -> None:
-    for one, other in zip(ones, others, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=within)
+def equal(ones, others, within: float = EXACT) -> None:
+    assert max(map(apart, ones, others)) <= within
 
 
 def trained(model, rank: int, steps: int = STEPS):
@@ -218,8 +217,7 @@ def test_unused_parameters_numbers_that_are_none_and_refusals(world):
     comm = world.comm
 
     def refused(why, function, *arguments):
-        with pytest.raises(DtlibError, match=why):
-            function(*arguments)
+        refuses(why, function, *arguments)
         comm.barrier()
 
     x, cotangent = next(inputs(world.rank))

@@ -1,4 +1,4 @@
-"""DistributedOptimizer against one process that has the whole batch, and against DataParallel."""
+"""DistributedOptimizer beside its values (test_parity.py): compression, sparse gradients, states and refusals."""
 
 import warnings
 
@@ -9,88 +9,8 @@ from torch import nn
 import dtlib
 import dtlib.horovod as hvd
 from dtlib.horovod.basics import negotiator
-from dtlib.parallel.data import DataParallel
-from tests.models import OPTIMIZERS, adamw, batches, build, difference, loss_of, sgd, slice_of
+from tests.models import EXACT, adamw, batches, build, difference, loss_of, refuses, sgd, slice_of
 from tests.ranks import on_ranks
-from tests.test_data_parallel import train_alone
-
-STEPS = 3
-
-
-def reference_of(name, make, data, ranks, accumulate=1, clip=None):
-    """One process. As in Horovod, a parameter that is never used counts as one with a gradient of zero."""
-
-    def fill(optimizer, *_):
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    model = build(name)
-    optimizer = make(model)
-    if ranks > 1:  # one rank alone reduces nothing
-        optimizer.register_step_pre_hook(fill)
-    return train_alone(model, optimizer, data, ranks, accumulate, clip)
-
-
-def train(name, make, data, accumulate=1, clip=None, **options):
-    """The same on ranks, with models that differ until rank 0's is broadcast."""
-    hvd.init()
-    model = build(name, seed=hvd.rank())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        make(model), model.named_parameters(), backward_passes_per_step=accumulate, **options
-    )
-    for step, batch in enumerate(data):
-        loss_of(model, slice_of(batch, hvd.rank(), hvd.size())).backward()
-        if (step + 1) % accumulate == 0:
-            if clip:
-                optimizer.synchronize()
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-@on_ranks(1, 2, 3, 4, slow=(4,))
-@pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_parity_with_one_process_and_with_data_parallel(world, name, optimizer, accumulate):
-    make, clip = OPTIMIZERS[optimizer], 0.5 if accumulate == 2 else None
-    data = batches(name, 2 * STEPS, 4 * world.size)
-    reference = reference_of(name, make, data, world.size, accumulate, clip)
-    ours = train(name, make, data, accumulate, clip)
-    assert difference(ours, reference, buffers=False) <= 1e-12  # the design's bound for float64
-    if accumulate == 1 and (name, optimizer) != ("plain", "adamw"):  # weights that are never used decay here only
-        theirs = DataParallel(build(name), world.comm)
-        optimizer = make(theirs)
-        for batch in data:
-            loss_of(theirs, slice_of(batch, world.rank, world.size)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert difference(ours, theirs, buffers=False) <= 1e-12
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"groups": 2},
-        {"groups": 100},
-        {"gradient_predivide_factor": 3.0},
-        {"gradient_predivide_factor": 0.5, "groups": 1},
-    ],
-    ids=str,
-)
-def test_groups_and_dividing_before_the_sum_change_nothing(world, options):
-    data = batches("transformer", STEPS, 4 * world.size)
-    reference = reference_of("transformer", sgd, data, world.size, 1)
-    assert difference(train("transformer", sgd, data, **options), reference) <= 1e-12
-    reference = reference_of("plain", adamw, data := batches("plain", STEPS, 4 * world.size), world.size)
-    assert difference(train("plain", adamw, data, **options), reference) <= 1e-12
 
 
 @on_ranks(2)
@@ -155,9 +75,13 @@ def test_gradients_travel_while_the_backward_pass_computes_the_others(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("groups", [None, 1])
-def test_a_parameter_that_only_some_ranks_use_counts_as_zero_on_the_others(world, groups):
+def test_a_parameter_that_only_some_ranks_use_counts_as_zero_on_the_others(world):
     hvd.init()
+    for groups in (None, 1):
+        used_by_some_ranks(world, groups)
+
+
+def used_by_some_ranks(world, groups):
     always, sometimes, never = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(3))
     model = nn.ModuleDict({"always": always, "sometimes": sometimes, "never": never})
     optimizer = hvd.DistributedOptimizer(
@@ -174,18 +98,18 @@ def test_a_parameter_that_only_some_ranks_use_counts_as_zero_on_the_others(world
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(world, as_dense):
+def test_sparse_gradients(world):
     hvd.init()
-    words = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(words.parameters(), lr=1.0), words.named_parameters(), sparse_as_dense=as_dense
-    )
-    words(torch.tensor([world.rank, 5])[: 1 + world.rank % 2]).sum().backward()
-    optimizer.synchronize()
-    assert words.weight.grad.is_sparse  # as in Horovod, however it travelled
     rows = [1 / world.size] * world.size + [0.0] * (5 - world.size) + [(world.size // 2) / world.size]
-    torch.testing.assert_close(words.weight.grad.to_dense()[:, 0], torch.tensor(rows, dtype=torch.float64))
+    for as_dense in (False, True):
+        words = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(words.parameters(), lr=1.0), words.named_parameters(), sparse_as_dense=as_dense
+        )
+        words(torch.tensor([world.rank, 5])[: 1 + world.rank % 2]).sum().backward()
+        optimizer.synchronize()
+        assert words.weight.grad.is_sparse  # as in Horovod, however it travelled
+        torch.testing.assert_close(words.weight.grad.to_dense()[:, 0], torch.tensor(rows, dtype=torch.float64))
 
 
 @on_ranks(2, 3)
@@ -222,24 +146,35 @@ def test_the_optimizer_is_still_one_of_its_class(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("make", [sgd, adamw])
-def test_parameters_and_optimizer_state_come_from_the_root(world, make):
+def test_parameters_and_optimizer_state_come_from_the_root_bit_by_bit(world):
     hvd.init()
     root = world.size - 1
-    model = build("transformer", seed=world.rank)
-    optimizer = make(model)
-    if world.rank == root:
-        loss_of(model, batches("transformer", 1, 4)[0]).backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.25
-    hvd.broadcast_parameters(model.named_parameters(), root)
-    hvd.broadcast_optimizer_state(optimizer, root)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    state = world.comm.all_gather_object(str(optimizer.state_dict()))
-    assert all(one == state[0] for one in state) and len(optimizer.state) == len(list(model.parameters()))
+    for make in (sgd, adamw):
+        model = build("transformer", seed=world.rank)
+        optimizer = make(model)
+        if world.rank == root:
+            loss_of(model, batches("transformer", 1, 4)[0]).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.25
+        hvd.broadcast_parameters(model.named_parameters(), root)
+        hvd.broadcast_optimizer_state(optimizer, root)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        state = world.comm.all_gather_object(str(optimizer.state_dict()))
+        assert all(one == state[0] for one in state) and len(optimizer.state) == len(list(model.parameters()))
     transposed = torch.full((2, 3), float(world.rank)).t()
     hvd.broadcast_parameters([transposed], root)
     assert (transposed == root).all()
+    model = build("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 3 if world.rank == 0 else 0.5, betas=(0.8 + 1e-9, 0.9))
+    if world.rank:  # what others have is replaced
+        loss_of(model, batches("plain", 1, 4)[0]).backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (1 / 3, (0.8 + 1e-9, 0.9))
+    assert not optimizer.state
+    with_closure = torch.optim.LBFGS(model.parameters(), lr=0.5 if world.rank else 0.25)
+    hvd.broadcast_optimizer_state(with_closure, 0)
+    assert with_closure.param_groups[0]["lr"] == 0.25
 
 
 @on_ranks(2)
@@ -262,12 +197,10 @@ def test_arguments_that_are_refused(world):
         "op=9": {"op": 9},
     }
     for words, options in refused.items():
-        with pytest.raises(ValueError, match=words):
-            make(**options)
-    with pytest.raises(ValueError, match="LBFGS computes as many gradients as each rank's own loss asks for"):
-        hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ValueError, match="is one already"):
-        hvd.DistributedOptimizer(make())
+        refuses(words, make, error=ValueError, **options)
+    words = "LBFGS computes as many gradients as each rank's own loss asks for"
+    refuses(words, hvd.DistributedOptimizer, torch.optim.LBFGS(model.parameters()), error=ValueError)
+    refuses("is one already", hvd.DistributedOptimizer, make(), error=ValueError)
 
 
 @on_ranks(2)
@@ -276,12 +209,11 @@ def test_calls_in_the_wrong_order_are_refused(world):
     model, batch = build("transformer"), batches("transformer", 1, 4)[0]
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
     loss_of(model, batch).backward()
-    with pytest.raises(AssertionError, match=r"was called after loss.backward.* but before"):
-        optimizer.zero_grad()
-    with pytest.raises(AssertionError, match="more than backward_passes_per_step times before call to step"):
-        loss_of(model, batch).backward()
-    with pytest.raises(hvd.HorovodInternalError, match="tensor was changed between being submitted and synchronize"):
-        optimizer.synchronize()
+    refuses(r"was called after loss.backward.* but before", optimizer.zero_grad, error=AssertionError)
+    words = "more than backward_passes_per_step times before call to step"
+    refuses(words, loss_of(model, batch).backward, error=AssertionError)
+    words = "tensor was changed between being submitted and synchronize"
+    refuses(words, optimizer.synchronize, error=hvd.HorovodInternalError)
     optimizer.zero_grad()
     loss_of(model, batch).backward()
     optimizer.synchronize()
@@ -301,9 +233,13 @@ def test_calls_in_the_wrong_order_are_refused(world):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_gradients_that_are_changed_on_their_way_are_told(world, compression):
+def test_gradients_that_are_changed_while_they_travel_are_an_error(world):
     hvd.init()
+    for compression in ("none", "fp16"):
+        changed_while_they_travel(compression)
+
+
+def changed_while_they_travel(compression):
     model, batch = build("plain", torch.float32), batches("plain", 1, 4, torch.float32)[0]
     options = {"compression": getattr(hvd.Compression, compression)}
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
@@ -351,7 +287,7 @@ def test_closures_and_parameters_frozen_or_thawed_on_the_way(world):
         reference.zero_grad()
         sum(loss_of(alone, slice_of(batch, rank, world.size)) / world.size for rank in range(world.size)).backward()
         reference.step()
-        assert difference(ours, alone, buffers=False) <= 1e-12, step
+        assert difference(ours, alone, buffers=False) <= EXACT, step
 
 
 @on_ranks(2, 3)
@@ -365,19 +301,3 @@ def test_a_scheduler_made_before_the_distributed_optimizer_sets_its_rate(world):
     inner.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1  # on the root, and on those who have loaded its state
-
-
-@on_ranks(2, 3)
-def test_optimizer_state_arrives_bit_by_bit(world):
-    hvd.init()
-    model = build("plain")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 3 if world.rank == 0 else 0.5, betas=(0.8 + 1e-9, 0.9))
-    if world.rank:  # what others have is replaced
-        loss_of(model, batches("plain", 1, 4)[0]).backward()
-        optimizer.step()
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (1 / 3, (0.8 + 1e-9, 0.9))
-    assert not optimizer.state
-    with_closure = torch.optim.LBFGS(model.parameters(), lr=0.5 if world.rank else 0.25)
-    hvd.broadcast_optimizer_state(with_closure, 0)
-    assert with_closure.param_groups[0]["lr"] == 0.25

@@ -1,9 +1,8 @@
-"""Pipelines against the unsplit model, and against torch.distributed.pipelining."""
+"""Pipelines beside their values (test_parity.py): nested tensors, cuts, tied weights, headers and refusals."""
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import pipelining
 
 from benchmarks.peers import torch_group
 from dtlib import schedule as schedules
@@ -20,6 +19,7 @@ from dtlib.parallel.pipeline import (
     ScheduleZeroBubbleH1,
     TiedLayerSpec,
 )
+from tests.models import OPTIMIZERS, apart, refuses
 from tests.ranks import on_ranks
 
 SCHEDULES = {
@@ -43,111 +43,54 @@ def loss_fn(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def unsplit(count, comm):
-    """All layers in one process, with the same values."""
-    return PipelineModule(layers(count), 1, loss_fn, comm=comm.split(comm.rank)).double()
+def weighted_sum(output, cotangent):
+    return (output * cotangent).sum(-1).mean()
 
 
-def batches(samples, length=5):
+def batches(samples, dtype=torch.float64, length=4):
+    """Texts of two lengths, each with a random cotangent of the output."""
     torch.manual_seed(3)
-    made = [torch.randint(0, WORDS, (samples, length + step % 2)) for step in range(STEPS)]
-    return [(words[:, :-1], words[:, 1:]) for words in made]
+    sizes = [(samples, length + step % 2) for step in range(STEPS)]
+    return [(torch.randint(0, WORDS, size), torch.randn(*size, WORDS).to(dtype)) for size in sizes]
 
 
-def train_alone(model, data):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+def trained_alone(specs, optimizer, data, dtype, comm):
+    """All layers in one process, with the same values; ``losses`` are those of all steps."""
+    model = PipelineModule(specs, 1, weighted_sum, comm=comm.split(comm.rank)).to(dtype)
+    optimizer, model.losses = OPTIMIZERS[optimizer](model), []
     for x, y in data:
-        loss = loss_fn(model(x), y)
+        loss = weighted_sum(model(x), y.to(dtype))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        model.losses.append(loss.detach())
+    return model
 
 
 def difference(reference, module) -> float:
     """Between the layers of this rank and those of the unsplit model."""
     theirs = dict(reference.layers.named_parameters(remove_duplicate=False))
-    pairs = [(p, theirs[name]) for name, p in module.layers.named_parameters()]
-    return max(((mine - other).detach().abs().max().item() for mine, other in pairs), default=0.0)
-
-
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_parity_with_the_unsplit_model(world, name, recompute):
-    """Tied first and last layers, uneven stages, uneven micro-batches, texts of different lengths."""
-    train_like_one_process(world, name, recompute)
+    return max((apart(mine, theirs[name]) for name, mine in module.layers.named_parameters()), default=0.0)
 
 
 @pytest.mark.gpu
 @on_ranks(1, 2)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_on_a_gpu(world, name):
-    train_like_one_process(world, name, True, world.device, 1e-9)  # its kernels may add in another order every time
-
-
-def train_like_one_process(world, name, recompute, device="cpu", tolerance=1e-12):
-    comm, microbatches = world.comm, 2 * world.size
-    chunks = 2 if name == "interleaved" else 1
-    stages = world.size * chunks
-    count = 2 * stages + 1
-    data = [(x.to(device), y.to(device)) for x, y in batches(2 * microbatches + 1)]
-    reference = unsplit(count, comm).to(device)
-    expected = train_alone(reference, data)
-    module = PipelineModule(layers(count), stages, loss_fn, stages_per_rank=chunks).double().to(device)
-    schedule = SCHEDULES[name](module.stages(), microbatches, loss_fn, recompute=recompute)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    first, last = 0 in module.stage_indices, stages - 1 in module.stage_indices
-    for (x, y), loss in zip(data, expected, strict=True):
-        losses = []
-        out = schedule.step(*([x] if first else []), target=y if last else None, losses=losses)
-        module.reduce_tied_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        if last:
-            sizes = [len(some) for some in y.tensor_split(microbatches)]
-            mean = sum(size * value.item() for size, value in zip(sizes, losses, strict=True)) / len(y)
-            assert abs(mean - loss) <= tolerance and out.shape[:2] == y.shape
-    assert difference(reference, module) <= tolerance
-    # What it keeps is what the simulation says.
-    simulated = schedules.simulate(SCHEDULES[name].order(world.size, microbatches, stages))
-    if name != "zb-h1":  # where layers that cannot be split keep less
-        assert schedule.peak_in_flight == simulated.peak_activations[world.rank]
-    with torch.no_grad():
-        whole = reference(data[0][0])
-    out = schedule.eval(*([data[0][0]] if first else []))
-    assert (out is None) == (not last)
-    if last:
-        assert (out - whole).abs().max() <= tolerance
-
-
-PEERS = {
-    "gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B, "zb-h1": pipelining.ScheduleInterleavedZeroBubble,
-}  # fmt: skip
-
-
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_parity_with_torch_pipelining(world, name):
-    comm, microbatches = world.comm, 2 * world.size
-    stages = world.size * (2 if name == "interleaved" else 1)
-    indices, device, group = range(world.rank, stages, world.size), torch.device("cpu"), torch_group(world)
-    x, y = torch.randn(2, 3 * microbatches, 5, generator=torch.Generator().manual_seed(0)).double()
-    arguments, target = ([x] if world.rank == 0 else []), y if world.rank == world.size - 1 else None
-
-    def gradients(schedule, stage_class, **where):
-        torch.manual_seed(world.rank)
-        modules = [nn.Sequential(Linear(5, 5), nn.Tanh()).double() for _ in indices]
-        own = [stage_class(module, i, stages, **where) for module, i in zip(modules, indices, strict=True)]
-        several = name in ("interleaved", "zb-h1")  # torch's take a list
-        schedule(own if several else own[0], microbatches, nn.functional.mse_loss).step(*arguments, target=target)
-        return [parameter.grad for module in modules for parameter in module.parameters()]
-
-    ours = gradients(SCHEDULES[name], PipelineStage, comm=comm)
-    theirs = gradients(PEERS[name], pipelining.PipelineStage, device=device, group=group)
-    assert max((mine - other).abs().max() for mine, other in zip(ours, theirs, strict=True)) <= 1e-12
+def test_on_a_gpu(world):
+    data = [(x.to(world.device), y.to(world.device)) for x, y in batches(4 * world.size + 1)]
+    for name, kind in SCHEDULES.items():
+        chunks = 2 if name == "interleaved" else 1
+        specs = layers(2 * world.size * chunks + 1)
+        reference = trained_alone(specs, "sgd", [(x.cpu(), y.cpu()) for x, y in data], torch.float64, world.comm)
+        module = PipelineModule(specs, world.size * chunks, stages_per_rank=chunks).double().to(world.device)
+        schedule = kind(module.stages(), 2 * world.size, weighted_sum, recompute=True)
+        optimizer = OPTIMIZERS["sgd"](module)
+        for x, y in data:
+            last = world.size * chunks - 1 in module.stage_indices
+            schedule.step(*([x] if 0 in module.stage_indices else []), target=y if last else None)
+            module.reduce_tied_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert difference(reference.to(world.device), module) <= 1e-9  # its kernels may add in another order
 
 
 class Backwards(ScheduleGPipe):
@@ -160,84 +103,61 @@ class Backwards(ScheduleGPipe):
 
 @on_ranks(2)
 def test_what_it_cannot_do_is_refused(world):
-    comm = world.comm
+    comm, linear = world.comm, nn.Linear(2, 2)
     specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
-    for arguments, words in {
-        (3, "parameters"): r"num_stages=3\): there are 2 ranks",
-        (2, (0, 3)): r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: give 3 rising numbers",
-        (2, "by-eye"): "partition_method='by-eye': choose 'parameters'",
-        (2, "time"): "pass sample=x",
-        (0, "parameters"): r"num_stages=0\): there are 2 ranks for stages, which need whole numbers",
-    }.items():
-        with pytest.raises(DtlibError, match=words):
-            PipelineModule(specs, arguments[0], partition_method=arguments[1])
-    with pytest.raises(DtlibError, match=r"num_stages=3, stages_per_rank=2\): there are 2 ranks"):
-        PipelineModule(specs, 3, stages_per_rank=2)
-    with pytest.raises(
-        DtlibError, match=r"num_stages=2, stages_per_rank=0\): there are 2 ranks for stages, which need"
+    for stages, method, words in (
+        (3, "parameters", r"num_stages=3\): there are 2 ranks"),
+        (2, (0, 3), r"partition_method=\[0, 3\] does not cut 3 layers into 2 stages: give 3 rising numbers"),
+        (2, "by-eye", "partition_method='by-eye': choose 'parameters'"),
+        (2, "time", "pass sample=x"),
+        (0, "parameters", r"num_stages=0\): there are 2 ranks for stages, which need whole numbers"),
     ):
-        PipelineModule(specs, 2, stages_per_rank=0)
-    shared = nn.Linear(2, 2)
-    with pytest.raises(DtlibError, match="Layers 0 and 2 share the parameter weight, and are on stages 0 and 1, which"):
-        PipelineModule([shared, nn.Tanh(), shared], 2)
-    with pytest.raises(DtlibError, match="This rank has 2 stages: run them by a schedule"):
-        PipelineModule([*specs, *specs], 4, stages_per_rank=2)(torch.zeros(1, 2))
-    with pytest.raises(DtlibError, match="1 layers cannot be cut into 2 stages"):
-        PipelineModule(specs[:1], 2)
-    with pytest.raises(DtlibError, match=r"Stage \d of 2 is on rank \d of 2"):
-        PipelineStage(nn.Linear(2, 2), 1 - world.rank, 2, comm)
-    stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, comm)
-    with pytest.raises(DtlibError):
-        ScheduleGPipe(stage, 0)
-    with pytest.raises(DtlibError, match=r"stages 0, 2 of 4|stages 1, 3 of 4"):
-        ScheduleInterleaved1F1B([PipelineStage(nn.Linear(2, 2), world.rank, 4, comm)], 4)
-    with pytest.raises(DtlibError, match=rf"stage {world.rank} does B of micro-batches \[1, 0\]; messages come in the"):
-        Backwards(stage, 2)
+        refuses(words, PipelineModule, specs, stages, partition_method=method)
+    refuses(r"num_stages=3, stages_per_rank=2\): there are 2 ranks", PipelineModule, specs, 3, stages_per_rank=2)
+    words = r"num_stages=2, stages_per_rank=0\): there are 2 ranks for stages, which need"
+    refuses(words, PipelineModule, specs, 2, stages_per_rank=0)
+    words = "Layers 0 and 2 share the parameter weight, and are on stages 0 and 1, which"
+    refuses(words, PipelineModule, [linear, nn.Tanh(), linear], 2)
+    several = PipelineModule([*specs, *specs], 4, stages_per_rank=2)
+    refuses("This rank has 2 stages: run them by a schedule", several, torch.zeros(1, 2))
+    refuses("1 layers cannot be cut into 2 stages", PipelineModule, specs[:1], 2)
+    refuses(r"Stage \d of 2 is on rank \d of 2", PipelineStage, linear, 1 - world.rank, 2, comm)
+    stage = PipelineStage(linear, world.rank, 2, comm)
+    refuses("", ScheduleGPipe, stage, 0)
+    words = r"stages 0, 2 of 4|stages 1, 3 of 4"
+    refuses(words, ScheduleInterleaved1F1B, [PipelineStage(linear, world.rank, 4, comm)], 4)
+    refuses(rf"stage {world.rank} does B of micro-batches \[1, 0\]; messages come in the", Backwards, stage, 2)
     several = [PipelineStage(nn.Linear(2, 2), index, 4, comm) for index in (world.rank, world.rank + 2)]
-    with pytest.raises(DtlibError, match=r"ScheduleGPipe runs stages .* several stages a rank are run by"):
-        ScheduleGPipe(several, 2)
-    group = torch_group(world)
-    with pytest.raises(
-        DtlibError, match=r"DistributedDataParallel would not average .* wrap it in dtlib\.parallel\.data"
-    ):
-        PipelineStage(nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=group), world.rank, 2, comm)
-    schedule = ScheduleGPipe(stage, 4)
-    with (
-        pytest.raises(DtlibError, match=r"step\(\) has no gradients to compute under no_grad: call eval"),
-        torch.no_grad(),
-    ):
-        schedule.step(torch.zeros(4, 2), target=torch.zeros(4, 2))
+    refuses(r"ScheduleGPipe runs stages .* several stages a rank are run by", ScheduleGPipe, several, 2)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=torch_group(world))
+    words = r"DistributedDataParallel would not average .* wrap it in dtlib\.parallel\.data"
+    refuses(words, PipelineStage, ddp, world.rank, 2, comm)
+    schedule, x = ScheduleGPipe(stage, 4), torch.zeros(4, 2)
+    with torch.no_grad():
+        refuses(r"step\(\) has no gradients to compute under no_grad: call eval", schedule.step, x, target=x)
     if world.rank == 1:
-        with pytest.raises(
-            DtlibError, match=r"step\(\) on the last stage needs a loss: ScheduleGPipe\(\.\.\., loss_fn\)"
-        ):
-            schedule.step(target=torch.zeros(4, 2))
-    if world.rank == 0:
-        with pytest.raises(DtlibError, match="3 samples cannot be cut into 4 micro-batches"):
-            schedule.step(torch.zeros(3, 2))
-        with pytest.raises(DtlibError, match="needs the inputs"):
-            schedule.step()
+        refuses(r"step\(\) on the last stage needs a loss: ScheduleGPipe\(\.\.\., loss_fn\)", schedule.step, target=x)
+    else:
+        refuses("3 samples cannot be cut into 4 micro-batches", schedule.step, torch.zeros(3, 2))
+        refuses("needs the inputs", schedule.step)
         for inputs, words in (
             ((torch.tensor(1.0),), r"tensors of shapes \(\): each has the samples in its first dimension"),
-            ((torch.zeros(4, 2), torch.zeros(2, 2)), r"shapes \(4, 2\), \(2, 2\): each has the samples"),
+            ((x, torch.zeros(2, 2)), r"shapes \(4, 2\), \(2, 2\): each has the samples"),
             ((["a", "b"],), "tensors of shapes none: each has"),
-            ((torch.zeros(4, 2), {"y": torch.zeros(4).numpy()}), "have a ndarray, which is not cut"),
+            ((x, {"y": torch.zeros(4).numpy()}), "have a ndarray, which is not cut"),
             ((nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4),), "have a PackedSequence, which is not cut"),
         ):
-            with pytest.raises(DtlibError, match=words):
-                schedule.step(*inputs)
+            refuses(words, schedule.step, *inputs)
     comm.barrier()
 
 
 @on_ranks(3)
 def test_ranks_without_a_stage_are_refused_on_all_of_them(world):
     specs = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
-    with pytest.raises(
-        DtlibError, match=r"num_stages=2\): there are 3 ranks for stages, which need 2: stages are on all"
-    ):
-        PipelineModule(specs, 2, comm=world.comm)
-    with pytest.raises(DtlibError, match=r"num_stages=2\): 3 ranks cannot have as many stages each"):
-        PipelineStage(nn.Linear(2, 2), min(world.rank, 1), 2, world.comm)
+    words = r"num_stages=2\): there are 3 ranks for stages, which need 2: stages are on all"
+    refuses(words, PipelineModule, specs, 2, comm=world.comm)
+    words = r"num_stages=2\): 3 ranks cannot have as many stages each"
+    refuses(words, PipelineStage, nn.Linear(2, 2), min(world.rank, 1), 2, world.comm)
 
 
 class Nested(nn.Module):
@@ -270,8 +190,12 @@ def nested_loss(output, target):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_nested_tensors_are_cut_and_layers_work_in_place(world, recompute):
+def test_nested_tensors_are_cut_and_layers_work_in_place(world):
+    nested_tensors_are_cut(world, recompute=False)
+    nested_tensors_are_cut(world, recompute=True)
+
+
+def nested_tensors_are_cut(world, recompute):
     def made():
         torch.manual_seed(0)
         return [Nested().double(), Doubled().double()]
@@ -311,10 +235,8 @@ def test_what_is_no_tensor_is_not_given_to_the_next_stage(world):
         stage = PipelineStage(Gives(kind), world.rank, 2, world.comm)
         schedule = ScheduleGPipe(stage, 2, nn.functional.mse_loss)
         if world.rank == 0:
-            with pytest.raises(DtlibError, match=f"Stage 0 gave a {kind} to the next one: a stage gives a tensor, or"):
-                schedule.eval(x)
-            with pytest.raises(DtlibError, match=r"ended with DtlibError, and messages of it may .* make a new one"):
-                schedule.eval(x)
+            refuses(f"Stage 0 gave a {kind} to the next one: a stage gives a tensor, or", schedule.eval, x)
+            refuses(r"ended with DtlibError, and messages of it may .* make a new one", schedule.eval, x)
     # The last one may give what it likes.
     output = ScheduleGPipe(PipelineStage(Gives("dict"), 0, 1, world.comm.split(world.rank)), 2).eval(x)
     assert output["a"].shape == (2, 2)
@@ -334,8 +256,8 @@ def test_a_stage_that_changes_what_it_has_given_is_refused(world):
     stage = PipelineStage(nn.Identity() if world.rank else Reuses(), world.rank, 2, world.comm)
     schedule = ScheduleGPipe(stage, 2)
     if world.rank == 0:
-        with pytest.raises(DtlibError, match="Stage 0 changed in place what it had given for the micro-batch before"):
-            schedule.eval(torch.zeros(2, 2))
+        words = "Stage 0 changed in place what it had given for the micro-batch before"
+        refuses(words, schedule.eval, torch.zeros(2, 2))
 
 
 class Fussy(nn.Linear):
@@ -356,10 +278,8 @@ def test_a_step_that_was_cut_short_leaves_no_stale_messages_to_the_next(world):
     if world.rank == 0:
         schedule.eval(torch.ones(4, 2))
     else:
-        with pytest.raises(ValueError, match="a mistake"):
-            schedule.eval()
-        with pytest.raises(DtlibError, match="A step of this ScheduleGPipe ended with ValueError, and messages of it"):
-            schedule.eval()
+        refuses("a mistake", schedule.eval, error=ValueError)
+        refuses("A step of this ScheduleGPipe ended with ValueError, and messages of it", schedule.eval)
     schedule = ScheduleGPipe(stage, 2)
     torch.manual_seed(0)
     whole, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(4, 2)
@@ -432,12 +352,11 @@ def test_tied_weights_that_are_frozen_unused_or_loaded(world):
     assert weight.grad is None, "nobody used it"
     if world.rank == 0:
         weight.requires_grad_(False)
-    with pytest.raises(DtlibError, match=r"tied weight of shape \(3, 3\) is frozen on 1 of its 2 stages"):
-        module.reduce_tied_gradients()
+    refuses(r"tied weight of shape \(3, 3\) is frozen on 1 of its 2 stages", module.reduce_tied_gradients)
     weight.requires_grad_(True)
     weight.grad = torch.zeros(3, 3).to_sparse() if world.rank == 0 else None
-    with pytest.raises(DtlibError, match=r"tied weight of shape \(3, 3\) has a sparse gradient: build its layers with"):
-        module.reduce_tied_gradients()
+    words = r"tied weight of shape \(3, 3\) has a sparse gradient: build its layers with"
+    refuses(words, module.reduce_tied_gradients)
     module = tied()
     module.load_state_dict({k: torch.ones(3, 3) for k in module.state_dict()}, assign=True)  # other Parameters
     (weight,) = module.parameters()
@@ -484,7 +403,7 @@ def test_a_linear_layer_under_create_graph_and_autocast():
         gradients = torch.autograd.grad(loss, (x, *layer.parameters()), create_graph=True)
         penalty = sum(gradient.square().sum() for gradient in gradients)
         found.append(torch.autograd.grad(penalty, (x, *layer.parameters())))
-    assert max((mine - other).abs().max() for mine, other in zip(*found, strict=True)) <= 1e-12
+    assert max(map(apart, *found)) <= 1e-12
     narrow, found = x.detach().float(), []
     for layer in (ours.float(), plain.float()):
         with torch.autocast("cpu", torch.bfloat16):
@@ -545,20 +464,17 @@ def test_what_a_header_cannot_say_is_refused(world):
     kinds = kinds_of([torch.zeros(2, 3, requires_grad=True), torch.zeros((), dtype=torch.int64)])
     assert read_header(header_of(kinds, 5)) == (kinds, 5)
     assert runs_of(list("aaabccb")) == [2, 1, 0, 0, 1, 0, 0]
-    with pytest.raises(DtlibError, match=r"30 tensors of together 60 dimensions .* room for 64 numbers: join some"):
-        header_of(kinds_of([torch.zeros(1, 1)] * 30), 0)
-    with pytest.raises(DtlibError, match=r"gives torch\.complex64 to the next one: it may give float32, "):
-        header_of(kinds_of([torch.zeros(1, dtype=torch.complex64)]), 0)
+    many, odd = kinds_of([torch.zeros(1, 1)] * 30), kinds_of([torch.zeros(1, dtype=torch.complex64)])
+    refuses(r"30 tensors of together 60 dimensions .* room for 64 numbers: join some", header_of, many, 0)
+    refuses(r"gives torch\.complex64 to the next one: it may give float32, ", header_of, odd, 0)
     stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, world.comm)
     schedule = ScheduleGPipe(stage, 2, lambda output, target: output)
     x = torch.zeros(2, 2)
     if world.rank == 0:
         schedule.comm.time_limit = 1
-        with pytest.raises(DtlibError):
-            schedule.step(x)
+        refuses("", schedule.step, x)
     else:
-        with pytest.raises(DtlibError, match=r"loss_fn gave shape \(1, 2\): it gives one number"):
-            schedule.step(target=x)
+        refuses(r"loss_fn gave shape \(1, 2\): it gives one number", schedule.step, target=x)
 
 
 @on_ranks(2)
@@ -609,14 +525,11 @@ def test_activations_that_change_shape_without_a_reason_are_refused(world):
     stage = PipelineStage(Growing(2, 2), world.rank, 2, world.comm)
     schedule = ScheduleGPipe(stage, 2, nn.functional.mse_loss)
     if world.rank == 0:
-        with pytest.raises(
-            DtlibError, match=r"gave activations of shapes \[\(1, 2\)\] and then \[\(1, 4\)\]: pad them"
-        ):
-            schedule.step(torch.zeros(2, 2))
+        words = r"gave activations of shapes \[\(1, 2\)\] and then \[\(1, 4\)\]: pad them"
+        refuses(words, schedule.step, torch.zeros(2, 2))
     else:
         schedule.comm.time_limit = 1
-        with pytest.raises(DtlibError):
-            schedule.step(target=torch.zeros(2, 2))
+        refuses("", schedule.step, target=torch.zeros(2, 2))
 
 
 def _apply(layer, x, weight, bias):

@@ -1,4 +1,4 @@
-"""The plain cores: as short as promised, equal to the full classes in values and payload, and strict about the rest."""
+"""The plain cores beside their values (test_parity.py): as short as promised, payload as of full classes, strict."""
 
 import math
 from functools import partial
@@ -11,7 +11,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import dtlib
-from dtlib.errors import DtlibError
 from dtlib.parallel import tensor
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
@@ -21,7 +20,7 @@ from dtlib.parallel.tensor.plain import ColumnParallelLinear, ParallelMLP, RowPa
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
-from tests.models import batches, build, difference, full_values, loss_of, slice_of
+from tests.models import build, refuses, seeded
 from tests.ranks import on_ranks
 
 PLAIN = sorted((Path(dtlib.__file__).parent / "parallel").glob("*/plain*.py"))
@@ -44,24 +43,20 @@ def test_every_strategy_that_is_taught_has_a_plain_core():
 
 def net():
     """Four layers of different sizes: (Linear, Tanh) four times."""
-    sizes = (6, 10), (10, 7), (7, 5), (5, 3)
-    return nn.Sequential(*[layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())]).double()
-
-
-def seeded(make, seed=0):
-    torch.manual_seed(seed)
-    return make()
+    return build("chain")
 
 
 def linears(model):
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def batches_of(comm):
-    """Whole batches; and this rank's slice of each."""
-    torch.manual_seed(1)
-    whole = [(torch.randn(4 * comm.size, 6).double(), torch.randn(4 * comm.size, 3).double()) for _ in range(STEPS)]
-    return whole, [[both.chunk(comm.size)[comm.rank] for both in batch] for batch in whole]
+def slices_of(comm):
+    """This rank's slices of some batches."""
+    chance = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(4 * comm.size, size, generator=chance).double().chunk(comm.size)[comm.rank] for size in (6, 3)]
+        for _ in range(STEPS)
+    ]
 
 
 def train(model, slices, after_backward):
@@ -72,17 +67,9 @@ def train(model, slices, after_backward):
     return model
 
 
-def train_alone(comm):
-    """One process that has the whole batches."""
-    model = seeded(net)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return train(model, batches_of(comm)[0], [optimizer.step, optimizer.zero_grad])
-
-
 def refused(comm, why, function, *arguments, **settings):
     """``function`` raises a DtlibError that says why, on every rank, and the ranks stay together."""
-    with pytest.raises(DtlibError, match=why):
-        function(*arguments, **settings)
+    refuses(why, function, *arguments, **settings)
     comm.barrier()
 
 
@@ -104,50 +91,26 @@ CAP = 0.0005  # MiB: three buckets
 
 
 @on_ranks(1, 2, 3, 4, slow=(1, 4))
-def test_data_parallel_has_the_values_and_the_payload_of_the_full_class(world):
-    comm = world.comm
-    alone, (_, slices) = train_alone(comm), batches_of(comm)
-    sent = {}
+def test_data_parallel_has_the_payload_of_the_full_class(world):
+    comm, sent = world.comm, {}
     for kind in (DataParallelNaive, DataParallelHooks, DataParallelBuckets, DataParallel):
         settings = {"bucket_cap_mb": CAP} if kind in (DataParallelBuckets, DataParallel) else {}
-        model = kind(seeded(net, seed=world.rank), comm, **settings)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        model = kind(net(), comm, **settings)
         average = [model.average_gradients] if kind is DataParallelNaive else []
         with dtlib.trace() as trace:
-            train(model, slices, [*average, optimizer.step, optimizer.zero_grad])
-        assert difference(model, alone) <= 1e-12, kind
+            train(model, slices_of(comm), [*average, model.zero_grad])
         sent[kind] = float_bytes(trace.events, "all_reduce")
-    parameters = list(seeded(net).parameters())
+    parameters = list(net().parameters())
     assert len(sent[DataParallelNaive]) == len(sent[DataParallelHooks]) == STEPS * len(parameters)
     assert 1 < len(model.buckets) < len(parameters)
-    # Behind each bucket of the full class travels a flag a parameter, and one about batch_size: with as many messages a
-    # number, as many bytes.
+    # Behind each bucket of the full class travels a flag for each parameter, and one about batch_size: with as many
+    # messages a number, as many bytes.
     flags = [len(bucket.parameters) + 1 for bucket in model.buckets] * STEPS
     for (plain, its_bytes), (full, all_bytes), flag in zip(
         sent[DataParallelBuckets], sent[DataParallel], flags, strict=True
     ):
         assert full == plain + flag
         assert its_bytes * full == all_bytes * plain
-
-
-@on_ranks(2, 3)
-def test_data_parallel_with_buffers_frozen_and_tied_parameters(world):
-    for name in ("convolutional", "transformer"):
-        whole = batches(name, STEPS, 4 * world.size)
-        models = []
-        for kind in (DataParallelNaive, DataParallelHooks, DataParallelBuckets, DataParallel):
-            inner = build(name, seed=world.rank)
-            next(inner.parameters()).requires_grad_(False)
-            model = kind(inner, world.comm)
-            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-            for batch in whole:
-                optimizer.zero_grad()
-                loss_of(model, slice_of(batch, world.rank, world.size)).backward()
-                if kind is DataParallelNaive:
-                    model.average_gradients()
-                optimizer.step()
-            models.append(model)
-        assert max(difference(model, models[-1]) for model in models) <= 1e-12
 
 
 @on_ranks(2, 3)
@@ -185,7 +148,7 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
     for kind in (DataParallelHooks, DataParallelBuckets):
 
         def made(comm, kind=kind):
-            return kind(seeded(net), comm)
+            return kind(net(), comm)
 
         refused_by(comm, "equal ones", made, uneven)
         refused_by(comm, r"0\.weight got .* gradients", made, unused)
@@ -193,12 +156,12 @@ def test_data_parallel_refuses_what_lies_outside_of_its_contract(world):
         refused_by(comm, "frozen, unfrozen or replaced", made, unfrozen)
         refused_by(comm, "was interrupted", made, interrupted)
         refused_by(comm, "no tensor of samples", made, without_a_batch)
-        model = seeded(net)
+        model = net()
         kind(model, comm)
         refused(comm, "earlier wrapper", kind, model, comm)
 
     def naive(*act):
-        model = DataParallelNaive(seeded(net), comm.split(0))
+        model = DataParallelNaive(net(), comm.split(0))
         for do in act:
             do(model)
         model.average_gradients()
@@ -273,63 +236,24 @@ def full_zero(stage, model, comm, units):
 
 
 @on_ranks(1, 2, 3, 4, slow=(1, 4))
-def test_zero_has_the_values_and_the_payload_of_the_full_classes(world):
-    comm = world.comm
-    alone, (_, slices) = train_alone(comm), batches_of(comm)
+def test_zero_has_the_payload_and_the_shards_of_the_full_classes(world):
+    comm, count = world.comm, sum(parameter.numel() for parameter in net().parameters())
     for stage, kind in STAGES.items():
         for cut in (lambda model: [model], linears) if stage == 3 else (lambda model: [model],):
-            plain, full = seeded(net, seed=world.rank), seeded(net, seed=0)
+            plain, full, events = net(), net(), []
             zero = kind(comm, plain, torch.optim.AdamW, cut(plain), **ADAMW)
             optimizer = full_zero(stage, full, comm, cut(full))
-            count = sum(parameter.numel() for parameter in alone.parameters())
             assert sum(len(unit.shard) for unit in zero.units) < count // comm.size + len(zero.units) + 1
-            events = {}
-            for name, model, after in (("plain", plain, [zero.step]), ("full", full, [optimizer.step])):
+            for model, after in ((plain, [zero.step]), (full, [optimizer.step])):
                 with dtlib.trace() as trace:
-                    train(model, slices, [*after, optimizer.zero_grad])
-                events[name] = trace.events
+                    train(model, slices_of(comm), [*after, optimizer.zero_grad])
+                events.append(trace.events)
             if stage == 3:
                 assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero.units)
                 assert all(parameter.isnan().all() for parameter in plain.parameters())
             for operation in ("reduce_scatter", "all_gather"):
-                counted = [sorted(float_bytes(events[name], operation)) for name in ("plain", "full")]
+                counted = [sorted(float_bytes(each, operation)) for each in events]
                 assert counted[0] == counted[1] != [], (stage, operation)
-            if stage == 3:
-                for unit in zero.units:
-                    zero.gather(unit)
-            for values in (dict(plain.named_parameters()), full_values(full, comm)):
-                assert max((values[name] - value).abs().max() for name, value in alone.named_parameters()) <= 1e-12
-
-
-@on_ranks(2, 3)
-def test_zero_in_units_of_its_own_with_evaluation_recomputation_and_a_layer_used_twice(world):
-    comm = world.comm
-    _, slices = batches_of(comm)
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            x = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
-            return self.last(torch.relu_(self.again(torch.relu_(self.again(x)))))
-
-    trained = []
-    for kind in (None, *STAGES.values()):
-        model = seeded(lambda: Twice().double(), seed=0 if kind is None else world.rank)
-        if kind is None:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            train(model, batches_of(comm)[0], [optimizer.step, optimizer.zero_grad])
-        else:
-            zero = kind(comm, model, torch.optim.SGD, linears(model), lr=0.1, momentum=0.9)
-            train(model, slices[:2], [zero.step])
-            with torch.no_grad():
-                model(slices[0][0])
-            train(model, slices[2:], [zero.step])
-        with torch.no_grad():
-            trained.append(comm.broadcast(model(slices[0][0])))
-    assert max((output - trained[0]).abs().max() for output in trained) <= 1e-12
 
 
 @on_ranks(2, 3)
@@ -343,7 +267,7 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         zero.step()
 
     def unused(zero, model):
-        model[:6](x).sum().backward()
+        nn.Sequential(*list(model)[:6])(x).sum().backward()
         zero.step()
 
     def second_backward(zero, model):
@@ -381,15 +305,15 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
             "takes no closure": with_closure,
             "frozen, unfrozen or replaced": frozen_later,
         }.items():
-            model = seeded(net)
+            model = net()
             refused(comm, why, act, kind(comm, model, adamw, linears(model), **ADAMW), model)
-        model = seeded(net)
+        model = net()
         refused(comm, "element by element", kind, comm, model, torch.optim.LBFGS)
         refused(comm, "in 0 units", kind, comm, model, adamw, linears(model)[:2])
         refused(comm, "in 2 units", kind, comm, model, adamw, [model, model[0]])
-        refused(comm, "one of float32 and float64", kind, comm, seeded(net).bfloat16(), adamw)
+        refused(comm, "one of float32 and float64", kind, comm, net().bfloat16(), adamw)
         refused(comm, r"units are \['a'\]: give a list", kind, comm, model, adamw, {"a": model})
-        turned = seeded(net)
+        turned = net()
         turned[0].weight.data = turned[0].weight.detach().t().contiguous().t()
         refused(comm, r"set 0\.weight\.data = 0\.weight\.data\.cont", kind, comm, turned, adamw)
         model[0].float()
@@ -398,10 +322,10 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
         tied[1].weight = tied[0].weight
         refused(comm, "0.weight is in 2 units", kind, comm, tied, adamw, linears(tied))
         kind(comm, tied, adamw)
-        frozen = seeded(net)
+        frozen = net()
         frozen[0].bias.requires_grad_(False)
         refused(comm, "0.bias is frozen", kind, comm, frozen, adamw)
-        kind(comm, model := seeded(net), adamw)
+        kind(comm, model := net(), adamw)
         refused(comm, "earlier wrapper", kind, comm, model, adamw)
 
     class Pair(nn.Linear):
@@ -419,41 +343,30 @@ def test_zero_refuses_what_lies_outside_of_its_contract(world):
 def stages_of(model, comm):
     """(Linear, Tanh) four times, shared out among ranks."""
     first, last = (4 * rank // comm.size for rank in (comm.rank, comm.rank + 1))
-    return model[2 * first : 2 * last]
+    return nn.Sequential(*list(model)[2 * first : 2 * last])
 
 
 @on_ranks(1, 2, 3, 4, slow=(1, 4))
-def test_pipeline_has_the_values_and_the_payload_of_the_full_classes(world):
+def test_pipeline_has_the_payload_and_the_order_of_the_full_classes(world):
     comm = world.comm
-    (x, y), *_ = batches_of(comm)[0]
-    is_last = comm.rank == comm.size - 1
-    ends = x if comm.rank == 0 else None, y if is_last else None
+    x, y = torch.randn(2, 12, 6).double().unbind()
+    ends = x if comm.rank == 0 else None, y[:, :3] if comm.rank == comm.size - 1 else None
     for name, schedule in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
         for microbatches in (1, 2, 4):
-            alone, plain, full = (seeded(net) for _ in range(3))
-            expected = mse_loss(alone(x), y)
-            expected.backward()
-            stage = PipelineStage(stages_of(full, comm), comm.rank, comm.size, comm)
-            whole = schedule(stage, microbatches, mse_loss)
+            whole = schedule(PipelineStage(stages_of(net(), comm), comm.rank, comm.size, comm), microbatches, mse_loss)
             with dtlib.trace() as trace:
-                loss = step(comm, stages_of(plain, comm), *ends, mse_loss, microbatches, name)
+                step(comm, stages_of(net(), comm), *ends, mse_loss, microbatches, name)
             with dtlib.trace() as other:
                 whole.step(*([x] if comm.rank == 0 else []), target=ends[1])
             assert float_bytes(trace.events, "send") == float_bytes(other.events, "send")
             done = [event.action for event in trace.events if event.kind == "phase"]
             assert done == [event.action for event in other.events if event.kind == "phase"] and None not in done
-            assert abs(loss - expected) <= 1e-12 if is_last else loss is None
-            for model in (plain, full):
-                for ours, theirs in zip(
-                    stages_of(model, comm).parameters(), stages_of(alone, comm).parameters(), strict=True
-                ):
-                    assert (ours.grad - theirs.grad).abs().max() <= 1e-12
 
 
 @on_ranks(2, 3)
 def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     comm = world.comm
-    x, y, stage = torch.ones(6, 6).double(), torch.ones(6, 3).double(), stages_of(seeded(net), comm)
+    x, y, stage = torch.ones(6, 6).double(), torch.ones(6, 3).double(), stages_of(net(), comm)
     is_first, is_last = comm.rank == 0, comm.rank == comm.size - 1
     x, y = x if is_first else None, y if is_last else None
     refused(comm, "no 4 equal micro-batches", step, comm, stage, x, y, mse_loss, 4)
@@ -469,7 +382,7 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
         refused(comm, "reduction='sum': take the mean", step, comm, stage, x, y, summed, 2)
     norm = nn.Sequential(stage, nn.BatchNorm1d(7)).double() if is_first else stage
     refused(comm, "1 of rank 0 is batch norm", step, comm, norm, x, y, mse_loss, 2)
-    shared = seeded(lambda: nn.Linear(6, 6), seed=0 if is_first or is_last else 1).double()
+    shared = seeded(lambda: nn.Linear(6, 6), seed=0 if is_first or is_last else 1)
     tied = nn.Sequential(nn.Tanh(), shared) if is_last else nn.Sequential(shared)
     refused(comm, r"1\.weight of rank . has the values of 0\.weight of rank 0", step, comm, tied, x, y, mse_loss, 2)
     # From one seed, or of a constant: nothing is tied. Batch norm sees whole batches, or none.
@@ -479,8 +392,7 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
     assert (step(comm, alike.eval(), x, y6, mse_loss, 2) is None) != is_last
     if is_first:
         for odd in (lambda x: (x, x), lambda x: x.half()):
-            with pytest.raises(DtlibError, match="gives one tensor"):
-                announce(comm, 1, odd(x))
+            refuses("gives one tensor", announce, comm, 1, odd(x))
     comm.barrier()
 
 
@@ -488,22 +400,13 @@ def test_pipeline_refuses_what_lies_outside_of_its_contract(world):
 
 
 @on_ranks(1, 2, 3, 4, slow=(1, 4))
-def test_tensor_parallel_layers_have_the_values_and_the_payload_of_the_full_ones(world):
-    comm, results, sent = world.comm, [], []
-    for made in (
-        lambda: ParallelMLP(6, 12, comm),
-        lambda: tensor.ParallelMLP(6, 12, comm),
-        lambda: nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)),
-    ):
-        model = seeded(made, seed=0).double()
-        x = seeded(lambda: torch.randn(5, 2, 6)).double().requires_grad_()
+def test_tensor_parallel_layers_have_the_payload_of_the_full_ones(world):
+    sent = []
+    for kind in (ParallelMLP, tensor.ParallelMLP):
+        model, x = seeded(lambda kind=kind: kind(6, 12, world.comm)), torch.ones(5, 2, 6).double().requires_grad_()
         with dtlib.trace() as trace:
-            output = model(x)
-            output.square().sum().backward()
-        results.append([output.detach(), x.grad, list(model.parameters())[-1].grad])
+            model(x).square().sum().backward()
         sent.append(float_bytes(trace.events, "all_reduce"))
-    for ours, full, alone in zip(*results, strict=True):
-        assert max((ours - full).abs().max(), (ours - alone).abs().max()) <= 1e-12
     assert sent[0] == sent[1] and len(sent[0]) == 2
 
 

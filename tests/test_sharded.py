@@ -1,4 +1,4 @@
-"""ZeRO stage 3 against one process, and against torch's FSDP2."""
+"""ZeRO stage 3 beside its values (test_parity.py): what is whole when, payload, mixed precision and refusals."""
 
 import copy
 import dataclasses
@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.utils.checkpoint import checkpoint
 
 import dtlib
 from benchmarks.peers import torch_group
@@ -19,74 +18,31 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard, units_of
-from tests.models import batches, build, difference, difference_of_values, full_values, loss_of, slice_of
+from tests.models import (
+    EXACT,
+    adamw,
+    batches,
+    build,
+    difference,
+    difference_of_values,
+    full_values,
+    loss_of,
+    refuses,
+    sgd,
+    slice_of,
+    train,
+    train_alone,
+    units,
+)
 from tests.ranks import on_ranks
-from tests.test_data_parallel import STEPS, train_alone
-from tests.test_zero import optimizer_of, train_torch
 
-
-def units(model):
-    """Some blocks of a model, with parameters of odd sizes in each."""
-    if hasattr(model, "features"):
-        return [model.features, model.classify]
-    return [model.layer] if hasattr(model, "layer") else [model.first, model.second]
+STEPS = 3
 
 
 def sharded(model, comm, **options):
     for module in units(model):
         fully_shard(module, comm, **options)
     return fully_shard(model, comm, **options)
-
-
-def train(model, optimizer, data, comm, accumulate=1, clip=None, sync_always=True):
-    for step, batch in enumerate(data):
-        last = (step + 1) % accumulate == 0
-        if last or sync_always:
-            loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
-        else:
-            with model.no_sync():
-                loss_of(model, slice_of(batch, comm.rank, comm.size)).backward()
-        if last:
-            if clip:
-                model.clip_grad_norm_(clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-@on_ranks(2, 3, 4, slow=(4,))
-@pytest.mark.parametrize("name", ["plain", "convolutional", "transformer"])
-@pytest.mark.parametrize("optimizer,accumulate,clip", [("sgd", 1, None), ("adamw", 2, 0.5)])
-def test_parity_with_one_process_and_with_fsdp2(world, name, optimizer, accumulate, clip):
-    comm, data = world.comm, batches(name, 2 * STEPS, 4 * world.size)
-    reference = build(name)
-    train_alone(reference, optimizer_of(reference, optimizer), data, world.size, accumulate, clip)
-    for reshard in (True, False):
-        ours = sharded(build(name, seed=world.rank), comm, reshard_after_forward=reshard)
-        train(ours, optimizer_of(ours, optimizer), data, comm, accumulate, clip, sync_always=reshard)
-        # The design's bound for float64.
-        assert difference_of_values(ours, reference, comm) <= 1e-12, reshard
-    theirs, mesh = build(name), DeviceMesh.from_group(torch_group(world), "cpu")
-    for module in [*units(theirs), theirs]:
-        fsdp2(module, mesh=mesh)
-    train_torch(theirs, optimizer_of(theirs, optimizer), data, comm, accumulate, clip)
-    assert difference_of_values(ours, theirs, comm) <= 1e-12
-
-
-@on_ranks(2, 3)
-def test_float32_is_as_near_to_float64_as_fsdp2(world):
-    comm, data = world.comm, batches("transformer", STEPS, 4 * world.size, torch.float32)
-    exact = build("transformer")
-    train_alone(exact, optimizer_of(exact, "sgd"), data, world.size)
-    ours = sharded(build("transformer", torch.float32), comm)
-    theirs, mesh = build("transformer", torch.float32), DeviceMesh.from_group(torch_group(world), "cpu")
-    for module in [*units(theirs), theirs]:
-        fsdp2(module, mesh=mesh)
-    errors = [
-        difference_of_values(train(model, optimizer_of(model, "sgd"), data, comm), exact, comm)
-        for model in (ours, theirs)
-    ]
-    assert errors[0] <= max(2 * errors[1], 1e-5)
 
 
 @on_ranks(2, 3)
@@ -110,8 +66,12 @@ def test_bfloat16_follows_stage_1(world):
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_payload_is_one_and_a_half_times_that_of_data_parallelism(world, reshard):
+def test_payload_is_one_and_a_half_times_that_of_data_parallelism(world):
+    payload_is_that_of_the_formula(world, True)
+    payload_is_that_of_the_formula(world, False)
+
+
+def payload_is_that_of_the_formula(world, reshard):
     model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
     for unit in (model[0], model[2], model):
         fully_shard(unit, world.comm, reshard_after_forward=reshard)
@@ -168,56 +128,14 @@ def test_only_the_units_that_compute_are_whole(world, prefetch):
 
 
 @on_ranks(2)
-def test_units_are_prefetched_in_the_recorded_order_on_a_slow_network(world):
-    slow = world.comm.emulate_network(latency=1e-3, bandwidth=1e9)
+def test_units_are_prefetched_by_a_thread_on_a_slow_network(world):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    reference = copy.deepcopy(model)
     for layer in [*model, model]:
-        fully_shard(layer, slow)
+        fully_shard(layer, world.comm.emulate_network(latency=1e-3, bandwidth=1e9))
     assert model._unit.progress == "thread" and model._unit.prefetch
-    x = world.comm.broadcast(torch.randn(4, 8))
     for _ in range(3):
-        model(x).square().sum().backward()
-    world.comm.broadcast(weights := reference[0].weight.detach().clone())
-    for layer in reference:
-        for parameter in layer.parameters():
-            world.comm.broadcast(parameter)
-    for _ in range(3):
-        reference(x).square().sum().backward()
-    assert torch.equal(full_values(model, world.comm)["0.weight"], weights)
-    ours = torch.cat(world.comm.all_gather_object(model[0].weight.grad)).view(8, 8)
-    assert (ours - reference[0].weight.grad).abs().max() < 1e-5
-    assert gathered(model) == []
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("inside", [False, True])
-def test_activation_checkpointing_and_frozen_layers(world, inside):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Linear(6, 8).requires_grad_(False)
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)
-            )
-            self.out = nn.Linear(8, 3)
-
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False) if inside else x + block(x)
-            return self.out(x)
-
-    torch.manual_seed(0)
-    reference = Net().double()
-    ours = copy.deepcopy(reference)
-    for module in [*ours.blocks, ours]:
-        fully_shard(module, world.comm)
-    data = batches("plain", STEPS, 4 * world.size)
-    train_alone(reference, optimizer_of(reference, "adamw"), data, world.size)
-    train(ours, optimizer_of(ours, "adamw"), data, world.comm)
-    assert difference_of_values(ours, reference, world.comm) <= 1e-12
-    assert ours.embed.weight.grad is None
+        model(torch.ones(4, 8)).square().sum().backward()
+        assert gathered(model) == []
 
 
 @on_ranks(2, 3)
@@ -236,17 +154,15 @@ def test_a_model_on_the_meta_device_comes_to_life_unit_by_unit(world):
     with torch.device("meta"):
         bare = nn.Module()
         bare.weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(DtlibError, match=r"Module has parameters .* no reset_parameters"):
-        fully_shard(bare, world.comm)
+    refuses(r"Module has parameters .* no reset_parameters", fully_shard, bare, world.comm)
 
 
 @on_ranks(2, 3)
-def test_uneven_batches_evaluation_and_exceptions(world):
-    data = batches("plain", STEPS, 5 * world.size - 1)
+def test_evaluation_and_exceptions(world):
+    data, comm = batches("plain", STEPS, 4 * world.size), world.comm
     reference = build("plain")
-    train_alone(reference, optimizer_of(reference, "sgd"), data, 1)
-    ours = sharded(build("plain"), world.comm)
-    optimizer = optimizer_of(ours, "sgd")
+    train_alone(reference, sgd(reference), data)
+    ours = sharded(build("plain"), comm)
     broken = ours.second.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ours(data[0][0])
@@ -257,36 +173,20 @@ def test_uneven_batches_evaluation_and_exceptions(world):
     with pytest.raises(ZeroDivisionError):
         ours(data[0][0]).sum().backward()
     handle.remove()
-    world.comm.barrier()
+    comm.barrier()
     # Gradients of the second layer had left: ranks that differ in that would be out of step.
-    with pytest.raises(DtlibError, match=r"interrupted while gradients travelled"):
-        ours(data[0][0])
-    ours = sharded(build("plain"), world.comm)
-    optimizer = optimizer_of(ours, "sgd")
-    for x, y in data:
-        mine = slice_of((x, y), world.rank, world.size)
-        ours.batch_size = len(mine[0])
-        loss_of(ours, mine).backward()
+    refuses(r"interrupted while gradients travelled", ours, data[0][0])
+    ours = sharded(build("plain"), comm)
+    optimizer = sgd(ours)
+    for batch in data:
+        loss_of(ours, slice_of(batch, comm.rank, comm.size)).backward()
         with torch.no_grad():
-            before = ours.eval()(x)
+            before = ours.eval()(batch[0])
         optimizer.step()
         with torch.no_grad():
-            assert not torch.equal(before, ours.train()(x))
+            assert not torch.equal(before, ours.train()(batch[0]))
         optimizer.zero_grad()
-    assert difference_of_values(ours, reference, world.comm) <= 1e-12
-
-
-@on_ranks(2)
-def test_on_a_process_group_and_an_mpi4py_communicator(world):
-    from mpi4py import MPI
-
-    data = batches("transformer", 3, 8)
-    reference = build("transformer")
-    train_alone(reference, optimizer_of(reference, "sgd"), data, 2)
-    for comm in (torch_group(world), MPI.COMM_WORLD):
-        ours = sharded(build("transformer"), comm)
-        train(ours, optimizer_of(ours, "sgd"), data, world.comm)
-        assert difference_of_values(ours, reference, world.comm) <= 1e-12
+    assert difference_of_values(ours, reference, comm) <= EXACT
 
 
 def test_rank_0_of_64_without_the_others():
@@ -301,16 +201,12 @@ def test_rank_0_of_64_without_the_others():
 
 @on_ranks(2)
 def test_what_it_cannot_do_is_refused(world):
-    model = build("transformer")
-    fully_shard(model.embedding, world.comm)
-    with pytest.raises(DtlibError, match=r"output.weight is shared with weight of another unit"):
-        fully_shard(model, world.comm)
-    with pytest.raises(DtlibError, match="is a unit already"):
-        fully_shard(model.embedding, world.comm)
-    with pytest.raises(DtlibError, match="weight is complex64"):
-        fully_shard(nn.Linear(2, 2, dtype=torch.complex64), world.comm)
-    with pytest.raises(DtlibError, match=r"The models differ: (weight|bias) is"):
-        fully_shard(nn.Linear(2, 2 + world.rank), world.comm)
+    model, comm = build("transformer"), world.comm
+    fully_shard(model.embedding, comm)
+    refuses(r"output.weight is shared with weight of another unit", fully_shard, model, comm)
+    refuses("is a unit already", fully_shard, model.embedding, comm)
+    refuses("weight is complex64", fully_shard, nn.Linear(2, 2, dtype=torch.complex64), comm)
+    refuses(r"The models differ: (weight|bias) is", fully_shard, nn.Linear(2, 2 + world.rank), comm)
 
 
 @on_ranks(2, 3)
@@ -325,14 +221,13 @@ def test_whole_parameters_are_summoned_and_what_rank_0_changes_holds(world):
         assert difference(model, build("transformer")) == 0
         if world.rank == 0:
             model.load_state_dict(reference.state_dict())
-        with pytest.raises(DtlibError, match="leave that context first"):
-            model(batches("transformer", 1, 2)[0][0])
+        refuses("leave that context first", model, batches("transformer", 1, 2)[0][0])
         assert model._unit._uses == 0, "a refused pass counts as one that has ended, and no later one frees the unit"
     assert difference_of_values(model, reference, world.comm) == 0
     data = batches("transformer", 2, 4 * world.size)
-    train_alone(reference, optimizer_of(reference, "sgd"), data, world.size)
-    train(model, optimizer_of(model, "sgd"), data, world.comm)
-    assert difference_of_values(model, reference, world.comm) <= 1e-12
+    train_alone(reference, sgd(reference), data)
+    train(model, sgd(model), data, world.comm)
+    assert difference_of_values(model, reference, world.comm) <= EXACT
 
 
 @on_ranks(2)
@@ -362,8 +257,7 @@ def test_mixed_precision_is_that_of_fsdp2(world, reduce_dtype):
             torch.testing.assert_close(whole.view(parameter.slice.shape), grads[name], rtol=close, atol=close)
             assert parameter.grad.dtype == torch.float32
     for wrong, words in ((1, "pass torch.distributed.fsdp.Mixed"), (MixedPrecisionPolicy(torch.int8), "torch.int8")):
-        with pytest.raises(DtlibError, match=words):
-            fully_shard(nn.Linear(2, 2), mp_policy=wrong)
+        refuses(words, fully_shard, nn.Linear(2, 2), mp_policy=wrong)
 
 
 @dataclasses.dataclass
@@ -391,8 +285,7 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
     def meddle(change, words):
         model = fresh()
         change(model)
-        with pytest.raises(DtlibError, match=words):
-            model(batch[0])
+        refuses(words, model, batch[0])
 
     meddle(lambda model: model.requires_grad_(True), "bias was unfrozen after fully_shard")
     meddle(lambda model: model.requires_grad_(False), "weight was frozen after fully_shard")
@@ -402,35 +295,31 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
     meddle(lambda model: model.second.weight.register_hook(lambda grad: 2 * grad), "given a hook of its gradient")
     hooked = nn.Linear(2, 2)
     hooked.weight.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(DtlibError, match="weight has a hook of its gradient"):
-        fully_shard(hooked)
+    refuses("weight has a hook of its gradient", fully_shard, hooked)
     model = fresh()
-    with pytest.raises(DtlibError, match="cannot be copied"):
-        copy.deepcopy(model)
+    refuses("cannot be copied", copy.deepcopy, model)
     loss_of(model, mine).backward()
-    with pytest.raises(DtlibError, match="clip with clip_grad_norm_ of"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    refuses("clip with clip_grad_norm_ of", nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     reference = build("plain")
     loss_of(reference, batch).backward()
     for norm_type in (1, float("inf")):
         norm = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None], norm_type)
-        assert abs(model.clip_grad_norm_(1e9, norm_type) - norm) <= 1e-12
-    with pytest.raises(DtlibError, match="create_graph=True"):
-        loss_of(fresh(), mine).backward(create_graph=True)
+        assert abs(model.clip_grad_norm_(1e9, norm_type) - norm) <= EXACT
+    refuses("create_graph=True", loss_of(fresh(), mine).backward, create_graph=True)
     cut = nn.Linear(2, 2)
     cut.weight.tensor_parallel = True
-    with pytest.raises(DtlibError, match="1 parameters are shards of tensor-parallel layers"):
-        fully_shard(cut, world.comm).clip_grad_norm_(1.0)
+    words = "1 parameters are shards of tensor-parallel layers"
+    refuses(words, fully_shard(cut, world.comm).clip_grad_norm_, 1.0)
     # What stayed here in no_sync() is dropped by zero_grad() of the optimizer.
     model = fresh()
-    optimizer = optimizer_of(model, "sgd")
+    optimizer = sgd(model)
     with model.no_sync():
         (loss_of(model, mine) * 7).backward()
     optimizer.zero_grad()
     loss_of(model, mine).backward()
     optimizer.step()
-    optimizer_of(reference, "sgd").step()
-    assert difference_of_values(model, reference, world.comm) <= 1e-12
+    sgd(reference).step()
+    assert difference_of_values(model, reference, world.comm) <= EXACT
     wrapping, alone = Wrapping().double(), Wrapping().double()
     fully_shard(wrapping.layer), fully_shard(wrapping)
     with wrapping.summon_full_params():
@@ -445,15 +334,14 @@ def test_what_goes_wrong_without_a_word_elsewhere(world):
 def test_batch_size_on_some_ranks_only_is_refused_on_all(world):
     data = batches("plain", 2, 4 * world.size)
     reference = build("plain")
-    train_alone(reference, optimizer_of(reference, "sgd"), data, world.size, accumulate=2)
+    train_alone(reference, sgd(reference), data, accumulate=2)
     ours = sharded(build("plain"), world.comm)
     ours.batch_size = 4 if world.rank else None
     with pytest.raises(DtlibError, match="on some ranks only"):
         loss_of(ours, slice_of(data[0], world.rank, world.size)).backward()
     ours.zero_grad()
-    ours.batch_size = 4
-    train(ours, optimizer_of(ours, "sgd"), data, world.comm, accumulate=2)
-    assert difference_of_values(ours, reference, world.comm) <= 1e-12
+    train(ours, sgd(ours), data, world.comm, accumulate=2, by_samples=True)
+    assert difference_of_values(ours, reference, world.comm) <= EXACT
 
 
 def test_units_are_the_repeated_layers_that_share_nothing():
@@ -470,8 +358,8 @@ def test_units_are_the_repeated_layers_that_share_nothing():
 def test_on_a_gpu(world, prefetch):
     data = [(x.to(world.device), y.to(world.device)) for x, y in batches("transformer", STEPS, 4 * world.size)]
     reference = build("transformer").to(world.device)
-    train_alone(reference, optimizer_of(reference, "adamw"), data, world.size)
+    train_alone(reference, adamw(reference), data)
     ours = sharded(build("transformer").to(world.device), world.comm, prefetch=prefetch)
-    train(ours, optimizer_of(ours, "adamw"), data, world.comm)
+    train(ours, adamw(ours), data, world.comm)
     # Kernels of a GPU may add in another order every time.
     assert difference_of_values(ours, reference, world.comm) <= 1e-9

@@ -1,15 +1,13 @@
-"""Tensor parallelism against the unsplit modules in one process, and against torch's DTensor."""
+"""Tensor-parallel layers against unsplit ones, beside whole models (test_parity.py): bytes, memory and refusals."""
+
+import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import dtlib
-from benchmarks.peers import torch_group
-from dtlib.comm import as_communicator
 from dtlib.comm.selection import DOUBLING_UP_TO
 from dtlib.errors import DtlibError
 from dtlib.measure.activations import Activations
@@ -29,15 +27,13 @@ from dtlib.parallel.tensor import (
     scatter_tokens,
     sum_over_ranks,
     vocab_parallel_cross_entropy,
-    whole_state_dict,
 )
 from dtlib.parallel.tensor.functions import slice_of
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.theory.collectives import elements_sent
-from tests.models import OPTIMIZERS
+from tests.models import EXACT, OPTIMIZERS, all_cases, apart, refuses, seeded
 from tests.ranks import on_ranks
 
-EXACT = 1e-12  # the design's bound for float64
 WIDTH, HEADS, HIDDEN, WORDS, STEPS = 24, 12, 29, 11, 5  # heads divide by 2, 3 and 4; hidden features and words do not
 
 
@@ -98,60 +94,49 @@ class Language(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def seeded(make, dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    return make().to(dtype)
-
-
 def texts(steps=STEPS, count=8):
     torch.manual_seed(1)
     made = torch.randint(0, WORDS, (steps, count, 7))
     return [(text[:, :-1], text[:, 1:]) for text in made]
 
 
-def train(model, optimizer, data, language=None, clip=None):
-    language = language or model
+def train(model, optimizer, data, language=None, clip=None) -> list[float]:
+    """What ``clip`` returned in each step."""
+    language, clipped = language or model, []
     for x, y in data:
         language.loss(model(x), y).backward()
         if clip:
-            clip()
+            clipped.append(float(clip()))
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    return clipped
+
+
+def shard_of(whole, model, name):
+    """What this rank has of a whole parameter of ``model``."""
+    path, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(path)
+    if leaf not in getattr(layer, "partition_dim", {}):
+        return whole
+    dim, size, rank = layer.partition_dim[leaf], layer.comm.size, layer.comm.rank
+    return whole[(slice(None),) * dim + (slice_of(whole.shape[dim], rank, size),)]
 
 
 def difference(model, reference, grad=False) -> float:
     """The largest difference between each parameter here, or its gradient, and the same shard of the reference's."""
-    largest = 0.0
-    for name, parameter in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        layer, whole = model.get_submodule(path), reference.get_parameter(name)
-        whole = whole.grad if grad else whole.detach()
-        if leaf in getattr(layer, "partition_dim", {}):
-            dim, size, rank = layer.partition_dim[leaf], layer.comm.size, layer.comm.rank
-            whole = whole[(slice(None),) * dim + (slice_of(whole.shape[dim], rank, size),)]
-        value = parameter.grad if grad else parameter.detach()
-        assert value.shape == whole.shape, name
-        largest = max(largest, float((value.double() - whole.double()).abs().max()))
-    return largest
-
-
-def apart(ours, theirs) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours.detach().double() - theirs.detach().double()).abs().max())
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    pairs = [(mine, reference.get_parameter(name), name) for name, mine in model.named_parameters()]
+    if grad:
+        pairs = [(mine.grad, whole.grad, name) for mine, whole, name in pairs]
+    return max(apart(mine, shard_of(whole, model, name)) for mine, whole, name in pairs)
 
 
 def check_step(ours, reference, x):
     """Outputs and all gradients of one forward and backward pass."""
     ours_x, reference_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, expected = ours(ours_x), reference(reference_x)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).to(y.device).view(y.shape)  # no output like another
-    (y * weights).sum().backward()
-    (expected * weights).sum().backward()
+    cotangent = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(5))
+    y.backward(cotangent)
+    expected.backward(cotangent)
     assert apart(y, expected) <= EXACT
     assert apart(ours_x.grad, reference_x.grad) <= EXACT
     assert difference(ours, reference, grad=True) <= EXACT
@@ -189,9 +174,14 @@ def test_the_four_functions_and_their_gradients(world):
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("features", [12, 13])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_layers_equal_the_unsplit_one(world, features, bias):
+def test_linear_layers_equal_the_unsplit_one(world):
+    with all_cases() as case:
+        for features, bias in itertools.product((12, 13), (True, False)):
+            with case(features, bias):
+                linear_layers_equal_the_unsplit_one(world, features, bias)
+
+
+def linear_layers_equal_the_unsplit_one(world, features, bias):
     torch.manual_seed(2)
     narrow, wide = torch.randn(3, 4, 6, dtype=torch.float64), torch.randn(3, 4, features, dtype=torch.float64)
     reference = seeded(lambda: nn.Linear(6, features, bias))
@@ -246,76 +236,6 @@ def test_embedding_and_cross_entropy_equal_the_unsplit_ones(world):
     assert torch.isfinite(loss).all()
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_mlp_has_parity_with_one_process_and_with_dtensor(world, optimizer):
-    data = [seeded(lambda: nn.Linear(WIDTH, 10), seed=step).weight.detach() for step in range(STEPS)]
-
-    def trained(model, dtype):
-        step = OPTIMIZERS[optimizer](model)
-        for x in data:
-            (model(x.to(dtype)) - x.to(dtype)).square().mean().backward()
-            step.step()
-            step.zero_grad()
-        return model
-
-    def plain(dtype):
-        return seeded(lambda: PlainMLP(WIDTH, 36), dtype)
-
-    mesh = DeviceMesh.from_group(torch_group(world), "cpu")
-    plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-    exact = trained(plain(torch.float64), torch.float64)
-    errors = {}
-    for dtype in (torch.float64, torch.float32):
-        ours = trained(seeded(lambda: ParallelMLP(WIDTH, 36, world.comm), dtype), dtype)
-        theirs = trained(parallelize_module(plain(dtype), mesh, plan), dtype).state_dict()
-        peer = max(apart(full(theirs[name]), value) for name, value in exact.state_dict().items())
-        errors[dtype] = difference(ours, exact), peer
-    assert max(errors[torch.float64]) <= EXACT
-    assert errors[torch.float32][0] <= max(2 * errors[torch.float32][1], 1e-5)
-
-
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_language_model_with_tied_embedding_has_parity(world, optimizer):
-    data = texts()
-    reference, ours = seeded(Language), seeded(lambda: Language(world.comm))
-    assert difference(ours, reference) == 0
-    (x, y), *_ = data
-    losses = [model.loss(model(x), y) for model in (ours, reference)]
-    assert apart(*losses) <= EXACT
-    for model, loss in zip((ours, reference), losses, strict=True):
-        loss.backward()
-        assert model.output.weight is model.embedding.weight
-    assert difference(ours, reference, grad=True) <= EXACT
-    # What is whole on every rank stays equal to the last bit.
-    whole = ("norm1.", "norm2.", "attention.out_proj.bias", "mlp.linear2.bias")
-    grads = [parameter.grad for name, parameter in ours.named_parameters() if name.startswith(whole)]
-    everyones = world.comm.all_gather_object(grads)
-    assert len(grads) == 6 and all(torch.equal(a, b) for their in everyones for a, b in zip(grads, their, strict=True))
-    for model in (ours, reference):
-        model.zero_grad()
-        train(model, OPTIMIZERS[optimizer](model), data)
-    assert difference(ours, reference) <= EXACT
-    whole = whole_state_dict(ours)
-    assert max(apart(whole[name], value) for name, value in reference.state_dict().items()) <= EXACT
-    seeded(Language, seed=9).load_state_dict(whole)
-
-
-@on_ranks(2, 3)
-def test_norms_are_clipped_as_one(world):
-    reference, ours = seeded(Language), seeded(lambda: Language(world.comm))
-    norms = []
-    for model, clip in (
-        (ours, lambda: clip_grad_norm_(ours, 0.1, world.comm)),
-        (reference, lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.1)),
-    ):
-        train(model, OPTIMIZERS["sgd"](model), texts(), clip=lambda clip=clip: norms.append(float(clip())))
-    assert norms[0] > 0.1
-    torch.testing.assert_close(norms[:STEPS], norms[STEPS:], rtol=EXACT, atol=EXACT)
-    assert difference(ours, reference) <= EXACT
-
-
 class Norms(nn.Module):
     """Attention and perceptron, each behind a layer norm; with ``comm`` ranks have slices of tokens between them."""
 
@@ -343,13 +263,8 @@ def test_sequence_parallelism_has_the_values_and_the_bytes_of_two_all_reduces(wo
     reference = Norms().double()
     torch.manual_seed(0)
     ours = Norms(comm).double()
-    for name, parameter in ours.named_parameters():  # the same values, cut as the layers say
-        path, _, leaf = name.rpartition(".")
-        layer, whole = ours.get_submodule(path), reference.get_parameter(name).detach()
-        if leaf in getattr(layer, "partition_dim", {}):
-            dim = layer.partition_dim[leaf]
-            whole = whole[(slice(None),) * dim + (slice_of(whole.shape[dim], comm.rank, comm.size),)]
-        parameter.data = whole.clone()
+    for name, parameter in ours.named_parameters():
+        parameter.data = shard_of(reference.get_parameter(name).detach(), ours, name).clone()
     here = slice_of(tokens, comm.rank, comm.size)
     mine, theirs = x[:, here].clone().requires_grad_(), x.clone().requires_grad_()
     expected = reference(theirs)
@@ -471,21 +386,6 @@ def test_cost_is_that_of_the_docstrings(world):
     assert sent(world, lambda: y[0].backward()) == {}
 
 
-@on_ranks(2)
-def test_on_a_process_group_and_on_an_mpi4py_communicator(world):
-    from mpi4py import MPI
-
-    reference = seeded(Language)
-    train(reference, OPTIMIZERS["sgd"](reference), texts())
-    for comm in (torch_group(world), MPI.COMM_WORLD):
-        ours = seeded(lambda comm=comm: Language(as_communicator(comm)))
-        assert difference(train(ours, OPTIMIZERS["sgd"](ours), texts()), reference) <= EXACT
-        mlp, plain = seeded(lambda comm=comm: ParallelMLP(WIDTH, HIDDEN, comm)), seeded(PlainMLP)
-        check_step(mlp, plain, torch.ones(3, WIDTH, dtype=torch.float64))
-        with pytest.raises(DtlibError, match=r"dtlib\.comm\.as_communicator"):
-            copy_to_ranks(torch.ones(1), comm)
-
-
 @on_ranks(2, 3)
 def test_bfloat16_is_as_near_as_the_unsplit_model(world):
     (x, y), *_ = texts()
@@ -564,22 +464,16 @@ def test_what_it_cannot_do_is_refused_on_every_rank(world):
         (lambda: ParallelAttention.from_attention(with_dropout, comm), "dropout=0"),
         (lambda: ParallelAttention.from_attention(nn.MultiheadAttention(12, 6), comm), "with batch_first=True"),
         (lambda: ColumnParallelLinear(4, 8, "gloo"), "comm='gloo' is no communicator"),
+        (lambda: copy_to_ranks(torch.ones(1), comm.mpi), r"dtlib\.comm\.as_communicator"),
     ):
-        with pytest.raises(DtlibError, match=words):
-            make()
-    with pytest.raises(DtlibError, match=r"shape \(1, 5\).* 4: in_features=4"):
-        ColumnParallelLinear(4, 8, comm)(torch.ones(1, 5))
-    with pytest.raises(DtlibError, match="this rank's slice"):
-        RowParallelLinear(12, 8, comm, input_is_parallel=True)(torch.ones(1, 12))
-    with pytest.raises(DtlibError, match="has words 0 to 7 and got 3 to 8"):
-        VocabParallelEmbedding(8, 2, comm)(torch.tensor([3, 8]))
-    logits, targets = torch.zeros(2, 6), torch.tensor([0, 6 * n])
-    with pytest.raises(DtlibError, match=f"words 0 to {6 * n - 1}, and some are 0 to {6 * n}"):
-        vocab_parallel_cross_entropy(logits, targets, comm)
-    with pytest.raises(DtlibError, match="reduction='average'"):
-        vocab_parallel_cross_entropy(logits, targets, comm, reduction="average")
-    with pytest.raises(DtlibError, match=r"got \(2, 6\) with \(3,\)"):
-        vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64), comm)
+        refuses(words, make)
+    refuses(r"shape \(1, 5\).* 4: in_features=4", ColumnParallelLinear(4, 8, comm), torch.ones(1, 5))
+    refuses("this rank's slice", RowParallelLinear(12, 8, comm, input_is_parallel=True), torch.ones(1, 12))
+    refuses("has words 0 to 7 and got 3 to 8", VocabParallelEmbedding(8, 2, comm), torch.tensor([3, 8]))
+    logits, targets, entropy = torch.zeros(2, 6), torch.tensor([0, 6 * n]), vocab_parallel_cross_entropy
+    refuses(f"words 0 to {6 * n - 1}, and some are 0 to {6 * n}", entropy, logits, targets, comm)
+    refuses("reduction='average'", entropy, logits, targets, comm, reduction="average")
+    refuses(r"got \(2, 6\) with \(3,\)", entropy, logits, torch.zeros(3, dtype=torch.int64), comm)
     comm.barrier()  # nobody is left behind
 
 
@@ -616,8 +510,7 @@ def test_parts_of_more_than_a_plain_layer_are_refused(world):
             "plain nn.Embedding alone, and it has hooks",
         ),
     ):
-        with pytest.raises(DtlibError, match=words):
-            make()
+        refuses(words, make)
     with pytest.raises(DtlibError, match=r"gather_from_ranks\(count=5\): rank \d of 2 has \d elements"):
         gather_from_ranks(torch.zeros(1, 3 - world.rank), world.comm, 5)  # the second has the longer slice
 
