@@ -1,6 +1,7 @@
 """Bytes that ranks hold against the closed formulas, and against counts by hand."""
 
 import gc
+import itertools
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
+from tests.models import all_cases
 from tests.ranks import on_ranks
 
 SIZES = (1001, 300, 707, 503)  # elements: some divide by 2, 3 or 4 ranks, their sum by none of these
@@ -74,29 +76,35 @@ def check(m, stage, scheme, rank, ranks, frozen=()):
     assert m.beside(scheme=scheme)._formula == expected
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("scheme", ["adam", "mixed_adam"])
-def test_every_rank_holds_what_the_formula_says(world, stage, scheme):
-    m = count_two_steps(prepare(stage, weights(frozen=(77,)), scheme=scheme))
-    check(m, stage, scheme, world.rank, world.size, frozen=(77,))
-    assert (m.rank, m.ranks, m.simulated) == (world.rank, world.size, False)
-    assert m.total == sum(m.lines.values()) - m.activations - m.peak
+@on_ranks(2, 3, 4, slow=(4,))
+def test_every_rank_holds_what_the_formula_says(world):
+    with all_cases() as case:
+        for stage, scheme in itertools.product(range(4), ("adam", "mixed_adam")):
+            m = count_two_steps(prepare(stage, weights(frozen=(77,)), scheme=scheme))
+            with case(stage, scheme):
+                check(m, stage, scheme, world.rank, world.size, frozen=(77,))
+                assert (m.rank, m.ranks, m.simulated) == (world.rank, world.size, False)
+                assert m.total == sum(m.lines.values()) - m.activations - m.peak
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("rank,ranks", [(0, 64), (63, 64), (0, 1024), (900, 1024)])
-def test_one_rank_of_many_that_do_not_exist(stage, rank, ranks):
-    m = count_two_steps(prepare(stage, weights(), solo(rank, ranks)))
-    check(m, stage, "adam", rank, ranks)
-    assert m.simulated
-    assert f"rank {rank} of {ranks}, simulated" in m.table()
+def test_one_rank_of_many_that_do_not_exist():
+    with all_cases() as case:
+        for stage, (rank, ranks) in itertools.product((1, 2, 3), ((0, 64), (63, 64), (0, 1024), (900, 1024))):
+            m = count_two_steps(prepare(stage, weights(), solo(rank, ranks)))
+            with case(stage, rank, ranks):
+                check(m, stage, "adam", rank, ranks)
+                assert m.simulated and f"rank {rank} of {ranks}, simulated" in m.table()
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("scheme", ["sgd_momentum", "mixed_sgd_momentum"])
-def test_peak_of_each_phase(world, stage, scheme):
+@on_ranks(2, 3, slow=(3,))
+def test_peak_of_each_phase(world):
+    with all_cases() as case:
+        for stage, scheme in itertools.product(range(4), ("sgd_momentum", "mixed_sgd_momentum")):
+            with case(stage, scheme):
+                peak_of_each_phase(world, stage, scheme)
+
+
+def peak_of_each_phase(world, stage, scheme):
     sizes = (40_001, 50_003, 30_000)
     engine = prepare(stage, weights(sizes), scheme=scheme)
     for _ in range(3):  # the first step makes states and staging memory
@@ -127,28 +135,24 @@ def test_zero_optimizer_without_an_engine(world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_torch_holds_as_much_where_it_shares_out_alike(world, stage):
-    m = count_two_steps(prepare(stage, weights((1000, 600, 600, 1000)), runtime="torch"))
-    # torch's stages 2 and 3 cut each parameter, stage 1 gives each to one rank; here it comes to the same.
-    elements = 3200 if stage == 1 else 1600
-    assert (m.parameters, m.gradients, m.optimizer_states) == (4 * elements, 4 * elements, 8 * 1600), m.table()
+def test_torch_holds_as_much_where_it_shares_out_alike(world):
+    for stage in (1, 2, 3):
+        m = count_two_steps(prepare(stage, weights((1000, 600, 600, 1000)), runtime="torch"))
+        # torch's stages 2 and 3 cut each parameter, stage 1 gives each to one rank; the sums are the same here.
+        elements = 3200 if stage == 1 else 1600
+        assert (m.parameters, m.gradients, m.optimizer_states) == (4 * elements, 4 * elements, 8 * 1600), m.table()
 
 
 @on_ranks(2)
-def test_data_parallel_has_a_tail_of_flags_and_a_communicator_has_scratch_memory(world):
-    m = count_two_steps(prepare(0, weights()))
-    flags = 4 * 2 * len(SIZES)  # in each bucket one of its parameter, one about batch_size
-    scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
-    assert m.communication == flags + scratch
-    assert scratch > 0
+def test_flags_of_data_parallelism_and_staging_memory_of_stage_2_are_communication(world):
+    def communication(stage):
+        m = count_two_steps(prepare(stage, weights()))
+        scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
+        assert scratch > 0
+        return m.communication - scratch
 
-
-@on_ranks(2)
-def test_staging_memory_of_stage_2(world):
-    m = count_two_steps(prepare(2, weights()))
-    scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
-    assert m.communication - scratch == 2 * 4 * 1002  # two buckets as long as the largest, padded to two ranks
+    assert communication(0) == 4 * 2 * len(SIZES)  # in each bucket a flag of its parameter, and one about batch_size
+    assert communication(2) == 2 * 4 * 1002  # two buckets as long as the largest, padded to two ranks
 
 
 @on_ranks(2)

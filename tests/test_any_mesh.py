@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import dtlib
-from dtlib.errors import DtlibError
 from dtlib.parallel.context.order import ORDERS
 from dtlib.planner import DEVICES, Model, Plan, PlanError
 from dtlib.planner.configs import for_dtlib
@@ -20,6 +19,7 @@ from dtlib.training.run import train
 from dtlib.training.run_config import read
 from dtlib.workloads import decoder
 from dtlib.workloads.shared_tokens import Shared
+from tests.models import refuses
 from tests.ranks import on_ranks
 
 OWN = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "test_samples": 6}
@@ -83,8 +83,7 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
         ({"tensor": 4, "pipe": 2}, "2 stages of 4 tensor ranks are 8, and there are 4 ranks"),
         ({"run": {"steps": 2, "memory_limit": 10_000}}, "Rank 0 holds .* bytes of model states, and run.memory_limit"),
     ):
-        with pytest.raises(DtlibError, match=says):
-            train("decoder", config_of(**wrong))
+        refuses(says, train, "decoder", config_of(**wrong))
     for wrong, says in (
         ({"context": 3}, "context_parallel.size is 3, and there are 4 ranks"),
         ({"context": 4, "tensor": 2}, "1 stages of 2 tensor ranks, 4 context ranks are 8, and there are 4 ranks"),
@@ -100,12 +99,9 @@ def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
         ({"gradient_clipping": 1.0, "workload": EXPERTS}, "and gradient_clipping is set"),
         ({"workload": {**EXPERTS, "top": 3}}, "top of the decoder workload is 3, of 4 experts"),
     ):
-        with pytest.raises(DtlibError, match=says):
-            train("decoder", config_of(**wrong))
-    with pytest.raises(DtlibError, match="are of `dtlib train decoder`"):
-        train("vision", {**config_of(tensor=2), "workload": {}})
-    with pytest.raises(DtlibError, match="runtime=dtlib"):
-        train("decoder", config_of(tensor=2), runtime="torch")
+        refuses(says, train, "decoder", config_of(**wrong))
+    refuses("are of `dtlib train decoder`", train, "vision", {**config_of(tensor=2), "workload": {}})
+    refuses("runtime=dtlib", train, "decoder", config_of(tensor=2), runtime="torch")
     told = []
     slow = {"steps": 2, "link_latency": 0.001, "link_bandwidth": 1e6, "memory_limit": 10**9}
     train("decoder", config_of(run=slow), after_step=lambda step, loss: told.append(step))
@@ -126,10 +122,8 @@ def test_activations_are_those_of_the_formula_and_full_recomputation_is_one_more
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, first, strict=True)), recompute
     layers = OWN["layers"]
     assert (passes["none"], passes["selective"], passes["full"]) == (layers, layers, 2 * layers)
-    with pytest.raises(PlanError, match="recompute is 'half'"):
-        kept_of_decoder(SIZES, 3, "half")
-    with pytest.raises(DtlibError, match="recompute of the decoder workload is 'half'"):
-        decoder.workload({"recompute": "half"})
+    refuses("recompute is 'half'", kept_of_decoder, SIZES, 3, "half", error=PlanError)
+    refuses("recompute of the decoder workload is 'half'", decoder.workload, {"recompute": "half"})
 
 
 def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():

@@ -8,8 +8,9 @@ import torch
 
 import dtlib
 import dtlib.horovod as hvd
-from dtlib.errors import DtlibError, WaitTimeout
+from dtlib.errors import WaitTimeout
 from dtlib.horovod import basics
+from tests.models import refuses
 from tests.ranks import on_ranks
 
 
@@ -143,8 +144,7 @@ def test_what_differs_between_ranks_is_told_on_all_and_harms_nothing_else(world)
         r"\(1, 2\) float32; .*\(1, 3\) float32": lambda odd: hvd.allgather(torch.ones(1, 2 + odd), name="w"),
     }
     for words, call in cases.items():
-        with pytest.raises(RuntimeError, match=words):
-            call(world.rank == last)
+        refuses(words, call, world.rank == last, error=RuntimeError)
     assert hvd.synchronize(healthy).tolist() == [world.size] * 2
     assert hvd.allreduce(torch.ones(2), name="w", op=hvd.Sum).tolist() == [world.size] * 2
 
@@ -187,8 +187,7 @@ def test_a_name_that_a_rank_never_submits_ends_after_the_time_limit(world):
 def test_after_a_reset_init_has_to_be_called_again(world):
     hvd.init()
     dtlib.reset()
-    with pytest.raises(DtlibError, match=r"call hvd.init\(\) again on all ranks"):
-        hvd.allreduce(torch.ones(1))
+    refuses(r"call hvd.init\(\) again on all ranks", hvd.allreduce, torch.ones(1))
     hvd.init()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 

@@ -11,6 +11,7 @@ from dtlib.lessons.l08 import figures as hybrid
 from dtlib.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from tests.models import all_cases
 from tests.ranks import on_ranks
 from tests.test_check import cells_with  # noqa: F401, a fixture
 
@@ -133,11 +134,13 @@ RIGHT = {
 
 
 @on_ranks(1, 3, 4, slow=(1, 4), time_limit=150)
-@pytest.mark.parametrize("exercise", RIGHT)
-def test_every_right_answer_to_lesson_08_passes(world, exercise):
-    for answer in RIGHT[exercise]:
-        verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
-        assert verdict.passed, f"{answer.__name__}: {verdict.text()}"
+def test_every_right_answer_to_lesson_08_passes(world):
+    with all_cases() as case:
+        for exercise, answers in RIGHT.items():
+            for answer in answers:
+                verdict = judge_on_this_rank(exercise, {EXERCISES[exercise].name: answer})
+                with case(exercise, answer.__name__):
+                    assert verdict.passed, verdict.text()
 
 
 @pytest.fixture
