@@ -39,6 +39,7 @@ from dtlib.parallel.local import plain as plain_local
 from dtlib.parallel.pipeline import Linear, PipelineModule, PipelineStage
 from dtlib.parallel.pipeline.plain import step as plain_step
 from dtlib.parallel.replicator import Replicator
+from dtlib.parallel.tensor import ParallelMLP, clip_grad_norm_, whole_state_dict
 from dtlib.parallel.tensor.plain import ParallelMLP as PlainParallelMLP
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
@@ -490,7 +491,7 @@ def tied_language_model(world) -> Iterable:
         norms = [
             test_tensor.train(model, OPTIMIZERS[optimizer](model), data, clip=limit and partial(clip, limit))
             for model, clip in (
-                (ours, lambda limit, ours=ours: test_tensor.clip_grad_norm_(ours, limit, world.comm)),
+                (ours, lambda limit, ours=ours: clip_grad_norm_(ours, limit, world.comm)),
                 (reference, lambda limit, its=reference: nn.utils.clip_grad_norm_(its.parameters(), limit)),
             )
         ]
@@ -503,7 +504,7 @@ def tied_language_model(world) -> Iterable:
             assert all(norm > limit for norm in norms[1])
             yield (optimizer, "norms"), apart(*map(torch.tensor, norms)), EXACT
         else:
-            yield (optimizer, "whole"), all_apart(test_tensor.whole_state_dict(ours), reference.state_dict()), EXACT
+            yield (optimizer, "whole"), all_apart(whole_state_dict(ours), reference.state_dict()), EXACT
 
 
 def experts(kind, world) -> Iterable:
@@ -597,7 +598,7 @@ TABLE = {
     "on other communicators": on_other_communicators,
     **{f"pipeline, {name}": partial(pipelined, name) for name in test_pipeline.SCHEDULES},
     "pipeline, plain": plain_pipelined,
-    "tensor": partial(tensor_parallel, test_tensor.ParallelMLP),
+    "tensor": partial(tensor_parallel, ParallelMLP),
     "tensor, plain": partial(tensor_parallel, PlainParallelMLP),
     "tensor, a tied language model": tied_language_model,
     "MixtureOfExperts": partial(experts, expert.MixtureOfExperts),
