@@ -26,6 +26,7 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, max(2, os.cpu_count() or 1
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lab: .venv/ready
+	@$(BIN)/python -m compileall -q dtlib
 	$(BIN)/dtlib lab $(ARGS)
 
 test: .venv/tests

@@ -42,12 +42,13 @@ _LAZY = {
 
 
 # Modules with DeepSpeed's names, which a program that says `import dtlib as deepspeed` finds without importing them.
-_MODULES = ("accelerator", "moe", "pipe", "runtime", "utils")
+_MODULES = ("accelerator", "pipe", "runtime", "utils")
 
 # Names of DeepSpeed that are not here, for scripts that say `import dtlib as deepspeed`, and the way round.
 _LEFT_OUT = {
     "zero": "stage 3 shards a model that has been built; `zero_optimization` in the config is all it needs",
     "checkpointing": "set pipeline.activation_checkpoint_interval, or use torch.utils.checkpoint in the model",
+    "moe": "build the model from dtlib.parallel.expert.MixtureOfExperts",
     "init_inference": "call the model under torch.no_grad()",
     "tp_model_init": "build the model from the layers of dtlib.parallel.tensor",
 }

@@ -41,7 +41,7 @@ FLOORS = (
     ("gradients",),
     ("measure",),
     ("pi", "parallel", "horovod", "backend"),
-    ("checkpoint", "pipe", "accelerator", "utils", "moe", "runtime"),
+    ("checkpoint", "pipe", "accelerator", "utils", "runtime"),
     ("recovery",),
     ("production",),
     ("training", "workloads", "storage"),
@@ -57,7 +57,6 @@ FLOOR_IN_COMM = {"call": 0, "types": 0, "numbers": 0, "link_types": 0, "watch": 
 # These have names of modules for another reason than to use them.
 BY_NAME_ALONE = (
     "dtlib.world.zygote",  # what ranks will need, imported before they are forked
-    "dtlib.lab.lessons",  # where the lessons were
 )
 
 
@@ -240,7 +239,7 @@ def test_files_are_short_enough_to_read():
     assert not long, f"a file of over 500 lines is too long to be read at once: {long}"
     total = sum(lines for name, lines in lengths.items() if not name.startswith("dtlib/lessons/"))
     assert total <= MOST_LINES, f"dtlib has {total} lines without its lessons, and {MOST_LINES} are allowed"
-    for name in ("utils.py", "moe/utils.py", "runtime/utils.py"):  # DeepSpeed's names, as scripts import from there
+    for name in ("utils.py", "runtime/utils.py"):  # DeepSpeed's names, as scripts import from there
         del lengths[f"dtlib/{name}"]
     unclear = [name for name in lengths if Path(name).stem in ("helpers", "utils", "helper", "util", "misc", "common")]
     assert not unclear, f"these names do not say what is inside: {unclear}"

@@ -43,9 +43,3 @@ def test_the_loop_of_the_lessons_trains_each_rank_on_its_slice():
 def test_published_tables_are_found_from_anywhere_in_the_course(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert [row["GB"] for row in lab.published("zero_figure1_7p5B_Nd64.csv")] == ["120", "31.4", "16.6", "1.9"]
-
-
-def test_a_notebook_that_a_learner_has_kept_finds_a_lesson_where_it_was():
-    from dtlib.lab.lessons.l06 import figures as kept
-
-    assert kept is figures
