@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # under these names a type checker finds them, too
     from dtlib import accelerator as accelerator
-    from dtlib import moe as moe
     from dtlib import pipe as pipe
     from dtlib import runtime as runtime
     from dtlib import utils as utils
