@@ -7,8 +7,11 @@ import functools
 import inspect
 import itertools
 import traceback
+from contextlib import contextmanager
 
 import pytest
+
+from dtlib.errors import DtlibError
 
 
 def for_each(**values):
@@ -47,3 +50,34 @@ def run_cases(cases: list[dict], run) -> None:
     if failed:
         said = [f"{', '.join(f'{name}={value!r}' for name, value in case.items())}\n{why}" for case, why in failed]
         pytest.fail("\n".join([f"{len(failed)} of {len(cases)} cases failed:", *said]), pytrace=False)
+
+
+@contextmanager
+def all_cases():
+    """Run many cases in one test: ``with all_cases() as case``, and in it ``with case(name)`` for each of them.
+
+    At the end the test fails with the names of all cases that failed. Another error than a failed assertion ends the
+    loop, because ranks may be out of step after it; the report has the cases that failed before."""
+    failed = []
+
+    @contextmanager
+    def case(*name):
+        try:
+            yield
+        except (AssertionError, pytest.fail.Exception) as error:
+            failed.append(f"{' '.join(map(str, name))}: {error}")
+        except Exception:
+            failed.append(f"{' '.join(map(str, name))} ended the loop")
+            raise
+
+    try:
+        yield case
+    except Exception as error:
+        raise AssertionError("\n".join([*failed, repr(error)])) from error
+    assert not failed, f"{len(failed)} cases failed\n" + "\n".join(failed)
+
+
+def refuses(words: str, call, *arguments, error=DtlibError, **settings) -> None:
+    """``call`` raises a DtlibError whose message has ``words``."""
+    with pytest.raises(error, match=words):
+        call(*arguments, **settings)

@@ -1,14 +1,11 @@
 """Models with what real ones have and toys lack, how they are trained on ranks and alone, and how results compare."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from dtlib.errors import DtlibError
 
 EXACT = 1e-12  # the design's bound for float64
 
@@ -233,37 +230,6 @@ def difference(model, reference, buffers: bool = True) -> float:
         return {name.removeprefix("module."): value for name, value in tensors.items()}
 
     return all_apart(named(model), named(reference))
-
-
-@contextmanager
-def all_cases():
-    """Run many cases in one test: ``with all_cases() as case``, and in it ``with case(name)`` for each of them.
-
-    At the end the test fails with the names of all cases that failed. Another error than a failed assertion ends the
-    loop, because ranks may be out of step after it; the report has the cases that failed before."""
-    failed = []
-
-    @contextmanager
-    def case(*name):
-        try:
-            yield
-        except (AssertionError, pytest.fail.Exception) as error:
-            failed.append(f"{' '.join(map(str, name))}: {error}")
-        except Exception:
-            failed.append(f"{' '.join(map(str, name))} ended the loop")
-            raise
-
-    try:
-        yield case
-    except Exception as error:
-        raise AssertionError("\n".join([*failed, repr(error)])) from error
-    assert not failed, f"{len(failed)} cases failed\n" + "\n".join(failed)
-
-
-def refuses(words: str, call, *arguments, error=DtlibError, **settings) -> None:
-    """``call`` raises a DtlibError whose message has ``words``."""
-    with pytest.raises(error, match=words):
-        call(*arguments, **settings)
 
 
 def seeded(make, dtype=torch.float64, seed: int = 0) -> nn.Module:

@@ -16,7 +16,7 @@ from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
-from tests.models import all_cases
+from tests.cases import all_cases
 from tests.ranks import on_ranks
 
 SIZES = (1001, 300, 707, 503)  # elements: some divide by 2, 3 or 4 ranks, their sum by none of these

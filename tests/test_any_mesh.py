@@ -19,7 +19,7 @@ from dtlib.training.run import train
 from dtlib.training.run_config import read
 from dtlib.workloads import decoder
 from dtlib.workloads.shared_tokens import Shared
-from tests.models import refuses
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 OWN = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "test_samples": 6}

@@ -129,8 +129,8 @@ def test_pi_as_json_is_the_same_on_any_number_of_ranks(ranks):
     assert result["pi"] == 4 * 7_853_104 / 10**7
 
 
-def test_pi_as_a_table(run_here):
-    ran = run_here("pi", "--points=1e6", "--ranks=2")
+def test_pi_as_a_table():
+    ran = run("pi", "--points=1e6", "--ranks=2")
     assert ran.returncode == 0, ran.stderr
     for word in ("pi ", "standard error", "inside", "time", "points per second", "speed-up", "efficiency"):
         assert word in ran.stdout

@@ -23,7 +23,8 @@ from dtlib.parallel.compression import (
 from dtlib.parallel.data import DataParallel
 from dtlib.theory import collectives
 from dtlib.theory.compression import eight_bit_bytes, powersgd_elements, top_k_bytes
-from tests.models import EXACT, apart, refuses
+from tests.cases import refuses
+from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 
 STEPS = 12

@@ -11,7 +11,8 @@ import dtlib
 from dtlib.parallel.context import plain
 from dtlib.parallel.context.plain import CHUNKS, merge, my_tokens, ring_attention
 from dtlib.parallel.context.plain_ulysses import ulysses_attention
-from tests.models import EXACT, refuses
+from tests.cases import refuses
+from tests.models import EXACT
 from tests.models import apart as absolute
 from tests.ranks import on_ranks
 

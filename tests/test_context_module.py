@@ -22,7 +22,8 @@ from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
-from tests.models import EXACT, full_values, refuses
+from tests.cases import refuses
+from tests.models import EXACT, full_values
 from tests.ranks import on_ranks
 from tests.test_context import alone, apart
 

@@ -12,19 +12,8 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import buckets_of
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.batch_norm import SyncBatchNorm
-from tests.models import (
-    EXACT,
-    all_cases,
-    apart,
-    batches,
-    build,
-    difference,
-    loss_of,
-    refuses,
-    sgd,
-    slice_of,
-    train_alone,
-)
+from tests.cases import all_cases, refuses
+from tests.models import EXACT, apart, batches, build, difference, loss_of, sgd, slice_of, train_alone
 from tests.ranks import on_ranks
 
 

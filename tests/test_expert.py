@@ -12,7 +12,8 @@ from torch import nn
 import dtlib
 from dtlib.parallel.expert import plain
 from dtlib.parallel.expert.plain import MixtureOfExperts
-from tests.models import EXACT, apart, refuses
+from tests.cases import refuses
+from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 
 WIDTH, TOKENS, HERE = 6, 13, 2  # tokens of a rank, experts of a rank

@@ -13,7 +13,8 @@ from dtlib.parallel.expert import MixtureOfExperts, clip_grad_norm_, load_whole_
 from dtlib.parallel.expert.plain import MixtureOfExperts as PlainMixture
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
-from tests.models import EXACT, apart, refuses
+from tests.cases import refuses
+from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 from tests.test_expert import WIDTH, expert_of
 

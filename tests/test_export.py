@@ -8,7 +8,7 @@ import pytest
 
 from dtlib.cli import main
 from dtlib.export import EXPORTS, MOST_LINES, exported
-from tests.models import all_cases
+from tests.cases import all_cases
 
 # A world of forked ranks after the other, as torch takes seconds to be imported; each rank writes to a file of its own.
 RANKS = """

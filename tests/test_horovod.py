@@ -10,7 +10,7 @@ import torch
 import dtlib.horovod as hvd
 from dtlib.horovod.basics import places
 from dtlib.world.launch import start_ranks
-from tests.models import refuses
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 

@@ -10,7 +10,7 @@ import dtlib
 import dtlib.horovod as hvd
 from dtlib.errors import WaitTimeout
 from dtlib.horovod import basics
-from tests.models import refuses
+from tests.cases import refuses
 from tests.ranks import on_ranks
 
 

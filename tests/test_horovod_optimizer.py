@@ -9,7 +9,8 @@ from torch import nn
 import dtlib
 import dtlib.horovod as hvd
 from dtlib.horovod.basics import negotiator
-from tests.models import EXACT, adamw, batches, build, difference, loss_of, refuses, sgd, slice_of
+from tests.cases import refuses
+from tests.models import EXACT, adamw, batches, build, difference, loss_of, sgd, slice_of
 from tests.ranks import on_ranks
 
 

@@ -11,7 +11,7 @@ from dtlib.lessons.l08 import figures as hybrid
 from dtlib.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from tests.models import all_cases
+from tests.cases import all_cases
 from tests.ranks import on_ranks
 from tests.test_check import cells_with  # noqa: F401, a fixture
 

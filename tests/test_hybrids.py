@@ -12,7 +12,8 @@ from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B
 from dtlib.parallel.tensor import ParallelMLP
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.pipe import LayerSpec, PipelineModule
-from tests.models import EXACT, all_cases, apart, refuses
+from tests.cases import all_cases, refuses
+from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 from tests.test_pipeline import layers, loss_fn
 

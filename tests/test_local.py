@@ -10,7 +10,8 @@ import dtlib
 from dtlib.parallel.local import DiLoCo, LocalSGD, plain
 from dtlib.recovery import Run
 from dtlib.theory import collectives
-from tests.models import EXACT, apart, refuses
+from tests.cases import refuses
+from tests.models import EXACT, apart
 from tests.ranks import on_ranks
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}

@@ -45,12 +45,12 @@ from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
 from tests import test_context, test_context_module, test_expert, test_local, test_pipeline, test_tensor
+from tests.cases import all_cases
 from tests.models import (
     EXACT,
     MODELS,
     OPTIMIZERS,
     all_apart,
-    all_cases,
     apart,
     batches,
     build,
@@ -464,9 +464,11 @@ def tensor_parallel(kind, world) -> Iterable:
     plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
 
     def trained(model, dtype, optimizer):
-        step = OPTIMIZERS[optimizer](model)
+        step, model.slopes = OPTIMIZERS[optimizer](model), []
         for x, cotangent in data:
-            (model(x.to(dtype)) * cotangent.to(dtype)).sum(-1).mean().backward()
+            x = x.to(dtype, copy=True).requires_grad_()
+            (model(x) * cotangent.to(dtype)).sum(-1).mean().backward()
+            model.slopes.append(x.grad)
             step.step()
             step.zero_grad()
         return model
@@ -477,7 +479,9 @@ def tensor_parallel(kind, world) -> Iterable:
         ours = trained(seeded(lambda: kind(width, 36, world.comm), dtype), dtype, optimizer)
         theirs = full_values(trained(parallelize_module(plain(dtype), mesh, plan), dtype, optimizer), world.comm)
         peer = all_apart(theirs, dict(exact.named_parameters()))
-        yield (optimizer, dtype), apart_here(ours, exact), EXACT if dtype == torch.float64 else max(2 * peer, 1e-5)
+        bound = EXACT if dtype == torch.float64 else max(2 * peer, 1e-5)
+        yield (optimizer, dtype), apart_here(ours, exact), bound
+        yield (optimizer, dtype, "gradients of inputs"), max(map(apart, ours.slopes, exact.slopes)), bound
         if dtype == torch.float64:
             yield (optimizer, "torch alone"), peer, EXACT
 

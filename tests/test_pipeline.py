@@ -19,7 +19,8 @@ from dtlib.parallel.pipeline import (
     ScheduleZeroBubbleH1,
     TiedLayerSpec,
 )
-from tests.models import OPTIMIZERS, apart, refuses
+from tests.cases import refuses
+from tests.models import OPTIMIZERS, apart
 from tests.ranks import on_ranks
 
 SCHEDULES = {

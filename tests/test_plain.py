@@ -20,7 +20,8 @@ from dtlib.parallel.tensor.plain import ColumnParallelLinear, ParallelMLP, RowPa
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
-from tests.models import build, refuses, seeded
+from tests.cases import refuses
+from tests.models import build, seeded
 from tests.ranks import on_ranks
 
 PLAIN = sorted((Path(dtlib.__file__).parent / "parallel").glob("*/plain*.py"))

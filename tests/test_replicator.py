@@ -10,7 +10,8 @@ from torch import nn
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.parallel.replicator import Replicator
-from tests.models import EXACT, all_cases, apart, build, difference, refuses
+from tests.cases import all_cases, refuses
+from tests.models import EXACT, apart, build, difference
 from tests.models import batches as batches_of
 from tests.ranks import on_ranks
 

@@ -8,7 +8,7 @@ from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l12 import axes, judge_context, judge_experts, judge_home, work
 from dtlib.parallel.context import plain
 from dtlib.parallel.expert import plain as expert_plain
-from tests.models import all_cases
+from tests.cases import all_cases
 from tests.ranks import on_ranks
 
 # Right answers, each in other words than the solution's.

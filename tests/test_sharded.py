@@ -18,6 +18,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard, units_of
+from tests.cases import refuses
 from tests.models import (
     EXACT,
     adamw,
@@ -27,7 +28,6 @@ from tests.models import (
     difference_of_values,
     full_values,
     loss_of,
-    refuses,
     sgd,
     slice_of,
     train,

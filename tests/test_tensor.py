@@ -31,7 +31,8 @@ from dtlib.parallel.tensor import (
 from dtlib.parallel.tensor.functions import slice_of
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.theory.collectives import elements_sent
-from tests.models import EXACT, OPTIMIZERS, all_cases, apart, refuses, seeded
+from tests.cases import all_cases, refuses
+from tests.models import EXACT, OPTIMIZERS, apart, seeded
 from tests.ranks import on_ranks
 
 WIDTH, HEADS, HIDDEN, WORDS, STEPS = 24, 12, 29, 11, 5  # heads divide by 2, 3 and 4; hidden features and words do not

@@ -22,7 +22,8 @@ from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.rates import WarmupDecayLR, WarmupLR, linear_rule, square_root_rule
-from tests.models import EXACT, all_cases, batches, build, difference_of_values, full_values, loss_of, refuses, slice_of
+from tests.cases import all_cases, refuses
+from tests.models import EXACT, batches, build, difference_of_values, full_values, loss_of, slice_of
 from tests.ranks import on_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

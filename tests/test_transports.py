@@ -9,8 +9,8 @@ from torch import distributed as dist
 from dtlib.comm import Communicator, as_communicator
 from dtlib.comm.watch.recorder import recording
 from dtlib.errors import CommunicationError, WaitTimeout
+from tests.cases import refuses
 from tests.conftest import wait_until
-from tests.models import refuses
 from tests.ranks import on_ranks
 
 SIZES = (1, 2, 3, 4)

@@ -11,20 +11,8 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.precision import MasterWeights
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
-from tests.models import (
-    EXACT,
-    adamw,
-    all_cases,
-    batches,
-    build,
-    difference,
-    loss_of,
-    refuses,
-    sgd,
-    slice_of,
-    train,
-    train_alone,
-)
+from tests.cases import all_cases, refuses
+from tests.models import EXACT, adamw, batches, build, difference, loss_of, sgd, slice_of, train, train_alone
 from tests.ranks import on_ranks
 
 STEPS = 3
