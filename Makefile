@@ -36,7 +36,7 @@ test-slow: .venv/tests
 	$(PYTEST) -m "slow and not nightly"
 
 test-nightly: .venv/tests
-	$(BIN)/python -m pytest -m nightly
+	PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -m pytest -p tests.groups -m nightly
 
 test-gpu: .venv/tests
 	$(BIN)/python -m pytest -m gpu

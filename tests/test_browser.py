@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from urllib.request import urlopen
 
 import nbformat
@@ -31,17 +32,19 @@ KILLS = "signal.SIGKILL"  # the cell in which one dies
 SCREENSHOTS = os.environ.get("DTLIB_SCREENSHOTS")  # a folder that gets a picture after every cell
 
 
+def missing() -> str:
+    """Why there can be no browser here, or ''."""
+    if CHROMIUM is None:
+        return "there is no chromium on PATH"
+    return "" if find_spec("playwright") else "playwright is not installed: pip install -e '.[browser]'"
+
+
 @pytest.fixture(scope="module")
 def browser():
-    problem = None
-    if CHROMIUM is None:
-        problem = "there is no chromium on PATH"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        problem = "playwright is not installed: pip install -e '.[browser]'"
-    if problem:
+    if problem := missing():
         pytest.fail(problem) if os.environ.get("CI") else pytest.skip(problem)
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser

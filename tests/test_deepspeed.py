@@ -73,9 +73,13 @@ def python_with_deepspeed() -> str:
     return os.environ.get("DTLIB_DEEPSPEED") or python_with(PIN)
 
 
+def folder_of(pin: str) -> Path:
+    return Path("~/.cache/dtlib").expanduser() / pin.replace("==", "-")
+
+
 def python_with(pin: str, *more: str) -> str:
     """A Python in ``~/.cache/dtlib`` that has this package beside what is installed here; ``more``: for pip."""
-    folder = Path("~/.cache/dtlib").expanduser() / pin.replace("==", "-")
+    folder = folder_of(pin)
     python = folder / "bin" / "python"
     is_new = not (folder / "ready").exists()
     if is_new:
