@@ -22,6 +22,7 @@ from tests.conftest import ROOT
 
 NETWORK, MTU = "10.77.0", 9000
 HOLD = 'mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && hostname "$0" && echo ready && exec sleep inf'
+SECONDS = 300  # that anything may take on a busy machine
 # A window that is wide from the first packet on, and stays so: a model of latency and bandwidth has no slow start.
 SET_UP = """
 ip address add {network}.{number}/24 dev wire
@@ -117,7 +118,7 @@ class Hosts:
         enter = ["nsenter", "--target", str(self.pids[host]), "--net", "--uts", "--mount", f"--wd={ROOT}"]
         return [*enter, "--", *command]
 
-    def run(self, host: str, command: list[str], timeout: float = 60, **popen) -> str:
+    def run(self, host: str, command: list[str], timeout: float = SECONDS, **popen) -> str:
         """Run a command on this host to its end; returns what it printed."""
         ran = subprocess.run(self.command(host, command), capture_output=True, text=True, timeout=timeout, **popen)
         if ran.returncode:
@@ -141,7 +142,7 @@ class Hosts:
         path.chmod(0o755)
         return path
 
-    def run_ranks(self, command: list[str], a_host: int = 1, timeout: float = 120, **settings) -> str:
+    def run_ranks(self, command: list[str], a_host: int = 1, timeout: float = SECONDS, **settings) -> str:
         """Run a Python program on ranks of both hosts, which mpiexec reaches by an rsh agent; returns what they print.
 
         ``settings`` are environment variables for mpiexec and for the ranks.

@@ -27,6 +27,7 @@ from tests.users import PASSWORD, Users
 PROXY = "configurable-http-proxy@5.3.0"
 PROXY_FOLDER = ROOT / "build" / "hub"
 TOKEN = "0123456789abcdef0123456789abcdef"
+SECONDS = 320  # that anything may take on a busy machine; the hub gives a server 300
 CLONE_NEWNET = 0x40000000
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What tests add to the configuration of the course: a service that may start servers and look into them.
@@ -94,7 +95,7 @@ class Hub:
             command = ["env", f"--chdir={self.folder}", sys.executable, "-m", "jupyterhub", "-f", "config.py"]
             self.process = self.machine.start("h1", command, stdout=log, stderr=log)
         self._admin = self.learner("")
-        self.wait_until(lambda: self._admin.asks("GET", "/hub/api/").ok, 60)
+        self.wait_until(lambda: self._admin.asks("GET", "/hub/api/").ok)
         return self
 
     def __exit__(self, *error):
@@ -103,7 +104,7 @@ class Hub:
         self.process.terminate()
         self.process.wait(60)
 
-    def wait_until(self, condition, seconds: float) -> None:
+    def wait_until(self, condition, seconds: float = SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -148,14 +149,14 @@ class Learner:
     def asks(self, method: str, where: str, **body):
         """What the hub, or a server, answers to one with a token."""
         head = {"Authorization": f"token {TOKEN}"}
-        ask = {"headers": head, "timeout": 320, "allow_redirects": False, **({"json": body} if body else {})}
+        ask = {"headers": head, "timeout": SECONDS, "allow_redirects": False, **({"json": body} if body else {})}
         return self.there(requests.request, method, self.hub.url + where, **ask)
 
     def logs_in(self, password: str = PASSWORD) -> requests.Response:
         """With name and password, on the page for it; where they are right, the server is asked for."""
-        page = self.there(self.web.get, f"{self.hub.url}/hub/login", timeout=60)
+        page = self.there(self.web.get, f"{self.hub.url}/hub/login", timeout=SECONDS)
         form = {"username": self.name, "password": password, "_xsrf": self.web.cookies.get("_xsrf", path="/hub/")}
-        answer = self.there(self.web.post, page.url, data=form, timeout=320)
+        answer = self.there(self.web.post, page.url, data=form, timeout=SECONDS)
         return answer
 
     def is_ready(self) -> bool:
@@ -167,7 +168,7 @@ class Learner:
         self.asks("POST", f"/hub/api/users/{self.name}")
         answer = self.asks("POST", f"/hub/api/users/{self.name}/server")
         assert answer.status_code in (201, 202) or "already running" in answer.text, answer.text
-        self.hub.wait_until(self.is_ready, 300)
+        self.hub.wait_until(self.is_ready)
         return self
 
     def stops(self) -> None:
@@ -185,9 +186,9 @@ class Learner:
             f"{self.hub.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{opened.json()['kernel']['id']}"
         )
         head = {"Authorization": f"token {TOKEN}"}
-        self.channels = self.there(
-            websocket.create_connection, f"{address}/channels?session_id={uuid.uuid4().hex}", header=head, timeout=300
-        )
+        options = {"header": head, "timeout": SECONDS}
+        channels = f"{address}/channels?session_id={uuid.uuid4().hex}"
+        self.channels = self.there(websocket.create_connection, channels, **options)
         return self
 
     def runs(self, code: str) -> str:

@@ -15,7 +15,6 @@ from tests import hosts
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc")
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 CPUS = 4  # that each node says it has
-START_SECONDS = 30
 
 CONFIGURATION = """
 ClusterName=dtlib
@@ -71,7 +70,7 @@ class Slurm(hosts.Hosts):
         outer = [word for name in os.environ if name.startswith(("SLURM_", "SBATCH_")) for word in ("-u", name)]
         return super().command(host, ["env", *outer, *settings, *command])
 
-    def jobs_end(self, seconds: float) -> bool:
+    def jobs_end(self, seconds: float = hosts.SECONDS) -> bool:
         """Wait until no job is left; whether that was so in time. (``sbatch --wait`` looks ever more seldom.)"""
         deadline = time.monotonic() + seconds
         while left := self.run("h1", ["squeue", "--noheader"]):
@@ -109,9 +108,9 @@ class Slurm(hosts.Hosts):
         return ran.stdout.split() == ["2", "idle"]
 
     def _wait_for(self, condition, problem: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + hosts.SECONDS
         while not condition():
             if time.monotonic() > deadline:
                 logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in Path(self.folder).glob("*.log"))
-                raise RuntimeError(f"{problem} within {START_SECONDS} s\n{logs}")
+                raise RuntimeError(f"{problem} within {hosts.SECONDS} s\n{logs}")
             time.sleep(0.1)

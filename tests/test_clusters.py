@@ -5,7 +5,6 @@ import re
 import runpy
 import subprocess
 import sys
-import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +13,9 @@ import pytest
 
 from dtlib.lab.lesson_files import notebooks
 from tests import hosts, slurm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 needs_slurm = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
 
 # What a notebook's cells do, in a program that runs on a node.
@@ -62,9 +61,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the backgro
 threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
 began = time.monotonic()
 try:
-    cell("%%px\\nimport time; time.sleep(40)")
+    cell("%%px\\nimport time; time.sleep(300)")
 except BaseException:
-    print("interrupted", time.monotonic() - began < 20, flush=True)
+    print("interrupted", time.monotonic() - began < 200, flush=True)
 print("ready", flush=True)
 if sys.stdin.readline() == "killed\\n":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -125,9 +124,8 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
     log = workshop_folder / "said"
     with open(log, "w") as output:
         program = cluster.start("h1", in_folder, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True)
-        deadline = time.monotonic() + 150
-        while "\nready" not in log.read_text() and program.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
+        with suppress(AssertionError):  # what was said tells more
+            wait_until(lambda: "\nready" in log.read_text() or program.poll() is not None, hosts.SECONDS)
         said = log.read_text()
         logs = workshop_folder / "cluster_profiles" / name / "log"
         assert "\nready" in said, said + "".join(path.read_text()[-1500:] for path in logs.glob("*.log"))
@@ -136,7 +134,7 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
         session_itself = listeners(cluster, "h1", "session.py")
         program.stdin.write("end\n" if inside else "killed\n")  # either way the job ends, too
         program.stdin.close()
-        program.wait(60)
+        program.wait(hosts.SECONDS)
     assert f"profile {name}\n" in said and "hosts h1 h1 h2 h2" in said
     assert set(re.findall(r"sum (\d) (\S+)", said)) == {("0", "10.0"), ("1", "10.0")}
     assert jobs == ([] if where == "over ssh" else ["2", "4"])
@@ -147,7 +145,7 @@ def test_lesson_02_on_engines_of_two_nodes(cluster, workshop_folder, where):
     assert controller == {"127.0.0.1", f"{hosts.NETWORK}.1"}
     # In a job it is named in the command line of salloc, too, which listens for Slurm.
     assert inside or session_itself <= {"127.0.0.1"}
-    assert cluster.jobs_end(30), "the job outlives its notebook"
+    assert cluster.jobs_end(), "the job outlives its notebook"
 
 
 # It says who it is, and then is `dtlib train` with the arguments that it was given.
@@ -186,8 +184,8 @@ def test_a_batch_script_trains_on_all_nodes(cluster, tmp_path, job):
     if job == "mpiexec":
         command = ["sh", "-c", f"bash {tmp_path / 'job.sh'} > {output} 2>&1"]
     try:
-        cluster.run("h1", command, timeout=120)
-        ended = cluster.jobs_end(120)
+        cluster.run("h1", command)
+        ended = cluster.jobs_end()
     except RuntimeError as problem:
         pytest.fail(f"{problem}\n{output.read_text() if output.exists() else ''}")
     assert ended and (tmp_path / "result.json").exists(), output.read_text()

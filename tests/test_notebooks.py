@@ -99,10 +99,10 @@ def not_as_stored(stems, folder) -> dict[str, list[str]]:
     rules = folder / "lines.cfg"
     rules.write_text("[lines]\nregex: , lines [0-9, to]+\nreplace: , lines\n")
     command = [sys.executable, "-c", START, "pytest", "-q", "-rfE", "--disable-plugin-autoload", "-p", "nbval.plugin"]
-    command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=100", f"--nbval-sanitize-with={rules}"]
+    command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=600", f"--nbval-sanitize-with={rules}"]
     ran = subprocess.run(
         [*command, "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, solved)],
-        capture_output=True, text=True, cwd=folder, timeout=170 * len(stems),
+        capture_output=True, text=True, cwd=folder, timeout=600 * len(stems),
     )  # fmt: skip
     assert ran.returncode in (0, 1), ran.stdout[-6000:] + ran.stderr[-2000:]
     said = {}

@@ -22,6 +22,7 @@ def test_scripts_of_the_page_are_all_run():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_script_of_the_page(tmp_path, name):
     for package in NEEDS[name]:
@@ -38,7 +39,7 @@ def test_a_script_of_the_page(tmp_path, name):
 
 
 def losses_of(process) -> list[float]:
-    said, _ = process.communicate(timeout=150)
+    said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
     [line] = re.findall(r"^losses (.+)$", said, re.MULTILINE)
     return [float(number) for number in line.split()]

@@ -23,7 +23,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab.checks.questions import quizzes
 from dtlib.theory import collectives
 from tests.conftest import ROOT
-from tests.test_browser import browser  # noqa: F401
+from tests.test_browser import SECONDS, browser, new_page  # noqa: F401
 
 # What is asked of Python in the page and of this one. Integers and text are to be the same, floats to 1e-12.
 FIGURES = """
@@ -243,6 +243,7 @@ def site(request, browser, addresses):  # noqa: F811
 
     context.route("**/*", serve)
     page = context.new_page()
+    page.set_default_timeout(1000 * SECONDS)
     page.goto(address)
     ready(page)
     page.address, page.kind = address, request.param
@@ -252,15 +253,13 @@ def site(request, browser, addresses):  # noqa: F811
 
 
 def ready(page):
-    page.wait_for_function("/^Ready|could not/.test(document.getElementById('status').textContent)", timeout=120_000)
+    page.wait_for_function("/^Ready|could not/.test(document.getElementById('status').textContent)")
     assert "could not" not in page.inner_text("#status")
     answered(page)
 
 
 def answered(page):
-    page.wait_for_function(
-        "document.querySelector('form:not([hidden]) .answer').getAttribute('aria-busy') == 'false'", timeout=120_000
-    )
+    page.wait_for_function("document.querySelector('form:not([hidden]) .answer').getAttribute('aria-busy') == 'false'")
 
 
 def go(page, state):
@@ -270,10 +269,12 @@ def go(page, state):
 
 
 @pytest.mark.slow
-def test_every_room_in_the_page_shows_what_it_shows_here(site, page_files):
+def test_every_room_shows_what_it_shows_here_in_light_and_dark_and_on_a_phone(site, page_files):
+    """Nothing is wider than the page."""
     folder, single = page_files
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 15e6
     assert single.stat().st_size < 10e6
+    screenshots = os.environ.get("DTLIB_SCREENSHOTS")
     for name in rooms.NAMES:
         go(site, name)
         same = """([name, html]) => {
@@ -283,45 +284,22 @@ def test_every_room_in_the_page_shows_what_it_shows_here(site, page_files):
             shown.querySelectorAll("figure > button").forEach(button => button.remove());
             return made.innerHTML == shown.innerHTML }"""
         assert site.evaluate(same, [name, rooms.answer(name, {})]), name
-
-
-@pytest.mark.slow
-def test_bars_are_drawn_and_questions_answered(site):
-    go(site, "schedule=gpipe&ranks=3&microbatches=4")
-    bars = (
-        "[...document.querySelectorAll('#schedule svg rect')].filter(r => r.getBoundingClientRect().width > 12).length"
-    )
-    assert site.evaluate(bars) == 3 * 4 * 2
-    site.fill("#schedule-microbatches", "5")
-    answered(site)
-    site.wait_for_function(f"{bars} == 30")
-    assert site.url.endswith("#schedule=gpipe&ranks=3&microbatches=5")
-
-    questions = quizzes()["00"].questions
-    go(site, "quiz=00")
-    for number, question in enumerate(questions):
-        right = next(letter for letter in question.letters if question.chosen(letter).right)
-        site.focus(f"#quiz-{number}{right}")
-        site.keyboard.press("Enter")
-        site.wait_for_selector(f"#quiz fieldset:nth-of-type({number + 1}) .right")
-        assert site.evaluate("document.activeElement.id") == f"quiz-{number}{right}"
-    assert site.locator("#quiz .answer > .said").inner_text() == "5 of 5 right at first choice."
-
-    go(site, "puzzle")
-    site.fill("#puzzle-order", "\n".join(["F0-7 B0-7"] * 4))
-    site.keyboard.press("Control+Enter")
-    site.wait_for_selector("#puzzle .right")
-    assert "Makespan 33, par 33" in site.inner_text("#puzzle .right")
-    site.reload()
-    ready(site)
-    assert site.input_value("#puzzle-order").startswith("F0-7 B0-7")
+        grounds = set()
+        for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light")):
+            site.set_viewport_size({"width": width, "height": 900})
+            site.emulate_media(color_scheme=scheme)
+            assert site.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+            grounds.add(site.evaluate("getComputedStyle(document.body).backgroundColor"))
+            if screenshots:
+                site.screenshot(path=f"{screenshots}/page-{name}-{width}-{scheme}.png", full_page=True)
+        assert len(grounds) == 2, "light and dark"
 
 
 @pytest.mark.slow
 def test_the_page_computes_what_cpython_computes(browser, addresses):  # noqa: F811
     here = {}
     exec(FIGURES, here)
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(addresses["folder"])
     there = page.evaluate(
         """async program => {
@@ -346,26 +324,6 @@ def same(there, here, where="figures"):
             same(there[key], here[key], f"{where}[{key!r}]")
     else:
         assert there == here, (where, there, here)
-
-
-@pytest.mark.slow
-def test_light_and_dark_and_on_a_phone_nothing_is_wider_than_the_page(site):
-    folder = os.environ.get("DTLIB_SCREENSHOTS")
-    for name in rooms.NAMES:
-        go(site, name)
-        for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light")):
-            site.set_viewport_size({"width": width, "height": 900})
-            site.emulate_media(color_scheme=scheme)
-            assert site.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
-            if folder:
-                site.screenshot(path=f"{folder}/page-{name}-{width}-{scheme}.png", full_page=True)
-        light, dark = (
-            (site.emulate_media(color_scheme=scheme), site.evaluate("getComputedStyle(document.body).backgroundColor"))[
-                1
-            ]
-            for scheme in ("light", "dark")
-        )
-        assert light != dark
 
 
 # Simulated ranks
@@ -490,7 +448,36 @@ def run_cell(page, source):
 
 
 @pytest.mark.slow
-def test_whatever_a_learner_runs_the_page_lives(site):
+def test_questions_are_answered_and_whatever_a_learner_runs_the_page_lives(site):
+    go(site, "schedule=gpipe&ranks=3&microbatches=4")
+    bars = (
+        "[...document.querySelectorAll('#schedule svg rect')].filter(r => r.getBoundingClientRect().width > 12).length"
+    )
+    assert site.evaluate(bars) == 3 * 4 * 2
+    site.fill("#schedule-microbatches", "5")
+    answered(site)
+    site.wait_for_function(f"{bars} == 30")
+    assert site.url.endswith("#schedule=gpipe&ranks=3&microbatches=5")
+
+    questions = quizzes()["00"].questions
+    go(site, "quiz=00")
+    for number, question in enumerate(questions):
+        right = next(letter for letter in question.letters if question.chosen(letter).right)
+        site.focus(f"#quiz-{number}{right}")
+        site.keyboard.press("Enter")
+        site.wait_for_selector(f"#quiz fieldset:nth-of-type({number + 1}) .right")
+        assert site.evaluate("document.activeElement.id") == f"quiz-{number}{right}"
+    assert site.locator("#quiz .answer > .said").inner_text() == "5 of 5 right at first choice."
+
+    go(site, "puzzle")
+    site.fill("#puzzle-order", "\n".join(["F0-7 B0-7"] * 4))
+    site.keyboard.press("Control+Enter")
+    site.wait_for_selector("#puzzle .right")
+    assert "Makespan 33, par 33" in site.inner_text("#puzzle .right")
+    site.reload()
+    ready(site)
+    assert site.input_value("#puzzle-order").startswith("F0-7 B0-7")
+
     go(site, "ranks")
     assert run_cell(site, ranks.FIRST).count("the sum is tensor(6)") == 4
     assert site.locator("#ranks svg rect").count() == 4 + 4 and site.locator("#ranks svg line[marker-end]").count() == 8
@@ -502,7 +489,7 @@ def test_whatever_a_learner_runs_the_page_lives(site):
     assert "999,800 more lines" in run_cell(site, "for i in range(10**6): print(i)")
     site.fill("#ranks-code", ENDLESS)
     site.click("#ranks button[value=run]")
-    site.click("#stop", timeout=60_000)
+    site.click("#stop")
     site.wait_for_selector("#ranks .not-yet")
     assert "Python was stopped. It starts anew" in site.inner_text("#ranks .answer")
     ready(site)
@@ -533,7 +520,7 @@ class Bidi:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         line = next(line for line in self.process.stderr if "WebDriver BiDi listening" in line)
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
-        self._socket = websocket.create_connection(line.split()[-1] + "/session", timeout=120, suppress_origin=True)
+        self._socket = websocket.create_connection(line.split()[-1] + "/session", timeout=SECONDS, suppress_origin=True)
         self._number, self.fetched = 0, []
         self.call("session.new", capabilities={})
         self.call("session.subscribe", events=["network.beforeRequestSent"])

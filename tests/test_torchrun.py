@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)
+
 TELL = """
 import sys
 import torch
@@ -48,7 +50,7 @@ world.comm.barrier()
 def torchrun(script, *arguments, ranks=2):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=env)
 
 
 @pytest.mark.parametrize("group", ["ours", pytest.param("mine", marks=pytest.mark.slow)])
@@ -77,7 +79,7 @@ def test_a_world_under_the_launcher_of_deepspeed(tmp_path):
         env = {**os.environ, **{name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}}
         command = [sys.executable, str(script)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    said = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert said[0][0].count(": 3") == 2
 

@@ -12,7 +12,11 @@ from tests.conftest import ROOT
 from tests.hosts import Hosts
 from tests.users import TMP, Users
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+]
 
 # A learner who is nobody special: a script, then engines behind a notebook, without and with a zygote.
 LEARNER = """
@@ -33,7 +37,7 @@ SUM += "print(w.comm.all_reduce(torch.tensor(w.rank + 1.0)).item(), os.getppid()
 
 def starts():
     ranks = launch.start_ranks(["-c", SUM], 2, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"script: {ranks.communicate(timeout=100)[0]!r}", flush=True)
+    print(f"script: {ranks.communicate(timeout=300)[0]!r}", flush=True)
     engines = lab.engines(2, restart=True)
     shell.run_cell("%%px\\n" + SUM).raise_error()
     return engines
@@ -67,7 +71,7 @@ def machine(tmp_path_factory):
 
 def test_what_root_has_left_in_shared_places_stops_no_start(machine):
     (machine.users.tmp / "learner.py").write_text(LEARNER)
-    said = machine.run("h1", machine.users.as_user("ada", [sys.executable, f"{TMP}/learner.py"]), timeout=170)
+    said = machine.run("h1", machine.users.as_user("ada", [sys.executable, f"{TMP}/learner.py"]), timeout=800)
     scripts = [line for line in said.splitlines() if line.startswith("script")]
     assert len(scripts) == 2 and all(line.count("3.0 ") == 2 for line in scripts), said
     parents = re.findall(r"ranks 0 and 1 \|\S* 3\.0 (\d+)", said)
@@ -78,7 +82,6 @@ def test_what_root_has_left_in_shared_places_stops_no_start(machine):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", ["test_engines.py", "test_scripts.py", "test_zygote.py"])
 def test_all_tests_of_starting_pass_for_a_user_without_privileges(machine, file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not nightly"]
