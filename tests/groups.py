@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import Counter, defaultdict
+from importlib.util import find_spec
 
 import psutil
 
@@ -18,6 +19,7 @@ GROUPS = {  # the first one with a word that is part of the test's id
     "starts of ranks": ("test_zygote",),
     "repeats": ("test_lifetime", "test_random_operations"),
     "torch's own tests": ("test_torchs_own_tests",),
+    "programs of others": ("test_other_programs",),
     "notebooks": ("test_notebooks",),
 }
 DEEPSPEED = "~/.cache/dtlib"
@@ -33,8 +35,10 @@ def needs() -> dict[str, str]:
     from tests import hosts, hub, slurm
     from tests.test_browser import missing as no_browser
     from tests.test_deepspeed import PIN, folder_of
+    from tests.test_other_programs import NEEDS
 
     deepspeed = os.environ.get("DTLIB_DEEPSPEED") or (folder_of(PIN) / "ready").exists()
+    absent = [name for names in NEEDS.values() for name in names if find_spec(name) is None]
     compiler = "" if shutil.which("c++") else "no C++ compiler: apt-get install g++"
     is_large = psutil.virtual_memory().available >= FREE
     return {
@@ -44,6 +48,7 @@ def needs() -> dict[str, str]:
         "a browser: the Python extra 'browser', and chromium": no_browser(),
         "DeepSpeed and torchtitan: a C++ compiler": compiler,
         f"the same: {PIN}": "" if deepspeed else f"its first test takes it from the package index, into {DEEPSPEED}",
+        "programs of others: transformers, accelerate, lightning": ", ".join(absent) and f"no {', '.join(absent)}",
         f"{FREE / 2**30:.0f} GiB of free memory": "" if is_large else "less is free",
     }
 

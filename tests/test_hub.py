@@ -43,7 +43,7 @@ def running(tmp_path_factory):
     assert not machine.inside(), "a process is left over"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hub
 def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     assert "Learners have no limits" in running.log.read_text() or Path("/run/systemd/system").is_dir()
@@ -70,7 +70,7 @@ def test_a_learner_logs_in_finds_the_course_and_runs_ranks(running):
     wait_until(lambda: not running.processes("ada"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hub
 def test_the_wall_is_a_service_that_shows_learners_to_teachers_alone(running):
     ada, tess = running.learner("ada"), running.learner("tess")
@@ -138,7 +138,7 @@ def report(running):
         each.stops()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hub
 @pytest.mark.parametrize("spy", ["eve", "bob"])
 def test_nobody_reads_cells_outputs_keys_or_predictions_of_another(running, report, spy):
@@ -150,7 +150,7 @@ def test_nobody_reads_cells_outputs_keys_or_predictions_of_another(running, repo
     assert written and all(path.stat().st_mode & 0o077 == 0 for path in written if ".progress" in path.name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hub
 @pytest.mark.parametrize("spy", ["eve", "bob"])
 def test_nobody_ends_or_changes_what_is_another_s(report, spy):
@@ -158,7 +158,7 @@ def test_nobody_ends_or_changes_what_is_another_s(report, spy):
     assert report["ada after"] == report["bob after"] == "ranks 0 and 1 | tensor(1)\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hub
 @pytest.mark.parametrize("spy", ["eve", "bob"])
 def test_who_connects_to_the_ports_of_another_hears_nothing(report, spy):
@@ -173,7 +173,7 @@ def test_who_connects_to_the_ports_of_another_hears_nothing(report, spy):
     assert report[spy]["sockets"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hub
 def test_nobody_traces_or_listens_to_the_network(report):
     if not which("strace"):

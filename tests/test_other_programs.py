@@ -21,13 +21,15 @@ def test_scripts_of_the_page_are_all_run():
     assert set(SCRIPTS) == set(NEEDS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if needs else pytest.mark.slow) for name, needs in NEEDS.items()],
+)
 def test_a_script_of_the_page(tmp_path, name):
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}: pip install --no-deps {' '.join(NEEDS[name])}, and what they ask for")
+            pytest.skip(f"needs {package}: pip install --constraint requirements.lock {' '.join(NEEDS[name])}")
     ours, theirs = tmp_path / "ours.py", tmp_path / "theirs.py"
     ours.write_text(SCRIPTS[name])
     theirs.write_text(SCRIPTS[name].replace('init_process_group("dtlib")', 'init_process_group("gloo")'))

@@ -48,24 +48,8 @@ def test_where_the_planner_was_far_off_it_gives_one_digit_and_says_why(line, say
 
 def test_as_json(capsys):
     sizes = "layers=24,hidden=2048,heads=16,vocab=51200,seq=1024"
-    assert (
-        main(
-            [
-                "plan",
-                sizes,
-                "--gpus",
-                "8",
-                "--device",
-                "a100",
-                "--batch",
-                "64",
-                "--json",
-                "--fixed",
-                "micro_batch=4,zero=0",
-            ]
-        )
-        == 0
-    )
+    line = f"plan {sizes} --gpus 8 --device a100 --batch 64 --json --fixed micro_batch=4,zero=0"
+    assert main(line.split()) == 0
     best = json.loads(capsys.readouterr().out)
     assert 1 <= len(best) <= 10
     assert all(each["plan"]["micro_batch"] == 4 and each["low"] < each["seconds"] < each["high"] for each in best)
@@ -162,11 +146,8 @@ def test_our_own_config_is_one_that_initialize_reads():
     made = config.read(configs.for_dtlib(LLAMA, plan), ranks=2)
     assert (made.train_batch_size, made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps) == (32, 4, 4)
     assert made.zero_optimization.stage == 1
-    assert (made.pipeline.stages, made.pipeline.schedule, made.pipeline.activation_checkpoint_interval) == (
-        2,
-        "1f1b",
-        1,
-    )
+    pipeline = made.pipeline
+    assert (pipeline.stages, pipeline.schedule, pipeline.activation_checkpoint_interval) == (2, "1f1b", 1)
 
 
 def test_torchtitans_toml():
@@ -181,25 +162,34 @@ def test_torchtitans_toml():
 DEEPSPEED = """
 import sys
 import deepspeed.runtime.config as parser
-ways = int(sys.argv[2])
-parser.dist.get_rank, parser.dist.get_world_size = (lambda *_: 0), (lambda *_: ways)
-parser.dist.is_initialized = lambda: True
-made = parser.DeepSpeedConfig(sys.argv[1])
-print("read", made.train_batch_size, made.zero_optimization_stage, made.gradient_accumulation_steps)
+parser.dist.get_rank, parser.dist.is_initialized = (lambda *_: 0), (lambda: True)
+for file in sys.argv[1:]:
+    ways = int(file.split(".")[-2])
+    parser.dist.get_world_size = lambda *_: ways
+    made = parser.DeepSpeedConfig(file)
+    print("read", made.train_batch_size, made.zero_optimization_stage, made.gradient_accumulation_steps)
 """
 
 
+def parsed(python, program, files) -> list[str]:
+    """What a parser of others says of each file."""
+    command, environment = [python, "-W", "ignore", "-c", program, *files], {**os.environ, **ENVIRONMENT}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=files[0].parent)
+    lines = re.findall(r"^read (.*)$", said.stdout, re.MULTILINE)
+    assert len(lines) == len(files), said.stderr[-2000:]
+    return lines
+
+
 @pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_deepspeeds_own_parser_accepts_it(tmp_path):
-    python, file, program = python_with_deepspeed(), tmp_path / "x.json", tmp_path / "read.py"
-    program.write_text(DEEPSPEED)
     plans = [Plan(data=8, zero=stage, batch=64, micro_batch=2) for stage in range(4)]
-    for plan in [*plans, Plan(data=4, pipe=2, zero=1, batch=64, micro_batch=2, recompute="full")]:
+    plans.append(Plan(data=4, pipe=2, zero=1, batch=64, micro_batch=2, recompute="full"))
+    files = [tmp_path / f"{number}.{plan.data}.json" for number, plan in enumerate(plans)]
+    for file, plan in zip(files, plans, strict=True):
         file.write_text(json.dumps(configs.for_deepspeed(LLAMA, plan)))
-        command = [python, "-W", "ignore", program, file, str(plan.data)]
-        said = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300)
-        assert f"read 64 {plan.zero} {plan.micro_batches}" in said.stdout, said.stderr[-2000:]
+    found = parsed(python_with_deepspeed(), DEEPSPEED, files)
+    assert found == [f"64 {plan.zero} {plan.micro_batches}" for plan in plans]
 
 
 TITAN = "torchtitan==0.2.2"  # the last one that reads TOML
@@ -209,36 +199,34 @@ from unittest.mock import MagicMock
 for name in ("kernels", "moe"):  # of mixtures of experts, in Triton: no part of the parser
     sys.modules[f"torchtitan.models.moe.{name}"] = MagicMock()
 from torchtitan.config import ConfigManager
-made = ConfigManager().parse_args(["--job.config_file", sys.argv[1]])
-axes = made.parallelism
-print("read", axes.data_parallel_replicate_degree, axes.data_parallel_shard_degree, axes.tensor_parallel_degree,
-      axes.pipeline_parallel_degree, made.training.global_batch_size, made.activation_checkpoint.mode)
+for file in sys.argv[1:]:
+    try:
+        made = ConfigManager().parse_args(["--job.config_file", file])
+    except (Exception, SystemExit):
+        print("read nothing")
+        continue
+    axes = made.parallelism
+    print("read", axes.data_parallel_replicate_degree, axes.data_parallel_shard_degree, axes.tensor_parallel_degree,
+          axes.pipeline_parallel_degree, made.training.global_batch_size, made.activation_checkpoint.mode)
 """
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_torchtitans_own_parser_accepts_it(tmp_path):
-    file, program = tmp_path / "x.toml", tmp_path / "read.py"
     python = python_with(TITAN, "--no-deps", "tyro==1.0.17", "docstring-parser", "typeguard")  # its parser's
-    program.write_text(TORCHTITAN)
-    for plan, read in (
-        (Plan(data=8, zero=3, batch=64, micro_batch=2, recompute="operators"), "1 8 1 1 64 selective"),
-        (Plan(data=8, tensor=2, batch=64), "8 1 2 1 64 none"),
-        (Plan(data=4, tensor=2, pipe=2, zero=3, batch=64, recompute="full"), "1 4 2 2 64 full"),
-        (Plan(data=4, pipe=4, zero=2, batch=64, schedule="interleaved", chunks=2), "1 4 1 4 64 none"),
-    ):
-        file.write_text(configs.for_torchtitan(LLAMA, plan))
-        said = parsed(python, program, file)
-        assert f"read {read}" in said.stdout, said.stderr[-2000:]
-    file.write_text(file.read_text().replace("tensor_parallel_degree", "tensor_degree"))
-    said = parsed(python, program, file)
-    assert said.returncode and "read" not in said.stdout, "it looks at the keys"
-
-
-def parsed(python, program, file):
-    command, environment = [python, "-W", "ignore", program, file], {**os.environ, **ENVIRONMENT}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=file.parent)
+    plans = {
+        "1 8 1 1 64 selective": Plan(data=8, zero=3, batch=64, micro_batch=2, recompute="operators"),
+        "8 1 2 1 64 none": Plan(data=8, tensor=2, batch=64),
+        "1 4 2 2 64 full": Plan(data=4, tensor=2, pipe=2, zero=3, batch=64, recompute="full"),
+        "1 4 1 4 64 none": Plan(data=4, pipe=4, zero=2, batch=64, schedule="interleaved", chunks=2),
+    }
+    texts = [configs.for_torchtitan(LLAMA, plan) for plan in plans.values()]
+    texts.append(texts[-1].replace("tensor_parallel_degree", "tensor_degree"))
+    files = [tmp_path / f"{number}.toml" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    assert parsed(python, TORCHTITAN, files) == [*plans, "nothing"], "the last one has a key that is unknown"
 
 
 def test_what_is_written_is_what_was_planned(tmp_path, capsys):
