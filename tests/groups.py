@@ -36,6 +36,7 @@ def needs() -> dict[str, str]:
     from tests.test_browser import missing as no_browser
     from tests.test_deepspeed import PIN, folder_of
     from tests.test_other_programs import NEEDS
+    from tests.test_page import FIREFOX
 
     deepspeed = os.environ.get("DTLIB_DEEPSPEED") or (folder_of(PIN) / "ready").exists()
     absent = [name for names in NEEDS.values() for name in names if find_spec(name) is None]
@@ -46,6 +47,7 @@ def needs() -> dict[str, str]:
         "Slurm: apt-get install munge slurmctld slurmd slurm-client": slurm.missing(),
         "a hub: the Python extra 'hub', and npm": hub.missing(),
         "a browser: the Python extra 'browser', and chromium": no_browser(),
+        "Firefox: apt-get install firefox-esr": "" if FIREFOX else "there is no Firefox on PATH",
         "DeepSpeed and torchtitan: a C++ compiler": compiler,
         f"the same: {PIN}": "" if deepspeed else f"its first test takes it from the package index, into {DEEPSPEED}",
         "programs of others: transformers, accelerate, lightning": ", ".join(absent) and f"no {', '.join(absent)}",

@@ -25,6 +25,8 @@ from dtlib.theory import collectives
 from tests.conftest import ROOT
 from tests.test_browser import SECONDS, browser, new_page  # noqa: F401
 
+pytestmark = pytest.mark.timeout(1800)
+
 # What is asked of Python in the page and of this one. Integers and text are to be the same, floats to 1e-12.
 FIGURES = """
 import json
@@ -556,7 +558,7 @@ class Bidi:
         self.process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(FIREFOX is None, reason="there is no Firefox on PATH")
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_the_same_page_in_firefox(addresses, tmp_path, kind):
