@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from urllib.request import Request, urlopen
 
 import nbformat
@@ -153,8 +152,13 @@ def run_active_cell(page, number: int) -> None:
             assert errors.count() == 0, errors.first.inner_text()
 
 
-def open_notebook(page, address: str, folder) -> int:
-    """Open lesson 00 of this course; click into its first cell, and say how many it has."""
+def open_notebook(page, address: str, folder, sources=()) -> int:
+    """Open lesson 00 of this course, or a notebook of these cells in its place; click into the first cell, and say how
+    many there are."""
+    if sources:
+        book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
+        book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        nbformat.write(book, folder / FIRST_NOTEBOOK)
     page.goto(address.replace("notebooks/start.md?", f"{folder.name}/{FIRST_NOTEBOOK}?"))
     return wait_for_notebook(page, folder / FIRST_NOTEBOOK)
 
@@ -173,14 +177,6 @@ def wait_for_notebook(page, file) -> int:
 def wait_for_kernel(page) -> None:
     """JupyterLab loses a cell that is run before its kernel is connected (jupyterlab/jupyterlab issue 8490)."""
     page.wait_for_selector("#jp-main-statusbar >> text=/^Python 3.* Idle$/")
-
-
-def write_notebook(folder, sources) -> Path:
-    """A notebook of these cells, in place of lesson 00."""
-    book = nbformat.read(ROOT / FIRST_NOTEBOOK, as_version=4)
-    book.cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    nbformat.write(book, folder / FIRST_NOTEBOOK)
-    return folder / FIRST_NOTEBOOK
 
 
 def picture(page, name: str) -> None:
@@ -223,8 +219,7 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder, tmp
         "%%px\nif world.rank == 1: 1 / 0\nworld.comm.barrier()",
         "%%px\nprint(lives_on",
     ]
-    file = write_notebook(course_folder, sources)
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, sources)
     assert "Run lab.engines(4) first" in Cell(page, 0).wait()
     assert "process id" in Cell(page, 1).wait()
     Cell(page, 2).wait()
@@ -258,8 +253,12 @@ def test_a_cell_on_ranks_as_a_learner_meets_it(page, address, course_folder, tmp
     page.wait_for_function("e => e.innerText.includes('lives_on_ranks')", arg=editor.element_handle())
 
     page.keyboard.press("Control+S")
-    wait_until(lambda: nbformat.read(file, as_version=4).cells[3].outputs)
-    assert [each.output_type for each in nbformat.read(file, as_version=4).cells[3].outputs] == ["stream"]
+
+    def saved():
+        return nbformat.read(course_folder / FIRST_NOTEBOOK, as_version=4).cells[3].outputs
+
+    wait_until(saved)
+    assert [each.output_type for each in saved()] == ["stream"]
 
 
 @pytest.mark.slow
@@ -376,8 +375,7 @@ def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
         "%%px\nif world.rank == 2: time.sleep(300)\nworld.comm.barrier()",
         "%px print(world.comm.all_gather_object(world.rank))",
     ]
-    file = write_notebook(course_folder, sources)
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, sources)
     Cell(page, 0).wait()
     Cell(page, 1).wait()
     panel = page.locator("#jp-right-stack")
@@ -395,8 +393,9 @@ def test_reset_in_the_panel_ends_a_wait(page, address, course_folder):
     assert "ranks 0 to 2 | [0, 1, 2]" in Cell(page, 3).wait()
     page.keyboard.press("Control+S")
     page.wait_for_function("() => !document.querySelector('.jp-NotebookPanel.jp-mod-dirty')")
-    wait_until(lambda: "[0, 1, 2]" in file.read_text())
-    assert not re.search("widget|GB", file.read_text()), "nothing of the panel is saved"
+    saved = course_folder / FIRST_NOTEBOOK
+    wait_until(lambda: "[0, 1, 2]" in saved.read_text())
+    assert not re.search("widget|GB", saved.read_text()), "nothing of the panel is saved"
 
 
 @pytest.mark.slow
@@ -407,8 +406,7 @@ def test_what_a_cell_showed_while_its_page_was_closed_is_shown_again(page, addre
         f"    while step == 1 and not os.path.exists('{tmp_path}/closed'): time.sleep(0.1)",
         "lab.last(2)",
     ]
-    write_notebook(course_folder, sources)
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, sources)
     Cell(page, 0).wait()
     page.keyboard.press("Control+S")
     Cell(page, 1).wait_for("step 0")
@@ -436,8 +434,7 @@ FAULTS = "from dtlib.lessons.l11b import fault_lab; fault_lab.fault_lab(3)"
 @pytest.mark.nightly
 def test_a_button_kills_a_rank_and_the_curve_goes_on(page, address, course_folder):
     """Lesson 11b's lab: by each of the recoveries, of which the curves stay."""
-    write_notebook(course_folder, [FAULTS])
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, [FAULTS])
     lab = Cell(page, 0).cell
     lab.locator("select").wait_for()
     names = {
@@ -496,8 +493,7 @@ def test_torchs_ddp_is_stopped_and_goes_on(page, address, course_folder):
         "from dtlib import lab; lab.engines(2)", TORCHS_DDP, LEAVES_EARLY, "%px dtlib.reset()", "%px model(x)", ANEW,
         KILLED,
     ]  # fmt: skip
-    write_notebook(course_folder, sources)
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, sources)
     Cell(page, 0).wait()
     assert Cell(page, 1).wait() == "ranks 0 and 1 | 2\n"
 
@@ -677,8 +673,7 @@ def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
 def test_a_quiz_by_keyboard_alone(page, address, course_folder):
     from dtlib.lab.checks.questions import quizzes
 
-    write_notebook(course_folder, ['from dtlib import lab; lab.quiz("00")', "lab.scores()"])
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, ['from dtlib import lab; lab.quiz("00")', "lab.scores()"])
     page.keyboard.press("Shift+Enter")
     buttons = page.locator(".jp-Notebook .jp-Cell").first.locator("button.widget-button")
     buttons.first.wait_for()
@@ -711,8 +706,7 @@ def test_an_exercise_as_a_learner_meets_it(page, address, course_folder):
     sources = ["from dtlib import lab; lab.engines(3)", 'lab.check("first-sum")']
     for answer in ("", "world.comm.all_reduce(total, op='max')\n", "world.comm.all_reduce(total)\n"):
         sources += [cell + answer, 'lab.check("first-sum")']
-    write_notebook(course_folder, [*sources, "lab.progress()"])
-    open_notebook(page, address, course_folder)
+    open_notebook(page, address, course_folder, [*sources, "lab.progress()"])
     shown = [Cell(page, number).wait() for number in range(len(sources) + 1)]
     picture(page, "exercise")
     assert_contrast(page)
