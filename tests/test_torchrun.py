@@ -84,10 +84,17 @@ def test_a_world_under_the_launcher_of_deepspeed(tmp_path):
     assert said[0][0].count(": 3") == 2
 
 
-SLOW = [(1, "ours"), (2, "ours"), (3, "mine"), (4, "ours")]
+NIGHTLY = [(1, "ours"), (2, "ours"), (3, "mine")]
 
 
-@pytest.mark.parametrize("ranks,group", [(2, "mine"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    "ranks,group",
+    [
+        (2, "mine"),
+        pytest.param(4, "ours", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY),
+    ],
+)
 def test_an_error_on_one_rank_under_torchrun_ends_all(tmp_path, group, ranks):
     script = tmp_path / "fail.py"
     script.write_text(FAIL)
