@@ -142,7 +142,7 @@ def runs_otherwise(source, before) -> bool:
     solved = build.target(source, "solved")
     beside = [path for path in source.parent.glob("*.py") if path not in SOURCES and not path.stem.startswith("wrong_")]
     now = {str(path.relative_to(ROOT)): path.read_bytes() for path in (solved, *beside)}
-    then = {name: (before or {}).get(name) for name in now}
+    then = {name: before.get(name) for name in now}
     book = str(solved.relative_to(ROOT))
     if then[book] and what_runs(then[book]) == what_runs(now[book]):
         then[book] = now[book]
@@ -151,7 +151,10 @@ def runs_otherwise(source, before) -> bool:
 
 def before_the_night(before) -> set[str]:
     """Notebooks of the slow tier: one with each kind of ranks, and of the others that run otherwise than ``before`` at
-    most ``MOST``, spread evenly over the course. The nightly tier runs the rest."""
+    most ``MOST``, spread evenly over the course. The nightly tier runs the rest: all others where nobody knows what was
+    before, as in a clone without history."""
+    if before is None:
+        return set(ALWAYS)
     others = {name: source for name, source in notebooks().items() if name not in (*ALWAYS, *WITHOUT_RANKS)}
     changed = [name for name, source in others.items() if runs_otherwise(source, before)]
     count = min(len(changed), MOST)
@@ -183,8 +186,7 @@ def test_only_what_runs_otherwise_is_run_before_the_night():
     assert runs_otherwise(source, {**now, "dtlib/lessons/l04/judge_averaging.py": b"other"})
     one = {**now, solved: b'{"cells": []}'}
     assert before_the_night(now) == set(ALWAYS) and before_the_night(one) == {*ALWAYS, "04_data_parallel"}
-    for unknown in (None, {}):
-        assert len(before_the_night(unknown)) == len(ALWAYS) + MOST
+    assert before_the_night(None) == set(ALWAYS) and len(before_the_night({})) == len(ALWAYS) + MOST
 
 
 def test_every_stored_verdict_on_a_solution_is_that_it_passed():
