@@ -49,7 +49,7 @@ def config_of(tensor=1, pipe=1, zero=0, context=1, expert=1, order="zigzag", met
     return {**CONFIG, **axes, "zero_optimization": {"stage": zero}, **more}
 
 
-@on_ranks(4, time_limit=240, slow=(4,))
+@on_ranks(4, slow=(4,))
 def test_every_mesh_has_the_curve_of_one_rank(world, tmp_path):
     alone = world.comm.split(world.rank)
     expected = train("decoder", config_of(), comm=alone)
@@ -161,7 +161,7 @@ def test_the_decoder_is_the_planners_model_and_its_plans_are_configs():
         of_decoder(replace(SIZES, layers=3), Plan(pipe=2, batch=8), 0)
 
 
-@on_ranks(4, time_limit=120, slow=(4,))
+@on_ranks(4, slow=(4,))
 def test_every_mesh_of_experts_has_the_curve_of_one_rank(world, tmp_path):
     """One micro-batch a step: the balance is that of a micro-batch."""
     config = {"workload": EXPERTS, "gradient_accumulation_steps": 1}

@@ -5,7 +5,7 @@ from dtlib.planner.exact import of_decoder
 from tests.ranks import on_ranks
 
 
-@on_ranks(4, time_limit=240, slow=(4,))
+@on_ranks(4, slow=(4,))
 def test_ranks_hold_and_send_what_the_brief_predicts(world):
     wrong = []
     for name, plan in brief.MESHES.items():

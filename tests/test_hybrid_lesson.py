@@ -133,7 +133,7 @@ RIGHT = {
 }
 
 
-@on_ranks(1, 3, 4, slow=(1, 4), time_limit=150)
+@on_ranks(1, 3, 4, slow=(1, 4))
 def test_every_right_answer_to_lesson_08_passes(world):
     with all_cases() as case:
         for exercise, answers in RIGHT.items():

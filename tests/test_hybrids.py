@@ -212,6 +212,6 @@ def test_every_mesh_of_two_axes_on_four_ranks(world):
 
 
 @pytest.mark.nightly
-@on_ranks(8, time_limit=170)
+@on_ranks(8)
 def test_all_three_axes_on_eight_ranks(world):
     assert one_step(world, {"data": 2, "pipe": 2, "tensor": 2}, 2) <= EXACT

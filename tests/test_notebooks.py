@@ -14,6 +14,7 @@ from dtlib.lab.lesson_files import name_of, notebooks
 from dtlib.lab.server import START
 from dtlib.lab.tables import WIDEST
 from tests.books import made, stored
+from tests.cases import for_each
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
 from tests.tracks import missing
@@ -33,8 +34,8 @@ def code_cells(book):
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(version=VERSIONS, source=SOURCES)
 def test_notebooks_are_what_their_sources_say(source, version):
     found, expected = stored(source, version), made(source, version)
     assert [(c.id, c.cell_type, c.source, c.metadata) for c in found.cells] == [
@@ -44,13 +45,15 @@ def test_notebooks_are_what_their_sources_say(source, version):
     assert all(executed) if version == "solved" else not any(executed)
 
 
+@pytest.mark.lint
 def test_no_notebook_is_without_a_source():
     expected = {build.target(source, version) for source in SOURCES for version in VERSIONS}
     found = {path for path in (ROOT / "notebooks").glob("*/*.ipynb") if ".ipynb_checkpoints" not in path.parts}
     assert found == expected
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(source=SOURCES)
 def test_each_notebook_is_in_the_form_that_readers_expect(source):
     book = made(source, "solved")
     assert re.match(r"# \d\d[a-z]? ", book.cells[0].source), "a notebook begins with its number and title"
@@ -66,7 +69,8 @@ def test_each_notebook_is_in_the_form_that_readers_expect(source):
     assert all("half-day" in tags for tags in tagged if "two-hours" in tags), "the longer track has all of the shorter"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(source=SOURCES)
 def test_a_notebook_is_no_longer_than_a_lecture(source):
     book = made(source, "learner")
     found = len(code_cells(book)), tracks.words(book.cells)
@@ -189,6 +193,7 @@ def test_only_what_runs_otherwise_is_run_before_the_night():
     assert before_the_night(None) == set(ALWAYS) and len(before_the_night({})) == len(ALWAYS) + MOST
 
 
+@pytest.mark.lint
 def test_every_stored_verdict_on_a_solution_is_that_it_passed():
     for notebook in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")):
         assert "Not yet:" not in notebook.read_text(), f"{notebook.name}: build it anew"
@@ -201,7 +206,8 @@ def texts_of(output):
     return [output.text if output.output_type == "stream" else output.data.get("text/plain", "")]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+@pytest.mark.lint
+@for_each(source=SOURCES)
 def test_no_stored_output_is_wider_than_a_page(source):
     cells = code_cells(stored(source, "solved"))
     for cell in cells:

@@ -132,7 +132,7 @@ def finish(pending, chance):
         assert torch.equal(result, expected), vars(step)
 
 
-@on_ranks(3, 4, time_limit=150)
+@on_ranks(3, 4)
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("sequences", [100, pytest.param(SEQUENCES // 2, marks=pytest.mark.nightly)])
 def test_random_sequences_agree_with_one_process(world, sequences, verify):

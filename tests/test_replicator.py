@@ -111,7 +111,7 @@ def in_one_graph(replicas, name, optimizer):
     return losses, model
 
 
-@on_ranks(2, 3, 4, slow=(4,), time_limit=170)
+@on_ranks(2, 3, 4, slow=(4,))
 def test_both_ways_and_one_process_with_the_whole_batch_agree(world):
     size = world.size
     with all_cases() as case:

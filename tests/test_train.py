@@ -69,7 +69,7 @@ def _double(batch):
     return batch.double() if batch.is_floating_point() else batch
 
 
-@on_ranks(2, 3, time_limit=150, slow=(3,))
+@on_ranks(2, 3, slow=(3,))
 @pytest.mark.parametrize("workload", ["vision", pytest.param("summarization", marks=pytest.mark.slow)])
 def test_every_stage_and_the_pipeline_have_one_curve_on_dtlib_and_on_torch(world, workload):
     work, again = made(workload)
@@ -141,7 +141,7 @@ def test_training_goes_on_with_the_same_curve(world, tmp_path):
     assert {"seconds", "samples_per_second", "bytes_per_rank"} <= rows[0].keys()
 
 
-@on_ranks(3, time_limit=150)
+@on_ranks(3)
 def test_torchs_classes_save_and_go_on_at_any_stage_on_another_number_of_ranks(world, tmp_path):
     """3 -> 2 -> 3 ranks, and from one runtime to the other; buckets of rows that do not divide."""
     _, again = made("vision")

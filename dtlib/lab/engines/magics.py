@@ -25,7 +25,7 @@ from dtlib.lab.engines.extension import load_ipython_extension
 from dtlib.lab.engines.live import LiveView, ranks_in_words
 from dtlib.lab.engines.outputs import as_list
 
-INTERRUPT_SECONDS = 5
+INTERRUPT_SECONDS = 20  # on a busy machine a rank takes its time
 KEEPER_SECONDS = 2  # until the keeper has noticed that ranks have ended
 ANSWER_SECONDS = 2  # for what takes ranks that are idle no time
 # Errors of ranks that another one's error has reached.
