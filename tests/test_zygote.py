@@ -184,7 +184,8 @@ def test_limits_are_those_of_who_starts_it():
 
 def test_signals_reach_a_rank_and_its_launcher_takes_it_along(tmp_path):
     ours, python = the_zygote(), launch.python_of_a_rank()
-    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    # Python heeds a signal that comes just before a sleep only after that sleep.
+    program = "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(0.1)"
     env = {**os.environ, **launch.rank_environment(1)}
     for number, whom in [(9, "rank"), (9, "launcher"), (15, "launcher"), (2, "launcher"), (11, "rank")]:
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)

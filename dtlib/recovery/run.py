@@ -76,6 +76,8 @@ class Run:
         for event in fresh:
             if event["what"] == "started":
                 self.processes[event["rank"]] = Process(event["pid"], event["created"])
+            elif event["what"] == "lost":  # the others say so before a look finds a process gone, or the run ends
+                self._note_the_dead(rank for rank in event["lost"] if rank not in self.lost)
             elif event["what"] == "late":
                 self._say(event["sentence"])
             elif event["what"] == "undone":
