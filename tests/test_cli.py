@@ -244,7 +244,7 @@ def test_a_folder_that_has_been_deleted(tmp_path):
     assert_one_sentence(ran, "has been deleted")
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.5, pytest.param(2.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (1.5, 2.5))])
 def test_a_tour_that_is_interrupted_leaves_nothing(workshop_folder, seconds):
     tour = subprocess.Popen(
         [sys.executable, "-m", "dtlib", "tour"], cwd=workshop_folder, start_new_session=True,

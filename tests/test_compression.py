@@ -164,7 +164,7 @@ def test_payload_bytes_are_those_of_the_formulas(world):
     assert expected > 0 or ranks == 1
 
 
-@on_ranks(2, 3, 4, slow=(4,))
+@on_ranks(2, 3, 4, slow=(2, 4))
 def test_ddp_on_our_backend_takes_the_same_hooks_to_the_same_values(world):
     gloo, group = torch_group(world), dist.new_group(backend="dtlib")
 

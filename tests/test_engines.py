@@ -371,6 +371,7 @@ def test_a_second_notebook_takes_over_and_the_last_one_ends_the_engines(notebook
     second.kill()
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
     assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert record.read("set.json") == {}, "the keeper has ended in good order"
 
 
 def test_a_wait_says_for_whom_everybody_waits(shared):
@@ -474,6 +475,7 @@ def test_a_kernel_that_is_killed_while_engines_start_leaves_nothing(notebooks, w
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 
 
+@pytest.mark.slow
 def test_an_mpiexec_that_fails_leaves_nothing(workshop_folder, monkeypatch):
     from dtlib import lab
     from dtlib.errors import DtlibError

@@ -97,7 +97,7 @@ def test_each_exercise_has_a_right_answer_here():
     assert RIGHT.keys() == {**judge_context.EXERCISES, **judge_home.EXERCISES, **judge_experts.EXERCISES}.keys()
 
 
-@on_ranks(4)
+@on_ranks(4, slow=(4,))
 def test_each_axis_trains_the_same_model(world):
     seen = {axis: axes.measured(axis, world.comm) for axis in axes.AXES}
     for axis, of_axis in seen.items():

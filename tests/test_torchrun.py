@@ -90,7 +90,7 @@ NIGHTLY = [(1, "ours"), (2, "ours"), (3, "mine")]
 @pytest.mark.parametrize(
     "ranks,group",
     [
-        (2, "mine"),
+        pytest.param(2, "mine", marks=pytest.mark.slow),
         pytest.param(4, "ours", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY),
     ],

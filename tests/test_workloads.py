@@ -28,7 +28,7 @@ def refusal(function, *args) -> str:
     return str(error.value)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, slow=(2,))
 def test_a_pipeline_of_the_layers_learns_what_the_model_learns(world):
     torch.manual_seed(5)
     tokens = torch.randint(4, 4096, (4 * world.size, 12))

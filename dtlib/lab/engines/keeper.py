@@ -56,6 +56,7 @@ def main() -> None:
             sys.exit(str(problem))
         os._exit(0)
     os.setsid()
+    record = Record(record.profile)  # a lock that was inherited across a fork cannot be acquired
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that `finally` is reached
     while True:
         orphaned = os.getppid() != parent  # looked at first: who ends in good order has written before
