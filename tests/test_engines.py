@@ -447,7 +447,6 @@ def test_ranks_that_are_gone_or_stuck_are_replaced(notebooks, workshop_folder):
 
 # What is on record once a start has come so far.
 PHASES = {
-    "begun": lambda record: record.state.exists(),
     "keeper": lambda record: record.keeper(),
     "controller": lambda record: record.read("set.json").get("connection"),
     "ranks": lambda record: record.read("ranks.json"),

@@ -140,19 +140,18 @@ def _start(profile: Path, ranks: int, name: str):
 
 def _watch(record: Record, note: dict, launchers: list[Process], started: set) -> None:
     """Return once nobody is attached or the engines are gone; ``started`` collects what will have to be ended."""
-
-    def needed():
-        return record.attached() and all(launcher.find() for launcher in launchers)
-
     while True:
         # The children of a process that dies move to another parent: note them while they can be found.
         started.update(with_descendants(Process.of(os.getpid()))[1:])
         note["processes"] = [asdict(process) for process in sorted(started, key=lambda process: process.pid)]
         if note != record.read("set.json"):
             record.write("set.json", note)
-        if not needed():
+        if not all(launcher.find() for launcher in launchers):  # not for the lock: a notebook holds it while it starts
+            record.remove("set.json")
+            return
+        if not record.attached():
             with suppress(DtlibError), record.lock():
-                if not needed():  # a notebook may have attached between the look and the lock
+                if not record.attached():  # a notebook may have attached between the look and the lock
                     record.remove("set.json")
                     return
         joined = record.read("ranks.json").get("name") == note["name"]
