@@ -3,6 +3,9 @@
 import json
 import re
 import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab import build, course, navigation
 from dtlib.lab.lesson_files import name_of
 from tests.books import made
+from tests.cases import for_each
 from tests.conftest import ROOT
 
 LECTURE = "notebooks/lectures/04_data_parallel.ipynb"
@@ -137,6 +141,54 @@ def test_the_start_page_of_a_learner_counts_what_is_done(tmp_path, monkeypatch):
     record = tmp_path / course.RECORD
     record.write_text(record.read_text().replace('"notebooks/start.md": "', '"notebooks/start.md": "0'))
     assert course.lay_out(tmp_path).endswith("1 file is new.") and "done" not in page.read_text().split("minutes")[0]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from dtlib.lab import course
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # bytes of a file: where a disk that is full would stop
+for number in range(300):
+    course.done(f"exercise-{number}")
+"""
+
+
+def test_a_disk_that_is_full_takes_no_progress(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    course.open_folder()
+    (tmp_path / course.START_PAGE).write_text("")  # which alone would be too large
+    ran = subprocess.run([sys.executable, "-c", FULL_DISK], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0 and "This is not noted in your progress: " in ran.stdout, ran
+    done = course.kept()["done"]
+    assert len(done) > 100 and done.keys() == {f"exercise-{number}" for number in range(len(done))}
+    course.done("the-next")
+    assert len(course.kept()["done"]) == len(done) + 1
+
+
+def test_notebooks_that_note_at_once_lose_nothing(tmp_path, monkeypatch):
+    """Four processes note fifty exercises each; each of them sees what the others have noted."""
+    monkeypatch.chdir(tmp_path)
+    course.open_folder()
+    note = "import sys; from dtlib.lab import course; [course.done(f'{sys.argv[1]}-{i}') for i in range(50)]"
+    started = [subprocess.Popen([sys.executable, "-c", note, str(number)], cwd=tmp_path) for number in range(4)]
+    assert [process.wait(100) for process in started] == [0] * 4
+    assert len(course.kept()["done"]) == 200
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
+
+
+@for_each(text=["3", "null", '{"done": null}', '{"done": 1}', "[[1]]", "[" * 100_000, "not json", "\x00\xff"])
+def test_a_damaged_record_is_kept_and_begun_again(text):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        patch.chdir(folder)
+        course.open_folder()
+        (folder / course.RECORD).write_text(text)
+        (folder / course.DONE).write_text(text, encoding="latin-1")
+        course.open_folder()
+        course.done("first-sum")
+        assert course.kept()["done"] == {"first-sum": True}
+        (kept,) = folder.glob(f"{course.DONE}.damaged*")
+        assert kept.read_text(encoding="latin-1") == text
 
 
 def row(page, title):

@@ -30,7 +30,7 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 # The house from the bottom to the top. A name stands for a module of dtlib, or for a package with all that is in it.
 FLOORS = (
-    ("errors", "theory", "schedule"),
+    ("errors", "files", "theory", "schedule"),
     ("planner",),
     ("world.machine", "world.processes", "world.until_parent_ends", "world.compiled", "world.loopback"),
     ("world.allocation", "world.forked", "world.forking"),
@@ -67,7 +67,7 @@ def dotted_name(path):
 NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imports
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
-MOST_LINES = 37_664  # of all files but the lessons': it may only fall (and rose twice, for annotations)
+MOST_LINES = 37_804  # of all files but the lessons': it may only fall (it rose for annotations, and for files.py)
 
 LOCKED = {
     canonicalize_name(name): version

@@ -14,16 +14,23 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from copy import deepcopy
 from hashlib import sha256
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
 
 from dtlib.errors import DtlibError
+from dtlib.files import read_json, write_whole
 
 SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
 RECORD = ".dtlib.json"
 DONE = ".progress.json"
+LOCK, LOCK_SECONDS = ".progress.lock", 10
 PROFILE = Path("cluster_profiles") / "profile_local_mpi"
 LEFT_BEHIND = ("db", "log", "pid", "security", "startup", "state", "static")  # by engines that ran in a profile
 FILES = (
@@ -215,14 +222,22 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _read_record(folder: Path) -> dict[str, str]:
-    try:
-        return json.loads((folder / RECORD).read_text())
-    except (OSError, json.JSONDecodeError):
-        return {}  # then every file that differs counts as the learner's
+    with suppress(OSError, ValueError):
+        return read_json(folder / RECORD, dict)
+    return {}  # then every file that differs counts as the learner's
 
 
 def _write_record(folder: Path, record: dict[str, str]) -> None:
-    (folder / RECORD).write_text(json.dumps(record, indent=1))
+    _write(folder / RECORD, json.dumps(record, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as problem:
+        raise DtlibError(
+            f"{path} cannot be written ({problem.strerror}): make room there and make it writable."
+        ) from None
 
 
 def done(name: str) -> None:
@@ -261,7 +276,7 @@ def write_start_page(folder: Path) -> None:
         cell = next((word for begin, word in column.items() if line.startswith(begin)), None)
         before, lesson, *others = line.split("|") if cell is not None else (line, "")
         written.append("|".join([before, lesson, f" {cell} ", *others]) if cell is not None else line)
-    (folder / START_PAGE).write_text("\n".join(written) + "\n", encoding="utf-8")
+    _write(folder / START_PAGE, "\n".join(written) + "\n")
 
 
 def _of_row(line: str, known: dict) -> str:
@@ -290,14 +305,20 @@ def _of_quiz(name: str) -> str:
 
 
 def _note(change) -> None:
-    with suppress(DtlibError, OSError):  # a record of what was done must not spoil it
+    """Change the record of what was done, one notebook at a time. What cannot be noted must not spoil what was done."""
+    try:
         here = folder()
-        if (here / RECORD).is_file():
-            before, record = _read_done(here), _read_done(here)
+        if not (here / RECORD).is_file():
+            return
+        with FileLock(here / LOCK, timeout=LOCK_SECONDS):
+            before = _read_done(here)
+            record = deepcopy(before)
             change(record)
             if record != before:
-                (here / DONE).write_text(json.dumps(record, sort_keys=True))
+                _write(here / DONE, json.dumps(record, sort_keys=True))
                 write_start_page(here)
+    except (DtlibError, OSError) as problem:
+        print(f"This is not noted in your progress: {problem}")
 
 
 def kept() -> dict:
@@ -316,9 +337,24 @@ def kept() -> dict:
 
 
 def _read_done(folder: Path) -> dict:
-    record = {}
-    with suppress(OSError, ValueError):
-        record = json.loads((folder / DONE).read_text().replace('-mend"', '-fix"'))  # names of an earlier version, too
-    if isinstance(record, list):  # names alone, as an earlier version of the course wrote them
-        record = {"done": dict.fromkeys(record, True)}
-    return {"done": {}, "scores": {}, **record}
+    """The record of what was done; a damaged one is kept under another name."""
+    path = folder / DONE
+    record: dict = {"done": {}, "scores": {}}
+    try:
+        found: Any = read_json(path, object)
+        if isinstance(found, list):  # names alone, as an earlier version of the course wrote them
+            found = {"done": dict.fromkeys(found, True)}
+        if not all(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {}))):
+            raise ValueError("its entries are no names")
+        record |= found
+        record["done"] = {name.replace("-mend", "-fix"): value for name, value in record["done"].items()}  # once
+    except FileNotFoundError:
+        pass
+    except OSError as problem:
+        raise DtlibError(f"{path} cannot be read ({problem.strerror}): make it readable.") from None
+    except (AttributeError, TypeError, ValueError) as problem:
+        kept = next(name for n in count(1) if not (name := path.with_name(f"{DONE}.damaged{n}")).exists())
+        with suppress(OSError):
+            path.rename(kept)
+        print(f"{path} is damaged ({problem}). It is kept as {kept.name}, and your progress begins again.")
+    return record

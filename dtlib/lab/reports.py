@@ -24,6 +24,7 @@ import psutil
 from filelock import FileLock
 
 from dtlib.errors import DtlibError
+from dtlib.files import read_json, write_whole
 from dtlib.lab import course
 from dtlib.lab.foreign import Shell
 from dtlib.lab.known import ALIAS, applied, message
@@ -192,14 +193,10 @@ def _lock() -> FileLock:
 
 def _read() -> dict | None:
     with suppress(OSError, ValueError):
-        return json.loads(_file().read_text(encoding="utf-8"))
+        return read_json(_file(), dict)
     return None
 
 
 def _write(note: dict) -> None:
     """For its owner's eyes alone, and never half: a kernel may be killed at any time."""
-    new = _file().with_suffix(".new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump(note, file)
-    new.replace(_file())
+    write_whole(_file(), json.dumps(note), 0o600)

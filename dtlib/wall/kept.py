@@ -1,7 +1,6 @@
 """What a wall leaves on the instructor's machine: its codes for a day, and the room where ``--keep`` asks for it."""
 
 import json
-import os
 import secrets
 import time
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from jupyter_core.paths import jupyter_data_dir
 
 from dtlib.errors import DtlibError
+from dtlib.files import read_json, write_whole
 from dtlib.wall.room import Room, checked
 
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # those that nobody mixes up
@@ -31,8 +31,8 @@ def folder() -> Path:
 def secret_of(port: int) -> dict:
     """Code, key and secret of the wall on a port: those of today, if it was started before."""
     path = folder() / f"{port}.json"
-    with suppress(OSError, ValueError, LookupError):
-        found = json.loads(path.read_text())
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        found = read_json(path, dict)
         if 0 <= time.time() - found["made"] < SECRET_SECONDS:
             return found
     code = "".join(secrets.choice(LETTERS) for _ in range(6))
@@ -67,7 +67,7 @@ def delete(path: Path | None) -> int:
 
 def _kept(path: Path) -> tuple[dict, set]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, dict)
         if found["form"] == FORM:
             learners = {
                 number: (checked(message), float(when)) for number, (message, when) in found["learners"].items()
@@ -82,11 +82,7 @@ def _kept(path: Path) -> tuple[dict, set]:
 
 def _write(path: Path, content: dict) -> None:
     """For its owner's eyes alone, and never half."""
-    new = path.with_name(path.name + ".new")
     try:
-        new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        new.replace(path)
+        write_whole(path, json.dumps(content), 0o600)
     except OSError as problem:
         raise DtlibError(f"{path} cannot be written ({problem.strerror}): name another file or folder.") from None

@@ -12,6 +12,7 @@ import psutil
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from dtlib.errors import DtlibError
+from dtlib.files import read_json, write_whole
 from dtlib.lab.course import PROFILE, folder
 from dtlib.world.allocation import allocation
 from dtlib.world.processes import Process
@@ -62,19 +63,15 @@ class Record:
             ) from None
 
     def read(self, name: str) -> dict:
-        with suppress(FileNotFoundError, json.JSONDecodeError):
-            return json.loads((self.state / name).read_text())
+        with suppress(FileNotFoundError, ValueError):
+            return read_json(self.state / name, dict)
         return {}
 
     def write(self, name: str, content: dict) -> None:
         path = self.state / name
-        unfinished = path.with_suffix(f".{os.getpid()}")  # a reader sees the old file or the new one, never half
         try:
-            unfinished.write_text(json.dumps(content))
-            unfinished.replace(path)
+            write_whole(path, json.dumps(content))
         except OSError as problem:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
             raise self._cannot_be_written(problem) from None
 
     def _cannot_be_written(self, problem: OSError) -> DtlibError:
