@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,6 +201,18 @@ def test_a_missing_npm_is_one_sentence(tmp_path):
     (tmp_path / f"pyodide-{build.PYODIDE}.tgz").write_bytes(b"something else")
     with pytest.raises(DtlibError, match="as it was published"):
         build.write(tmp_path / "page")
+
+
+def test_a_folder_with_anything_else_stays_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_package", lambda beside: pytest.fail("it is refused before anything is fetched"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "index.html").write_text("my own page")
+    (tmp_path / "single.html").write_text("my own page")
+    for name in (".", "", "thesis", "../" + tmp_path.name, "single", "thesis/index.html"):
+        with pytest.raises(DtlibError, match="stays as it is"):
+            build.write(Path(name))
+    assert (tmp_path / "thesis" / "index.html").read_text() == (tmp_path / "single.html").read_text() == "my own page"
 
 
 # In a browser

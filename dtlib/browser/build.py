@@ -8,16 +8,19 @@ import base64
 import gzip
 import hashlib
 import io
+import os
 import shutil
 import subprocess
 import tarfile
 import zipfile
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
 import dtlib
 from dtlib.browser import rooms
 from dtlib.errors import DtlibError
+from dtlib.files import read_text, write_whole
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.questions import as_html
 from dtlib.lab.navigation import title
@@ -29,7 +32,7 @@ OWN = Path("browser/build.py")
 SITE = Path(__file__).parent / "site"
 # Of dtlib, what the rooms use; a test draws them all in a browser.
 CARRIED = (
-    "__init__.py", "errors.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
+    "__init__.py", "errors.py", "files.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
     *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "mpi_collectives", "numbers", "selection")),
     "comm/steps.py", "comm/turns.py", "comm/waiting.py",
     *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "in_vain", "recorder")),
@@ -41,6 +44,9 @@ CARRIED = (
     "lessons/l09/judge_formats.py", "lessons/l09/exercises.py", "lessons/l11/judge_scaling.py",
     "lessons/l11/exercises.py", "lab/checks/equality.py", "lessons/l07/duel.py", "lessons/l07/judge_puzzle.py",
 )  # fmt: skip
+
+
+MARK = '<meta name="generator" content="dtlib browser">'  # in site/index.html
 
 
 def run(folder: Path) -> int:
@@ -57,11 +63,18 @@ def write(folder: Path, course: str = "") -> tuple[Path, Path]:
     from there, such as ``../``: then rooms have links to their lessons.
 
     Raises:
-        DtlibError: where npm is missing, or does not give the package.
+        DtlibError: for a folder or a file with anything else than an earlier page, and where npm is missing, or does
+            not give the package.
     """
+    folder = Path(os.path.abspath(folder))
+    single = folder.with_name(f"{folder.name}.html")
+    for taken, page in ((folder, folder / "index.html"), (single, single)):
+        if os.path.lexists(taken) and not _is_replaceable(taken, page):
+            raise DtlibError(
+                f"{taken} is not empty and no page of dtlib browser, so it stays as it is: name a new folder."
+            )
     package = _package(folder.parent)
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "pyodide").mkdir(parents=True)
+    (folder / "pyodide").mkdir(parents=True, exist_ok=True)
     with tarfile.open(package) as archive:
         for name in RUNTIME:
             opened = archive.extractfile(f"package/{name}")
@@ -71,9 +84,17 @@ def write(folder: Path, course: str = "") -> tuple[Path, Path]:
     for name in ("page.css", "page.js", "worker.js"):
         shutil.copy(SITE / name, folder / name)
     (folder / "index.html").write_text(_page(course), encoding="utf-8")
-    single = folder.with_name(f"{folder.name}.html")
-    single.write_text(_as_one_file(folder), encoding="utf-8")
+    write_whole(single, _as_one_file(folder))
     return folder, single
+
+
+def _is_replaceable(taken: Path, page: Path) -> bool:
+    """Whether this is an empty folder, or has a page that was written here."""
+    if taken.is_dir() and not any(taken.iterdir()):
+        return True
+    with suppress(OSError, ValueError):
+        return MARK in read_text(page)
+    return False
 
 
 def _package(beside: Path) -> Path:
