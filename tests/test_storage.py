@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import tarfile
 from contextlib import suppress
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from dtlib.errors import DtlibError
 from dtlib.storage import FORMATS, Cached, Loader, StorageError, cache, mlperf, open_samples, page_cache, stage, write
+from dtlib.storage.formats import INDEX
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.preprocessing import RECORD, raw_samples, record_of
 from dtlib.storage.utilisation import EmulatedAccelerator, Utilisation, measure
@@ -534,17 +536,63 @@ def goes_on_behind_what_is_damaged(folder, lost, workers):
         list(torch.utils.data.DataLoader(reader, 1))
 
 
-def test_a_loader_goes_on_behind_what_could_not_be_read(folder_of):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_failed_is_read_again(folder_of, workers):
+    """A shard is away for a moment: no sample is passed over, and the state does not count what never came."""
+    folder = folder_of("shards")
+    loader = Loader(open_samples(folder), batch_size=5, workers=workers)
+    away = folder / "shard-00001.bin"
+    away.rename(folder / "away")
+    got = []
+    with pytest.raises(StorageError):
+        for batch in loader:
+            got += batch["number"].tolist()
+    assert loader.state_dict()["samples"] == len(got)
+    (folder / "away").rename(away)
+    for batch in loader:
+        got += batch["number"].tolist()
+    assert sorted(got) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("name", ["../thesis.txt", "/etc/hosts", "..", "a/b", ""])
+def test_an_index_names_files_of_its_folder_alone(folder_of, tmp_path, name):
     folder = folder_of("files")
-    (folder / "sample-0000050.bin").unlink()
-    loader, seen, errors = Loader(open_samples(folder), 4), [], 0
-    while loader.epoch == 0:
-        try:
-            for batch in loader:
-                seen += batch["number"].tolist()
-        except StorageError:
-            errors += 1
-    assert errors == 1 and len(seen) == SAMPLES - 4
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({**index, "counts": {name: 1}}))
+    with pytest.raises(DtlibError, match=r"not by dtlib\.storage\.write"):
+        stage(folder, tmp_path / "local")
+
+
+def test_what_is_no_ordinary_file_is_refused_at_once(folder_of, tmp_path):
+    folder = folder_of("one-file")
+    (folder / "samples.bin").unlink()
+    os.mkfifo(folder / "samples.bin")
+    with pytest.raises(StorageError, match="no ordinary file"):
+        open_samples(folder).read([0])
+    (folder / "samples.bin").unlink()
+    (folder / "samples.bin").mkdir()
+    with pytest.raises(StorageError, match="no ordinary file"):
+        open_samples(folder).read([0])
+    (folder / INDEX).unlink()
+    os.mkfifo(folder / INDEX)
+    with pytest.raises(DtlibError, match=r"not by dtlib\.storage\.write"):
+        open_samples(folder)
+
+
+def test_two_that_write_to_one_folder_do_not_mix(tmp_path):
+    """The second waits for the first, and is refused."""
+    program = (
+        "import sys, numpy as np; from dtlib.storage import write\n"
+        "records = (np.array([int(sys.argv[2])], [('number', 'i8')])[0] for _ in range(3000))\n"
+        "write(sys.argv[1], records, [('number', 'i8')], 'shards', per_shard=10)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "samples")]
+    started = [subprocess.Popen([*command, each], stderr=subprocess.PIPE, text=True) for each in "12"]
+    said = [process.communicate(timeout=100)[1] for process in started]
+    assert sorted(process.returncode for process in started) == [0, 1], said
+    assert any("has samples already" in each for each in said)
+    samples, _ = open_samples(tmp_path / "samples").read(range(3000))
+    assert len(set(samples["number"].tolist())) == 1
 
 
 def test_a_full_disk_while_staging(folder_of, tmp_path, monkeypatch):

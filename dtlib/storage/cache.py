@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.files import locked
 from dtlib.storage.files import StorageError
 from dtlib.storage.formats import INDEX, read_index, write_index
 from dtlib.storage.readers import Reader, Samples
@@ -122,7 +121,7 @@ def _copy(folder: Path, local: Path, if_full: str) -> Staged:
     copied, left, count = [], [], 0
     try:
         local.mkdir(parents=True, exist_ok=True)
-        with _locked(local):
+        with locked(local):
             _make_way(local, index, sources)
             for name, source in sources.items():
                 try:
@@ -140,28 +139,20 @@ def _copy(folder: Path, local: Path, if_full: str) -> Staged:
     return Staged(local, copied, left, count)
 
 
-@contextmanager
-def _locked(folder: Path):
-    """One process at a time stages there."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _make_way(local: Path, index: dict, sources: dict[str, Path]) -> None:
     """Delete what an earlier staging has left there, unless it is a copy of what its source is now."""
     there = read_index(local) if (local / INDEX).exists() else None
     if there and there.get("elsewhere") != index["elsewhere"]:
         raise DtlibError(f"{local} has samples already, and not those of {index['elsewhere']}: name a new folder.")
-    if there != index:
+    old = [
+        local / name for name, source in sources.items()
+        if (local / name).exists() and not (source.exists() and _alike(source, local / name))
+        and (source.exists() or there != index)
+    ]  # fmt: skip
+    if old or there != index:  # first, so that no index ever names files of two versions
         (local / INDEX).unlink(missing_ok=True)
-    for name, source in sources.items():
-        copy = local / name
-        if copy.exists() and not (source.exists() and _alike(source, copy)) and (source.exists() or there != index):
-            copy.unlink()
+    for copy in old:
+        copy.unlink()
 
 
 def _alike(source: Path, copy: Path) -> bool:

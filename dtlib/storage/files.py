@@ -1,6 +1,7 @@
 """Files that are read in pieces: every open and every read is counted, and what is damaged is told with its place."""
 
 import os
+import stat
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -122,10 +123,13 @@ class Files:
         if self.open_delay:
             time.sleep(self.open_delay)
         self._opens += 1
+        path = f"{self.folder}/{name}" if self.elsewhere is None else self.path(name)
         try:
-            descriptor = os.open(f"{self.folder}/{name}" if self.elsewhere is None else self.path(name), os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for who writes to it
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(0, "it is no ordinary file")
         except OSError as problem:
-            path = self.path(name)
             raise StorageError(
                 path, 0, f"{path} cannot be opened ({problem.strerror}): copy it anew, or read with damaged='skip'."
             ) from None

@@ -14,7 +14,6 @@ and one that has a record of another length can be told apart.
 import io
 import json
 import math
-import os
 import tarfile
 from collections.abc import Iterable
 from itertools import islice
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.files import is_plain_name, locked, read_json, write_whole
 
 FORMATS = ("files", "one-file", "shards", "tar", "parquet")
 END = b"\ndtlib.\n"  # 8 bytes
@@ -46,14 +46,11 @@ def write(
     folder, dtype = Path(folder), np.dtype(dtype)
     if form not in FORMATS:
         raise DtlibError(f"There is no format {form!r}: choose one of {', '.join(FORMATS)}.")
-    if (folder / INDEX).exists():
-        raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
     if per_shard < 1 or row_group < 1:
         raise DtlibError(f"per_shard={per_shard} and row_group={row_group} are numbers of samples: give at least 1.")
     _check_dtype(dtype, form)
     if form == "parquet" and per_shard % row_group:
         raise DtlibError(f"per_shard={per_shard} is no multiple of row_group={row_group}: files have whole row groups.")
-    folder.mkdir(parents=True, exist_ok=True)
     records = (_bytes_of(record, dtype) for record in records)
     named: Iterable[tuple[str, Iterable[bytes]]]
     if form == "files":
@@ -65,22 +62,26 @@ def write(
         pieces = iter(lambda: list(islice(records, per_shard)), [])
         named = ((f"shard-{at:05}.{suffix}", piece) for at, piece in enumerate(pieces))
     counts, first = {}, 0
-    for name, piece in named:
-        counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
-        first += counts[name]
-    index = {"format": form, "dtype": dtype, "counts": counts, "row_group": row_group}
-    write_index(folder, index)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            if (folder / INDEX).exists():
+                raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
+            for name, piece in named:
+                counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
+                first += counts[name]
+            write_index(folder, {"format": form, "dtype": dtype, "counts": counts, "row_group": row_group})
+    except OSError as problem:
+        raise DtlibError(
+            f"{folder} cannot be written ({problem.strerror}): make room, or choose another folder."
+        ) from None
     return folder
 
 
 def write_index(folder: Path, index: dict) -> None:
     """As a whole, or not at all."""
-    partial = folder / f"{INDEX}.{os.getpid()}.partial"
-    try:
-        partial.write_text(json.dumps({**index, "dtype": np.lib.format.dtype_to_descr(index["dtype"])}))
-        os.replace(partial, folder / INDEX)
-    finally:
-        partial.unlink(missing_ok=True)
+    described = {**index, "dtype": np.lib.format.dtype_to_descr(index["dtype"])}
+    write_whole(folder / INDEX, json.dumps(described))
 
 
 def read_index(folder: Path) -> dict:
@@ -90,11 +91,12 @@ def read_index(folder: Path) -> dict:
         DtlibError: for a folder without an index, or one that is cut off or of something else.
     """
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = read_json(folder / INDEX, dict)
         lists = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
         dtype = np.lib.format.descr_to_dtype(lists)  # type: ignore[arg-type]  # numpy checks it, too
         _check_dtype(dtype, index["format"])
-        whole = index["format"] in FORMATS and index["row_group"] > 0 and min(index["counts"].values(), default=1) >= 0
+        named = all(is_plain_name(name) and type(n) is int and n >= 0 for name, n in index["counts"].items())
+        whole = named and index["format"] in FORMATS and index["row_group"] > 0
     except FileNotFoundError:
         raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
     except (ValueError, KeyError, TypeError, AttributeError, DtlibError):

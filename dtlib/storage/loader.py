@@ -133,12 +133,12 @@ class Loader:
         if self.device is not None:
             batches = _copied_ahead(batches, self.device)
         for first, got in zip(firsts, batches, strict=True):
-            self._taken = min(first + together, self._end)
             if isinstance(got, DtlibError):
                 try:
                     raise got
                 finally:  # the error holds this frame: without each other's hold, workers hear at once that they end
                     del got, batches
+            self._taken = min(first + together, self._end)  # a batch that failed is read again
             batch, skipped = got
             self.skipped += skipped
             yield batch
