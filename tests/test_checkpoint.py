@@ -6,9 +6,11 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, with_descendants
+from tests.conftest import wait_until
 from tests.models import batches, build, loss_of, slice_of
 from tests.ranks import on_ranks
 
@@ -340,7 +343,7 @@ def test_killed_at_every_step_of_saving(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    for module, name in ((folder, "save_file"), (json, "dump"), (os, "fsync"), (os, "replace"), (Path, "unlink")):
+    for module, name in ((folder, "save_file"), (json, "dumps"), (os, "fsync"), (os, "replace"), (Path, "unlink")):
         watch(module, name)
     model, found = nn.Linear(2, 2), []
     for at in range(100):
@@ -359,7 +362,7 @@ def test_killed_at_every_step_of_saving(tmp_path, monkeypatch):
         assert (model.weight == (2 if "replace" in steps else 1)).all() and (model.bias == model.weight[0, 0]).all()
         found.append(model.bias[0].item())
     # save_file, fsync of it and its folder, dump, fsync, replace, fsync, unlink
-    assert found == [1.0] * 6 + [2.0] * 2
+    assert found == [1.0] * 7 + [2.0] * 2
 
 
 def fill(model, value):
@@ -443,6 +446,41 @@ def test_a_full_disk_on_one_rank_is_one_sentence_on_all(world, full, tmp_path):
     assert set(os.listdir(tmp_path)) == files
 
 
+@on_ranks(2)
+def test_a_full_disk_at_the_index_leaves_the_folder_as_it_was(world, tmp_path):
+    """Or what was written for nothing would take the room of the next checkpoint."""
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, comm=world.comm)
+    files = set(os.listdir(tmp_path))
+    with patch.object(folder, "write_whole", side_effect=OSError(28, "No space left on device")):
+        assert "No space left" in refusal(save, tmp_path, model, comm=world.comm)
+    world.comm.barrier()
+    assert set(os.listdir(tmp_path)) == files
+
+
+def test_two_runs_that_save_to_one_folder_leave_a_whole_checkpoint(tmp_path):
+    """A thread commits in the middle of the other commit, between its index and its clean-up."""
+    model, replace, second = nn.Linear(2, 2), folder._replace, []
+
+    def save_or_be_refused():  # which of the two depends on who is first
+        with suppress(CheckpointError):
+            save(tmp_path, model)
+
+    def slowly(path, text):
+        replace(path, text)
+        if not second:
+            second.append(threading.Thread(target=save_or_be_refused))
+            second[0].start()
+            wait_until(lambda: len(list(tmp_path.glob("rank0-*"))) > 1)
+
+    save(tmp_path, model)
+    with patch.object(folder, "_replace", slowly):
+        save_or_be_refused()
+        second[0].join(60)
+    load(tmp_path, model)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 # Refusals
 
 
@@ -486,6 +524,21 @@ def lose_elements(path):
     edit(path, tensors=index["tensors"])
 
 
+def rename_a_piece(path):
+    index = json.loads((path / "index.json").read_text())
+    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
+    name = next(iter(pieces))
+    pieces[f"../{path.name}/{name}"] = pieces.pop(name)
+    edit(path, tensors=index["tensors"])
+
+
+def overlap(path):
+    index = json.loads((path / "index.json").read_text())
+    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
+    pieces[data_file(path).name] = "29:60"
+    edit(path, tensors=index["tensors"])
+
+
 DAMAGES = {
     "no folder": (lambda path: (path / "index.json").unlink(), "give the folder"),
     "not JSON": (lambda path: (path / "index.json").write_text('{"format": '), "is not JSON"),
@@ -502,6 +555,8 @@ DAMAGES = {
     "mangled": (mangle, "is damaged"),
     "of another checkpoint": (swap, "belongs to checkpoint 0000"),
     "elements are missing": (lose_elements, "is not whole"),
+    "elements twice": (overlap, "is not whole"),
+    "a piece elsewhere": (rename_a_piece, "not among its files"),
 }
 
 
@@ -682,7 +737,7 @@ def test_loading_executes_no_code(tmp_path):
 def test_what_killed_runs_left_is_deleted_and_other_files_are_not(tmp_path):
     model = nn.Linear(2, 2)
     save(tmp_path, model)
-    for name in (".tmpAb3xYz", "index-0123abcd.tmp", "rank3-0123abcd.safetensors", "notes.txt", ".tmp"):
+    for name in (".tmpAb3xYz", ".index.json.7-0123abcd.tmp", "rank3-0123abcd.safetensors", "notes.txt", ".tmp"):
         (tmp_path / name).write_text("x")
     save(tmp_path, model)
     kept = {path.name for path in tmp_path.iterdir() if not path.name.startswith("rank0-")}

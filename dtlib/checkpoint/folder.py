@@ -2,7 +2,7 @@
 
     rank0-<id>.safetensors   written and forced to disk  \\
     rank1-<id>.safetensors   by all ranks at once         }  not a checkpoint yet
-    index-<id>.tmp           the same, by rank 0         /
+    .index.json...tmp        the same, by rank 0         /
     index.json               <- renamed: from this moment on the new checkpoint is the one that counts
     files that the index does not name are deleted: those of the checkpoint before, and what a killed run has left
 
@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dtlib.errors import DtlibError
+from dtlib.files import locked, read_json, write_whole
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 INDEX = "index.json"
 FORMAT, VERSION = "dtlib checkpoint", 1
 CONTENTS = ("id", "files", "tensors", "aliases", "optimizer", "extra")
-OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.tmp")
-LEFT_OVER = re.compile(rf"{OURS.pattern}|\.tmp\w{{6}}")  # the latter is what safetensors calls a file while it writes
+OURS = re.compile(r"rank\d+-[0-9a-f]+\.safetensors")
+# What safetensors and ``write_whole`` call a file while they write.
+LEFT_OVER = re.compile(rf"{OURS.pattern}|\.tmp\w{{6}}|\.index\.json\.\d+-[0-9a-f]+\.tmp")
 TUPLE, PAIRS = "__tuple__", "__pairs__"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -111,26 +113,28 @@ def write_file(path: Path, tensors: dict, mark: str) -> int:
 
 def commit(folder: Path, index: dict) -> None:
     """Make what ``index`` names the checkpoint of this folder, and delete what it does not name."""
+    with locked(folder):  # two runs that save to one folder commit one after the other
+        _commit(folder, index)
+
+
+def _commit(folder: Path, index: dict) -> None:
     for name, size in index["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-            raise CheckpointError(f"Rank 0 does not see {folder / name}: save in a folder that all ranks share.")
+            raise CheckpointError(
+                f"Rank 0 does not see {folder / name}: save in a folder that all ranks share, and no other run."
+            )
     contents = {"format": FORMAT, "version": VERSION, **index}
-    temporary = folder / f"index-{index['id']}.tmp"
-    _replace(folder / INDEX, lambda file: json.dump(contents, file, indent=1), temporary)
+    _replace(folder / INDEX, json.dumps(contents, indent=1))
     for path in folder.iterdir():
         if LEFT_OVER.fullmatch(path.name) and path.name not in index["files"]:
             with suppress(OSError):
                 path.unlink()
 
 
-def _replace(path: Path, write, temporary: Path) -> None:
-    """Put what ``write(file)`` writes in the place of a file, at a single moment."""
+def _replace(path: Path, text: str) -> None:
+    """Put a text in the place of a file, at a single moment."""
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, text)
         _to_disk(path.parent)
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be written ({problem}): make room, and save again.") from problem
@@ -138,8 +142,7 @@ def _replace(path: Path, write, temporary: Path) -> None:
 
 def point_to(path: Path, name: str, comm: Communicator) -> None:
     """Write a file that says which of several checkpoints counts. All ranks of ``comm`` call it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    together(comm, lambda: _replace(path, lambda file: file.write(name), temporary) if comm.rank == 0 else None)
+    together(comm, lambda: _replace(path, name) if comm.rank == 0 else None)
 
 
 def _to_disk(path: Path) -> None:
@@ -165,7 +168,7 @@ def read_index(folder: Path) -> dict:
     """The index of the checkpoint in ``folder``, once it makes sense."""
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path, object)
     except OSError as problem:
         raise CheckpointError(
             f"{path} cannot be read ({problem.strerror}): give the folder in which dtlib.checkpoint.save() has saved."
@@ -184,6 +187,8 @@ def read_index(folder: Path) -> dict:
     try:
         for name, tensor in index["tensors"].items():
             for role, entry in tensor["roles"].items():
+                if strange := entry["pieces"].keys() - index["files"].keys():
+                    raise ValueError(f"{name}/{role} is in {sorted(strange)[0]}, which is not among its files")
                 check_pieces(f"{name}/{role}", tensor["shape"], entry)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{path} makes no sense ({problem!r}): it is damaged, take another checkpoint.") from None
@@ -200,9 +205,7 @@ def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
     """Every element must be in one file, and in one only."""
     at = 0
     for start, stop in sorted(bounds(piece) for piece in entry["pieces"].values()):
-        if start != at:
-            break
-        at = stop
+        at = stop if start == at else -1  # from which no piece begins
     if at != math.prod(shape) or entry["dtype"] not in TYPES:
         raise CheckpointError(
             f"{key} of shape {tuple(shape)} and type {entry['dtype']} is not whole: ranks have elements "

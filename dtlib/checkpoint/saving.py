@@ -20,6 +20,7 @@ from dtlib.checkpoint.folder import (
     commit,
     encoded,
     file_name,
+    read_index,
     together,
     write_file,
 )
@@ -69,11 +70,19 @@ def save(
         mine = together(comm, write)
         everyones = comm.all_gather_object(mine)
         index = together(comm, lambda: {"id": mark, **_index(everyones, mark)})
+        together(comm, lambda: commit(folder, index) if comm.rank == 0 else None)
     except CheckpointError:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+        if not comm.broadcast_object(comm.rank == 0 and _counts(folder, mark)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         raise
-    together(comm, lambda: commit(folder, index) if comm.rank == 0 else None)
+
+
+def _counts(folder: Path, mark: str) -> bool:
+    """Whether this checkpoint has taken its place, although the disk failed afterwards."""
+    with suppress(CheckpointError):
+        return read_index(folder)["id"] == mark
+    return False
 
 
 def _what_this_rank_writes(model, optimizer, masters, extra, comm) -> tuple[dict, dict]:
