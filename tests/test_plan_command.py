@@ -70,6 +70,12 @@ def test_as_json(capsys):
         ("plan llama3-8b --write x.json", "does not say whose config it is"),
         ("plan llama3-8b --write no/where/x.deepspeed.json", "cannot be written"),
         ("plan llama3-405b --gpus 8 --write x.dtlib.json", "Nothing fits"),
+        ("plan llama3-8b --gpus 1e9", "gpus is 1000000000: give a whole number from 1 to 1,000,000"),
+        ("plan llama3-8b --seq 1e308", "seq is 1000"),
+        (f"plan llama3-8b --batch {'9' * 400}", "batch is 9999"),
+        ("plan llama3-8b --tokens nan", "tokens is nan: give a number above 0"),
+        ("plan llama3-8b --tokens=-5", "tokens is -5.0: give a number above 0"),
+        ("plan layers=2,hidden=64,heads=4,vocab=9,seq=8,ffn=-256", "ffn is -256: give a whole number from 0"),
     ),
 )
 def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, monkeypatch):
@@ -89,9 +95,17 @@ def test_a_model_from_a_file(tmp_path):
     path.write_text(json.dumps({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}))
     assert model_of(str(path)).hidden == 64
     assert model_of(str(path), seq=16).seq == 16
-    path.write_text("[1]")
+    for text in ("[1]", "[" * 100_000, "no JSON"):
+        path.write_text(text)
+        with pytest.raises(PlanError, match="is no config of a model"):
+            model_of(str(path))
+    path.unlink()
+    os.mkfifo(path)
     with pytest.raises(PlanError, match="is no config of a model"):
         model_of(str(path))
+    for wrong in ([64], -1, 1.5, True, 10**400):
+        with pytest.raises(PlanError, match="vocab is"):
+            model_of({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": wrong, "n_positions": 32})
     assert fixed_of("zero=3, sequence_parallel=false") == {"zero": 3, "sequence_parallel": False}
 
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.files import read_json
 from dtlib.planner import configs, report
 from dtlib.planner.estimate import Estimate, search
 from dtlib.planner.mesh import Plan
-from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, from_transformers
+from dtlib.planner.model import DEVICES, GIB, MODELS, Device, Model, PlanError, from_transformers, whole
 
+MOST_GPUS = 10**6
 WRITERS = {"dtlib": configs.for_dtlib, "deepspeed": configs.for_deepspeed, "torchtitan": configs.for_torchtitan}
 
 
@@ -31,12 +33,12 @@ def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
             raise PlanError(f"{', '.join(missing)} is missing in the model's sizes {asked!r}.")
         return replace(Model(**made), seq=seq or made["seq"])
     try:
-        return from_transformers(json.loads(Path(asked).read_text(encoding="utf-8")), seq)
+        return from_transformers(read_json(Path(asked), dict), seq)
     except OSError:
         raise PlanError(
             f"There is no model {asked!r}: give one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
+    except ValueError:
         raise PlanError(f"{asked} is no config of a model: give the config.json that transformers saves.") from None
 
 
@@ -58,8 +60,9 @@ def asked(
     fixed: dict | None = None, best: int = 10,
 ) -> tuple[list[Estimate], list[Estimate]]:  # fmt: skip
     """The best plans, and all that were tried. Without a batch: four million tokens, in whole samples a GPU."""
-    if not isinstance(gpus, int) or gpus < 1:
-        raise PlanError(f"gpus is {gpus!r}: give a whole number from 1 on.")
+    whole("gpus", gpus, most=MOST_GPUS)
+    whole("batch", batch, least=0)
+    whole("seq", seq, least=0)
     model = model_of(model, seq)
     batch = batch or max(1, round(4e6 / model.seq / gpus)) * gpus
     return search(model, gpus, device_of(device), batch, best, **(fixed or {}))
@@ -82,6 +85,8 @@ def written(plan: Estimate, path: str) -> str:
 def run(options: Namespace) -> int:
     from tabulate import tabulate
 
+    if options.tokens is not None and not 0 < options.tokens <= 1e18:
+        raise PlanError(f"tokens is {options.tokens}: give a number above 0, up to 1e18.")
     fixed = fixed_of(options.fixed)
     best, tried = asked(options.model, options.gpus, options.device, options.batch, options.seq, fixed, options.best)
     if options.json:

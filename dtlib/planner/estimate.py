@@ -5,7 +5,7 @@ time is rounded to one digit there, with a band that is twice as wide."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import exp, floor, log, log10
+from math import exp, floor, isqrt, log, log10
 
 from dtlib.planner.calibrated import CALIBRATIONS, USABLE
 from dtlib.planner.memory import Footprint, Memory, memory
@@ -218,4 +218,5 @@ def _checked(model, plan, choices, fixed):
 
 
 def _divisors(number: int) -> list[int]:
-    return [ways for ways in range(1, number + 1) if number % ways == 0]
+    small = [ways for ways in range(1, isqrt(number) + 1) if number % ways == 0]
+    return sorted({*small, *(number // ways for ways in small)})

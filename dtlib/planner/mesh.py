@@ -7,7 +7,7 @@ expert      is a part of the data axis: ranks that share out the experts of a la
 
 from dataclasses import dataclass
 
-from dtlib.planner.model import Model, PlanError
+from dtlib.planner.model import Model, PlanError, whole
 from dtlib.theory.zero import SCHEMES, STAGES
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble_h1")
@@ -69,9 +69,7 @@ class Plan:
 def check(model: Model, plan: Plan, gpus: int | None = None) -> Plan:
     """The same plan, or a ``PlanError`` that says which numbers do not go together."""
     for name in ("data", "tensor", "pipe", "context", "expert", "batch", "micro_batch", "chunks"):
-        value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name} is {value!r}: give a whole number from 1 on.")
+        whole(name, getattr(plan, name))
     for name, known in (
         ("zero", STAGES), ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("scheme", tuple(SCHEMES)),
         ("context_algorithm", ("ring", "ulysses")),

@@ -20,8 +20,13 @@ class PlanError(DtlibError):
     """A model, a mesh or a batch that cannot be, with its numbers."""
 
 
-def _is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+MOST = 10**9  # of anything that is counted
+
+
+def whole(name: str, value: object, least: int = 1, most: int = MOST) -> None:
+    """Refuse what is no whole number in this range, by its name."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise PlanError(f"{name} is {value!r:.40}: give a whole number from {least} to {most:,}.")
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,10 @@ class Model:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "seq"):
-            if not _is_whole(getattr(self, name)):
-                raise PlanError(f"{name} is {getattr(self, name)!r}: give a whole number from 1 on.")
+        for name in ("layers", "hidden", "heads", "vocab", "seq", "active"):
+            whole(name, getattr(self, name))
+        for name in ("ffn", "kv_heads", "experts"):
+            whole(name, getattr(self, name), least=0)
         if self.hidden % self.heads:
             raise PlanError(f"hidden is {self.hidden}, and {self.heads} heads do not divide it: change one of them.")
         if self.heads % self.kv:
