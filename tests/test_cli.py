@@ -285,6 +285,12 @@ def test_an_error_on_one_rank_of_a_script_ends_all(tmp_path):
     assert "RuntimeError: rank one has had enough" in errors
 
 
+def test_a_closed_terminal_ends_what_has_asked_for_the_version_of_mpi():
+    program = "import os, signal; from dtlib.world.launch import library_version; "
+    program += "signal.signal(signal.SIGHUP, signal.SIG_DFL); library_version(); os.kill(os.getpid(), signal.SIGHUP)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGHUP
+
+
 def test_ranks_that_do_not_see_each_other_are_told_so():
     ran = subprocess.run(
         [sys.executable, "-c", "import dtlib; dtlib.init()"],

@@ -6,6 +6,7 @@ Everything that starts ranks goes through here: ``dtlib pi``, the engines, the t
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,11 +37,14 @@ def library_version() -> str:
 
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.initialize = False  # asking for a version must not start MPI
+    hangup = signal.getsignal(signal.SIGHUP)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as problem:
         first_line = str(problem).splitlines()[0]
         raise DtlibError(f"mpi4py finds no MPI library ({first_line}): {INSTALL_MPI}.") from None
+    if hangup is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, hangup)  # Open MPI catches it, and a closed terminal would end nothing
     return _name_and_version(MPI.Get_library_version())
 
 
