@@ -109,7 +109,7 @@ def hasten(ranks: Path) -> None:
     text = ranks.read_text()
     for before, after in (
         ("TIME_LIMIT = 300  #", "TIME_LIMIT = 20  #"),
-        ("    cases = [\n", "    sizes = [3] if 3 in sizes and 3 not in slow else sizes\n    cases = [\n"),
+        ("    params = [\n", "    sizes = [3] if 3 in sizes and 3 not in slow else sizes\n    params = [\n"),
     ):
         assert text.count(before) == 1, before
         text = text.replace(before, after)
