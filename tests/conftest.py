@@ -90,7 +90,7 @@ def make_workshop(folder):
     return folder
 
 
-def wait_until(condition, seconds: float = 60) -> None:
+def wait_until(condition, seconds: float = 300) -> None:
     """Until ``condition()`` holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -87,7 +87,7 @@ def heard(ports, do) -> list[list[bytes]]:
         return [socket.recv_multipart() for socket in sockets if socket.poll(0)]
 
 
-def wait_until(condition, seconds=60) -> bool:
+def wait_until(condition, seconds=300) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

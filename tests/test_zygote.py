@@ -76,7 +76,7 @@ def the_zygote() -> psutil.Process:
     def parent():
         return int(run(launch.python_of_a_rank(), "import os; print(os.getppid())").stdout)
 
-    wait_until(lambda: parent() != os.getpid(), 150)  # it still imports, longer than launchers wait
+    wait_until(lambda: parent() != os.getpid())  # it still imports, longer than launchers wait
     return psutil.Process(parent())
 
 
@@ -171,7 +171,7 @@ def test_what_imports_leave_in_the_environment_keeps_ranks_forked(monkeypatch):
     of_imports, who = ast.literal_eval(run([sys.executable], imports).stdout), "import os; print(os.getppid())"
     monkeypatch.delenv(forking.VARIABLE, raising=False)
     with launch.forked_ranks() as started:
-        wait_until(lambda: int(run(launch.python_of_a_rank(), who, env=of_imports).stdout) == started.pid, 150)
+        wait_until(lambda: int(run(launch.python_of_a_rank(), who, env=of_imports).stdout) == started.pid)
 
 
 def test_limits_are_those_of_who_starts_it():
@@ -301,9 +301,9 @@ def test_life_of_a_zygote(monkeypatch, tmp_path):
             first[:] = ranks_said([str(tmp_path / "report.py")], 2)
             return {each["parent"] for each in first} == {started.pid}
 
-        wait_until(are_forked, 150)
+        wait_until(are_forked)
         folder = Path(os.environ[forking.VARIABLE])
-        wait_until((folder / forking.SECOND).exists, 100)
+        wait_until((folder / forking.SECOND).exists)
         zero, one = ranks_said([str(tmp_path / "report.py")], 2)
         assert zero["parent"] == started.pid and one["parent"] in children_of(started)
         assert zero["hash"] == first[0]["hash"] == first[1]["hash"] != one["hash"]
@@ -338,7 +338,7 @@ def test_five_hundred_starts_leave_nothing(monkeypatch):
         def held():
             return ours.num_fds(), sorted(os.listdir(folder)), len(ours.children()), ours.num_threads()
 
-        wait_until(lambda: held()[1] == [forking.FIRST, forking.SECOND], 100)
+        wait_until(lambda: held()[1] == [forking.FIRST, forking.SECOND])
         before = held()
         for _ in range(100):
             env = {**os.environ, **launch.rank_environment(1), "OMP_NUM_THREADS": "1"}
