@@ -203,10 +203,11 @@ def bounds(piece: str) -> tuple[int, int]:
 
 def check_pieces(key: str, shape: Sequence[int], entry: dict) -> None:
     """Every element must be in one file, and in one only."""
-    at = 0
+    at, follows = 0, True
     for start, stop in sorted(bounds(piece) for piece in entry["pieces"].values()):
-        at = stop if start == at else -1  # from which no piece begins
-    if at != math.prod(shape) or entry["dtype"] not in TYPES:
+        follows &= start == at
+        at = stop
+    if not follows or at != math.prod(shape) or entry["dtype"] not in TYPES:
         raise CheckpointError(
             f"{key} of shape {tuple(shape)} and type {entry['dtype']} is not whole: ranks have elements "
             f"{', '.join(entry['pieces'].values()) or 'none'}; save with the communicator of the model's strategy."

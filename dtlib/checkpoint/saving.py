@@ -72,13 +72,13 @@ def save(
         index = together(comm, lambda: {"id": mark, **_index(everyones, mark)})
         together(comm, lambda: commit(folder, index) if comm.rank == 0 else None)
     except CheckpointError:
-        if not comm.broadcast_object(comm.rank == 0 and _counts(folder, mark)):
+        if not comm.broadcast_object(comm.rank == 0 and _is_committed(folder, mark)):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         raise
 
 
-def _counts(folder: Path, mark: str) -> bool:
+def _is_committed(folder: Path, mark: str) -> bool:
     """Whether this checkpoint has taken its place, although the disk failed afterwards."""
     with suppress(CheckpointError):
         return read_index(folder)["id"] == mark

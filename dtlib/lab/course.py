@@ -306,10 +306,12 @@ def _of_quiz(name: str) -> str:
 
 def _note(change) -> None:
     """Change the record of what was done, one notebook at a time. What cannot be noted must not spoil what was done."""
-    try:
+    here = None
+    with suppress(DtlibError):  # no workshop here
         here = folder()
-        if not (here / RECORD).is_file():
-            return
+    if here is None or not (here / RECORD).is_file():
+        return
+    try:
         with FileLock(here / LOCK, timeout=LOCK_SECONDS):
             before = _read_done(here)
             record = deepcopy(before)
@@ -347,7 +349,7 @@ def _read_done(folder: Path) -> dict:
         if not all(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {}))):
             raise ValueError("its entries are no names")
         record |= found
-        record["done"] = {name.replace("-mend", "-fix"): value for name, value in record["done"].items()}  # once
+        record["done"] = {name.replace("-mend", "-fix"): value for name, value in record["done"].items()}
     except FileNotFoundError:
         pass
     except OSError as problem:
