@@ -280,7 +280,7 @@ LIMITS = {
     "a batch from file to engine": (15, 85, 360, 35),
     "torch's all-reduce": (10, 60, 250, 25),
     "a checkpoint": (11, 75, 380, 30),
-    "a prediction": (8, 25, 90, 5),
+    "a prediction": (8, 25, 95, 5),
     FAULT: (11, 80, 400, 30),
 }
 
