@@ -15,7 +15,7 @@ from dtlib import wall
 from dtlib.errors import DtlibError
 from dtlib.export import EXPORTS, exported
 from dtlib.lab.course import current_folder
-from dtlib.world.launch import is_rank, run_ranks
+from dtlib.world.launch import is_rank, run_ranks, settings_of_mpi
 from dtlib.world.machine import gpu_names, usable_cores
 
 MOST_RANKS_PER_CORE = 16
@@ -159,7 +159,10 @@ def _pi(options) -> int:
     command = f"-m dtlib pi --points={options.points} --kernel={options.kernel} --seed={options.seed}".split()
     status = run_ranks(command + ["--json"] * options.json, ranks)
     if status not in (0, 2):
-        raise DtlibError(f"mpiexec ended with status {status} and the words above: `dtlib doctor` looks for the cause.")
+        raise DtlibError(
+            f"mpiexec ended with status {status} and the words above: `dtlib doctor` looks for the cause."
+            f"{settings_of_mpi()}"
+        )
     return status
 
 

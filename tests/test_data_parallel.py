@@ -12,6 +12,7 @@ from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import buckets_of
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.data.batch_norm import SyncBatchNorm
+from dtlib.parallel.data.plain import DataParallelHooks, DataParallelNaive
 from tests.cases import all_cases, refuses
 from tests.models import EXACT, apart, batches, build, difference, loss_of, sgd, slice_of, train_alone
 from tests.ranks import on_ranks
@@ -273,3 +274,75 @@ def test_what_conversion_to_batch_normalisation_of_all_ranks_keeps(world):
     model(x)
     assert len(seen) == 4
     assert model[1](x.bfloat16()).dtype == torch.bfloat16
+
+
+class Scaled(nn.Module):
+    """What it saves for the backward pass is a buffer, which differs between ranks until rank 0's holds for all."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4).double(), nn.BatchNorm1d(4).double()
+        self.register_buffer("scale", torch.full((4,), 1.0 + rank, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.norm(self.linear(x)) * self.scale
+
+
+@on_ranks(2, 3)
+def test_a_model_runs_forward_as_often_as_it_likes_before_it_runs_backward(world):
+    """As a discriminator and a siamese net do (pytorch#66504)."""
+
+    def engine(stage):
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        return lambda model: dtlib.initialize(
+            model=model, config=config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), comm=world.comm
+        )[0]
+
+    def train(wrapped, x):
+        step = getattr(wrapped, "step", None)
+        optimizer = None if step else torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for a, b in x:
+            loss = (wrapped(a) - wrapped(b).roll(1, 0)).pow(2).mean()
+            if step:
+                wrapped.backward(loss)
+                step()
+            else:
+                optimizer.zero_grad()
+                loss.backward()
+                if type(wrapped) is DataParallelNaive:
+                    wrapped.average_gradients()
+                optimizer.step()
+
+    def expected(x):
+        """One process: the mean of the ranks' gradients, each with its own statistics of the batch."""
+        torch.manual_seed(0)
+        model = Scaled(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for pairs in zip(*x, strict=True):
+            optimizer.zero_grad()
+            for a, b in pairs:
+                ((model(a) - model(b).roll(1, 0)).pow(2).mean() / world.size).backward()
+            optimizer.step()
+        return model
+
+    x = torch.randn(world.size, 3, 2, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wrappers = {
+        "plain": lambda model: DataParallelNaive(model, world.comm),
+        "hooks": lambda model: DataParallelHooks(model, world.comm),
+        "full": lambda model: DataParallel(model, world.comm),
+        **{f"engine, stage {stage}": engine(stage) for stage in range(4)},
+    }
+    with all_cases() as case:
+        for name, wrap in wrappers.items():
+            torch.manual_seed(0)
+            model = Scaled(world.rank)
+            wrapped = wrap(model)
+            train(wrapped, x[world.rank])
+            with case(name):
+                whole = Scaled(0)
+                if name.startswith("engine"):
+                    wrapped.gather(whole)
+                else:
+                    whole.load_state_dict(model.state_dict())
+                for key in ("linear.weight", "norm.weight", "scale"):
+                    assert apart(whole.state_dict()[key], expected(x).state_dict()[key]) <= EXACT, key

@@ -506,13 +506,17 @@ def test_the_table_of_ranks_says_when_torch_is_there(tmp_path):
     assert wait_until(lambda: len(shown) == 2) and "importing" not in shown[1] and "yes" in shown[1]
 
 
-def test_why_ranks_are_new_and_why_a_start_has_failed():
+def test_why_ranks_are_new_and_why_a_start_has_failed(tmp_path, monkeypatch):
     assert starting.why_new({"ranks": 2}, 3, False) == "2 were there before."
     assert "do not answer" in starting.why_new({"ranks": 4}, 4, False)
     assert "restart=True" in starting.why_new({"ranks": 4}, None, True)
     said = starting.too_few(0, 16, 124.0, course.PROFILE)
     assert said.startswith("Only 0 of 16 ranks have come up in 124 s") and re.search(r"such as lab.engines\(\d\)", said)
-    assert "log" in starting.too_few(3, 4, None, course.PROFILE / "log")
+    assert "log says why" in starting.too_few(3, 4, None, tmp_path / "log")
+    (tmp_path / "ipengine-1.log").write_text("-----\nNo components were able to be opened.\n\nHost: a\n")
+    assert starting.too_few(3, 4, None, tmp_path).endswith("mpiexec said: No components were able to be opened.")
+    monkeypatch.setenv("OMPI_MCA_pml", "ucx")
+    assert "sets OMPI_MCA_pml=ucx, perhaps for another Open MPI: unset that" in starting.too_few(3, 4, None, tmp_path)
 
 
 def test_kernels_of_other_notebooks_are_counted_where_they_are_many():

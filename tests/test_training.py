@@ -666,3 +666,37 @@ def test_others_frozen_objects_stay_frozen():
         kept = torch.ones(3)
         assert [tensor.numel() for tensor in before.new()] == [kept.numel()]
     assert gc.get_freeze_count() == 0
+
+
+@on_ranks(2)
+def test_groups_of_an_optimizer_keep_their_place_at_every_stage(world):
+    """Also an empty one, as a model without biases makes it (OpenRLHF#1225), and with a scheduler that was there before."""
+    bounds = (0.1, 0.0)
+
+    def groups(model):
+        return [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": bounds[0]},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": bounds[1]},
+        ]
+
+    with all_cases() as case:
+        for stage, how in itertools.product(range(4), ("made", "function")):
+            if (stage, how) == (3, "made"):
+                continue  # refused, as stage 3 replaces the parameters
+            model = nn.Linear(4, 3, bias=False)
+            config = {"train_micro_batch_size_per_gpu": 2, ZERO: {"stage": stage}}
+            make = torch.optim.AdamW
+            optimizer = make(groups(model), lr=0.1) if how == "made" else lambda _, m=model: make(groups(m), lr=0.1)
+            rate = torch.optim.lr_scheduler.LambdaLR
+            scheduler = rate(optimizer, lambda step: 1 / (step + 1)) if how == "made" else None
+            engine, used, *_ = dtlib.initialize(
+                model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler, comm=world.comm
+            )
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 4)).pow(2).mean())
+                engine.step()
+            with case(stage, how):
+                assert [group["weight_decay"] for group in used.param_groups] == list(bounds)
+                assert [len(group["params"]) for group in used.param_groups] == [1, 0]
+                if scheduler is not None:
+                    assert [group["lr"] for group in used.param_groups] == [0.1 / 4] * 2

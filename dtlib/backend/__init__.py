@@ -5,8 +5,10 @@
 
 It works under ``mpiexec``, under ``srun`` where Slurm has PMIx, and in a cell on engines, before or after
 ``dtlib.init()``: no environment variable, no port and no store has to be chosen. What dtlib's communicator has, torch's
-classes have with it: Stop and Ctrl-C, the sentence that says whom everybody waits for, ``dtlib.trace()``, comparison of
-arguments between ranks, an emulated slow network (``dtlib.backend.emulate_network``) and ``dtlib.reset()``.
+classes have with it: Stop and Ctrl-C, the sentence that says whom everybody waits for, ``dtlib.trace()``, an emulated
+slow network (``dtlib.backend.emulate_network``) and ``dtlib.reset()``. In notebooks ranks compare their arguments
+before each collective. In scripts they do so with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``; without it ranks that pass
+tensors of different shapes may get wrong values without an error.
 
 Where dtlib is installed, an entry point calls ``register`` while torch is imported, so that even the first line can be
 left out. This file stays small for that: what the backend needs is imported when a group is made.

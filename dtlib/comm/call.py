@@ -47,7 +47,8 @@ class Call:
     tag: int | None = None
     counts: Any = None
     where: str = ""
-    watched: bool = False  # whether it shows on the board
+    watched: bool = False  # whether it shows on the board from its start
+    hidden: bool = False  # whether it never shows there
 
     def __str__(self) -> str:
         short = in_short(self.operation, self.op, self.peer, self.algorithm)
@@ -91,12 +92,16 @@ def _shape_and_type(shape, name: str) -> str:
 
 def callers_line() -> str:
     """The innermost line outside dtlib that led here: ``train.py:12: comm.barrier()``, ``line 3: x()`` in a cell."""
-    innermost = sys._getframe(1)
+    return line_outside(sys._getframe(1))
+
+
+def line_outside(innermost: FrameType) -> str:
+    """The same for whoever is in this frame."""
     frame: FrameType | None = innermost
     while frame is not None and _is_not_the_callers(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
-    key = frame.f_code.co_filename, frame.f_lineno
+    key = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno  # another thread may not know it
     text = _lines.get(key)
     if text is None:
         text = _lines[key] = line_of(*key)

@@ -431,7 +431,9 @@ class Communicator(ObjectOperations):
         if recorded:
             task.event = recorder.event_of(call, lane="background" if async_op else "main")
             task.event.emulated, task.event.simulated = self.wire is not None, self.simulated
-        call.watched = watched
+        call.watched, call.hidden = watched, not self.on_board
+        if self.on_board:
+            board.last, board.last_is_watched = (call.operation, str(call), call.group, call.number), watched
         if watched:
             board.publish("started", call)
         handle: Handle = Handle(task, self._queue, self.time_limit, not async_op)

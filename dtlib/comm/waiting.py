@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from dtlib.comm.call import callers_line
 from dtlib.comm.watch import board, in_vain, recorder
 from dtlib.errors import RESET, CommunicationError, DtlibError, PeerFailed, WaitTimeout
 
@@ -430,9 +431,10 @@ class Handle(Generic[V]):
                 if waited < YIELD_SECONDS:
                     os.sched_yield()
                     continue
-                if now - max(looked, last_round) > LOOK_SECONDS and task.call.watched:
+                if now - max(looked, last_round) > LOOK_SECONDS and not task.call.hidden:
                     looked = now
-                    in_vain.look(task.call, now - started)
+                    self._show()
+                    in_vain.look(task.call, waited)
                 if notice is not None and now - max(told, started + NOTICE_SECONDS - 1) > 1:
                     told = now
                     notice(f"{now - started:.0f} s in {task.call}: {in_vain.whom()}")
@@ -441,8 +443,17 @@ class Handle(Generic[V]):
             self._give_up("timed out" if isinstance(error, WaitTimeout | PeerFailed) else "was interrupted")
             raise
         finally:
+            board.waits = None
             if told > started and notice is not None:
                 notice(None)
+
+    def _show(self) -> None:
+        """Let the others see a wait that takes long, whether its operation is watched from its start or not."""
+        call = self._task.call
+        if board.current is not None:
+            call.where = call.where or callers_line()
+            call.watched, board.waits = True, call
+            self._publish("waits")
 
     def _publish(self, state: str) -> None:
         if self._task.call.watched:

@@ -26,6 +26,7 @@ from dtlib.world.launch import (
     python_of_a_rank,
     rank_environment,
     start_ranks,
+    what_mpi_said,
 )
 from dtlib.world.machine import gpu_names, usable_cores
 from dtlib.world.processes import Process, end_processes, listening, with_descendants
@@ -91,11 +92,8 @@ def _world_of_two() -> str:
     except subprocess.TimeoutExpired:
         raise DtlibError("two ranks did not start within 60 s: look for a firewall or a full /tmp.") from None
     if ran.stdout.split() != ["2", "2"]:
-        lines = [line.strip() for line in (ran.stderr + ran.stdout).splitlines()]
-        said = next((line for line in lines if any(letter.isalpha() for letter in line)), "nothing")
-        raise DtlibError(
-            f"two ranks do not form a world of two; mpiexec said: {said} If that is no help, {INSTALL_MPI}."
-        )
+        said = what_mpi_said(ran.stderr + ran.stdout)
+        raise DtlibError(f"two ranks do not form a world of two; {said} If that is no help, {INSTALL_MPI}.")
     return "two ranks start and see each other"
 
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from dtlib.errors import DtlibError
-from dtlib.world.launch import forked_ranks, run_ranks
+from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
 
 SAYS = "DTLIB_SAYS"  # where rank 0 leaves the sentence that all ranks agree on, for whoever started them
 SECONDS = 5  # that ranks wait for one another with an error
@@ -28,7 +28,10 @@ def train(options: Namespace, ranks: int) -> int:
         if sentence.exists():
             raise DtlibError(sentence.read_text(encoding="utf-8"))
     if status not in (0, 2):
-        raise DtlibError(f"The ranks ended with status {status} and the words above: `dtlib doctor` looks for a cause.")
+        raise DtlibError(
+            f"The ranks ended with status {status} and the words above: `dtlib doctor` looks for a cause."
+            f"{settings_of_mpi()}"
+        )
     return status
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dtlib.errors import DtlibError
 from dtlib.planner import Plan
 from dtlib.planner.exact import of_rank
-from dtlib.world.launch import forked_ranks, run_ranks
+from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
 
 if TYPE_CHECKING:
     from dtlib.training.engine import Engine
@@ -66,7 +66,9 @@ def measure() -> tuple[list[dict], dict[str, float], dict]:
     with tempfile.TemporaryDirectory(prefix="dtlib-plan-") as folder, forked_ranks():
         path = Path(folder) / "rows.json"
         if status := run_ranks(["-m", "dtlib.training.measured", str(path)], RANKS):
-            raise DtlibError(f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.")
+            raise DtlibError(
+                f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.{settings_of_mpi()}"
+            )
         seconds = json.loads(path.read_text())
     runs = [(width, plan) for width in WIDTHS for plan in MESHES]
     return fitted([amounts(*run) for run in runs], seconds, runs)

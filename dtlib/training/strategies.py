@@ -22,6 +22,7 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.buckets import MEBIBYTE
 from dtlib.gradients.precision import MasterWeights
+from dtlib.gradients.same_model import RootBuffers
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ELEMENTWISE, ZeroOptimizer, is_elementwise
 from dtlib.parallel.zero.sharded import fully_shard, units_of
@@ -41,6 +42,7 @@ class Replicated:
     """
 
     shards_on: Communicator | None = None  # the communicator over whose ranks gradients are cut up, where they are
+    buffers: RootBuffers | None = None  # where DataParallel does not look after them
 
     def __init__(
         self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
@@ -58,6 +60,8 @@ class Replicated:
 
     def reduce(self, scale: float) -> list:
         """Bring the gradients that the optimizer will see to their final values but for clipping; returns them."""
+        if self.buffers is not None:
+            self.buffers.stale = True
         self.masters.take_gradients(scale)
         return [_local(master.grad) for master in self.masters.masters]
 
@@ -92,18 +96,19 @@ class Zero(Replicated):
     """Stages 1 and 2: the optimizer is shared out, at stage 2 with the gradients."""
 
     optimizer: ZeroOptimizer
+    buffers: RootBuffers
 
     def __init__(
         self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
     ):
         _broadcast(model, comm)
-        _broadcast_buffers(model, comm)
+        self.buffers = _broadcast_buffers(model, comm)
         parameters = trained()
         plain = make_optimizer(parameters)  # for its class and its groups
         options = {**_buckets_and_progress(model, zero), "offload": zero.offload_optimizer.device == "cpu"}
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = [
-            {**group, "params": [(names.get(p, "a parameter"), p) for p in group["params"]]}
+        groups = [  # of which some may be empty
+            {**group, "param_names": [names.get(p, "a parameter") for p in group["params"]]}
             for group in plain.param_groups
         ]
         self.optimizer = ZeroOptimizer(groups, type(plain), comm, zero.stage, **options, **_settings_of(plain))
@@ -111,6 +116,7 @@ class Zero(Replicated):
         self.masters = self.optimizer.masters
 
     def reduce(self, scale: float) -> list:
+        self.buffers.stale = True
         self.optimizer.reduce_gradients(scale)
         return [master.grad for master in self.masters.masters]
 
@@ -125,7 +131,7 @@ class Sharded(Replicated):
         self, model: nn.Module, comm: Communicator, trained: Trained, make_optimizer: Callable, zero: ZeroOptimization
     ):
         self.forward, self.no_sync, self.shards_on = self.wrap(model, comm, zero), nullcontext, comm
-        _broadcast_buffers(model, comm)
+        self.buffers = _broadcast_buffers(model, comm)
         offload = zero.offload_optimizer.device == "cpu"
         self.masters = MasterWeights(trained(), "cpu" if offload else None)
         self.optimizer = make_optimizer(self.masters.masters)
@@ -184,15 +190,16 @@ def _broadcast(model, comm) -> None:
         comm.broadcast(tensor)
 
 
-def _broadcast_buffers(model, comm) -> None:
-    """Rank 0's buffers before each forward pass in training, as DataParallel does it."""
+def _broadcast_buffers(model, comm) -> RootBuffers:
+    """Rank 0's buffers before the first forward pass of each step, as DataParallel does it."""
+    buffers = RootBuffers(model, comm)
 
     def before_forward(module, inputs):
         if module.training and torch.is_grad_enabled():
-            for buffer in module.buffers():
-                comm.broadcast(buffer)
+            buffers.broadcast()
 
     model.register_forward_pre_hook(before_forward)
+    return buffers
 
 
 def _local(gradient):

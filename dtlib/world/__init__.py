@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dtlib.comm import Communicator, lifetime, waiting
-from dtlib.comm.watch import board
+from dtlib.comm.watch import board, on_stderr
 from dtlib.errors import DtlibError
 from dtlib.world import loopback, torchrun
 from dtlib.world.launch import INSTALL_MPI, is_rank
@@ -132,7 +132,10 @@ def fresh_communicator(time_limit: float | None, description: str, on_board: boo
 
 def _join() -> World:
     if torchrun.started_this() and (not is_rank() or _start_mpi().COMM_WORLD.Get_size() == 1):
-        return World(**torchrun.join())
+        world = World(**torchrun.join())
+        if board.current is not None:
+            _explain_hangs()
+        return world
     mpi = _start_mpi()
     everyone = mpi.COMM_WORLD
     _refuse_split_world(everyone.Get_size())
@@ -149,6 +152,7 @@ def _join() -> World:
         _put_up_board(comm, neighbours, nodes.index(first_on_node), len(nodes))
     if comm.size > 1 and not in_engine():  # one bad cell must not end the engines
         _abort_on_error(mpi)
+        _explain_hangs()
     local_rank = neighbours.Get_rank()
     neighbours.Free()
     return World(comm.rank, comm.size, nodes.index(first_on_node), local_rank, comm, len(nodes))
@@ -168,6 +172,18 @@ def _put_up_board(comm, neighbours, node: int, nodes: int) -> None:
     neighbours.Barrier()
     if neighbours.Get_rank() == 0:
         os.unlink(file)  # all have it open
+
+
+def _explain_hangs() -> None:
+    """In a script, as a notebook does it: whom everybody waits for, and who will not come any more."""
+    board.cell = board.PROGRAM
+    on_stderr.start()
+    atexit.register(_say_the_end)  # before MPI.Finalize, which waits for the others
+
+
+def _say_the_end() -> None:
+    if board.current is not None:
+        board.current.publish_place("has ended its program", over=board.PROGRAM)
 
 
 def _start_mpi():

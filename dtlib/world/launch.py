@@ -229,6 +229,23 @@ class Options(TypedDict, total=False):
     text: bool
 
 
+def what_mpi_said(text: str) -> str:
+    """Why ranks did not start, in sentences: the first line of mpiexec's own words, and what in this environment may be
+    meant for another Open MPI, as a cluster's module sets it."""
+    lines = (line.strip() for line in text.splitlines())
+    said = next((line for line in lines if any(letter.isalpha() for letter in line)), "nothing.")
+    return f"mpiexec said: {said}{settings_of_mpi()}"
+
+
+def settings_of_mpi() -> str:
+    """A sentence that names the variables that set up Open MPI here; none without any."""
+    prefixes = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(prefixes)]
+    if not found:
+        return ""
+    return f" This environment sets {', '.join(found)}, perhaps for another Open MPI: unset that, and try again."
+
+
 def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: Unpack[Options]) -> subprocess.Popen:
     """Start ``command`` (a Python program's arguments) on ``ranks`` ranks; Ctrl-C reaches only this process.
 

@@ -6,6 +6,7 @@ import atexit
 import os
 from typing import TYPE_CHECKING
 
+from dtlib.comm.watch import board
 from dtlib.world import loopback
 from dtlib.world.machine import usable_cores
 
@@ -45,6 +46,12 @@ def join() -> dict:
     comm = ProcessGroupCommunicator(dist.group.WORLD, name="world")
     node = int(told.get("GROUP_RANK", told.get("CROSS_RANK", comm.rank // local_size)))
     nodes = sorted(set(comm.all_gather_object(node)))
+    if len(nodes) == 1 < comm.size:  # several nodes have no place that all can read
+        file = comm.broadcast_object(board.Board.make_file(comm.size) if comm.rank == 0 else None)
+        board.current = board.Board(file, comm.rank, comm.members)
+        comm.barrier()
+        if comm.rank == 0:
+            os.unlink(file)  # all have it open
     return {
         "rank": comm.rank, "size": comm.size, "node": nodes.index(node), "local_rank": local_rank, "comm": comm,
         "nodes": len(nodes),

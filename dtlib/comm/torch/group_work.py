@@ -14,7 +14,7 @@ from torch import distributed as dist
 from dtlib.comm import types, waiting
 from dtlib.comm.call import Call
 from dtlib.comm.types import AnyTensor, payload
-from dtlib.comm.watch import recorder
+from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.recorder import Event
 from dtlib.errors import RESET, CommunicationError, WaitTimeout
 
@@ -207,18 +207,25 @@ class GroupHandle(Generic[V]):
                 if waited < waiting.YIELD_SECONDS:
                     os.sched_yield()  # the work is done in a thread of gloo's, which needs the core
                     continue
+                if waited > waiting.LOOK_SECONDS:
+                    board.waits = self._call
                 nap = min(waiting.LONGEST_NAP, nap + 0.0002)
                 time.sleep(nap)
         except BaseException:
             self._give_up(f"was interrupted in {self._call}")
             raise
+        finally:
+            board.waits = None
 
     def _end(self) -> None:
+        board.waits = None if self._polled else self._call
         try:
             self._work.wait()
         except RuntimeError as error:
             self._give_up(f"failed in {self._call}")
             raise failure(self._call, error) from error
+        finally:
+            board.waits = None
         self._value = self._finish()
         self._complete = True
         self._keep = None

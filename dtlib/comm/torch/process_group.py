@@ -1,7 +1,7 @@
 """The operations on a torch ``ProcessGroup`` (gloo, NCCL), for programs that have one already.
 
-Values and payload bytes are those of ``Communicator``. What depends on waiting in one place is not promised here:
-interruption (Ctrl-C reaches collectives on gloo), whom everybody waits for, and the choice of an algorithm.
+Values and payload bytes are those of ``Communicator``. Two things are not promised here: interruption (Ctrl-C reaches
+collectives on gloo), and the choice of an algorithm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dtlib.comm.call import Call, callers_line
 from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.torch.group_work import Carried, GroupHandle, Reduced, backends_of, disjoint, failure, make_group
 from dtlib.comm.types import AnyTensor, T
-from dtlib.comm.watch import recorder
+from dtlib.comm.watch import board, recorder
 from dtlib.errors import CommunicationError
 
 REDUCE_OPS = {
@@ -300,6 +300,7 @@ class ProcessGroupCommunicator(ObjectOperations):
                 "a new process group."
             )
         event = None
+        board.last, board.last_is_watched = (call.operation, str(call), call.group, call.number), False
         if recorder.recordings:
             call.where = callers_line()
             event = recorder.event_of(call, lane="background" if async_op else "main")

@@ -14,7 +14,7 @@ def whom(me: int, seen: dict[int, Sighting]) -> str:
     """
     waiting, culprits = _followed(me, seen)
     if culprits:
-        return "; ".join(f"rank {rank} {_last_seen(seen.get(rank))}" for rank in sorted(culprits))
+        return "; ".join(f"rank {rank} {last_seen(seen.get(rank))}" for rank in sorted(culprits))
     if len(waiting) == 1:
         return "all ranks have arrived, and the messages are under way"
     return "they wait for one another: " + ", ".join(f"rank {rank} in {_place(seen[rank])}" for rank in sorted(waiting))
@@ -96,9 +96,12 @@ def _place(sighting: Sighting) -> str:
     return f"{sighting.what} (`{sighting.where}`)" if sighting.where else sighting.what
 
 
-def _last_seen(sighting: Sighting | None) -> str:
+def last_seen(sighting: Sighting | None) -> str:
     if sighting is None:
         return "has called no operation yet"
+    if sighting.state == "elsewhere":
+        before = f"its last operation was {sighting.what}" if sighting.what else "has called no operation yet"
+        return f"is in `{sighting.where}`; {before}"
     if sighting.state == "finished":
         return f"has not arrived; it last finished {_place(sighting)}" if sighting.what else "has not arrived"
     if sighting.state == "started":

@@ -31,15 +31,21 @@ SLOT, HEAD = 640, 160  # bytes, and those of them that hold number, state and ce
 LONGEST = 80  # characters of a call or a communicator's name, on every rank alike, as ranks compare them
 CARRY_SECONDS = 0.5
 
+PROGRAM = "program"
+
 current: Board | None = None  # the board of this process, once the world has put one up
-cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so
+cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so; PROGRAM in a script
+last = ("", "", "", 0)  # of this rank's last operation, seen by others or not: operation, in words, group, number
+last_is_watched = False  # whether others saw it from its start
+waits: Call | None = None  # the operation in which this rank waits, once it has waited longer than most take
 
 
 @dataclass
 class Sighting:
-    """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, or a sentence's
-    end such as ``raised ValueError: ...``; ``over`` is the notebook's cell that it has come to the end of, well or
-    not; the rest is that of the operation (call.py)."""
+    """What a rank did last. ``state`` is ``waits``, ``started`` (it computes meanwhile), ``finished``, ``elsewhere``
+    (in the line ``where``, and the operation was its last), or a sentence's end such as ``raised ValueError: ...``;
+    ``over`` is the notebook's cell or the program that it has come to the end of, well or not; the rest is that of the
+    operation (call.py)."""
 
     state: str
     operation: str = ""
@@ -81,6 +87,12 @@ class Board:
             words = _in_words(call.operation, str(call)[:LONGEST], call.where, call.group[-LONGEST:], tuple(call.peers))
             self._number, self._call = call.number, words
         self._write(state)
+
+    def publish_place(self, state: str, where: str = "", over: str = "") -> None:
+        """Say where this rank is outside operations, and which one was its last."""
+        operation, what, group, self._number = last
+        self._call = _in_words(operation, what[:LONGEST], where, group[-LONGEST:])
+        self._write(state, over)
 
     def end_cell(self, state: str) -> None:
         """Say how the cell ended on this rank, which calls nothing more in it."""

@@ -5,18 +5,21 @@ from dtlib.comm.watch import blame, board
 from dtlib.errors import RESET, PeerFailed, WaitTimeout
 
 FINISHED_SECONDS = 10.0  # for ranks that have finished their cell: long enough to read whom everybody waits for
+ENDED_SECONDS = 0.5  # for those that have ended their program: longer than their last messages are under way
 
 
 def look(call: Call, waited: float) -> None:
-    """Raise if a rank that this one waits for has come to the end of its cell in the notebook: it will not arrive.
+    """Raise if a rank that this one waits for has come to the end of its cell or program: it will not arrive.
 
-    ``PeerFailed`` where an error ended it; ``WaitTimeout`` where it finished well, and only after ten seconds.
+    ``PeerFailed`` where an error ended the cell, and where the program is over; ``WaitTimeout`` where the cell finished
+    well, and only after ten seconds. ``waited`` are seconds since something has arrived.
     """
     if board.current is None or not board.cell:
         return
     failed, finished = blame.over(board.current.rank, board.current.seen(), board.cell)
-    if failed:
-        raise PeerFailed(f"{call}{_place(call)} cannot end: {whom()}. {RESET}")
+    if failed or (finished and board.cell == board.PROGRAM and waited > ENDED_SECONDS):
+        go_on = "" if board.cell == board.PROGRAM else f" {RESET}"
+        raise PeerFailed(f"{call}{_place(call)} cannot end: {whom()}.{go_on}")
     if finished and waited > FINISHED_SECONDS:
         raise WaitTimeout(sentence(call, FINISHED_SECONDS))
 

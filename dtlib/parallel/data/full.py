@@ -17,7 +17,7 @@ from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
-from dtlib.gradients.same_model import check_same_model
+from dtlib.gradients.same_model import RootBuffers, check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.data.hooks import CommHook, GradientBucket
@@ -82,6 +82,7 @@ class DataParallel(nn.Module):
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._samples = Samples(self.comm)
         self._join: list[int] | None = None  # in join(): which ranks still have batches
+        self._root_buffers = RootBuffers(module, self.comm)
         self._hook: CommHook | None = None  # a CommHook that averages in place of all_reduce
         for hook in _hooks.get(module, ()):  # of an earlier wrapper of the same module
             hook.remove()
@@ -103,7 +104,7 @@ class DataParallel(nn.Module):
             if self._join is not None:
                 self._join = self._announce(True)
             if self.broadcast_buffers:
-                self._broadcast_buffers()
+                self._root_buffers.broadcast(0 if self._join is None else _last_with_a_batch(self._join))
         return self.module(*args, **kwargs)
 
     def _is_an_experts(self, parameter) -> bool:
@@ -180,6 +181,7 @@ class DataParallel(nn.Module):
             *used, _ = bucket.buffer.tail.tolist()
             for parameter, view, ranks in zip(bucket.parameters, bucket.buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
+        self._root_buffers.stale = True
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is kept beside the module's, by what it is for (measure/held.py)."""
@@ -189,12 +191,7 @@ class DataParallel(nn.Module):
             "communication": [buffer.tail for buffer in buffers],
         }
 
-    # Buffers, and ranks without batches
-
-    def _broadcast_buffers(self) -> None:
-        root = 0 if self._join is None else _last_with_a_batch(self._join)
-        for buffer in self.module.buffers():
-            self.comm.broadcast(buffer, root)
+    # Ranks without batches
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
@@ -236,7 +233,8 @@ class DataParallel(nn.Module):
     def _shadow(self) -> None:
         """What the other ranks do in a step, with nothing to add."""
         if self.broadcast_buffers:
-            self._broadcast_buffers()
+            assert self._join is not None
+            self._root_buffers.broadcast(_last_with_a_batch(self._join))
         for parameter in self._trained:
             parameter.grad = None
         self._pass.run_empty()

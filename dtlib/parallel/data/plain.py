@@ -24,6 +24,7 @@ from dtlib.comm import Communicator, as_communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.contract import Contract
+from dtlib.gradients.same_model import RootBuffers
 
 
 class DataParallelNaive(nn.Module):
@@ -37,13 +38,13 @@ class DataParallelNaive(nn.Module):
         self.module, self.comm = module, as_communicator(comm)
         self.contract = Contract(type(self).__name__, module, self.comm)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buffers_of_root = RootBuffers(module, self.comm)
         for tensor in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(tensor)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if self.training and torch.is_grad_enabled():
-            for buffer in self.module.buffers():
-                self.comm.broadcast(buffer)
+            self.buffers_of_root.broadcast()
         return self.module(*args, **kwargs)
 
     def average_gradients(self) -> None:
@@ -53,6 +54,7 @@ class DataParallelNaive(nn.Module):
         self.contract.check_step()
         for parameter in self.trained:
             self.comm.all_reduce(parameter.grad, op="mean")
+        self.buffers_of_root.stale = True
 
 
 class DataParallelHooks(DataParallelNaive):
@@ -84,6 +86,7 @@ class DataParallelHooks(DataParallelNaive):
         for handle in self.travelling:
             handle.wait()
         self.ready, self.travelling = set(), []
+        self.buffers_of_root.stale = True
 
 
 class DataParallelBuckets(DataParallelHooks):
