@@ -670,13 +670,13 @@ def test_others_frozen_objects_stay_frozen():
 
 @on_ranks(2)
 def test_groups_of_an_optimizer_keep_their_place_at_every_stage(world):
-    """Also an empty one, as a model without biases makes it (OpenRLHF#1225), and with a scheduler that was there before."""
-    bounds = (0.1, 0.0)
+    """Also an empty one, as a model without biases makes it (OpenRLHF#1225), and with a scheduler of before."""
+    bounds, make, rate = (0.1, 0.0), torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR
 
     def groups(model):
         return [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": bounds[0]},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": bounds[1]},
+            {"params": [p for name, p in model.named_parameters() if "bias" not in name], "weight_decay": bounds[0]},
+            {"params": [p for name, p in model.named_parameters() if "bias" in name], "weight_decay": bounds[1]},
         ]
 
     with all_cases() as case:
@@ -685,9 +685,7 @@ def test_groups_of_an_optimizer_keep_their_place_at_every_stage(world):
                 continue  # refused, as stage 3 replaces the parameters
             model = nn.Linear(4, 3, bias=False)
             config = {"train_micro_batch_size_per_gpu": 2, ZERO: {"stage": stage}}
-            make = torch.optim.AdamW
             optimizer = make(groups(model), lr=0.1) if how == "made" else lambda _, m=model: make(groups(m), lr=0.1)
-            rate = torch.optim.lr_scheduler.LambdaLR
             scheduler = rate(optimizer, lambda step: 1 / (step + 1)) if how == "made" else None
             engine, used, *_ = dtlib.initialize(
                 model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler, comm=world.comm
