@@ -689,6 +689,43 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
         stage(folder, tmp_path / "a file")
 
 
+def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypatch):
+    """Samples that are written anew after a staging that left some where they are, or in the middle of one."""
+    folder, copy_file = folder_of("shards", 40), cache._copy_file
+
+    def write_anew():
+        rows = numbered(40)
+        rows["number"] += 1000
+        (folder / "index.json").unlink()
+        write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
+
+    def no_room(source, target):
+        if target.name != "shard-00000.bin":
+            raise StorageError(target, 0, "no room")
+        return copy_file(source, target)
+
+    def then_anew(source, target):
+        count = copy_file(source, target)
+        if target.name == "shard-00000.bin":
+            write_anew()
+        return count
+
+    monkeypatch.setattr(cache, "_copy_file", no_room)
+    stage(folder, tmp_path / "local", if_full="leave")
+    assert open_samples(tmp_path / "local")[range(40)]["number"].tolist() == list(range(40))
+    write_anew()
+    with pytest.raises(StorageError, match="was written anew since .* was staged: stage once more"):
+        open_samples(tmp_path / "local")[range(40)]
+
+    monkeypatch.setattr(cache, "_copy_file", then_anew)
+    with pytest.raises(StorageError, match=r"shard-00000.bin was written anew while it was staged: stage once more"):
+        stage(folder, tmp_path / "other")
+    assert not (tmp_path / "other" / "index.json").exists()
+    monkeypatch.undo()
+    stage(folder, tmp_path / "other")
+    assert open_samples(tmp_path / "other")[range(40)]["number"].tolist() == list(range(1000, 1040))
+
+
 def test_processes_that_stage_at_once(folder_of, tmp_path):
     """Four of them, to one place: each finds whole files there, and its own samples."""
     folder, children = folder_of("shards", 4000), []

@@ -13,7 +13,7 @@ import torch
 
 from dtlib.errors import DtlibError
 from dtlib.files import locked
-from dtlib.storage.files import StorageError
+from dtlib.storage.files import StorageError, version_of
 from dtlib.storage.formats import INDEX, read_index, write_index
 from dtlib.storage.readers import Reader, Samples
 
@@ -119,6 +119,8 @@ def _copy(folder: Path, local: Path, if_full: str) -> Staged:
         for name in index["counts"]
     }
     copied, left, count = [], [], 0
+    # By these a reader knows the files that were left where they are.
+    index["versions"] = {name: version_of(source.stat()) for name, source in sources.items() if source.exists()}
     try:
         local.mkdir(parents=True, exist_ok=True)
         with locked(local):
@@ -131,6 +133,11 @@ def _copy(folder: Path, local: Path, if_full: str) -> Staged:
                     if if_full == "stop":
                         raise
                     left.append(name)
+            for name, version in index["versions"].items():
+                if version_of(sources[name].stat()) != version:
+                    raise StorageError(
+                        sources[name], 0, f"{sources[name]} was written anew while it was staged: stage once more."
+                    )
             write_index(local, index)
     except OSError as problem:
         raise StorageError(
@@ -156,8 +163,7 @@ def _make_way(local: Path, index: dict, sources: dict[str, Path]) -> None:
 
 
 def _alike(source: Path, copy: Path) -> bool:
-    theirs, ours = source.stat(), copy.stat()
-    return (theirs.st_size, theirs.st_mtime_ns) == (ours.st_size, ours.st_mtime_ns)
+    return version_of(source.stat()) == version_of(copy.stat())
 
 
 def _copy_file(source: Path, target: Path) -> int:

@@ -96,7 +96,8 @@ def read_index(folder: Path) -> dict:
         dtype = np.lib.format.descr_to_dtype(lists)  # type: ignore[arg-type]  # numpy checks it, too
         _check_dtype(dtype, index["format"])
         named = all(is_plain_name(name) and type(n) is int and n >= 0 for name, n in index["counts"].items())
-        whole = named and index["format"] in FORMATS and index["row_group"] > 0
+        versions = index.get("versions", {})  # of a staged folder
+        whole = named and index["format"] in FORMATS and index["row_group"] > 0 and isinstance(versions, dict)
     except FileNotFoundError:
         raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
     except (ValueError, KeyError, TypeError, AttributeError, DtlibError):
