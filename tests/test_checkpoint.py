@@ -539,6 +539,14 @@ def overlap(path):
     edit(path, tensors=index["tensors"])
 
 
+def before_the_start(path):
+    index = json.loads((path / "index.json").read_text())
+    pieces = index["tensors"]["first.weight"]["roles"]["value"]["pieces"]
+    first = min(pieces, key=lambda name: int(pieces[name].partition(":")[0]))
+    pieces[first] = f"-1:{pieces[first].partition(':')[2]}"
+    edit(path, tensors=index["tensors"])
+
+
 DAMAGES = {
     "no folder": (lambda path: (path / "index.json").unlink(), "give the folder"),
     "not JSON": (lambda path: (path / "index.json").write_text('{"format": '), "is not JSON"),
@@ -556,6 +564,7 @@ DAMAGES = {
     "of another checkpoint": (swap, "belongs to checkpoint 0000"),
     "elements are missing": (lose_elements, "is not whole"),
     "elements twice": (overlap, "is not whole"),
+    "a negative place": (before_the_start, "is not whole"),
     "a piece elsewhere": (rename_a_piece, "not among its files"),
 }
 

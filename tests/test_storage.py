@@ -714,7 +714,7 @@ def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypat
     stage(folder, tmp_path / "local", if_full="leave")
     assert open_samples(tmp_path / "local")[range(40)]["number"].tolist() == list(range(40))
     write_anew()
-    with pytest.raises(StorageError, match="was written anew since .* was staged: stage once more"):
+    with pytest.raises(StorageError, match=r"was written anew since .* was staged: stage once more"):
         open_samples(tmp_path / "local")[range(40)]
 
     monkeypatch.setattr(cache, "_copy_file", then_anew)
