@@ -553,8 +553,8 @@ def test_a_step_that_is_stopped(world):
                 with pytest.raises(KeyboardInterrupt):
                     model(x).square().mean().backward()
                 if not options:
-                    assert "all_reduce" in told[0] and "rank 1 has not arrived" in told[0], told
-                    assert "test_backend.py" in told[0] and "DistributedDataParallel(network()" in told[0], told
+                    assert "in all_reduce" in told[0] and "test_backend.py" in told[0], told
+                    assert "rank 1 in dtlib.reset()" in told[0] or "rank 1 has not arrived" in told[0], told
                 with pytest.raises(dist.DistBackendError, match="reset"):
                     dist.barrier(group)
             dtlib.reset()

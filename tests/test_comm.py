@@ -378,7 +378,7 @@ def test_a_wait_that_takes_too_long_ends_and_reset_brings_everybody_back(world):
     comm = world.comm
     if world.rank > 0:
         comm.time_limit = 0.3
-        with pytest.raises(WaitTimeout, match=r"Waited 0.3 s in all_reduce.*: rank 0 has"):
+        with pytest.raises(WaitTimeout, match=r"Waited 0.3 s in all_reduce.*rank 0 (has|in dtlib.reset)"):
             comm.all_reduce(torch.ones(4))
         comm.time_limit = None
         with pytest.raises(CommunicationError, match=r"was interrupted in .* call dtlib.reset"):

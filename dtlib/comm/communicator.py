@@ -433,7 +433,7 @@ class Communicator(ObjectOperations):
             task.event.emulated, task.event.simulated = self.wire is not None, self.simulated
         call.watched, call.hidden = watched, not self.on_board
         if self.on_board:
-            board.last, board.last_is_watched = (call.operation, str(call), call.group, call.number), watched
+            board.last = call.operation, call.op, call.peer, call.algorithm, self.name, call.number, watched
         if watched:
             board.publish("started", call)
         handle: Handle = Handle(task, self._queue, self.time_limit, not async_op)

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dtlib.comm.waiting import advance_all, progress_thread
 from dtlib.errors import DtlibError
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 
 class RanksDisagree(DtlibError):
     """All ranks have found out together, at the end of a pass, that its averages mean nothing."""
+
+
+class RootBuffers:
+    """Rank 0's buffers for all ranks, in the first forward pass of each step; all ranks call ``broadcast()``.
+
+    Later forward passes of a step change no buffer: autograd may have saved it for the backward pass, which sets
+    ``stale`` at its end. Counterpart: ``broadcast_buffers`` of torch's DDP, which does it in each forward pass.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator):
+        self._module, self._comm, self.stale = module, comm, True
+
+    def broadcast(self, root: int = 0) -> None:
+        if self.stale:
+            for buffer in self._module.buffers():
+                self._comm.broadcast(buffer, root)
+        self.stale = False
 
 
 class _WithGradient(torch.autograd.Function):

@@ -1,5 +1,4 @@
-"""Strategies rely on the same model on all ranks, with parameters that can be averaged: refuse others by name. Buffers
-of rank 0 hold for all."""
+"""Strategies rely on the same model on all ranks, with parameters that can be averaged: refuse others by name."""
 
 from __future__ import annotations
 
@@ -12,23 +11,6 @@ from dtlib.errors import DtlibError
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
-
-
-class RootBuffers:
-    """Rank 0's buffers for all ranks, in the first forward pass of each step; all ranks call ``broadcast()``.
-
-    Later forward passes of a step change no buffer: autograd may have saved it for the backward pass, which sets
-    ``stale`` at its end. Counterpart: ``broadcast_buffers`` of torch's DDP, which does it in each forward pass.
-    """
-
-    def __init__(self, module: nn.Module, comm: Communicator):
-        self._module, self._comm, self.stale = module, comm, True
-
-    def broadcast(self, root: int = 0) -> None:
-        if self.stale:
-            for buffer in self._module.buffers():
-                self._comm.broadcast(buffer, root)
-        self.stale = False
 
 
 def check_same_model(parameters: dict, comm: Communicator, who: str) -> None:

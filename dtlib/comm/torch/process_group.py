@@ -300,7 +300,7 @@ class ProcessGroupCommunicator(ObjectOperations):
                 "a new process group."
             )
         event = None
-        board.last, board.last_is_watched = (call.operation, str(call), call.group, call.number), False
+        board.last = call.operation, call.op, call.peer, "", self.name, 0, False
         if recorder.recordings:
             call.where = callers_line()
             event = recorder.event_of(call, lane="background" if async_op else "main")

@@ -72,7 +72,8 @@ def _has_come(mine: Sighting, other: Sighting | None, rank: int) -> bool:
     if mine.number:  # a collective: numbers count those of one communicator
         if other.group != mine.group or other.number < mine.number:
             return False
-        return other.number > mine.number or other.what == mine.what
+        same = other.operation if other.state == "elsewhere" else other.what  # there it has no shape
+        return other.number > mine.number or same in (mine.operation, mine.what)
     # A message: its other end is a send or a recv that names this rank.
     return (
         _waits(other)

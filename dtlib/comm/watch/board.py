@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from dtlib.comm.call import in_short
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -35,8 +37,8 @@ PROGRAM = "program"
 
 current: Board | None = None  # the board of this process, once the world has put one up
 cell = ""  # which of the notebook's cells this rank runs, if a notebook has said so; PROGRAM in a script
-last = ("", "", "", 0)  # of this rank's last operation, seen by others or not: operation, in words, group, number
-last_is_watched = False  # whether others saw it from its start
+# Of this rank's last operation: operation, op, peer, algorithm, group, number, and if others saw it from its start.
+last = ("", "", None, "", "", 0, False)
 waits: Call | None = None  # the operation in which this rank waits, once it has waited longer than most take
 
 
@@ -90,8 +92,8 @@ class Board:
 
     def publish_place(self, state: str, where: str = "", over: str = "") -> None:
         """Say where this rank is outside operations, and which one was its last."""
-        operation, what, group, self._number = last
-        self._call = _in_words(operation, what[:LONGEST], where, group[-LONGEST:])
+        operation, op, peer, algorithm, group, self._number, _ = last
+        self._call = _in_words(operation, in_short(operation, op, peer, algorithm), where, group[-LONGEST:])
         self._write(state, over)
 
     def end_cell(self, state: str) -> None:

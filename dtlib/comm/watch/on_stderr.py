@@ -15,10 +15,10 @@ from dtlib.comm.watch import blame, board
 LOOK_SECONDS = 0.4
 NOTICE_SECONDS = 3.0
 AGAIN_SECONDS = 60.0
-# Lines that may wait for other ranks outside dtlib's operations: mpi4py's, or a process group's of torch.
+# Lines that may wait for other ranks outside dtlib's operations: in mpi4py, or in a process group of torch.
 OPERATIONS = re.compile(
-    r"\b(i?all_?(reduce|gather|to_?all)|i?barrier|i?bcast|broadcast|i?reduce|i?gather|i?scatter|m?probe|s?send|recv|"
-    r"sendrecv|wait(all|any)?)\w*\(",
+    r"\b(\w*comm\w*|mpi|dist|distributed|group)\.i?(all_?(reduce|gather|to_?all)|barrier|bcast|broadcast|reduce|gather|"
+    r"scatter|m?probe|s?send|recv|sendrecv)\w*\(",
     re.IGNORECASE,
 )
 STANDARD_LIBRARY = threading.__file__.rpartition("/")[0]
@@ -42,7 +42,7 @@ def _follow(mine: board.Board) -> None:
         if call is not None:
             call.where = call.where or place
             mine.publish("waits", call)
-        elif not board.last_is_watched:
+        elif not board.last[-1]:
             mine.publish_place("elsewhere", place)
         before, where, stuck = (where, last), str(call or f"`{place}`"), call is not None or OPERATIONS.search(place)
         last, now = board.last, time.monotonic()
@@ -73,4 +73,5 @@ def _tell(mine, what: str) -> None:
         whom = blame.whom(mine.rank, seen)
     else:  # an operation of which only the line is known
         whom = "; ".join(f"rank {rank} {blame.last_seen(one)}" for rank, one in seen.items() if one.where != me.where)
-    print(f"dtlib: rank {mine.rank} has waited {what}: {whom}.", file=sys.__stderr__, flush=True)
+    if whom:
+        print(f"dtlib: rank {mine.rank} has waited {what}: {whom}.", file=sys.__stderr__, flush=True)

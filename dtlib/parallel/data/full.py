@@ -15,9 +15,9 @@ from torch import nn
 
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
-from dtlib.gradients.backward import BackwardPass, RanksDisagree, progress_for
+from dtlib.gradients.backward import BackwardPass, RanksDisagree, RootBuffers, progress_for
 from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
-from dtlib.gradients.same_model import RootBuffers, check_same_model
+from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
 from dtlib.parallel.data.hooks import CommHook, GradientBucket

@@ -24,7 +24,6 @@ from dtlib.comm import Communicator, as_communicator
 from dtlib.comm.waiting import advance_all
 from dtlib.errors import DtlibError
 from dtlib.gradients.contract import Contract
-from dtlib.gradients.same_model import RootBuffers
 
 
 class DataParallelNaive(nn.Module):
@@ -38,13 +37,15 @@ class DataParallelNaive(nn.Module):
         self.module, self.comm = module, as_communicator(comm)
         self.contract = Contract(type(self).__name__, module, self.comm)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buffers_of_root = RootBuffers(module, self.comm)
+        self.in_a_step = False  # between its first forward pass and the end of its backward pass
         for tensor in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(tensor)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        if self.training and torch.is_grad_enabled():
-            self.buffers_of_root.broadcast()
+        if self.training and torch.is_grad_enabled() and not self.in_a_step:
+            for buffer in self.module.buffers():  # later passes leave them alone, as autograd may have saved some
+                self.comm.broadcast(buffer)
+            self.in_a_step = True
         return self.module(*args, **kwargs)
 
     def average_gradients(self) -> None:
@@ -54,7 +55,7 @@ class DataParallelNaive(nn.Module):
         self.contract.check_step()
         for parameter in self.trained:
             self.comm.all_reduce(parameter.grad, op="mean")
-        self.buffers_of_root.stale = True
+        self.in_a_step = False
 
 
 class DataParallelHooks(DataParallelNaive):
@@ -85,8 +86,7 @@ class DataParallelHooks(DataParallelNaive):
         self.contract.check_step()
         for handle in self.travelling:
             handle.wait()
-        self.ready, self.travelling = set(), []
-        self.buffers_of_root.stale = True
+        self.ready, self.travelling, self.in_a_step = set(), [], False
 
 
 class DataParallelBuckets(DataParallelHooks):
