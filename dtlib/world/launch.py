@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypedDict, Unpack
 
@@ -106,6 +107,22 @@ def _remove_sessions_of_the_dead() -> None:
         of_here = any(os.path.exists(folder / name) for name in names)
         if pid.isdigit() and of_here and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+    _remove_segments_of_the_dead({here, here.partition(".")[0]})
+
+
+def _remove_segments_of_the_dead(hosts: set[str]) -> None:
+    """What ranks leave in /dev/shm if they and mpiexec are killed, if no process uses it and it is a minute old."""
+    found = [path for host in hosts for path in Path("/dev/shm").glob(f"sm_segment.{host}.{os.getuid()}.*")]
+    left: set[str] = set()
+    with suppress(OSError):  # one has gone meanwhile: the next start looks again
+        left = {str(path) for path in found if path.stat().st_mtime < time.time() - 60}
+    for pid in psutil.pids() if left else ():
+        with suppress(OSError):  # another user's, who uses none of these
+            used = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            left = {path for path in left if path not in used}
+    for path in left:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str]:
