@@ -10,12 +10,35 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
+KINDS = {
+    **dict.fromkeys(("nodes", "ranks_a_node", "gpus_a_node", "minutes"), int), "hosts": list, "hub": dict,
+    **dict.fromkeys(("account", "queue", "filesystems", "interface", "ssh", "course", "prepare"), str),
+}  # fmt: skip
 TRAIN = {"torchrun": ["--runtime", "torch"], "deepspeed": ["--runtime", "deepspeed"]}
+
+
+def read_site() -> dict:
+    """What site.toml says.
+
+    Raises:
+        ValueError: one sentence with its path and what is wrong in it.
+    """
+    path = HERE / "site.toml"
+    try:
+        site = tomllib.loads(path.read_text(encoding="utf-8"))
+        for name, kind in KINDS.items():
+            if name not in site:
+                raise ValueError(f"{name} is missing")
+            if type(site[name]) is not kind or (kind is int and site[name] < (name != "gpus_a_node")):
+                raise ValueError(f"{name} is {site[name]!r}")
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{path} cannot be used ({problem}): correct it, or copy it from the course.") from None
+    return site
 
 
 def render(job: str, program: list[str] | None = None, site: dict | None = None) -> str:
     """The script of ``jobs/<job>.sh`` for this site, which starts Python with ``program`` on every rank."""
-    site = site or tomllib.loads((HERE / "site.toml").read_text())
+    site = site or read_site()
     program = list(program or ["-m", "dtlib", "train", "vision", *TRAIN.get(job, [])])
     slots = [f"{host} slots={site['ranks_a_node']}" for host in site["hosts"]]
     hosts = ",".join(f"{host}:{site['ranks_a_node']}" for host in site["hosts"])
@@ -48,4 +71,7 @@ if __name__ == "__main__":
     known = sorted(path.stem for path in (HERE / "jobs").glob("*.sh"))
     if len(sys.argv) < 2 or sys.argv[1] not in known:
         sys.exit(f"render.py: name a script, one of {', '.join(known)}; what follows it is the program.")
-    print(render(sys.argv[1], sys.argv[2:]), end="")
+    try:
+        print(render(sys.argv[1], sys.argv[2:]), end="")
+    except ValueError as problem:
+        sys.exit(f"render.py: {problem}")

@@ -8,8 +8,8 @@ Notebooks reach it on the loopback interface. MPI's own messages between nodes a
 import os
 import socket
 import sys
-import tomllib
 from pathlib import Path
+from runpy import run_path
 
 import psutil
 
@@ -17,7 +17,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab.engines import heartbeats
 
 c = get_config()  # noqa: F821
-site = tomllib.loads((Path(__file__).parent / "site.toml").read_text())
+site = run_path(str(Path(__file__).parent / "render.py"))["read_site"]()
 
 
 def address_for_nodes() -> str:

@@ -3,30 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import dtlib
 from dtlib import wall
-from dtlib.errors import DtlibError
+from dtlib.errors import MOST, DtlibError, number, read_number
 from dtlib.export import EXPORTS, exported
+from dtlib.files import writing
 from dtlib.lab.course import current_folder
 from dtlib.world.launch import is_rank, run_ranks, settings_of_mpi
 from dtlib.world.machine import gpu_names, usable_cores
 
 MOST_RANKS_PER_CORE = 16
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class _Parser(argparse.ArgumentParser):
+    def exit(self, status=0, message=None):
+        print(end="", flush=True)  # as in main
+        super().exit(status, message)
+
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")  # one sentence; the usage is one --help away
 
+    def add_number(self, name: str, help: str, default: int | None = None, **limits: Any) -> None:
+        """An option that is a number (``errors.number``), written as 10000000, 10_000_000 or 1e7."""
+        self.add_argument(name, default=default, help=help, type=lambda text: number(name, read_number(text), **limits))
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    command, said, status = "dtlib", "", 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ±
+    try:
+        try:
+            if sys.stdout is None:
+                raise DtlibError("There is nowhere to print to, as standard output is closed: use >/dev/null instead.")
+            options = _options(arguments)
+            command = f"dtlib {options.command}"
+            current_folder()  # mpiexec and JupyterLab need one
+            status = _COMMANDS[options.command](options)
+        except DtlibError as problem:
+            said = str(problem)
+        print(end="", flush=True)  # what cannot be written is said now
+    except OSError as problem:
+        if problem.filename:
+            said = f"{problem.filename} cannot be used ({problem.strerror}): name another, or make room and access."
+        elif problem.errno in UNWRITABLE:  # standard output; `| head` has seen enough
+            status = 0 if problem.errno == errno.EPIPE else 2
+            said = said or f"what it prints cannot be written ({problem.strerror}): write it elsewhere." * bool(status)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again when it ends
+        else:
+            raise
+    if said:
+        print(f"{command}: {said}", file=sys.stderr)
+    return status
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    most = MOST_RANKS_PER_CORE * usable_cores()
+    some: dict[str, Any] = {"most": most, "why": f", {MOST_RANKS_PER_CORE} for each core here"}  # ranks
     parser = _Parser(prog="dtlib", description="A workshop kit for distributed deep learning.")
     parser.add_argument("--version", action="version", version=f"dtlib {dtlib.__version__}")
     commands = parser.add_subparsers(dest="command", metavar=" | ".join(_COMMANDS))
@@ -45,28 +89,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fresh.add_argument("lesson", help="its number, such as 04, or the name of one notebook")
 
     tour = commands.add_parser("tour", help="run the core of lessons 00 to 08 on MPI engines and print a table")
-    tour.add_argument("--ranks", type=_ranks, default=2, help="engines to start (default: 2)")
+    tour.add_number("--ranks", "engines to start (default: 2)", 2, **some)
     tour.add_argument(
         "--profile", help="folder of an ipyparallel profile (default: a copy of the one for this machine)"
     )
 
     pi = commands.add_parser("pi", help="estimate pi on MPI ranks")
-    pi.add_argument("--points", type=_points, default=10**8, help="how many points to throw (default: 1e8)")
-    pi.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
+    pi.add_number("--points", "how many points to throw (default: 1e8)", 10**8, why=": more would take weeks")
+    pi.add_number("--ranks", "ranks to start (default: one a core)", **some)
     pi.add_argument("--kernel", choices=("loop", "numpy", "compiled", "gpu"), default="compiled", help="how to count")
-    pi.add_argument("--seed", type=_whole_number, default=0, help="another seed gives other points (default: 0)")
+    pi.add_number("--seed", "another seed gives other points (default: 0)", 0, least=-MOST)
     pi.add_argument("--json", action="store_true", help="print one JSON object")
 
     train = commands.add_parser("train", help="train a workload on ranks: the lessons' models, by one config")
     train.add_argument("workload", choices=("vision", "summarization", "decoder"))
     train.add_argument("--config", metavar="FILE", help="JSON: DeepSpeed's keys, `workload`, `run` (default: ours)")
-    train.add_argument("--ranks", type=_ranks, help="ranks to start (default: one a core)")
+    train.add_number("--ranks", "ranks to start (default: one a core)", **some)
     train.add_argument(
         "--runtime", choices=("dtlib", "torch", "deepspeed"), default="dtlib", help="whose classes train"
     )
     train.add_argument("--backend", choices=("gloo", "dtlib"), help="of torch.distributed, for --runtime torch")
     train.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the config's")
-    train.add_argument("--steps", type=_count, help="in place of the config's")
+    train.add_number("--steps", "in place of the config's")
     train.add_argument("--save", metavar="DIR", help="save checkpoints there")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
     train.add_argument("--log", metavar="FILE", help="add a line of JSON a step")
@@ -75,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument(
         "model", nargs="?", help="a name such as llama3-8b, a config.json, or layers=...,hidden=...,heads=..."
     )
-    plan.add_argument("--gpus", type=_count, default=8, help="of the whole job (default: 8)")
+    plan.add_number("--gpus", "of the whole job (default: 8)", 8)
     plan.add_argument("--device", default="h100", help="v100, a100, h100, h200 or b200 (default: h100)")
-    plan.add_argument("--batch", type=_count, default=0, help="samples of a step (default: four million tokens)")
-    plan.add_argument("--seq", type=_count, default=0, help="tokens of a sample, in place of the model's")
+    plan.add_number("--batch", "samples of a step (default: four million tokens)", 0)
+    plan.add_number("--seq", "tokens of a sample, in place of the model's", 0)
     plan.add_argument("--fixed", default="", help="parts of the plan that are given: zero=3,recompute=full")
-    plan.add_argument("--best", type=_count, default=10, help="how many plans to show (default: 10)")
-    plan.add_argument("--tokens", type=float, help="of the whole training: say days and energy, too")
+    plan.add_number("--best", "how many plans to show (default: 10)", 10)
+    plan.add_number("--tokens", "of the whole training: say days and energy, too", most=10**18, whole=False)
     plan.add_argument(
         "--write", metavar="FILE", action="append", help="as x.dtlib.json, .deepspeed.json, .torchtitan.toml"
     )
@@ -101,16 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
-        return 0
-    try:
-        current_folder()  # mpiexec and JupyterLab need one
-        return _COMMANDS[options.command](options)
-    except DtlibError as problem:
-        print(f"dtlib {options.command}: {problem}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        parser.exit()
+    return options
 
 
 def _doctor(options) -> int:
@@ -128,11 +164,8 @@ def _lab(options) -> int:
 def _export(options) -> int:
     path = Path(options.to or f"{options.strategy}.py")
     text = exported(options.strategy)
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as problem:
-        raise DtlibError(f"Nothing is written to {path} ({problem.strerror}): name another file with --to.") from None
+    with writing(path, "name another file with --to"), open(path, "x", encoding="utf-8") as file:
+        file.write(text)
     print(f"{path} has {text.count(chr(10))} lines, and needs torch alone: torchrun --nproc-per-node 2 {path}")
     return 0
 
@@ -250,53 +283,7 @@ def _pi_table(estimate, seconds: float, alone: float | None, ranks: int) -> str:
     return tabulate(rows, tablefmt="plain")
 
 
-def _whole_number(text: str) -> int:
-    """An integer, written as 10000000, 10_000_000 or 1e7."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        value = float(text)
-        if value == int(value):
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write it as 10000000 or 1e7.")
-
-
-def _count(text: str) -> int:
-    if (count := _whole_number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few: give 1 or more.")
-    return count
-
-
-def _points(text: str) -> int:
-    from dtlib.pi import MOST_POINTS
-
-    points = _whole_number(text)
-    if points < 1:
-        raise argparse.ArgumentTypeError(f"{text} points give no estimate: ask for 1 or more, such as 1e7.")
-    if points > MOST_POINTS:
-        raise argparse.ArgumentTypeError(
-            f"{text} points would take weeks: ask for at most {MOST_POINTS:.0e} (a digit more costs 100 times as many)."
-        )
-    return points
-
-
-def _ranks(text: str) -> int:
-    ranks = _whole_number(text)
-    most = MOST_RANKS_PER_CORE * usable_cores()
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"{text} ranks cannot count: ask for 1 or more.")
-    if ranks > most:
-        raise argparse.ArgumentTypeError(
-            f"{text} ranks are too many for the {usable_cores()} cores here: ask for at most {most}."
-        )
-    return ranks
-
-
 _COMMANDS = {
-    "doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train, "plan": _plan,
-    "export": _export, "browser": _browser, "wall": wall.run,
+    "doctor": _doctor, "lab": _lab, "fresh": _fresh, "tour": _tour, "pi": _pi, "train": _train,
+    "plan": _plan, "export": _export, "browser": _browser, "wall": wall.run,
 }  # fmt: skip

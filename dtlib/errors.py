@@ -1,4 +1,7 @@
-"""Errors for people: one sentence that says what is wrong and what to do."""
+"""Errors for people: one sentence that says what is wrong and what to do. Numbers that make no sense are the same."""
+
+from contextlib import suppress
+from numbers import Real
 
 RESET = "Call dtlib.reset() on all ranks to go on."
 
@@ -29,3 +32,32 @@ class PeerFailed(DtlibError):
 
 class WaitTimeout(DtlibError):
     """A rank waited longer than the communicator's ``time_limit``."""
+
+
+MOST = 10**15  # of any number, unless told otherwise
+
+
+def number(
+    name: str, value: object, least: float = 1, most: float = MOST, whole: bool = True,
+    error: type[Exception] = DtlibError, why: str = "",
+) -> float:  # fmt: skip
+    """Return a number if it is in a range, and whole unless told otherwise: then it is an int.
+
+    Raises:
+        error: one sentence with the name, the value and the range, and ``why`` that is its end. Text, a list, true,
+            null, NaN, infinity and a number of 400 digits are in no range.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        found: float = value  # type: ignore[assignment]  # mypy does not know that a float is Real
+        if least <= found <= most and (not whole or found == int(found)):
+            return int(found) if whole else found
+    shown = "null" if value is None else f"{value!r:.40}"
+    raise error(f"{name} is {shown}: give a {'whole ' * whole}number from {least:,} to {most:,}{why}.")
+
+
+def read_number(text: str) -> object:
+    """The number that somebody has typed, such as 10_000_000 or 1e7; text that is none stays text."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

@@ -2,11 +2,16 @@
 
 import json
 import os
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+from dtlib.errors import DtlibError
 
 K = TypeVar("K")
 
@@ -63,17 +68,59 @@ def read_json(path: Path, kind: type[K], most: int = 2**26) -> K:
 
 
 @contextmanager
+def writing(path: str | Path, cure: str = "name another file") -> Iterator[None]:
+    """Around what writes to ``path``: an error of the system becomes a sentence with the path, its cause and a cure.
+
+    Raises:
+        DtlibError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as problem:
+        raise DtlibError(f"{path} cannot be written ({problem.strerror}): {cure}.") from None
+
+
+def refuse_to_wait(path: str, flags: int) -> int:
+    """For ``open(..., opener=refuse_to_wait)``: a pipe that nobody reads is an OSError, and no wait for ever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+@contextmanager
+def own_folder(name: str) -> Iterator[Path]:
+    """A temporary folder of this process, ``dtlib-NAME-...``. Those of processes of this user that were killed are
+    removed, if they are a minute old: a living one holds the lock of its own."""
+    import fcntl
+
+    for left in Path(tempfile.gettempdir()).glob(f"dtlib-{name}-*"):
+        with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as descriptor:
+            found = os.fstat(descriptor)
+            if found.st_uid == os.getuid() and found.st_mtime < time.time() - 60:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"dtlib-{name}-") as folder, locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Let one process at a time write to a folder; on a disk that knows no locks this does nothing."""
     import fcntl  # which Python in a browser does not have
 
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with _opened(folder) as descriptor:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def is_plain_name(name: object) -> bool:

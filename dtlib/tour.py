@@ -1,11 +1,11 @@
 """``dtlib tour``: the core of lessons 00 to 08 on MPI engines, without a browser, in one table."""
 
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
 from dtlib import pi
+from dtlib.files import own_folder
 from dtlib.lab import course
 from dtlib.lab.course import LEFT_BEHIND, PROFILE
 from dtlib.lab.engines import engine_processes, engine_set
@@ -23,16 +23,17 @@ def tour(ranks: int, profile: str | None = None) -> int:
     """
     from tabulate import tabulate
 
-    with tempfile.TemporaryDirectory() as folder:
+    with own_folder("tour") as folder:
         if profile is None:
-            profile = Path(folder) / PROFILE.name
+            profile = folder / PROFILE.name
             left_behind = shutil.ignore_patterns(*LEFT_BEHIND)
             shutil.copytree(course.SOURCE / PROFILE, profile, ignore=left_behind)
         try:
             engines = engine_set.engines(ranks, profile=profile)
-            rows = [_row(engines, *stop) for stop in _stops(Path(folder), ranks)]
+            rows = [_row(engines, *stop) for stop in _stops(folder, ranks)]
         finally:
-            engine_processes.end(Record(Path(profile)))
+            if Path(profile, "ipcluster_config.py").is_file():  # else no engine has started there
+                engine_processes.end(Record(Path(profile)))
     print()
     head = ("lesson", f"on {ranks} MPI engines", "result", "as expected", "seconds")
     print(tabulate(rows, head, maxcolwidths=WIDTHS, maxheadercolwidths=WIDTHS))

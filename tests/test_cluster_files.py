@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -162,3 +163,24 @@ def test_pi_in_plain_mpi4py_as_a_notebook_starts_it(capsys, tmp_path):
     with pytest.raises(DtlibError, match=r"fails\.py on 2 ranks ended with status 1"):
         lab.mpiexec(tmp_path / "fails.py", ranks=2)
     assert "no points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text,says", [
+    ("nodes = ", "Invalid value"), (None, "No such file"), ("nodes = 2", "ranks_a_node is missing"), (b"\xff", "utf-8"),
+    ("SITE\nnodes = [2]", "nodes"), ("SITE\nnodes = -1", "nodes"), ("SITE\nminutes = 'x'", "minutes"),
+])  # fmt: skip
+def test_a_broken_site_is_named_and_no_script_is_written(tmp_path, text, says):
+    profiles = tmp_path / "cluster_profiles"
+    shutil.copytree(PROFILES, profiles, ignore=shutil.ignore_patterns("log", "pid", "security", "state"))
+    site = profiles / "site.toml"
+    if text is None:
+        site.unlink()
+    elif isinstance(text, bytes):
+        site.write_bytes(text)
+    else:
+        name = text.split("\n")[-1].partition(" ")[0]
+        lines = [line for line in site.read_text().splitlines() if not line.startswith(f"{name} ")]
+        site.write_text(text.replace("SITE\n", "").strip() + "\n" + "\n".join(lines) if "SITE" in text else text)
+    ran = subprocess.run([sys.executable, profiles / "render.py", "slurm"], capture_output=True, text=True)
+    assert ran.returncode and not ran.stdout and ran.stderr.count("\n") == 1, ran.stderr
+    assert f"{site}" in ran.stderr and says in ran.stderr

@@ -1,6 +1,8 @@
 """The folder in which a learner works: laid out from the clone or from a wheel, kept, brought up to date."""
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dtlib.cli import main
 from dtlib.errors import DtlibError
-from dtlib.lab import build, course, navigation
+from dtlib.lab import build, course, navigation, server
 from dtlib.lab.lesson_files import name_of
 from tests.books import made
 from tests.cases import for_each
@@ -63,6 +66,31 @@ def test_a_course_is_not_laid_out_between_other_things(tmp_path, monkeypatch):
     (tmp_path / "thesis.tex").rename(tmp_path / "data")  # a file where a folder must go
     with pytest.raises(DtlibError, match="cannot be written"):
         course.lay_out(tmp_path)
+
+
+@pytest.mark.parametrize("laid_out", [False, True], ids=["new", "laid out"])
+def test_dtlib_lab_on_a_disk_that_is_read_only_says_so(tmp_path, monkeypatch, capsys, laid_out):
+    monkeypatch.chdir(tmp_path)
+    if laid_out:
+        course.lay_out(tmp_path)
+
+    def closed(before):
+        def opens(path, how="r", *rest, **options):
+            writes = how & (os.O_WRONLY | os.O_RDWR) if isinstance(how, int) else set(how) & set("wax+")
+            if writes and str(path).startswith(str(tmp_path)):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return before(path, how, *rest, **options)
+
+        return opens
+
+    monkeypatch.setattr(server, "_keep_private", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("JupyterLab is started"))
+    monkeypatch.setattr("builtins.open", closed(open))
+    monkeypatch.setattr(os, "open", closed(os.open))
+    assert main(["lab", "--no-browser"]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.err.startswith("dtlib lab: ") and "(Read-only file system)" in said.err
+    assert str(tmp_path) in said.err and "writable" in said.err and not said.out
 
 
 def test_in_a_clone_learners_work_where_git_does_not_look(monkeypatch):

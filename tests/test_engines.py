@@ -15,7 +15,7 @@ import zmq
 from ipyparallel.controller.heartmonitor import HeartMonitor
 
 from dtlib.lab import course
-from dtlib.lab.engines import crowd, heartbeats, panel, starting
+from dtlib.lab.engines import crowd, heartbeats, keeper, panel, starting
 from dtlib.lab.engines.rank_table import RankTable
 from dtlib.lab.engines.workshop import Record
 from dtlib.lab.server import SETTINGS
@@ -487,6 +487,28 @@ def test_an_mpiexec_that_fails_leaves_nothing(workshop_folder, monkeypatch):
     assert wait_until(lambda: not processes_of(workshop_folder)), processes_of(workshop_folder)
 
 
+def test_what_a_killed_keeper_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    left = ["log/ipcontroller-dtlib-1.log", "pid/ipcontroller-dtlib-1.pid", "security/cluster-dtlib-1.json",
+            "security/ipcontroller-dtlib-1-client.json", "state/torch-here-1"]  # fmt: skip
+    others = ["security/mine.json", "state/set.json"]
+    for name in left + others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+
+    class Started(Exception):
+        pass
+
+    def cluster(**_):
+        raise Started
+
+    monkeypatch.setattr("ipyparallel.Cluster", cluster)
+    monkeypatch.setattr(keeper, "python_of_a_rank", list)
+    monkeypatch.setenv("DTLIB_RANKS", "2")
+    with pytest.raises(Started):
+        keeper._start(tmp_path, 2, "dtlib-2")
+    assert [name for name in left + others if (tmp_path / name).exists()] == others
+
+
 def test_a_profile_that_is_none(tmp_path):
     from dtlib import lab
     from dtlib.errors import DtlibError
@@ -542,7 +564,7 @@ def test_a_number_of_ranks_that_makes_no_sense(n):
     from dtlib import lab
     from dtlib.errors import DtlibError
 
-    with pytest.raises(DtlibError, match="ask for a number of ranks from 1 to 64"):
+    with pytest.raises(DtlibError, match=r"n of lab.engines\(n\) is .*: give a whole number from 1 to 64"):
         lab.engines(n)
 
 

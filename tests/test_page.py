@@ -145,7 +145,14 @@ def test_what_cannot_be_is_said_in_a_sentence():
     assert "take 8 micro-batches" in rooms.answer("schedule", {"schedule": "interleaved", "microbatches": "7"})
     assert "choose one of gpipe" in rooms.answer("schedule", {"schedule": "other"})
     assert "from 1 to 8" in rooms.answer("schedule", {"ranks": "99"}) and "There is no room" in rooms.answer("x", {})
-    assert "could not convert" in rooms.answer("memory", {"memory": "much"})
+    for room, field, values, limits in (
+        ("schedule", "ranks", ("2.5", "-1", "inf", "nan", "[2]", "", "9" * 400, "9" * 5000), "ranks is "),
+        ("plan", "gpus", ("0", "1e9", "1.5", "-inf"), "GPUs is "),
+        ("memory", "memory", ("much", "-1", "0", "nan", "9" * 400), "parameters, in billions is "),
+    ):
+        for value in values:
+            said = rooms.answer(room, {field: value})
+            assert limits in said and "number from" in said and "mistake of the page" not in said, (value, said)
 
 
 def test_memory_of_a_model_on_a_mesh_is_the_planners():

@@ -61,7 +61,7 @@ def test_as_json(capsys):
     (
         ("plan gpt5", "There is no model 'gpt5': give one of"),
         ("plan llama3-8b --device tpu", "There is no device 'tpu': choose one of"),
-        ("plan llama3-8b --gpus 0", "0 is too few"),
+        ("plan llama3-8b --gpus 0", "--gpus is 0: give a whole number from 1"),
         ("plan llama3-8b --fixed zero=9", "No mesh of 8 GPUs divides"),
         ("plan llama3-8b --fixed zeros=1", "'zeros=1' is nothing of a plan"),
         ("plan llama3-8b --fixed zero=x", "zero is 'x': give a whole number"),
@@ -71,11 +71,18 @@ def test_as_json(capsys):
         ("plan llama3-8b --write no/where/x.deepspeed.json", "cannot be written"),
         ("plan llama3-405b --gpus 8 --write x.dtlib.json", "Nothing fits"),
         ("plan llama3-8b --gpus 1e9", "gpus is 1000000000: give a whole number from 1 to 1,000,000"),
-        ("plan llama3-8b --seq 1e308", "seq is 1000"),
+        ("plan llama3-8b --seq 1e308", "--seq is 1e+308"),
         (f"plan llama3-8b --batch {'9' * 400}", "batch is 9999"),
-        ("plan llama3-8b --tokens nan", "tokens is nan: give a number above 0"),
-        ("plan llama3-8b --tokens=-5", "tokens is -5.0: give a number above 0"),
+        ("plan llama3-8b --tokens nan", "--tokens is nan: give a number from 1 to"),
+        ("plan llama3-8b --tokens=-5", "--tokens is -5: give a number from 1 to"),
         ("plan layers=2,hidden=64,heads=4,vocab=9,seq=8,ffn=-256", "ffn is -256: give a whole number from 0"),
+        ("plan layers=2,hidden=6.5,heads=4,vocab=9,seq=8", "hidden is 6.5: give a whole number from 0"),
+        (f"plan layers={'9' * 5000},hidden=64,heads=4,vocab=9,seq=8", "layers is inf: give a whole number"),
+        (f"plan llama3-8b --fixed pipe={'9' * 400}", "pipe is 9999"),
+        ("plan llama3-8b --fixed pipe=-1", "pipe is -1: give a whole number"),
+        ("plan llama3-8b --gpus 2.5", "--gpus is 2.5: give a whole number"),
+        ("plan llama3-8b --best -1", "--best is -1: give a whole number"),
+        ("plan llama3-8b --best inf", "--best is inf: give a whole number"),
     ),
 )
 def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, monkeypatch):
@@ -88,6 +95,22 @@ def test_what_cannot_be_ends_with_one_sentence(line, says, capsys, tmp_path, mon
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1, error
     assert not list(tmp_path.iterdir())
+
+
+def test_json_and_files_at_once(tmp_path, capsys):
+    sizes, file = "layers=2,hidden=64,heads=4,vocab=256,seq=8", tmp_path / "x.deepspeed.json"
+    assert main(["plan", sizes, "--gpus=1", "--batch=1", "--json", f"--write={file}"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) and json.loads(file.read_text()) and str(file) in said.err
+
+
+def test_a_pipe_is_no_file_to_write_or_read(tmp_path, capsys):
+    os.mkfifo(pipe := tmp_path / "x.dtlib.json")
+    sizes = "layers=2,hidden=64,heads=4,vocab=256,seq=8"
+    assert main(["plan", sizes, "--gpus=1", "--batch=1", f"--write={pipe}"]) == 2
+    assert "cannot be written (No such device or address): name another file" in capsys.readouterr().err
+    assert main(["plan", str(pipe)]) == 2
+    assert "is no config of a model" in capsys.readouterr().err
 
 
 def test_a_model_from_a_file(tmp_path):

@@ -70,7 +70,7 @@ def test_a_config_whose_section_bf16_is_a_copy_of_fp16():
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": False, **fp16}
     with pytest.warns(UserWarning, match=r"here: bf16\.bf16_master.*, bf16\.loss_scale, .*scale_power"):
         assert read({"train_batch_size": 16, "bf16": bf16, "fp16": {"enabled": False, **fp16}}, 2).bf16.enabled
-    with pytest.raises(DtlibError, match=r"bf16\.hysteresis is 0: give a number above 0"):
+    with pytest.raises(DtlibError, match=r"bf16\.hysteresis is 0: give a whole number from 1"):
         read({"train_batch_size": 16, "bf16": {"hysteresis": 0}}, 2)
 
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -534,6 +535,15 @@ def goes_on_behind_what_is_damaged(folder, lost, workers):
     assert numbers_in(torch.utils.data.DataLoader(reader, SAMPLES, num_workers=workers)) == kept
     with pytest.raises(StorageError):  # it knows no batch without samples
         list(torch.utils.data.DataLoader(reader, 1))
+
+
+def test_a_worker_that_is_killed_is_said_in_a_sentence(folder_of):
+    loader = Loader(open_samples(folder_of("shards")), 2, workers=1, prefetch=1)
+    with pytest.raises(DtlibError, match=r"worker.*(killed by signal|exited unexpectedly).*fewer workers"):
+        for _ in loader:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+                worker.join()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,14 +2,17 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +20,14 @@ from torch import nn
 
 import dtlib
 from dtlib.errors import DtlibError
+from dtlib.files import own_folder
+from dtlib.training.config import ConfigError, dictionary_of
 from dtlib.training.data import RankLoader
 from dtlib.training.run import CONFIGS, train
 from dtlib.world.launch import start_ranks
 from dtlib.world.processes import Process, end_processes, with_descendants
+from tests.cases import refuses
+from tests.conftest import wait_until
 from tests.ranks import on_ranks
 
 EXACT = {
@@ -205,13 +212,15 @@ def test_on_the_command_line_with_a_sentence_for_a_mistake(tmp_path):
     assert (result["steps"], result["ranks"], len(result["bytes_per_rank"])) == (30, 2, 2)
     assert result["losses"][-1] < result["losses"][0] and "accuracy" in ran.stdout
     (tmp_path / "wrong.json").write_text('{"train_batch_size": 63}')
+    os.mkfifo(pipe := tmp_path / "pipe")
     for arguments, words in (
         (["vision", "--ranks=2", f"--config={tmp_path / 'wrong.json'}"], "make train_batch_size a multiple of 2"),
         (["audio"], "invalid choice: 'audio'"),
         (["vision", "--runtime=jax"], "invalid choice: 'jax'"),
-        (["vision", "--steps=0"], "0 is too few: give 1 or more"),
-        (["vision", "--ranks=2", f"--json={tmp_path}"], "is a folder: name a file for the result"),
+        (["vision", "--steps=0"], "--steps is 0: give a whole number from 1"),
+        (["vision", "--ranks=2", f"--json={tmp_path}"], "cannot be written (Is a directory): name another"),
         (["vision", "--ranks=2", f"--log={tmp_path}"], "Is a directory"),
+        (["vision", "--ranks=2", f"--json={pipe}"], "pipe cannot be written (No such device or address): name another"),
     ):
         ran = run(*arguments)
         assert (ran.returncode, ran.stdout) == (2, ""), ran
@@ -224,7 +233,95 @@ def test_a_full_disk_costs_rows_of_the_log_and_not_the_run(tmp_path):
     assert ran.returncode == 2 and "samples per second" in ran.stdout, ran.stderr
     assert ran.stderr.count("/dev/full cannot be written (No space left on device): rows of steps from 1 on") == 1
     assert "dtlib train: /dev/full cannot be written (No space left on device): training is done" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert ran.stderr.count("\n") == 2 and all(line.startswith("dtlib train: ") for line in ran.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10**5, "1" * 5000, "\0", '{"train_batch_size": 1%s}' % ("0" * 5000), '{"a":' * 990 + "1" + "}" * 990]
+)
+def test_a_config_that_is_none_is_refused_in_a_sentence(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config"):
+        dictionary_of(tmp_path / "config.json")
+
+
+def test_folders_of_runs_that_were_killed_are_removed(tmp_path, monkeypatch):
+    """A run that lives keeps its own, and so does anything else of that name: a link, a young one, another's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    holds = "import sys, time; from dtlib.files import own_folder\nwith own_folder('x') as it: print(it, flush=True); "
+    others = []
+    for _ in range(2):
+        others.append(subprocess.Popen(
+            [sys.executable, "-c", f"{holds}time.sleep(600)"], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        ))  # fmt: skip
+    living, dead = (Path(each.stdout.readline().strip()) for each in others)
+    (dead / "sentence").write_text("")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "dtlib-x-link").symlink_to(tmp_path / "mine")
+    (tmp_path / "dtlib-x-young").mkdir()
+    (tmp_path / "dtlib-xy-1").mkdir()
+    others[1].kill()
+    others[1].wait()
+    for each in (living, dead, tmp_path / "mine", tmp_path / "dtlib-xy-1"):
+        os.utime(each, (0, 0))
+    with own_folder("x") as mine:
+        assert mine.parent == tmp_path and mine.stat().st_mode & 0o777 == 0o700
+        assert living.is_dir() and not dead.exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        [living.name, "mine", "dtlib-x-link", "dtlib-x-young", "dtlib-xy-1"]
+    )
+    others[0].terminate()
+    for each in others:
+        each.wait()
+        each.stdout.close()
+
+
+def test_a_run_that_is_killed_leaves_a_folder_that_the_next_one_removes(tmp_path):
+    command = [sys.executable, "-m", "dtlib", "train", "vision", "--ranks=1", "--steps=100000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: list(tmp_path.glob("dtlib-train-*")))
+    family = with_descendants(Process.of(killed.pid))
+    killed.kill()
+    killed.wait()
+    (left,) = tmp_path.glob("dtlib-train-*")
+    end_processes(family)
+    os.utime(left, (0, 0))
+    assert subprocess.run([*command[:-1], "--steps=1"], env=environment, capture_output=True).returncode == 0
+    assert not list(tmp_path.glob("dtlib-train-*"))
+
+
+@on_ranks(2)
+def test_a_file_that_cannot_be_written_or_would_wait_is_refused_on_all_ranks(world, tmp_path):
+    pipe = tmp_path / "pipe"
+    if world.rank == 0:
+        os.mkfifo(pipe)
+    world.comm.barrier()
+    refuses(r"/no/l cannot be written \(No such file or directory\): name another", train, "vision", EXACT, log="/no/l")
+    refuses(r"pipe cannot be written \(No such device or address\): name another", train, "vision", EXACT, log=pipe)
+    refuses(r"pipe cannot be written \(File exists\): name another folder", train, "vision", EXACT, save=pipe)
+    refuses(r"pipe is no config \(it is no ordinary file\): give the path", train, "vision", pipe)
+
+
+@on_ranks(1)
+def test_numbers_that_make_no_sense_are_refused_by_name(world):
+    for config, words in (
+        ({"pipeline": [2]}, r"pipeline is \[2\]: give a dictionary"),
+        ({"zero_optimization": 2}, "zero_optimization is 2: give a dictionary"),
+        ({"tensor_parallel": "two"}, "tensor_parallel is 'two': give a dictionary"),
+        ({"workload": [1]}, r"workload is \[1\]: give a dictionary"),
+        ({"pipeline": {"stages": 1.5}}, "pipeline.stages is 1.5: give a whole number from 1"),
+        ({"pipeline": {"stages": [2]}}, r"pipeline.stages is \[2\]: give a whole number from 1"),
+        ({"tensor_parallel": {"autotp_size": -1}}, "tensor_parallel.autotp_size is -1: give a whole number"),
+        ({"run": {"steps": 0}}, "run.steps is 0: give a whole number from 1"),
+        ({"run": {"seed": 10**400}}, "run.seed is 1000"),
+        ({"run": {"link_latency": -1}}, "run.link_latency is -1: give a number from 0"),
+        ({"run": {"epochs": 2.5}}, "run.epochs is 2.5: give a whole number"),
+        ({"context_parallel": {"size": True}}, "context_parallel.size is True: give a whole number"),
+        ({"train_batch_size": math.nan}, "train_batch_size is nan: give a number"),
+    ):
+        refuses(words, train, "decoder", {**EXACT, **config}, stage=1)
 
 
 @on_ranks(1)

@@ -158,7 +158,9 @@ def test_unknown_keys_and_values_are_refused():
     assert "There is no folder" in refusal(vision.workload, {"data": "/nowhere"})
     assert "choose 'scratch' or 'pretrained'" in refusal(summarization.workload, {"start": "warm"})
     assert "that of model 'small'" in refusal(summarization.workload, {"start": "pretrained", "model": "tiny"})
-    assert "beams of the summarization workload is 0: give 1" in refusal(summarization.workload, {"beams": 0})
+    assert "beams of the summarization workload is 0: give a whole number from 1" in refusal(
+        summarization.workload, {"beams": 0}
+    )
     assert "dropout of the summarization workload is 1.5" in refusal(summarization.workload, {"dropout": 1.5})
     assert "choose 'networkx'" in refusal(summarization.workload, {"library": "numpy"})
 

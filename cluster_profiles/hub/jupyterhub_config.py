@@ -6,11 +6,11 @@ changes stands in ../site.toml, under [hub]. docs/hub.md goes through it step by
 
 import importlib.util
 import sys
-import tomllib
 from pathlib import Path
+from runpy import run_path
 
 c = get_config()  # noqa: F821
-hub = tomllib.loads((Path(__file__).parents[1] / "site.toml").read_text())["hub"]
+hub = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()["hub"]
 
 c.JupyterHub.bind_url = "http://:8000"  # learners' browsers; docs/hub.md says how it becomes https
 c.JupyterHub.authenticator_class = "pam"

@@ -6,15 +6,15 @@ queue are those of ../site.toml. docs/hub.md goes through it.
 
 import socket
 import sys
-import tomllib
 from pathlib import Path
+from runpy import run_path
 
 import batchspawner  # noqa: F401  the hub needs it to be told the port of a server
 import psutil
 
 load_subconfig("jupyterhub_config.py", str(Path(__file__).parent))  # noqa: F821
 c = get_config()  # noqa: F821
-site = tomllib.loads((Path(__file__).parents[1] / "site.toml").read_text())
+site = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()
 
 
 def address() -> str:

@@ -6,15 +6,15 @@ where it was written, for want of a PBS: tests look at what it asks for.
 
 import os
 import shutil
-import tomllib
 from pathlib import Path
+from runpy import run_path
 
 from dtlib.errors import DtlibError
 from dtlib.world.launch import mpiexec_over_nodes
 
 load_subconfig("several_nodes.py", str(Path(__file__).parents[1]))  # noqa: F821
 c = get_config()  # noqa: F821
-site = tomllib.loads((Path(__file__).parents[1] / "site.toml").read_text())
+site = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()
 
 if "PBS_NODEFILE" not in os.environ:
     raise DtlibError("profile_pbs runs inside a PBS job alone (PBS_NODEFILE is not set): start one with qsub -I.")

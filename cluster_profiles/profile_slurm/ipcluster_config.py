@@ -7,15 +7,15 @@ Open MPI's mpiexec asks Slurm for the nodes and starts its daemons there by `sru
 """
 
 import os
-import tomllib
 from pathlib import Path
+from runpy import run_path
 
 from dtlib.world.allocation import allocation
 from dtlib.world.launch import mpiexec_over_nodes
 
 load_subconfig("several_nodes.py", str(Path(__file__).parents[1]))  # noqa: F821
 c = get_config()  # noqa: F821
-site = tomllib.loads((Path(__file__).parents[1] / "site.toml").read_text())
+site = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()
 
 ask = []
 if allocation() is None:

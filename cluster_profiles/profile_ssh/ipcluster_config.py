@@ -3,15 +3,15 @@
 All of them see the same folders under the same names, and let you in without a password.
 """
 
-import tomllib
 from pathlib import Path
+from runpy import run_path
 
 from dtlib.errors import DtlibError
 from dtlib.world.launch import mpiexec_over_nodes
 
 load_subconfig("several_nodes.py", str(Path(__file__).parents[1]))  # noqa: F821
 c = get_config()  # noqa: F821
-site = tomllib.loads((Path(__file__).parents[1] / "site.toml").read_text())
+site = run_path(str(Path(__file__).parents[1] / "render.py"))["read_site"]()
 
 if not site["hosts"]:
     raise DtlibError('profile_ssh needs machines: name them in cluster_profiles/site.toml, as hosts = ["n1", "n2"].')

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from html import escape
 
+from dtlib.errors import number, read_number
+
 
 @dataclass(frozen=True)
 class Number:
@@ -16,7 +18,7 @@ class Number:
     step: float = 1
 
     def read(self, text: str) -> float:
-        return _within(self, float(text))
+        return number(self.label, read_number(text), self.low, self.high, whole=self.step == 1)
 
     def html(self, room: str) -> str:
         where = f'id="{room}-{self.name}" name="{self.name}"'
@@ -103,9 +105,3 @@ def put(name: str, value: object) -> str:
 
 def _labelled(field, room: str, control: str) -> str:
     return f'<label for="{room}-{field.name}"><span>{escape(field.label)}</span>{control}</label>'
-
-
-def _within(field, value: float):
-    if not field.low <= value <= field.high:
-        raise ValueError(f"{field.label} is {value:g}: give a number from {field.low:g} to {field.high:g}.")
-    return int(value) if field.step == 1 and value == int(value) else value

@@ -13,6 +13,8 @@ only says which (holdings.py), and nothing else here knows one strategy from ano
 
 The new index takes the place of the old one at a single moment, once all files are on disk (folder.py); until then the
 checkpoint before is whole. There is nothing but numbers, text and JSON in a checkpoint: loading executes no code.
+There are no checksums: a file that is missing, cut short or of another save is refused, and a bit that has flipped in
+its numbers is not noticed.
 Counterparts: ``torch.distributed.checkpoint``, whose format ``export`` writes; DeepSpeed's universal checkpoints.
 """
 

@@ -100,7 +100,10 @@ def write_file(path: Path, tensors: dict, mark: str) -> int:
     """One rank's file, on disk when this returns; returns its size in bytes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        mode = path.stat().st_mode  # as the umask says; safetensors would close it to all but its owner
         save_file(tensors, path, metadata={"checkpoint": mark})
+        path.chmod(mode)
         _to_disk(path)
         _to_disk(path.parent)
         return path.stat().st_size

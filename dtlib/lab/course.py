@@ -24,7 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from dtlib.errors import DtlibError
-from dtlib.files import read_json, write_whole
+from dtlib.files import read_json, write_whole, writing
 
 SOURCE = Path(str(files("dtlib"))) / "course"
 START_PAGE = Path("notebooks") / "start.md"
@@ -210,15 +210,10 @@ def _digest(path: Path) -> str:
 
 def _copy(source: Path, target: Path) -> None:
     part = target.with_name(f".{target.name}.part")  # whoever stops this in the middle has the old file or the new one
-    try:
+    with writing(target, "make room there and make it writable, or choose another folder for the course"):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, part)  # without its mode: a package may be closed to writing
         part.replace(target)
-    except OSError as problem:
-        raise DtlibError(
-            f"The course cannot be laid out: {target} cannot be written ({problem.strerror}). Make room there and make "
-            "it writable, or choose another folder."
-        ) from None
 
 
 def _read_record(folder: Path) -> dict[str, str]:
@@ -232,12 +227,8 @@ def _write_record(folder: Path, record: dict[str, str]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path, "make room there and make it writable"):
         write_whole(path, text)
-    except OSError as problem:
-        raise DtlibError(
-            f"{path} cannot be written ({problem.strerror}): make room there and make it writable."
-        ) from None
 
 
 def done(name: str) -> None:

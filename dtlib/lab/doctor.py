@@ -55,12 +55,13 @@ def report() -> int:
 
 
 def decode(codes: list[str]) -> int:
-    """Print what codes of learners say; returns 0 if nothing would go wrong on any of their machines, else 1."""
+    """Print what codes of learners say; returns 0 if nothing would go wrong on any of their machines, else 1, and 2 for
+    a code that cannot be read."""
     print(doctor_code.report(codes, list(_LOOKS), dtlib.__version__))
     try:
-        return int(any(doctor_code.decoded(code)[0].failed for code in codes))
+        return int(any([doctor_code.decoded(code)[0].failed for code in codes]))
     except DtlibError:
-        return 1
+        return 2
 
 
 def _python() -> str:

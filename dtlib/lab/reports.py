@@ -48,7 +48,7 @@ def join(where: str, alias: str) -> None:
     """Show an instructor's wall where you are, until ``lab.leave()`` and for twelve hours at most.
 
     Args:
-        where: the code and the address that the wall shows, such as "K7QF2M@192.168.1.20:8790".
+        where: the code and the address that the wall shows, such as "K7QF2MXB@192.168.1.20:8790".
         alias: what you want to be called there, 1 to 24 letters; the wall knows no other name of you.
 
     Raises:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dtlib.comm import Communicator
 
 
-MOST_POINTS = 10**15
 BLOCK = 2**13  # points in memory at once: their arrays of 64 kB stay in a core's cache
 
 

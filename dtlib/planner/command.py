@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from dtlib.errors import DtlibError
-from dtlib.files import read_json
+from dtlib.errors import read_number
+from dtlib.files import read_json, refuse_to_wait, writing
 from dtlib.planner import configs, report
 from dtlib.planner.estimate import Estimate, search
 from dtlib.planner.mesh import Plan
@@ -60,10 +61,8 @@ def asked(
     fixed: dict | None = None, best: int = 10,
 ) -> tuple[list[Estimate], list[Estimate]]:  # fmt: skip
     """The best plans, and all that were tried. Without a batch: four million tokens, in whole samples a GPU."""
-    whole("gpus", gpus, most=MOST_GPUS)
-    whole("batch", batch, least=0)
-    whole("seq", seq, least=0)
-    model = model_of(model, seq)
+    gpus, batch = whole("gpus", gpus, most=MOST_GPUS), whole("batch", batch, least=0)
+    model = model_of(model, whole("seq", seq, least=0))
     batch = batch or max(1, round(4e6 / model.seq / gpus)) * gpus
     return search(model, gpus, device_of(device), batch, best, **(fixed or {}))
 
@@ -75,44 +74,43 @@ def written(plan: Estimate, path: str) -> str:
         raise PlanError(f"{path} does not say whose config it is: put {', '.join(WRITERS)} into the file's name.")
     made = WRITERS[whose](plan.model, plan.plan)
     text = made if isinstance(made, str) else json.dumps(made, indent=2) + "\n"
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise DtlibError(f"{path} cannot be written ({problem.strerror}): name another file.") from None
+    with writing(path), open(path, "w", encoding="utf-8", opener=refuse_to_wait) as file:
+        file.write(text)
     return f"{path}: {plan.plan}, for {whose}"
 
 
 def run(options: Namespace) -> int:
-    from tabulate import tabulate
-
-    if options.tokens is not None and not 0 < options.tokens <= 1e18:
-        raise PlanError(f"tokens is {options.tokens}: give a number above 0, up to 1e18.")
     fixed = fixed_of(options.fixed)
     best, tried = asked(options.model, options.gpus, options.device, options.batch, options.seq, fixed, options.best)
     if options.json:
         print(json.dumps([_as_json(each) for each in best], indent=1))
-        return 0
+    else:
+        _show(best, tried, options.tokens)
+    for path in options.write or ():
+        if not best:
+            raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
+        print(_write_first(best, path), file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _show(best: list[Estimate], tried: list[Estimate], tokens: float | None) -> None:
+    from tabulate import tabulate
+
     print(report.summary(best, tried), "\n")
     if best:
         print(tabulate(report.best_rows(best), report.HEADERS, disable_numparse=True), "\n")
     rows, headers = report.map_rows(tried)
     print(tabulate(rows, headers, disable_numparse=True), "\n")
     if best:
-        print(tabulate(report.details(best[0], options.tokens), tablefmt="plain", maxcolwidths=[None, 90]))
-    for path in options.write or ():
-        if not best:
-            raise PlanError("Nothing fits, so there is no plan to write: see above what would.")
-        _write_first(best, path)
-    return 0
+        print(tabulate(report.details(best[0], tokens), tablefmt="plain", maxcolwidths=[None, 90]))
 
 
-def _write_first(best: list[Estimate], path: str) -> None:
+def _write_first(best: list[Estimate], path: str) -> str:
     """The fastest plan that this program can be told."""
     refused = []
     for each in best:
         try:
-            print(written(each, path))
-            return
+            return written(each, path)
         except PlanError as problem:
             refused.append(problem)
     raise refused[0]
@@ -128,16 +126,15 @@ def _as_json(e: Estimate) -> dict:
 
 def _fields(text: str, kind, what: str) -> dict:
     """``a=1,b=full`` as values of the types that the class has."""
-    made, known = {}, kind.__dataclass_fields__
+    made: dict = {}
+    known = kind.__dataclass_fields__
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in known:
             raise PlanError(f"{pair!r} is nothing of {what}: write name=value, with {', '.join(known)}.")
-        wanted = type(known[name].default) if isinstance(known[name].default, (bool, str)) else int
-        try:
-            made[name] = {"true": True, "false": False}[value.lower()] if wanted is bool else wanted(value)
-        except (ValueError, KeyError):
-            raise PlanError(
-                f"{name} is {value!r}: give {'true or false' if wanted is bool else 'a whole number'}."
-            ) from None
+        wanted = type(known[name].default)  # sizes that have to be given have none
+        if wanted is bool and value.lower() not in ("true", "false"):
+            raise PlanError(f"{name} is {value!r}: give true or false.")
+        words = {str: value, bool: value.lower() == "true"}
+        made[name] = words[wanted] if wanted in words else whole(name, read_number(value), least=0)
     return made

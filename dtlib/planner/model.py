@@ -13,7 +13,7 @@ With f = 4 h these are Megatron-LM's: P = 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 
 
 from dataclasses import dataclass
 
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
 
 
 class PlanError(DtlibError):
@@ -23,10 +23,9 @@ class PlanError(DtlibError):
 MOST = 10**9  # of anything that is counted
 
 
-def whole(name: str, value: object, least: int = 1, most: int = MOST) -> None:
-    """Refuse what is no whole number in this range, by its name."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise PlanError(f"{name} is {value!r:.40}: give a whole number from {least} to {most:,}.")
+def whole(name: str, value: object, least: int = 1, most: int = MOST) -> int:
+    """``number``, for plans."""
+    return int(number(name, value, least, most, error=PlanError))
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq", "active"):
-            whole(name, getattr(self, name))
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         for name in ("ffn", "kv_heads", "experts"):
-            whole(name, getattr(self, name), least=0)
+            object.__setattr__(self, name, whole(name, getattr(self, name), least=0))
         if self.hidden % self.heads:
             raise PlanError(f"hidden is {self.hidden}, and {self.heads} heads do not divide it: change one of them.")
         if self.heads % self.kv:

@@ -10,6 +10,8 @@ files.py           opened, read, counted; what is damaged is told with file and 
 page_cache.py      the system's cache of files: emptied, and looked at whether it is
 utilisation.py     emulated accelerators, and for which fraction of the time they compute
 mlperf.py          workloads of MLPerf Storage, scaled to a laptop
+
+Samples have no checksums: files that are missing, cut short or of another length are told, flipped bits are not.
 """
 
 from dtlib.storage.cache import Cached, stage

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.files import is_plain_name, locked, read_json, write_whole
+from dtlib.files import is_plain_name, locked, read_json, write_whole, writing
 
 FORMATS = ("files", "one-file", "shards", "tar", "parquet")
 END = b"\ndtlib.\n"  # 8 bytes
@@ -62,7 +62,7 @@ def write(
         pieces = iter(lambda: list(islice(records, per_shard)), [])
         named = ((f"shard-{at:05}.{suffix}", piece) for at, piece in enumerate(pieces))
     counts, first = {}, 0
-    try:
+    with writing(folder, "make room, or choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if (folder / INDEX).exists():
@@ -71,10 +71,6 @@ def write(
                 counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
                 first += counts[name]
             write_index(folder, {"format": form, "dtype": dtype, "counts": counts, "row_group": row_group})
-    except OSError as problem:
-        raise DtlibError(
-            f"{folder} cannot be written ({problem.strerror}): make room, or choose another folder."
-        ) from None
     return folder
 
 

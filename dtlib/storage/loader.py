@@ -175,7 +175,7 @@ class Loader:
                 HandedOver(source, slots), batch_size=None, sampler=_Sampler(slots.with_slots(steps), count),
                 num_workers=self.workers, prefetch_factor=self.prefetch, collate_fn=_as_it_is,
             )  # fmt: skip
-            return map(slots.take, read_by_workers)
+            return map(slots.take, _of_living(read_by_workers))
         return _in_thread(source.__getitem__, steps, self.prefetch)
 
 
@@ -210,6 +210,15 @@ class _Sampler:
 
 def _as_it_is(batch):
     return batch
+
+
+def _of_living(workers):
+    """What they read; an error of ours where one of them has ended."""
+    try:
+        yield from workers
+    except RuntimeError as problem:
+        why = str(problem).splitlines()[0]
+        raise DtlibError(f"A worker of the loader has ended ({why}): try fewer workers, or smaller batches.") from None
 
 
 def _in_thread(read, steps, ahead: int):

@@ -3,12 +3,13 @@
 import json
 import os
 import sys
-import tempfile
+import warnings
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
 from dtlib.errors import DtlibError
+from dtlib.files import own_folder, writing
 from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
 
 SAYS = "DTLIB_SAYS"  # where rank 0 leaves the sentence that all ranks agree on, for whoever started them
@@ -22,8 +23,8 @@ def train(options: Namespace, ranks: int) -> int:
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = ["-m", "dtlib", "train", options.workload, *flags, *["--resume"] * options.resume]
     forked = forked_ranks() if ranks > 1 else nullcontext()  # torch is imported once
-    with tempfile.TemporaryDirectory(prefix="dtlib-train-") as folder, forked:
-        sentence = Path(folder) / "sentence"
+    with own_folder("train") as folder, forked:
+        sentence = folder / "sentence"
         status = run_ranks(command, ranks, env={SAYS: str(sentence)})
         if sentence.exists():
             raise DtlibError(sentence.read_text(encoding="utf-8"))
@@ -39,6 +40,7 @@ def train_on_this_rank(options: Namespace) -> int:
     from dtlib.training.run import train as train_here
     from dtlib.world import init
 
+    warnings.formatwarning = lambda message, *_, **__: f"dtlib train: {message}\n"  # without a line of source
     comm = init().comm
     ending = comm.split(0)
     ending.time_limit = SECONDS
@@ -68,18 +70,11 @@ def train_on_this_rank(options: Namespace) -> int:
 
 def _check_can_be_written(path, comm) -> None:
     """Before training, as far as can be told then."""
-    from dtlib.training.run import agreed
+    from dtlib.training.run import agreed, appended
 
     def check():
-        folder = Path(path).absolute().parent
-        if comm.rank:
-            return
-        if not folder.is_dir():
-            raise DtlibError(f"{path} cannot be written, as its folder is not there: make it first.")
-        if Path(path).is_dir():
-            raise DtlibError(f"{path} is a folder: name a file for the result.")
-        if not os.access(path if Path(path).exists() else folder, os.W_OK):
-            raise DtlibError(f"{path} cannot be written, as it is not allowed: name another file.")
+        if comm.rank == 0 and (Path(path).exists() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            appended(path).close()
 
     agreed(comm, check)
 
@@ -88,13 +83,9 @@ def _write(path, result: dict, comm) -> None:
     from dtlib.training.run import agreed
 
     def write():
-        try:
+        with writing(path, "training is done, and its result is the table above"):
             if comm.rank == 0:
                 Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        except OSError as problem:
-            raise DtlibError(
-                f"{path} cannot be written ({problem.strerror}): training is done, and its result is the table above."
-            ) from None
 
     agreed(comm, write)
 

@@ -6,14 +6,13 @@ DeepSpeed (deepspeed.ai/docs/config-json), whose names and batch arithmetic thes
 
 import difflib
 import json
-import math
 import warnings
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import TypeAlias, TypeVar, get_type_hints
 
-from dtlib.errors import DtlibError
+from dtlib.errors import MOST, DtlibError, number
+from dtlib.files import read_text
 from dtlib.training.deepspeed_keys import INERT, MUST_BE_OFF, is_off
 
 S = TypeVar("S")  # a section
@@ -167,11 +166,14 @@ def read(config: AnyConfig, ranks: int, rank: int = 0) -> Config:
 
 def dictionary_of(config: AnyConfig) -> dict:
     """A copy of a config, from a dictionary or the path of a JSON file; its values make sense somewhere."""
-    if isinstance(config, (str, Path)):
-        config = _from_file(Path(config))
-    if not isinstance(config, dict):
-        raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
-    _check_values(config)
+    try:
+        if isinstance(config, (str, Path)):
+            config = _from_file(Path(config))
+        if not isinstance(config, dict):
+            raise ConfigError(f"config={config!r:.60}: pass a dictionary, or the path of a JSON file.")
+        _check_values(config)
+    except RecursionError:
+        raise ConfigError("The config's lists and sections are too deep: it has no key that would be.") from None
     return dict(config)
 
 
@@ -209,13 +211,13 @@ def _what_fits(config, ranks: int) -> str:
 
 def _from_file(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(), object_pairs_hook=_without_repetition)
+        return json.loads(read_text(path), object_pairs_hook=_without_repetition)
     except OSError as problem:
         raise ConfigError(
             f"config={str(path)!r} cannot be read ({problem.strerror}): give the path of a JSON file."
         ) from None
-    except json.JSONDecodeError as problem:
-        raise ConfigError(f"{path.name} is no JSON: {problem.msg} in line {problem.lineno}.") from None
+    except ValueError as problem:
+        raise ConfigError(f"{path.name} is no config ({problem}): give the path of a JSON file.") from None
 
 
 def _without_repetition(pairs) -> dict:
@@ -230,8 +232,8 @@ def _check_values(value, name: str = "") -> None:
     if isinstance(value, (dict, list, tuple)):
         for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
             _check_values(inside, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}: give a finite number.")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number(name, value, -MOST, whole=False, error=ConfigError)
     elif isinstance(value, str) and value == "auto":
         raise ConfigError(f"{name} is 'auto', which Hugging Face's Trainer fills in: give the value, or leave it out.")
 
@@ -292,22 +294,14 @@ def _checked(name: str, key: str, value, kind):
     if value is None and isinstance(None, kind):
         return None
     kind = next((entry for entry in getattr(kind, "__args__", [kind]) if entry is not type(None)), kind)
-    wants_number = kind in (float, int)
+    if kind in (float, int):
+        least = (1 if kind is int else 1e-9) if key in _POSITIVE else 0
+        return number(name, value, least, whole=kind is int, error=ConfigError)
     problem = f"{name} is {_shown(value)}: give"
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{problem} true or false.")
-    if wants_number and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise ConfigError(f"{problem} a number.")
-    if wants_number and not math.isfinite(value):
-        raise ConfigError(f"{problem} a finite number.")
-    if kind is int and value != int(value):
-        raise ConfigError(f"{problem} a whole number.")
-    if key in _POSITIVE and value <= 0:
-        raise ConfigError(f"{problem} a number above 0.")
-    if wants_number and value < 0:
-        raise ConfigError(f"{problem} 0 or more.")
     if kind is str and not isinstance(value, str):
         raise ConfigError(f"{problem} a name in quotes.")
     if kind is dict and not isinstance(value, dict):
         raise ConfigError(f"{problem} a dictionary.")
-    return int(value) if kind is int else value
+    return value

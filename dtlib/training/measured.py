@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlib.errors import DtlibError
+from dtlib.files import own_folder
 from dtlib.planner import Plan
 from dtlib.planner.exact import of_rank
 from dtlib.world.launch import forked_ranks, run_ranks, settings_of_mpi
@@ -63,8 +63,8 @@ def amounts(width: int, plan: Plan) -> list[float]:
 def measure() -> tuple[list[dict], dict[str, float], dict]:
     """Rows (``plan, width, seconds, left_out``), coefficients, and ``error``, ``low``, ``high`` of the rows left
     out."""
-    with tempfile.TemporaryDirectory(prefix="dtlib-plan-") as folder, forked_ranks():
-        path = Path(folder) / "rows.json"
+    with own_folder("plan") as folder, forked_ranks():
+        path = folder / "rows.json"
         if status := run_ranks(["-m", "dtlib.training.measured", str(path)], RANKS):
             raise DtlibError(
                 f"The ranks ended with status {status}: `dtlib doctor` looks for a cause.{settings_of_mpi()}"

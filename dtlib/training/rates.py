@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dtlib.errors import number
 from dtlib.training.config import ConfigError
 
 WARMUP_TYPES = ("log", "linear")
@@ -41,8 +42,7 @@ class WarmupLR(LRScheduler):
     ):  # fmt: skip
         if warmup_type not in WARMUP_TYPES:
             raise ConfigError(f"warmup_type is {warmup_type!r}: choose one of {', '.join(WARMUP_TYPES)}.")
-        if warmup_num_steps < 0:
-            raise ConfigError(f"warmup_num_steps is {warmup_num_steps!r}: give 0 or more.")
+        number("warmup_num_steps", warmup_num_steps, 0, error=ConfigError)
         self.lowest = warmup_min_lr
         self.highest = warmup_max_lr
         self.warmup_num_steps = max(2, warmup_num_steps)
@@ -114,9 +114,7 @@ class WarmupCosineLR(WarmupLR):
 
 
 def _total(steps: int, warmup: int) -> int:
-    if steps < warmup:
-        raise ConfigError(f"total_num_steps is {steps!r}: give at least warmup_num_steps, {warmup}.")
-    return steps
+    return int(number("total_num_steps", steps, warmup, error=ConfigError, why=", at least warmup_num_steps"))
 
 
 class OneCycle(LRScheduler):
@@ -177,8 +175,7 @@ class LRRangeTest(LRScheduler):
         self, optimizer: Optimizer, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_epoch: int = -1,
     ):  # fmt: skip
-        if lr_range_test_step_size <= 0:
-            raise ConfigError(f"lr_range_test_step_size is {lr_range_test_step_size!r}: give 1 or more.")
+        number("lr_range_test_step_size", lr_range_test_step_size, error=ConfigError)
         self.lowest, self.rate = lr_range_test_min_lr, lr_range_test_step_rate
         self.every, self.staircase = lr_range_test_step_size, lr_range_test_staircase
         super().__init__(optimizer, last_epoch)

@@ -12,8 +12,10 @@ The section ``workload`` is for the workload's own module; ``run`` says how long
 """
 
 import copy
+import io
 import json
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from dtlib.checkpoint import pointed_to
 from dtlib.checkpoint.folder import CheckpointError, together
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
+from dtlib.files import refuse_to_wait, writing
 from dtlib.measure.memory import memory
 from dtlib.measure.progress import RankProgress, tell
 from dtlib.parallel import expert
@@ -98,7 +101,8 @@ class _Training:
         self.work, self.make, self.run, self.runtime, self.comm, self.save = work, make, run, runtime, comm, save
         self.rows_lost, self.after_step = 0, after_step  # of the log
         first = comm.rank == 0 and log
-        self.log = agreed(comm, lambda: _appended(log) if first else nullcontext())
+        self.log = agreed(comm, lambda: appended(log) if first else nullcontext())
+        agreed(comm, lambda: _check_folder(save) if save else None)
         self.axes, self.stages, self.tensor = axes, axes["pipe"], axes["tensor"]
         if run.link_bandwidth:
             comm = comm.emulate_network(run.link_latency, run.link_bandwidth)
@@ -254,8 +258,18 @@ def agreed(comm: Communicator, work: Callable[[], V]) -> V:
         raise DtlibError(str(problem)) from problem.__cause__
 
 
-def _appended(log):
-    return open(log, "ab", buffering=0)
+def appended(path: str | Path) -> io.FileIO:
+    """A file to whose end bytes are written at once."""
+    with writing(path):
+        file = io.FileIO(path, "ab", opener=refuse_to_wait)
+    return file
+
+
+def _check_folder(save) -> None:
+    """Before training, as far as can be told then."""
+    with writing(save, "name another folder"):
+        Path(save).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=save).close()
 
 
 def alike(batches: list) -> list:

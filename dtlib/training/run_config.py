@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dtlib.comm import Communicator
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
 from dtlib.training import config as configuration
 from dtlib.training.config import AnyConfig, ConfigError
 from dtlib.workloads.workload import Workload
@@ -68,9 +68,12 @@ def read(
 ) -> tuple[Callable[..., Workload], Run, dict, dict[str, int], ContextParallel]:  # fmt: skip
     """A function that makes the workload, and the checked sections of the config."""
     config = configuration.dictionary_of(CONFIGS / f"{workload}.json" if config is None else config)
+    for name in ("workload", "zero_optimization", "pipeline", "tensor_parallel"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ConfigError(f"{name} is {config[name]!r:.60}: give a dictionary.")
     run = configuration.section(Run, config.pop("run", {}), "run.", [])
     if stage is not None:
-        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+        config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
     run.steps = steps or run.steps
     if steps is None and run.steps and run.epochs:
         raise ConfigError("run.steps and run.epochs are both given: leave one of them out.")
@@ -80,13 +83,11 @@ def read(
             f"run.gpus is {run.gpus}, and there are {gpus} GPUs here and {comm.size} ranks: give as many as both, or "
             "leave it out, to train on what there is."
         )
-    own = config.pop("workload", {})
+    own = config.pop("workload", None) or {}
     if isinstance(workload, str):
         if workload not in WORKLOADS:
             raise DtlibError(f"There is no workload {workload!r}: choose one of {', '.join(WORKLOADS)}.")
         workload = import_module(f"dtlib.workloads.{workload}").workload
-    if not isinstance(own, dict):
-        raise ConfigError(f"workload is {own!r:.60}: give a dictionary.")
     context = configuration.section(ContextParallel, config.pop("context_parallel", {}), "context_parallel.", [])
     expert = configuration.section(ExpertParallel, config.pop("expert_parallel", {}), "expert_parallel.", [])
     axes = {
@@ -95,7 +96,7 @@ def read(
     }  # fmt: skip
     stages, tensor = axes["pipe"], axes["tensor"]
     for axis, ways in axes.items():
-        if not isinstance(ways, int) or ways < 1 or comm.size % ways:
+        if comm.size % int(number(AXES[axis], ways, error=ConfigError)):
             raise ConfigError(f"{AXES[axis]} is {ways}, and there are {comm.size} ranks: give a number that divides.")
     if comm.size % math.prod(axes.values()):
         raise ConfigError(

@@ -2,18 +2,22 @@
 
 room.py     what is known of all learners, and what the page shows of it
 server.py   who may say what, how often and how much; the page
+kept.py     codes, keys, and the room where that is asked for, in files
 site/       the page: what others wrote is shown as text alone
 """
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from dtlib.errors import number, read_number
+
 PORT = 8790
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all of this machine)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on (default: {PORT})")
+    port = f"port to listen on (default: {PORT}; 0: one that is free)"
+    parser.add_argument("--port", type=lambda it: number("--port", read_number(it), 0, 65_535), default=PORT, help=port)
     parser.add_argument("--keep", metavar="FILE", type=Path, help="keep what the page shows; nothing is kept without")
     parser.add_argument("--delete", metavar="FILE", nargs="?", const="", help="delete what was kept, and all codes")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from dtlib.lab.checks.questions import quizzes
@@ -14,6 +14,7 @@ KINDS = ("stuck", "wrong", "works", "done")  # what a learner says of itself; id
 AWAY_SECONDS = 20  # without a message
 GONE_SECONDS = 3600
 MOST_LEARNERS = 200
+MOST_LEFT = 1000  # who have left and are remembered, for messages that are on their way
 MOST_ROWS = 5
 MOST_BARS = 8
 
@@ -23,26 +24,32 @@ class Room:
 
     def __init__(self):
         self.learners = {}  # number -> (message, when it arrived)
-        self.left = set()
-        self._asked = {}  # prediction, or quiz/question -> when it was last answered
+        self.left: deque = deque(maxlen=MOST_LEFT)  # numbers
+        self._asked = {}  # number -> {prediction, or quiz/question of this learner's message: when it was answered}
 
     def tell(self, number: str, message: dict, now: float) -> bool:
         """Take a learner's message in place of the last one; False where the room is full, or the learner has left."""
         for gone in [each for each, (_, seen) in self.learners.items() if now - seen > GONE_SECONDS]:
-            del self.learners[gone]
+            self._forget(gone)
         if number in self.left or (number not in self.learners and len(self.learners) >= MOST_LEARNERS):
             return False
         before = self.learners.get(number, ({"guesses": {}, "quizzes": {}},))[0]
-        for kind in ("guesses", "quizzes"):
-            for name in message[kind]:
-                if message[kind][name] != before[kind].get(name):
-                    self._asked[name.partition(": ")[0]] = now
+        asked = self._asked.get(number, {})
+        self._asked[number] = {
+            name: asked.get(name, 0) if message[kind][name] == before[kind].get(name) else now
+            for kind in ("guesses", "quizzes") for name in message[kind]
+        }  # fmt: skip
         self.learners[number] = message, now
         return True
 
     def leave(self, number: str) -> None:
-        if self.learners.pop(number, None):
-            self.left.add(number)
+        if number in self.learners:
+            self._forget(number)
+            self.left.append(number)
+
+    def _forget(self, number: str) -> None:
+        del self.learners[number]
+        self._asked.pop(number, None)  # a room that was kept has none
 
     def shown(self, now: float) -> dict:
         """What the page shows, as JSON has it."""
@@ -61,7 +68,11 @@ class Room:
         answered = Counter(name.partition(": ")[0] for message in messages for name in message[kind])
         if not answered:
             return None
-        return show(max(answered, key=lambda name: (self._asked.get(name, 0), answered[name])), messages)
+        when: dict[str, float] = {}
+        for name, then in (each for asked in self._asked.values() for each in asked.items()):
+            name = name.partition(": ")[0]
+            when[name] = max(then, when.get(name, 0))
+        return show(max(answered, key=lambda name: (when.get(name, 0), answered[name])), messages)
 
 
 def _tile(message: dict, silent: float) -> dict:

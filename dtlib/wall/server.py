@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 import webbrowser
-from contextlib import suppress
+from collections import Counter
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -36,8 +37,9 @@ from dtlib.wall.room import Room, checked
 
 MOST_BYTES = 64 * 1024  # of a message
 MOST_CONNECTIONS = 500
-A_SECOND = {"tell": 4, "join": 5, "refused": 1}  # messages of a learner; learners; refusals of an address
-AT_ONCE = {"tell": 20, "join": 100, "refused": 30}
+SILENT_SECONDS = 10  # that a connection may take to say something
+A_SECOND = {"tell": 4, "join": 5}  # messages of a learner; learners
+AT_ONCE = {"tell": 20, "join": 100}
 KEEP_SECONDS = 10
 POLICY = "; ".join(
     ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "base-uri 'none'",
@@ -51,13 +53,13 @@ class Rates:
     def __init__(self):
         self._left = {}  # (what, who) -> (how many more, when)
 
-    def allow(self, what: str, who: str = "", cost: int = 1) -> bool:
+    def allow(self, what: str, who: str = "") -> bool:
         now = time.monotonic()
         if len(self._left) > 10_000:  # of those who asked long ago nothing need be known
             self._left = {key: it for key, it in self._left.items() if now - it[1] < AT_ONCE[key[0]] / A_SECOND[key[0]]}
         left, when = self._left.get((what, who), (AT_ONCE[what], now))
         left = min(AT_ONCE[what], left + (now - when) * A_SECOND[what])
-        self._left[what, who] = left - cost * (left >= 1), now
+        self._left[what, who] = left - (left >= 1), now
         return left >= 1
 
 
@@ -82,7 +84,7 @@ class Wall:
 
 
 class Answers(web.RequestHandler):
-    """What all of them share: refusals are counted, and no answer is kept by a browser or shown inside another page."""
+    """What all of them share: no answer is kept by a browser or shown inside another page."""
 
     def initialize(self, wall: Wall) -> None:
         self.wall = wall
@@ -94,7 +96,7 @@ class Answers(web.RequestHandler):
         self.finish({"error": status_code})
 
     def refuse(self, status: int = 403) -> NoReturn:
-        raise web.HTTPError(status if self.wall.rates.allow("refused", self.request.remote_ip or "") else 429)
+        raise web.HTTPError(status)
 
     def bearer(self) -> str:
         return self.request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -126,8 +128,6 @@ def _bytes(code) -> bytes:
 
 class Join(Answers):
     def post(self) -> None:
-        if not self.wall.rates.allow("refused", self.request.remote_ip or "", cost=0):  # who guesses codes has to wait
-            raise web.HTTPError(429)
         if not hmac.compare_digest(_bytes(self.body().get("code")), self.wall.secret["code"].encode()):
             self.refuse()
         if not self.wall.rates.allow("join"):
@@ -166,14 +166,29 @@ class Site(web.StaticFileHandler):
         set_headers(self)
 
 
+class Places:
+    """Connections that are open. A new one always has a place: where all are taken, it is that of the oldest one of the
+    address that has most. So those who connect and say nothing close their own connections."""
+
+    def __init__(self):
+        self._taken: dict[IOStream, str] = {}  # connection -> address, the oldest first
+
+    def give(self, stream: IOStream, address: str) -> None:
+        self._taken = {each: whose for each, whose in self._taken.items() if not each.closed()}
+        if len(self._taken) >= MOST_CONNECTIONS:
+            ((most, _),) = Counter(self._taken.values()).most_common(1)
+            next(each for each, whose in self._taken.items() if whose == most).close()
+        self._taken[stream] = address
+
+
 class Server(httpserver.HTTPServer):
     """One that is not filled by those who connect and say nothing."""
 
+    places: Places
+
     def handle_stream(self, stream: IOStream, address: tuple) -> None:
-        if len(self._connections) >= MOST_CONNECTIONS:
-            stream.close()
-        else:
-            super().handle_stream(stream, address)
+        self.places.give(stream, address[0])
+        super().handle_stream(stream, address)
 
 
 def application(wall: Wall, prefix: str = "/", of_hub: bool = False) -> web.Application:
@@ -207,8 +222,8 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
         host, port = urlsplit(url).hostname or host, urlsplit(url).port or port
     try:
         sockets = netutil.bind_sockets(port, host)
-    except (OSError, OverflowError) as problem:
-        why = getattr(problem, "strerror", None) or problem
+    except OSError as problem:
+        why = problem.strerror or problem
         raise DtlibError(f"{host}:{port} cannot be listened on ({why}): name others with --host and --port.") from None
     port = sockets[0].getsockname()[1]
     here = address_of(host)
@@ -222,23 +237,23 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
     print(f"The page, for you and your projector: {page}", flush=True)
     said = f"It is kept in {keep}: dtlib wall --delete {keep} deletes it." if keep else "Nothing is kept."
     print(f"{said} Ctrl-C ends the wall.", flush=True)
-    asyncio.run(_serve(wall, application(wall, prefix, bool(url)), sockets, keep, page if browser else None))
+    with kept.page_file(port, page) if browser else nullcontext() as file:
+        asyncio.run(_serve(wall, application(wall, prefix, bool(url)), sockets, keep, file))
     return 0
 
 
-async def _serve(wall, served, sockets, keep, page) -> None:
+async def _serve(wall, served, sockets, keep, page: str | None) -> None:
     server = Server(
         served, max_body_size=MOST_BYTES, max_buffer_size=2 * MOST_BYTES, max_header_size=8192,
-        body_timeout=10, idle_connection_timeout=30,
+        body_timeout=SILENT_SECONDS, idle_connection_timeout=SILENT_SECONDS,
     )  # fmt: skip
+    server.places = Places()
     server.add_sockets(sockets)
     over = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(each, over.set)
-    if page:
-        threading.Thread(
-            target=webbrowser.open, args=(page,), daemon=True
-        ).start()  # one in a terminal would not return
+    if page:  # in a thread: a browser in a terminal would not return
+        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
     while not over.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), KEEP_SECONDS)

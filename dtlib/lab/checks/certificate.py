@@ -4,6 +4,7 @@ from datetime import date
 from html import escape
 
 from dtlib.errors import DtlibError
+from dtlib.files import writing
 from dtlib.lab import course
 from dtlib.lab.checks import progress
 
@@ -29,10 +30,8 @@ def certificate(name: str = "") -> None:
         return
     text = page(course.kept(), progress.lessons(), name, date.today())
     path = course.folder() / FILE
-    try:
+    with writing(path, "make room there, and ask again"):
         path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise DtlibError(f"{path} cannot be written ({problem.strerror}): make room there, and ask again.") from None
     print(f"{path.name} is in {path.parent}: open it in a browser, and print it from there.")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
 from dtlib.lab.engines import crowd, on_ranks, workshop
 from dtlib.lab.engines.engine_processes import START_SECONDS, STUCK, end, interrupt, start_keeper, why_ended
 from dtlib.lab.engines.rank_table import RankTable
@@ -128,7 +128,7 @@ def engines(n: int | None = None, restart: bool = False, profile: str | Path | N
     global _current
     if in_engine():
         raise DtlibError("lab.engines() belongs in a plain cell: drop %%px from this one.")
-    ranks = _checked_number(n)
+    ranks = None if n is None else int(number("n of lab.engines(n)", n, most=MOST_RANKS))
     profile = Path(profile or workshop.profile())
     if not (profile / "ipcluster_config.py").is_file():
         raise DtlibError(f"{profile} is no ipyparallel profile: it has no ipcluster_config.py.")
@@ -213,14 +213,6 @@ def current() -> EngineSet:
         raise DtlibError("This notebook has no ranks yet: run lab.engines(4) first.")
     _current.check_held()
     return _current
-
-
-def _checked_number(n):
-    if n is None:
-        return None
-    if type(n) is not int or not 1 <= n <= MOST_RANKS:
-        raise DtlibError(f"engines({n!r}): ask for a number of ranks from 1 to {MOST_RANKS}, such as engines(4).")
-    return n
 
 
 def _connect(record, say=lambda how_far: None) -> EngineSet | None:

@@ -122,7 +122,8 @@ def _start(profile: Path, ranks: int, name: str):
     from ipyparallel.cluster import launcher
     from traitlets.config import Config
 
-    _clean(profile, "log/*dtlib-*")  # those of the last set, which were kept in case they were needed
+    # The last set's: logs, which were kept in case they were needed, and what a keeper left that was killed.
+    _clean(profile, "log/*dtlib-*", "security/*dtlib-*", "pid/*dtlib-*", "state/torch-*")
     # A keeper that is itself killed takes controller and engines along, where the system can do that.
     launcher.Popen = lambda command, **popen: subprocess.Popen(ends_with_this_process(command), **popen)
     os.environ["DTLIB_RANKS"] = str(ranks)  # for a profile that asks a scheduler for room
