@@ -47,7 +47,7 @@ NAMES = {
         )},
     },
     "deepspeed": {
-        **{f"deepspeed.{name}": f"dtlib.{name}" for name in (
+        **{f"deepspeed.{name}": f"dtlib.deepspeed.{name}" for name in (
             "initialize", "add_config_arguments", "init_distributed", "get_accelerator", "log_dist", "init_inference",
             "tp_model_init", "zero.Init", "zero.GatheredParameters", "checkpointing.configure", "comm.get_rank",
         )},
@@ -59,12 +59,12 @@ NAMES = {
             "zero_optimization", "zero_optimization_stage", "gradient_clipping", "loss_scale", "deepspeed_io",
             "destroy", "compile", "offload_states", "reload_states",
         )},
-        PIPE: "dtlib.pipe.PipelineModule",
-        "deepspeed.pipe.LayerSpec": "dtlib.pipe.LayerSpec",
-        "deepspeed.pipe.TiedLayerSpec": "dtlib.pipe.TiedLayerSpec",
+        PIPE: "dtlib.deepspeed.pipe.PipelineModule",
+        "deepspeed.pipe.LayerSpec": "dtlib.deepspeed.pipe.LayerSpec",
+        "deepspeed.pipe.TiedLayerSpec": "dtlib.deepspeed.pipe.TiedLayerSpec",
         "deepspeed.PipelineEngine.train_batch": "dtlib.training.pipeline_engine.PipelineEngine.train_batch",
         "deepspeed.PipelineEngine.eval_batch": "dtlib.training.pipeline_engine.PipelineEngine.eval_batch",
-        "deepspeed.utils.RepeatingLoader": "dtlib.utils.RepeatingLoader",
+        "deepspeed.utils.RepeatingLoader": "dtlib.deepspeed.utils.RepeatingLoader",
         **{f"deepspeed.runtime.lr_schedules.{name}": f"dtlib.training.rates.{name}" for name in (
             "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest",
         )},

@@ -683,7 +683,6 @@ def test_every_exercise_has_a_solution_to_show():
         source_of("ring")
     with pytest.raises(DtlibError, match="There is no exercise 'ring-biuld': did you mean 'ring-build'"):
         source_of("ring-biuld")
-    assert source_of("ring-mend") == source_of("ring-fix"), "the name in an older notebook"
 
 
 def test_an_answer_is_known_by_its_code_or_value():

@@ -8,10 +8,9 @@ import dtlib
 from dtlib.comm.watch.recorder import recording
 from dtlib.errors import DtlibError
 from dtlib.parallel.data import DataParallel
-from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B
+from dtlib.parallel.pipeline import LayerSpec, PipelineModule, PipelineStage, Schedule1F1B
 from dtlib.parallel.tensor import ParallelMLP
 from dtlib.parallel.zero import ZeroOptimizer
-from dtlib.pipe import LayerSpec, PipelineModule
 from tests.cases import all_cases, refuses
 from tests.models import EXACT, apart
 from tests.ranks import on_ranks

@@ -21,6 +21,7 @@ from torch import nn
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.files import own_folder
+from dtlib.parallel.pipeline import PipelineModule
 from dtlib.training.config import ConfigError, dictionary_of
 from dtlib.training.data import RankLoader
 from dtlib.training.run import CONFIGS, train
@@ -118,7 +119,7 @@ def test_a_pipeline_beside_data_parallelism_is_told_apart_from_what_does_not_div
     with pytest.raises(DtlibError, match="Stage 0 of the pipeline has no parameter to train"):
         layers = [nn.ReLU(), nn.Linear(4, 4)]
         dtlib.initialize(
-            dtlib.PipelineModule(layers, 2, partition_method="uniform"),
+            PipelineModule(layers, 2, partition_method="uniform"),
             {"train_batch_size": 2, "optimizer": EXACT["optimizer"]},
         )
     with pytest.raises(DtlibError, match=r"pipeline.stages is 2, and the model is no PipelineModule"):

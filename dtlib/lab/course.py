@@ -340,7 +340,6 @@ def _read_done(folder: Path) -> dict:
         if not all(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {}))):
             raise ValueError("its entries are no names")
         record |= found
-        record["done"] = {name.replace("-mend", "-fix"): value for name, value in record["done"].items()}
     except FileNotFoundError:
         pass
     except OSError as problem:

@@ -2,14 +2,11 @@
 
 import argparse
 import json
-import os
 
 import deepspeed
-import deepspeed.runtime
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import RepeatingLoader
 
 
@@ -37,8 +34,6 @@ class Net(nn.Module):
 
 args = add_argument()
 deepspeed.init_distributed()
-local_rank = int(os.environ["LOCAL_RANK"])
-get_accelerator().set_device(local_rank)
 
 generator = torch.Generator().manual_seed(0)
 images = torch.randn(96, 3, 16, 16, generator=generator)
@@ -54,7 +49,7 @@ parameters = filter(lambda p: p.requires_grad, net.parameters())
 model_engine, optimizer, trainloader, _ = deepspeed.initialize(
     args=args, model=net, model_parameters=parameters, training_data=trainset
 )
-local_device = get_accelerator().device_name(model_engine.local_rank)
+local_device = model_engine.device
 target_dtype = None
 if model_engine.bfloat16_enabled():
     target_dtype = torch.bfloat16

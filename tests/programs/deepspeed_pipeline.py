@@ -17,7 +17,7 @@ parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 
 deepspeed.init_distributed()
-deepspeed.runtime.utils.set_random_seed(1138)
+torch.manual_seed(1138)
 generator = torch.Generator().manual_seed(0)
 images = torch.randn(96, 12, generator=generator)
 trainset = torch.utils.data.TensorDataset(images, torch.arange(96) % 10)

@@ -148,12 +148,12 @@ EXERCISES = Registry()
 
 
 def known(name: str) -> str:
-    """The name of an exercise; an older notebook may call it ``ring-mend``, and it is ``ring-fix``.
+    """The name of an exercise, as a string.
 
     Raises:
         DtlibError: for a name that is no exercise.
     """
-    name = re.sub("-mend$", "-fix", str(name))
+    name = str(name)
     if name not in EXERCISES:
         near = get_close_matches(name, EXERCISES, n=1)
         other = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(EXERCISES))}."

@@ -125,7 +125,7 @@ assert eight.makespan > simulate(gpipe(4, 8)).makespan  # no sleep is too short
 
 # %% tags=["half-day"]
 # %%px
-from dtlib.pipe import LayerSpec, PipelineModule  # DeepSpeed's is deepspeed.pipe
+from dtlib.deepspeed.pipe import LayerSpec, PipelineModule
 
 
 def layers(width=96):

@@ -588,7 +588,7 @@ lab.predict("times-stage-1", 4)
 
 # %%
 # %%px
-from dtlib.pipe import LayerSpec, PipelineModule
+from dtlib.deepspeed.pipe import LayerSpec, PipelineModule
 
 SPECS = [
     LayerSpec(nn.Linear, 64, 128), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 128, 128),

@@ -26,7 +26,7 @@ from dtlib.training.run import CONFIGS
 from tempfile import mkdtemp
 
 import dtlib
-import dtlib as deepspeed
+import dtlib.deepspeed as deepspeed
 import torch
 from dtlib.training.run import train
 from torch import nn
@@ -280,9 +280,9 @@ assert count(r"Middle of 24(?:.*\n)+?Reference +(\w+)(?:.*\n)+?Model +\1") == 1
 #
 # ## Listings, corrected
 #
-# Some tutorials of these libraries have listings that cannot run. With `import dtlib as deepspeed` they run here,
-# once they are right. This one was meant to train by data parallelism, on two ranks. **Find** what is wrong with each numbered
-# line, before you go on to the cell below: it is the program, corrected.
+# Some tutorials of these libraries have listings that cannot run. With `import dtlib.deepspeed as deepspeed` they run
+# here, once they are right. This one was meant to train by data parallelism, on two ranks. **Find** what is wrong with
+# each numbered line, before you go on to the cell below: it is the program, corrected.
 #
 #     print(deepspeed.comm.get_rank())                     # 1
 #     net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10), nn.ReLU())     # 2
@@ -336,7 +336,7 @@ assert last < first
 
 # %%
 # %%px
-from dtlib.pipe import LayerSpec, PipelineModule
+from dtlib.deepspeed.pipe import LayerSpec, PipelineModule
 
 layers = [LayerSpec(nn.Linear, 784, 128), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 128, 10)]
 model = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.CrossEntropyLoss())

@@ -1,4 +1,4 @@
-"""DeepSpeed's names for a model as a list of layers: ``from dtlib.pipe import LayerSpec, PipelineModule``."""
+"""DeepSpeed's names for a model as a list of layers: ``LayerSpec``, ``TiedLayerSpec``, ``PipelineModule``."""
 
 from dtlib.parallel.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 

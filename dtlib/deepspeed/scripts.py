@@ -1,4 +1,4 @@
-"""What scripts written for DeepSpeed call before ``initialize``: ``import dtlib as deepspeed`` is all that changes."""
+"""What scripts written for DeepSpeed call before ``initialize``."""
 
 import os
 from argparse import ArgumentParser
