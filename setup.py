@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel has no wrong answers, nor notebooks' sources, which have the solutions."""
+"""What pyproject.toml cannot say: a wheel has no sources of notebooks, which have the solutions."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -11,7 +11,7 @@ class WithoutSources(build_py):
         found = super().find_package_modules(package, package_dir)
         if not package.startswith("dtlib.lessons."):
             return found
-        return [row for row in found if row[1] not in SOURCES and not row[1].startswith("wrong_")]
+        return [row for row in found if row[1] not in SOURCES]
 
 
 setup(cmdclass={"build_py": WithoutSources})

@@ -12,12 +12,12 @@ from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES, Verdict, Wrong, homes, html, rows
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.lesson_files import module_of, notebooks
-from dtlib.lessons.l03 import wrong_collectives
 from dtlib.lessons.l03.judge_hangs import HANGS
-from dtlib.lessons.l04 import wrong_buckets, wrong_byte_golf, wrong_data_parallel
-from dtlib.lessons.l06 import wrong_zero, wrong_zero2, wrong_zero3
 from tests.cases import for_each
 from tests.conftest import ROOT
+from tests.lessons.l03 import wrong_collectives
+from tests.lessons.l04 import wrong_buckets, wrong_byte_golf, wrong_data_parallel
+from tests.lessons.l06 import wrong_zero, wrong_zero2, wrong_zero3
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
 from tests.test_pipeline_exercises import RIGHT as RIGHT_TO_LESSON_07

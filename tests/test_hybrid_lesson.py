@@ -8,10 +8,10 @@ from torch.nn.functional import cross_entropy, gelu, linear
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l08 import figures as hybrid
-from dtlib.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from dtlib.parallel.replicator import Replicator
 from dtlib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from tests.cases import all_cases
+from tests.lessons.l08 import wrong_mlp, wrong_replicator, wrong_tensor
 from tests.ranks import on_ranks
 from tests.test_check import cells_with  # noqa: F401, a fixture
 

@@ -6,8 +6,8 @@ from torch.utils.data import get_worker_info
 from dtlib.lab.checks.checks import judge_here
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lessons.l09.judge_formats import cost
-from dtlib.lessons.l09.wrong_input import _Stream
-from dtlib.lessons.l09.wrong_resuming import Right
+from tests.lessons.l09.wrong_input import _Stream
+from tests.lessons.l09.wrong_resuming import Right
 
 
 def verdict_on(exercise, answer):

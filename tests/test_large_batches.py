@@ -8,9 +8,10 @@ import torch
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
-from dtlib.lessons.l05 import intervals, wrong_large_batches
+from dtlib.lessons.l05 import intervals
 from dtlib.training.rates import linear_rule
 from tests.cases import for_each
+from tests.lessons.l05 import wrong_large_batches
 from tests.ranks import on_ranks
 
 

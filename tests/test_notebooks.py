@@ -144,7 +144,7 @@ def what_runs(book: bytes):
 def runs_otherwise(source, before) -> bool:
     """Whether cells or outputs of a notebook are others than ``before``, or what its lesson's folder has beside it."""
     solved = build.target(source, "solved")
-    beside = [path for path in source.parent.glob("*.py") if path not in SOURCES and not path.stem.startswith("wrong_")]
+    beside = [path for path in source.parent.glob("*.py") if path not in SOURCES]
     now = {str(path.relative_to(ROOT)): path.read_bytes() for path in (solved, *beside)}
     then = {name: before.get(name) for name in now}
     book = str(solved.relative_to(ROOT))
@@ -185,7 +185,7 @@ def test_only_what_runs_otherwise_is_run_before_the_night():
     assert not with_cell(lambda cell: not is_code(cell), source="prose") and not with_cell(is_live, outputs=[])
     assert with_cell(is_code, source="1") and with_cell(is_live, metadata={})
     assert with_cell(lambda cell: is_code(cell) and cell["outputs"] and not is_live(cell), outputs=[])
-    for name in ("l04/lecture", "l04/exercises", "l04/wrong_buckets", "l05/figures"):
+    for name in ("l04/lecture", "l04/exercises", "l05/figures"):
         assert not runs_otherwise(source, {**now, f"dtlib/lessons/{name}.py": b"other"})
     assert runs_otherwise(source, {**now, "dtlib/lessons/l04/judge_averaging.py": b"other"})
     one = {**now, solved: b'{"cells": []}'}

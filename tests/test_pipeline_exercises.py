@@ -5,9 +5,9 @@ import pytest
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.lesson_files import notebooks
-from dtlib.lessons.l07 import wrong_pipelines, wrong_puzzle
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 from tests.cases import for_each
+from tests.lessons.l07 import wrong_pipelines, wrong_puzzle
 from tests.ranks import on_ranks
 
 

@@ -15,12 +15,13 @@ from dtlib import checkpoint
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.checks.predictions import predictions
-from dtlib.lessons.l11b import fault_lab, figures, wrong_recovery
+from dtlib.lessons.l11b import fault_lab, figures
 from dtlib.lessons.l11b.training import PARAMETERS, alone
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.recovery import Replica, Run, journal, supervise
 from dtlib.recovery.journal import seconds_to_go_on
 from dtlib.world.launch import survives
+from tests.lessons.l11b import wrong_recovery
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
 

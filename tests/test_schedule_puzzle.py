@@ -11,9 +11,9 @@ from dtlib.lab.checks.checks import judge_here, judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES, html
 from dtlib.lab.lesson_files import notebooks
 from dtlib.lessons.l07 import judge_puzzle as puzzle
-from dtlib.lessons.l07 import wrong_puzzle
 from dtlib.schedule import Action, formulas, gpipe, one_f_one_b, simulate, zero_bubble_h1
 from tests.cases import for_each
+from tests.lessons.l07 import wrong_puzzle
 from tests.ranks import on_ranks
 
 

@@ -5,8 +5,8 @@ import math
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.drawing import Picture
 from dtlib.lab.engines import live
-from dtlib.lessons.l10.wrong_two_models import RIGHT
 from tests.cases import for_each
+from tests.lessons.l10.wrong_two_models import RIGHT
 from tests.ranks import on_ranks
 from tests.wrong_answers.cases import judged_soon
 

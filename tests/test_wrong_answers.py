@@ -11,13 +11,12 @@ import pytest
 
 from docs import instructor
 from docs.instructor import recorded, verdict_on
-from dtlib.lab import lesson_files
 from dtlib.lab.checks.checks import fingerprint, judge_here
 from dtlib.lab.checks.exercise import EXERCISES, homes
 from tests.cases import run_cases
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
-from tests.wrong_answers.cases import CASES, judged_soon
+from tests.wrong_answers.cases import CASES, LESSONS, judged_soon
 
 NAMES = {exercise: recordings.names(exercise) for exercise in {case.exercise for case in CASES.values()}}
 RECORDED = [key for key, case in CASES.items() if case.name in NAMES[case.exercise]]
@@ -80,7 +79,7 @@ def shown_on(ranks):
 
 
 def test_nothing_is_recorded_that_is_no_case():
-    kept = {path.name.removesuffix(".json.xz"): path for _, path in lesson_files.found("recorded/*")}
+    kept = {path.name.removesuffix(".json.xz"): path for path in LESSONS.glob("l*/recorded/*")}
     assert kept == {exercise: recordings.file_of(exercise) for exercise in kept}, "beside another lesson"
     assert {f"{exercise}: {name}" for exercise in kept for name in recorded(exercise)} == set(RECORDED)
 

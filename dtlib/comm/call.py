@@ -110,10 +110,8 @@ def line_outside(innermost: FrameType) -> str:
 
 @cache
 def _is_not_the_callers(file: str) -> bool:
-    """dtlib's own files, and what calls it in between: torch's hooks and modules, and context managers. Not a lesson's
-    wrong answers, which stand for a learner's."""
-    own = file.startswith(_PACKAGE) and not os.path.basename(file).startswith("wrong_")
-    return own or _TORCH in file or file.endswith(("contextlib.py", "typing_extensions.py"))
+    """dtlib's own files, and what calls it in between: torch's hooks and modules, and context managers."""
+    return file.startswith(_PACKAGE) or _TORCH in file or file.endswith(("contextlib.py", "typing_extensions.py"))
 
 
 def line_of(file: str, number: int) -> str:

@@ -5,7 +5,6 @@ lecture.py        the source of its lecture, in percent format; also appendix.py
 exercises.py      the source of its exercises, with solutions; also puzzle.py
 figures.py        its figures
 judge_*.py        EXERCISES, and what is looked at and said of an answer; observe_*.py
-wrong_*.py        wrong answers that judges must reject; recorded/, what ranks observed of them
 predictions.py    what learners predict, and what is said to it
 quiz.toml         its choice questions
 """

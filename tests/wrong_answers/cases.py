@@ -1,6 +1,6 @@
 """Every wrong answer: its exercise, its mistake, and on how many ranks it shows; on none where it needs none.
 
-A lesson's ``wrong_*.py`` have them in tables: exercise -> answer -> mistake, or (mistake, fewest ranks):
+The ``wrong_*.py`` in tests/lessons have them in tables: exercise -> answer -> mistake, or (mistake, fewest ranks):
 
     WRONG       an answer is a function or a class, which has a name
     NAMED       name -> (answer, mistake), for others
@@ -9,12 +9,15 @@ A lesson's ``wrong_*.py`` have them in tables: exercise -> answer -> mistake, or
 
 import inspect
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from unittest.mock import patch
 
-from dtlib.lab import lesson_files
 from dtlib.lab.checks import checks
 from dtlib.lab.checks.exercise import EXERCISES
-from dtlib.lessons.l07.wrong_pipelines import Step
+from tests.lessons.l07.wrong_pipelines import Step
+
+LESSONS = Path(__file__).parents[1] / "lessons"
 
 
 def judged_soon(exercise: str, names: dict, seconds: float = 2.0) -> checks.Verdict:
@@ -47,8 +50,8 @@ class Case:
 
 
 def _cases():
-    for _, file in lesson_files.found("wrong_*.py"):
-        tables = vars(lesson_files.module_of(file))
+    for file in sorted(LESSONS.glob("l*/wrong_*.py")):
+        tables = vars(import_module(f"tests.lessons.{file.parent.name}.{file.stem}"))
         for kind in ("WRONG", "NAMED", "MADE"):
             for exercise, answers in tables.get(kind, {}).items():
                 for name, shown in answers.items():

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from dtlib.lab.checks.exercise import Problem, homes
+from tests.conftest import ROOT
 
 CLASSES = {kind.__name__: kind for kind in (Problem,)}
 
 
 def file_of(exercise: str) -> Path:
-    """In the folder of its lesson."""
-    return homes()[exercise].parent / "recorded" / f"{exercise}.json.xz"
+    """In the folder of its lesson among the tests."""
+    return ROOT / "tests" / "lessons" / homes()[exercise].parent.name / "recorded" / f"{exercise}.json.xz"
 
 
 def read(exercise: str) -> dict:

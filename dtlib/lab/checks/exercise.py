@@ -3,7 +3,7 @@
 An exercise is found in its lesson's folder: in ``judge_*.py``, imported when the exercise is asked for.
 ``lab.check("mine.py")`` takes one from a file of an instructor's own, which has it as ``EXERCISE``.
 
-Plausible wrong answers stand beside the judges (``wrong_*.py``); tests prove that each is rejected for its own reason.
+Plausible wrong answers stand in the tests (``wrong_*.py``), which prove that each is rejected for its own reason.
 """
 
 import builtins

@@ -96,8 +96,8 @@ def _buffers(roots) -> dict:
 
     kinds = [kind for root in roots for kind in (root if isinstance(root, type) else type(root)).__mro__]
     homes = {getattr(thing, "__module__", None) for thing in [*roots, *kinds]}
-    libraries = ("builtins", "torch", "dtlib", "numpy")  # but not the answers that lie beside a lesson's judges
-    homes = {home for home in homes if home and (home.split(".")[0] not in libraries or ".wrong_" in home)}
+    libraries = ("builtins", "torch", "dtlib", "numpy")
+    homes = {home for home in homes if home and home.split(".")[0] not in libraries}
     opened = (dict, list, tuple, set, frozenset, deque, MethodType, CellType, partial, SimpleNamespace)
     found, seen, todo = {}, set(), list(roots)
     while todo:

@@ -2,7 +2,7 @@
 
 import torch
 
-from dtlib.lessons.l07.wrong_pipelines import Right1F1B, Step
+from tests.lessons.l07.wrong_pipelines import Right1F1B, Step
 
 # build: my_gpipe(comm, stage, inputs, targets, loss_fn)
 

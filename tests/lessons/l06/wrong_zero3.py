@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import linear
 
-from dtlib.lessons.l06.wrong_zero2 import shard_of
+from tests.lessons.l06.wrong_zero2 import shard_of
 
 # build: OnDemand(comm, layer), which is called with x
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dtlib.lessons.l07.wrong_pipelines import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
+from tests.lessons.l07.wrong_pipelines import AveragedTwice, Right1F1B, Step, Unweighted, does_nothing
 
 # build: my_1f1b(comm, stage, inputs, targets, loss_fn)
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear
 
-from dtlib.lessons.l08.wrong_tensor import ReducesTwice, kept
 from dtlib.parallel.tensor import copy_to_ranks, gather_from_ranks, reduce_from_ranks
+from tests.lessons.l08.wrong_tensor import ReducesTwice, kept
 
 # build: MyMLP(linear1, linear2, comm)
 
