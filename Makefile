@@ -52,17 +52,17 @@ tour: .venv/ready
 	$(BIN)/dtlib tour
 
 notebooks: .venv/ready
-	$(BIN)/python -m dtlib.lab.build
+	$(BIN)/python -m tools.notebooks
 
 workshop: .venv/ready
-	$(BIN)/python -m dtlib.lab.build $(TRACK)
+	$(BIN)/python -m tools.notebooks $(TRACK)
 
 slides: .venv/ready
-	$(BIN)/python -m docs.slides
+	$(BIN)/python -m tools.slides
 
 book: .venv/ready
 	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(PIP) install $(SOURCE) --constraint requirements.lock -e '.[book]'
-	$(BIN)/python -m docs.book
+	$(BIN)/python -m tools.book
 
 # The rooms that need no ranks, as a web page: a folder, and one file. npm fetches Python for browsers.
 browser: .venv/ready

@@ -6,7 +6,7 @@ from functools import cache
 import nbformat
 from nbformat.v4.rwbase import rejoin_lines
 
-from dtlib.lab import build
+from tools import notebooks as build
 
 
 @cache

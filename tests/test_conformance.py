@@ -2,10 +2,10 @@
 
 import json
 
-from docs import conformance
 from tests.cases import for_each
+from tools import conformance
 
-STORED = json.loads((conformance.FOLDER / "signatures.json").read_text())
+STORED = json.loads((conformance.DATA / "conformance_signatures.json").read_text())
 
 
 @for_each(surface=conformance.TITLES)
@@ -14,9 +14,9 @@ def test_each_row_is_the_same_or_says_how_it_differs(surface):
     unexplained = [
         row[:3] for row in rows if row[3] not in ("same", "differs", "refused") or (row[3] != "same") != bool(row[4])
     ]
-    assert not unexplained, "say why in docs/conformance/words.json"
+    assert not unexplained, "say why in tools/data/conformance_words.json"
     stored = (conformance.FOLDER / f"{surface}.md").read_text()
-    assert stored == conformance.table(surface), "run `python docs/conformance.py`"
+    assert stored == conformance.table(surface), "run `python -m tools.conformance`"
     here = {(name, argument) for name, argument, *_ in rows}
     said = {key for key in conformance.WORDS[surface] if not key.startswith("*")}
     strangers = [key for key in said if (key.partition("(")[0], key.partition("(")[2].rstrip(")")) not in here]
@@ -37,4 +37,4 @@ def test_signatures_of_torch_are_those_of_the_installed_one():
     installed = {surface: found for surface in conformance.TITLES if (found := conformance.signatures_of(surface))}
     assert "torch" in installed
     for surface, found in installed.items():
-        assert found == STORED[surface], "python docs/conformance.py --signatures"
+        assert found == STORED[surface], "python -m tools.conformance --signatures"

@@ -16,7 +16,6 @@ import dtlib
 import dtlib.theory.collectives
 import dtlib.theory.scaling
 import dtlib.theory.zero
-from docs import glossary, instructor
 from dtlib import lab, schedule, theory  # noqa: F401  the cheat sheet's formulas use the last two
 from dtlib.comm.communicator import Communicator
 from dtlib.errors import DtlibError
@@ -26,6 +25,7 @@ from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.world.launch import start_ranks
 from tests.conftest import ROOT
 from tests.ranks import on_ranks
+from tools import glossary, instructor
 
 GUIDE = (ROOT / "docs" / "instructor" / "guide.md").read_text()
 LISTINGS = {match[1]: match[2] for match in re.finditer(r"`(\w+\.py)`.*?```python\n(.*?)```", GUIDE, re.S)}
@@ -79,7 +79,7 @@ def test_a_model_of_one_file_trains_as_the_guide_says(tmp_path):
 
 def test_questions_to_discuss_are_those_of_the_quizzes_and_lectures():
     assert instructor.DISCUSSIONS.read_text(encoding="utf-8") == instructor.discussions(), (
-        "run python -m docs.instructor"
+        "run python -m tools.instructor"
     )
 
 
@@ -93,7 +93,7 @@ def test_each_prompt_of_a_lecture_has_an_answer_for_the_instructor():
 
 def test_each_word_of_the_glossary_is_in_the_lesson_that_explains_it():
     page = glossary.FILE.read_text(encoding="utf-8")
-    assert page == glossary.page(), "run python -m docs.glossary"
+    assert page == glossary.page(), "run python -m tools.glossary"
     for term, (_, number) in glossary.TERMS.items():
         text = re.sub(r"\n# |[-_\s]+", " ", glossary.lecture(number).read_text(encoding="utf-8")).lower()
         assert re.sub(r"[-_\s]+", " ", term).lower() in text, f"lesson {number} does not have {term!r}"

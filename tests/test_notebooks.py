@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from dtlib.lab import build, tracks
 from dtlib.lab.lesson_files import name_of, notebooks
 from dtlib.lab.server import START
 from dtlib.lab.tables import WIDEST
@@ -18,6 +17,8 @@ from tests.cases import for_each
 from tests.conftest import ROOT, make_workshop
 from tests.kernels import Notebook
 from tests.tracks import missing
+from tools import notebooks as build
+from tools import tracks
 
 SOURCES = build.sources(ROOT)
 VERSIONS = ("learner", "solved")

@@ -19,9 +19,9 @@ from dtlib.browser import build, ranks, rooms, sources
 from dtlib.browser.simulated import tensors
 from dtlib.browser.simulated.cells import Ranks
 from dtlib.browser.svg import Picture
-from dtlib.comm import steps
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.questions import quizzes
+from dtlib.lessons.l03 import steps
 from dtlib.theory import collectives
 from tests.conftest import ROOT
 from tests.test_browser import SECONDS, browser, new_page  # noqa: F401
@@ -33,7 +33,7 @@ FIGURES = """
 import json
 from dataclasses import asdict
 from dtlib import schedule
-from dtlib.comm import steps
+from dtlib.lessons.l03 import steps
 from dtlib.planner import DEVICES, MODELS, report
 from dtlib.planner.command import asked
 from dtlib.theory import zero

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import tomllib
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from dtlib.cli import main
 from dtlib.planner import DEVICES, MODELS, Plan, PlanError, configs, estimate
 from dtlib.planner.command import asked, fixed_of, model_of
-from tests.test_deepspeed import ENVIRONMENT, python_with, python_with_deepspeed
+from tests.test_deepspeed import ENVIRONMENT, python_with_deepspeed
 
 LLAMA = MODELS["llama3-8b"]
 
@@ -168,12 +167,6 @@ def test_what_others_cannot_do_is_refused():
         configs.for_deepspeed(LLAMA, replace(plan, context=2))
     with pytest.raises(PlanError, match="DeepSpeed's pipelines take ZeRO stage 0 or 1, not 3"):
         configs.for_deepspeed(LLAMA, replace(plan, zero=3))
-    with pytest.raises(PlanError, match="torchtitan has no ZeRO stage 1"):
-        configs.for_torchtitan(LLAMA, replace(plan, zero=1))
-    with pytest.raises(PlanError, match="torchtitan knows models by flavour"):
-        configs.for_torchtitan(replace(LLAMA, name=""), plan)
-    with pytest.raises(PlanError, match="torchtitan has no 'zero_bubble_h1'"):
-        configs.for_torchtitan(LLAMA, replace(plan, schedule="zero_bubble_h1"))
 
 
 def test_our_own_config_is_one_that_initialize_reads():
@@ -185,15 +178,6 @@ def test_our_own_config_is_one_that_initialize_reads():
     assert made.zero_optimization.stage == 1
     pipeline = made.pipeline
     assert (pipeline.stages, pipeline.schedule, pipeline.activation_checkpoint_interval) == (2, "1f1b", 1)
-
-
-def test_torchtitans_toml():
-    plan = Plan(data=8, tensor=4, context=2, zero=3, batch=64, micro_batch=2, recompute="operators")
-    made = tomllib.loads(configs.for_torchtitan(LLAMA, plan))
-    assert made["parallelism"]["data_parallel_shard_degree"] == 8
-    assert made["parallelism"]["context_parallel_degree"] == 2
-    assert made["training"] == {"local_batch_size": 2, "global_batch_size": 64, "seq_len": 8192}
-    assert made["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
 
 
 DEEPSPEED = """
@@ -229,49 +213,11 @@ def test_deepspeeds_own_parser_accepts_it(tmp_path):
     assert found == [f"64 {plan.zero} {plan.micro_batches}" for plan in plans]
 
 
-TITAN = "torchtitan==0.2.2"  # the last one that reads TOML
-TORCHTITAN = """
-import sys
-from unittest.mock import MagicMock
-for name in ("kernels", "moe"):  # of mixtures of experts, in Triton: no part of the parser
-    sys.modules[f"torchtitan.models.moe.{name}"] = MagicMock()
-from torchtitan.config import ConfigManager
-for file in sys.argv[1:]:
-    try:
-        made = ConfigManager().parse_args(["--job.config_file", file])
-    except (Exception, SystemExit):
-        print("read nothing")
-        continue
-    axes = made.parallelism
-    print("read", axes.data_parallel_replicate_degree, axes.data_parallel_shard_degree, axes.tensor_parallel_degree,
-          axes.pipeline_parallel_degree, made.training.global_batch_size, made.activation_checkpoint.mode)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_torchtitans_own_parser_accepts_it(tmp_path):
-    python = python_with(TITAN, "--no-deps", "tyro==1.0.17", "docstring-parser", "typeguard")  # its parser's
-    plans = {
-        "1 8 1 1 64 selective": Plan(data=8, zero=3, batch=64, micro_batch=2, recompute="operators"),
-        "8 1 2 1 64 none": Plan(data=8, tensor=2, batch=64),
-        "1 4 2 2 64 full": Plan(data=4, tensor=2, pipe=2, zero=3, batch=64, recompute="full"),
-        "1 4 1 4 64 none": Plan(data=4, pipe=4, zero=2, batch=64, schedule="interleaved", chunks=2),
-    }
-    texts = [configs.for_torchtitan(LLAMA, plan) for plan in plans.values()]
-    texts.append(texts[-1].replace("tensor_parallel_degree", "tensor_degree"))
-    files = [tmp_path / f"{number}.toml" for number in range(len(texts))]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text)
-    assert parsed(python, TORCHTITAN, files) == [*plans, "nothing"], "the last one has a key that is unknown"
-
-
 def test_what_is_written_is_what_was_planned(tmp_path, capsys):
-    files = [tmp_path / "x.torchtitan.toml", tmp_path / "x.deepspeed.json", tmp_path / "x.dtlib.json"]
+    files = [tmp_path / "x.deepspeed.json", tmp_path / "x.dtlib.json"]
     line = ["plan", "llama3-8b", "--gpus", "16", "--batch", "256", "--seq", "4096"]
     assert main([*line, *(f"--write={file}" for file in files)]) == 0
-    assert json.loads(files[1].read_text())["train_batch_size"] == 256
-    assert tomllib.loads(files[0].read_text())["training"]["seq_len"] == 4096
+    assert json.loads(files[0].read_text())["train_batch_size"] == 256
     assert "for dtlib" in capsys.readouterr().out
     assert estimate(LLAMA, Plan(data=8, batch=8, micro_batch=1), DEVICES["h100"]).plan.gpus == 8
 
@@ -307,8 +253,8 @@ def test_the_charts_inequalities_are_the_planners():
 
 
 def test_the_chart_is_drawn_and_its_page_is_that_of_today():
-    from docs import decision_chart
     from dtlib.lab.decision_chart import BRANCHES, chart
+    from tools import decision_chart
 
     drawn = chart.drawn()
     assert decision_chart.PICTURE.read_text() == drawn.svg + "\n"

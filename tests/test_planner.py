@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from docs import planner as page
-from docs import planner_fit as fits
 from dtlib.planner import (
     CALIBRATIONS,
     DEVICES,
@@ -21,7 +19,6 @@ from dtlib.planner import (
     check,
     days,
     days_of,
-    energy_kwh,
     estimate,
     from_transformers,
     memory,
@@ -33,6 +30,8 @@ from dtlib.planner.memory import layer_activations
 from dtlib.planner.model import GIB
 from dtlib.planner.time import parts, work
 from dtlib.theory.zero import GB, zero_bytes
+from tools import planner as page
+from tools import planner_fit as fits
 
 A100, H100 = DEVICES["a100"], DEVICES["h100"]
 LLAMA = replace(MODELS["llama3-8b"], seq=4096)
@@ -334,7 +333,6 @@ def test_the_best_plans_are_those_that_fit_and_are_fastest():
 
 def test_sums_of_a_run():
     assert days_of(10.0, 1e12, 1e9) == pytest.approx(10 * 1000 / 86400)
-    assert energy_kwh(1, 1000, 500, overhead=1) == pytest.approx(12000)
     assert save_interval(60, 3 * 3600) == pytest.approx((2 * 60 * 3 * 3600) ** 0.5)
     assert estimate(LLAMA, Plan(data=8, batch=256), H100).mfu < 0.7
 

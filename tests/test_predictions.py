@@ -8,7 +8,6 @@ import nbformat
 import pytest
 
 from dtlib.errors import DtlibError
-from dtlib.lab import build
 from dtlib.lab.checks import exercise, predictions
 from dtlib.lab.checks.exercise import Prediction
 from dtlib.lab.checks.predictions import all_right, assigns, predict, runs_first
@@ -16,6 +15,7 @@ from dtlib.lab.lesson_files import notebooks
 from tests.books import made, stored
 from tests.cases import for_each
 from tests.conftest import ROOT
+from tools import notebooks as build
 
 SOURCES = build.sources(ROOT)
 PLANTED = {

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from docs import slides
 from tests.conftest import ROOT
 from tests.test_browser import browser, page  # noqa: F401
+from tools import slides
 
 SOURCES = slides.sources()
 OF_EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)

@@ -7,7 +7,6 @@ from functools import cache
 import nbformat
 import pytest
 
-from dtlib.lab import build, statements
 from dtlib.lab.checks import predictions
 from dtlib.lab.lesson_files import notebooks
 from tests.books import made, stored
@@ -15,6 +14,8 @@ from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.test_predictions import guesses_in
 from tests.tracks import pieces
+from tools import notebooks as build
+from tools import statements
 
 pytestmark = pytest.mark.lint
 SOURCES = build.sources(ROOT)
@@ -103,7 +104,7 @@ def test_what_cannot_be_bound_is_read_again_when_its_output_changes():
             assert above, f"no output above: {sentence['says']}"
             assert statements.hash_of(above) == sentence["output"], (
                 f"an output of {sentence['notebook']} has changed, so read again: {sentence['says']!r} "
-                "(python -m dtlib.lab.statements shows both; then --read)"
+                "(python -m tools.statements shows both; then --read)"
             )
 
 

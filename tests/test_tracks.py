@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from dtlib.lab import navigation, tracks
 from tests.books import made, stored
 from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.tracks import missing, pieces
+from tools import navigation, tracks
 
 pytestmark = pytest.mark.lint
 #           code cells, words, lines of code

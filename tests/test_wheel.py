@@ -131,7 +131,7 @@ def test_a_wheel_has_the_course_in_an_empty_folder(tmp_path):
 @pytest.mark.slow
 def test_the_book_needs_no_network_and_its_links_lead_somewhere(tmp_path):
     needs("myst_nb")
-    from docs import book
+    from tools import book
 
     book.build(tmp_path / "book")
     assert book.fetched(tmp_path / "book") == []

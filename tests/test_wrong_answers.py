@@ -9,14 +9,14 @@ import re
 
 import pytest
 
-from docs import instructor
-from docs.instructor import recorded, verdict_on
 from dtlib.lab.checks.checks import fingerprint, judge_here
 from dtlib.lab.checks.exercise import EXERCISES, homes
 from tests.cases import run_cases
 from tests.ranks import on_ranks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES, LESSONS, judged_soon
+from tools import instructor
+from tools.instructor import recorded, verdict_on
 
 NAMES = {exercise: recordings.names(exercise) for exercise in {case.exercise for case in CASES.values()}}
 RECORDED = [key for key, case in CASES.items() if case.name in NAMES[case.exercise]]
@@ -53,7 +53,7 @@ def rejected_as_recorded(key):
 
 def test_what_an_instructor_may_say_to_them_is_made_of_them():
     page = instructor.page()
-    assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m docs.instructor"
+    assert instructor.FILE.read_text(encoding="utf-8") == page, "run python -m tools.instructor"
     known = [exercise for exercise in homes() if f"\n### {exercise}\n" in page]
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert all(row[-2] != row[-1] for row in rows), "nothing is both asked and said"

@@ -23,7 +23,7 @@ from dtlib.errors import DtlibError
 from dtlib.files import read_text, write_whole
 from dtlib.lab import lesson_files
 from dtlib.lab.checks.questions import as_html
-from dtlib.lab.navigation import title
+from dtlib.lab.lesson_files import title
 
 PYODIDE = "314.0.7"
 SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
@@ -34,7 +34,7 @@ SITE = Path(__file__).parent / "site"
 CARRIED = (
     "__init__.py", "errors.py", "files.py", "browser/**/*.py", "schedule/*.py", "theory/*.py", "planner/*.py",
     *(f"comm/{name}.py" for name in ("__init__", "algorithms", "call", "mpi_collectives", "numbers", "selection")),
-    "comm/steps.py", "comm/turns.py", "comm/waiting.py",
+    "comm/waiting.py", "lessons/l03/steps.py", "lessons/l03/turns.py",
     *(f"comm/watch/{name}.py" for name in ("__init__", "blame", "board", "in_vain", "recorder")),
     "lab/__init__.py", "lab/engines/__init__.py", "lab/checks/__init__.py", "lab/checks/exercise.py",
     "lab/checks/questions.py", "lessons/__init__.py",

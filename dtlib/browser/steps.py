@@ -2,8 +2,8 @@
 
 from dtlib.browser.fields import Choice, Slider
 from dtlib.browser.svg import Picture, rank_label, sentence
-from dtlib.comm.steps import KNOWN, rounds
 from dtlib.lab.colours import rank_colour
+from dtlib.lessons.l03.steps import KNOWN, rounds
 from dtlib.theory import collectives
 
 TITLE, LESSON = "Collectives, step by step", "03_collectives"

@@ -6,6 +6,7 @@ __init__.py     has NOTEBOOKS: of each source of a notebook, the notebook's name
 dtlib/lessons/l04/exercises.py  ->  04_data_parallel_exercises
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -42,3 +43,9 @@ def name_of(source: Path) -> str:
     """The name of the notebook that is made from a source; a short track's source has the same name."""
     by_file = {file.parts[-2:]: name for name, file in notebooks().items()}
     return by_file.get(source.parts[-2:], source.stem)
+
+
+def title(source: Path) -> str:
+    """``03 Collectives``, from the first lines of a source."""
+    (first, *_) = re.findall(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)
+    return first

@@ -3,10 +3,10 @@
 model.py       a transformer and a GPU: sizes, parameters, operations
 mesh.py        a plan: axes, batch, schedule; what cannot be is refused with its numbers
 memory.py      bytes on a GPU                          wire.py    bytes that travel, by axis
-time.py        seconds of a step                       runs.py    days, energy, save interval
-calibrated.py  coefficients, with their bands: written by `python -m docs.planner`, with how far off they were
+time.py        seconds of a step                       runs.py    days, save interval
+calibrated.py  coefficients, with their bands: written by `python -m tools.planner`, with how far off they were
 estimate.py    one plan in one call; why not; the best of many
-configs.py     a plan for `dtlib train`, torchtitan and DeepSpeed
+configs.py     a plan for `dtlib train` and DeepSpeed
 """
 
 from dtlib.planner.calibrated import CALIBRATIONS
@@ -14,11 +14,11 @@ from dtlib.planner.estimate import Estimate, estimate, search
 from dtlib.planner.memory import Footprint, Memory, memory
 from dtlib.planner.mesh import Plan, check
 from dtlib.planner.model import DEVICES, MODELS, Device, Model, PlanError, from_transformers
-from dtlib.planner.runs import days, days_of, energy_kwh, save_interval
+from dtlib.planner.runs import days, days_of, save_interval
 from dtlib.planner.wire import step_bytes
 
 __all__ = [
     "CALIBRATIONS", "DEVICES", "MODELS", "Device", "Estimate", "Footprint", "Memory", "Model", "Plan", "PlanError",
-    "check", "days", "days_of", "energy_kwh", "estimate", "from_transformers", "memory", "save_interval", "search",
+    "check", "days", "days_of", "estimate", "from_transformers", "memory", "save_interval", "search",
     "step_bytes",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Coefficients of the planner, with their bands: written by ``python -m docs.planner``."""
+"""Coefficients of the planner, with their bands: written by ``python -m tools.planner``."""
 
 from dtlib.planner.time import Calibration, Speeds
 

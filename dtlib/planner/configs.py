@@ -1,4 +1,4 @@
-"""A plan written down for what runs it: `dtlib train`, DeepSpeed and torchtitan, each in its own keys.
+"""A plan written down for what runs it: `dtlib train` and DeepSpeed, each in its own keys.
 
 What one of them cannot do is refused in a sentence, and not left out.
 """
@@ -8,11 +8,8 @@ from dataclasses import replace
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import Model, PlanError
 
-FLAVOURS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
 OURS = {"gpipe": "gpipe", "one_f_one_b": "1f1b", "zero_bubble_h1": "zero_bubble_h1"}
 OURS_RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
-TITANS = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "Interleaved1F1B"}
-TITANS_RECOMPUTE = {"none": "none", "operators": "selective", "full": "full"}
 
 
 def for_dtlib(model: Model | None, plan: Plan) -> dict:
@@ -92,50 +89,6 @@ def for_deepspeed(model: Model, plan: Plan) -> dict:
     if plan.pipe > 1:
         config["pipeline"] = {"activation_checkpoint_interval": int(plan.recompute == "full")}
     return config
-
-
-def for_torchtitan(model: Model, plan: Plan) -> str:
-    """TOML, for `--job.config_file` of torchtitan up to 0.2.2 (later ones are told in Python). ZeRO's stage 3 is FSDP;
-    2 is FSDP that keeps parameters after the forward pass; 0 is replication; there is no stage 1."""
-    if model.name not in FLAVOURS:
-        raise PlanError(
-            f"torchtitan knows models by flavour, here {', '.join(FLAVOURS)}: not {model.name or 'sizes'!r}."
-        )
-    if plan.zero == 1 and plan.data > 1:
-        raise PlanError("torchtitan has no ZeRO stage 1: take 0, 2 or 3.")
-    sections: dict[str, dict] = {
-        "model": {"name": "llama3", "flavor": FLAVOURS[model.name]},
-        "training": {
-            "local_batch_size": plan.batch // plan.data, "global_batch_size": plan.batch, "seq_len": model.seq,
-        },
-        "parallelism": {
-            "data_parallel_replicate_degree": 1 if plan.zero else plan.data,
-            "data_parallel_shard_degree": plan.data if plan.zero else 1,
-            "fsdp_reshard_after_forward": "never" if plan.zero == 2 else "default",
-            "tensor_parallel_degree": plan.tensor,
-            "context_parallel_degree": plan.context,
-            "expert_parallel_degree": plan.expert,
-            "pipeline_parallel_degree": plan.pipe,
-        },
-        "activation_checkpoint": {"mode": _known(plan.recompute, TITANS_RECOMPUTE, "torchtitan")},
-    }  # fmt: skip
-    if plan.pipe > 1:
-        sections["parallelism"] |= {
-            "pipeline_parallel_schedule": _known(plan.schedule, TITANS, "torchtitan"),
-            "pipeline_parallel_microbatch_size": plan.micro_batch,
-        }
-    elif plan.micro_batches > 1:
-        sections["training"]["local_batch_size"] = plan.micro_batch  # it accumulates up to global_batch_size
-    if plan.recompute == "operators":
-        sections["activation_checkpoint"]["selective_ac_option"] = "op"
-    lines = []
-    for name, values in sections.items():
-        lines += [
-            f"[{name}]",
-            *(f'{key} = "{v}"' if isinstance(v, str) else f"{key} = {v}" for key, v in values.items()),
-            "",
-        ]
-    return "\n".join(lines)
 
 
 def _batch(plan: Plan) -> dict:

@@ -145,21 +145,20 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator by its data sheet: operations a second (16 bits, dense), bytes, bytes a second, watts."""
+    """An accelerator by its data sheet: operations a second (16 bits, dense), bytes, bytes a second."""
 
     name: str
     operations: float
     memory: int
     bandwidth: float
-    watts: float
     per_node: int = 8
 
 
 GIB = 2**30
 DEVICES = {
-    "v100": Device("v100", 125e12, 32 * GIB, 0.9e12, 300),
-    "a100": Device("a100", 312e12, 80 * GIB, 2.0e12, 400),
-    "h100": Device("h100", 989e12, 80 * GIB, 3.35e12, 700),
-    "h200": Device("h200", 989e12, 141 * 10**9, 4.8e12, 700),
-    "b200": Device("b200", 2250e12, 180 * 10**9, 8e12, 1000),
+    "v100": Device("v100", 125e12, 32 * GIB, 0.9e12),
+    "a100": Device("a100", 312e12, 80 * GIB, 2.0e12),
+    "h100": Device("h100", 989e12, 80 * GIB, 3.35e12),
+    "h200": Device("h200", 989e12, 141 * 10**9, 4.8e12),
+    "b200": Device("b200", 2250e12, 180 * 10**9, 8e12),
 }

@@ -2,7 +2,7 @@
 
 from dtlib.planner.estimate import Estimate, rounded
 from dtlib.planner.model import GIB
-from dtlib.planner.runs import days_of, energy_kwh
+from dtlib.planner.runs import days_of
 
 HEADERS = ("plan", "step, s", "from", "to", "tokens/s", "MFU", "GiB")
 
@@ -51,9 +51,8 @@ def details(e: Estimate, tokens: float | None = None) -> list[tuple[str, str]]:
     rows += [("sent a rank, a step", ", ".join(f"{name} {sent / 1e9:.3g} GB" for name, sent in e.sent.items() if sent))]
     if tokens:
         took, low, high = (days_of(s, tokens, e.plan.batch * e.model.seq) for s in (e.seconds, e.low, e.high))
-        energy = energy_kwh(took, e.plan.gpus, e.device.watts) / 1000
         said = rounded if e.outside else plain
-        days = f"{said(took)} days ({said(low)} to {said(high)}), {said(energy)} MWh"
+        days = f"{said(took)} days ({said(low)} to {said(high)})"
         says = f"{tokens:.3g} tokens: {'about ' * bool(e.outside)}{days}"
         rows += [("run", says)]
     return rows + [("outside", sentence) for sentence in e.outside]

@@ -1,4 +1,4 @@
-"""A whole run: days, energy, and how often to save."""
+"""A whole run: days, and how often to save."""
 
 from math import sqrt
 
@@ -14,11 +14,6 @@ def days(operations: float, gpus: int, operations_per_second: float) -> float:
 def days_of(seconds_a_step: float, tokens: float, tokens_a_step: float) -> float:
     """For a run of ``tokens``."""
     return seconds_a_step * tokens / tokens_a_step / DAY
-
-
-def energy_kwh(days: float, gpus: int, watts: float, overhead: float = 1.1) -> float:
-    """Of the GPUs at ``watts`` each, times what the building needs beside them."""
-    return days * 24 * gpus * watts / 1000 * overhead
 
 
 def save_interval(seconds_to_save: float, seconds_between_failures: float) -> float:

@@ -161,7 +161,7 @@ def _stories(config: dict) -> tuple[list[stories.Story], list[stories.Story]]:
 
 @torch.no_grad()
 def load_checkpoint(model: nn.Module) -> None:
-    """The parameters that come with dtlib, trained by ``python -m dtlib.workloads.pretrain``."""
+    """The parameters that come with dtlib, trained by ``python -m tools.pretrain``."""
     from safetensors.torch import load_file
 
     found = load_file(CHECKPOINT)  # in float16; a tied weight stands once

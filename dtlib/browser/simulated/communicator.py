@@ -9,11 +9,11 @@ from dtlib.comm.algorithms import chunks_of, same_memory
 from dtlib.comm.call import Call, callers_line, shape_and_type
 from dtlib.comm.numbers import COMBINE, combiner
 from dtlib.comm.selection import choose
-from dtlib.comm.turns import Network, TurnLink
 from dtlib.comm.waiting import Queue, Task
 from dtlib.comm.watch.blame import disagreement, mismatch
 from dtlib.comm.watch.board import Sighting
 from dtlib.errors import CommunicationError, MissingName
+from dtlib.lessons.l03.turns import Network, TurnLink
 
 OPERATIONS = (
     "all_reduce", "broadcast", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all", "barrier",

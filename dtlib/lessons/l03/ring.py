@@ -1,15 +1,15 @@
 """The ring all-reduce, step by step: a slider, a picture of all steps, and the same as text.
 
 What is drawn is what runs: the library's own generator goes round in this process, over a network that delivers one
-step at a time (comm/steps.py).
+step at a time (steps.py).
 """
 
 from dataclasses import dataclass
 
-from dtlib.comm.steps import rounds
 from dtlib.lab.colours import rank_colour
 from dtlib.lab.drawing import show_widget, shown, subplots
 from dtlib.lab.tables import Table
+from dtlib.lessons.l03.steps import rounds
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@
 
 The article is name, arguments and the prose below the summary; the highlight is the summary. Run as
 
-    python -m dtlib.workloads.corpus FOLDER ...
+    python -m tools.corpus FOLDER ...
 
 with folders in which these libraries are installed (``pip install --no-deps --target FOLDER numpy sympy ...``).
 """

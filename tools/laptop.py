@@ -1,9 +1,9 @@
 """Meshes of four ranks, predicted before they are run.
 
-    python -m docs.laptop predict    meshes of CALIBRATION are run, and docs/laptop.json says what each of MESHES will
+    python -m tools.laptop predict    meshes of CALIBRATION are run, and docs/laptop.json says what each of MESHES will
                                      hold, send and take
-    python -m docs.laptop measure    those are run, and docs/laptop.md has both side by side
-    python -m docs.laptop page       the page alone, from what was measured
+    python -m tools.laptop measure    those are run, and docs/laptop.md has both side by side
+    python -m tools.laptop page       the page alone, from what was measured
 
 Ten of the meshes are lesson 14's, without its emulated link; the others are of other sizes. Seconds of a step are
 
@@ -26,7 +26,7 @@ from dtlib.planner.exact import of_decoder
 from dtlib.world.launch import run_ranks
 from dtlib.world.machine import usable_cores
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "docs"
 PREDICTED, MEASURED, PAGE = HERE / "laptop.json", HERE / "laptop_measured.json", HERE / "laptop.md"
 BAND, STEPS = 1.5, 7
 UNITS = (
@@ -102,7 +102,7 @@ def on_this_rank(meshes: dict, path: str) -> None:
 def on_ranks(what: str):
     path = PREDICTED.with_suffix(".tmp")
     try:
-        if status := run_ranks(["-m", "docs.laptop", f"_{what}", str(path)], brief.RANKS):
+        if status := run_ranks(["-m", "tools.laptop", f"_{what}", str(path)], brief.RANKS):
             raise SystemExit(status)
         return json.loads(path.read_text())
     finally:
@@ -149,7 +149,7 @@ def page(said: dict, found: dict) -> str:
     def error(some) -> str:
         return f"{100 * sum(abs(1 / ratio - 1) for ratio in some) / len(some):.0f} %"
 
-    text = Path(__file__).with_name("laptop_text.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "data" / "laptop_text.md").read_text(encoding="utf-8")
     return text.format(
         table=headers + " |\n" + "\n".join(rows), exact=exact, count=len(rows), band=said["band"],
         inside_old=inside(old), inside_new=inside(new), error_old=error(old), error_new=error(new),
@@ -173,7 +173,7 @@ def main() -> None:
         said, found = json.loads(PREDICTED.read_text()), json.loads(MEASURED.read_text())
         PAGE.write_text(page(said, found), encoding="utf-8")
     else:
-        raise SystemExit("python -m docs.laptop predict, or measure, or page")
+        raise SystemExit("python -m tools.laptop predict, or measure, or page")
 
 
 if __name__ == "__main__":

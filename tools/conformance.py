@@ -1,7 +1,7 @@
 """Conformance tables: each public name and argument of three counterparts, and what it is here.
 
-    python docs/conformance.py              writes docs/conformance/*.md
-    python docs/conformance.py --signatures also reads the signatures anew, of those counterparts that are installed
+    python -m tools.conformance              writes docs/conformance/*.md
+    python -m tools.conformance --signatures also reads the signatures anew, of those counterparts that are installed
 
 ``same``: there is such a name, and the argument with the same default. ``differs``: in the way that is said.
 ``refused``: it is not there, or the call says why it cannot be. A test compares the tables with the code.
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dtlib.errors import DtlibError
 
-FOLDER = Path(__file__).parent / "conformance"
+DATA = Path(__file__).parent / "data"
+FOLDER = Path(__file__).parents[1] / "docs" / "conformance"
 TITLES = {
     "torch": "torch 2.13: DistributedDataParallel, FSDP2, ZeroRedundancyOptimizer",
     "deepspeed": "DeepSpeed 0.19: what its example scripts call",
@@ -73,7 +74,7 @@ NAMES = {
 }  # fmt: skip
 
 # Why a row is not the same: (verdict, words); a name alone stands for all of its arguments.
-WORDS = json.loads((FOLDER / "words.json").read_text(encoding="utf-8"))
+WORDS = json.loads((DATA / "conformance_words.json").read_text(encoding="utf-8"))
 
 
 class Refused(str):
@@ -137,7 +138,7 @@ def ours_of(surface: str, name: str) -> str:
 
 def rows(surface: str) -> list[tuple[str, str, str, str, str]]:
     """(name, argument, default, verdict, words) of each name and each argument."""
-    stored = json.loads((FOLDER / "signatures.json").read_text(encoding="utf-8"))[surface]
+    stored = json.loads((DATA / "conformance_signatures.json").read_text(encoding="utf-8"))[surface]
     found = []
     for name, arguments in stored.items():
         ours = find(ours_of(surface, name))
@@ -168,7 +169,7 @@ def table(surface: str) -> str:
     lines, all_rows = [], rows(surface)
     counts = {verdict: sum(row[3] == verdict for row in all_rows) for verdict in ("same", "differs", "refused")}
     total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    lines += [f"# {TITLES[surface]}", "", f"{len(all_rows)} rows: {total}. Made by `python docs/conformance.py`.", ""]
+    lines += [f"# {TITLES[surface]}", "", f"{len(all_rows)} rows: {total}. Made by `python -m tools.conformance`.", ""]
     lines += ["| name | argument | default | here | |", "|---|---|---|---|---|"]
     for name, argument, default, verdict, words in all_rows:
         cells = (
@@ -181,7 +182,7 @@ def table(surface: str) -> str:
 
 
 def main() -> None:
-    file = FOLDER / "signatures.json"
+    file = DATA / "conformance_signatures.json"
     if "--signatures" in sys.argv:
         stored = json.loads(file.read_text(encoding="utf-8"))
         for surface in TITLES:

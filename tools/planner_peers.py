@@ -1,4 +1,4 @@
-"""What llm-analysis says of vTrain's rows on many nodes: ``python -m docs.planner_peers`` writes
+"""What llm-analysis says of vTrain's rows on many nodes: ``python -m tools.planner_peers`` writes
 data/llm_analysis_vtrain.csv.
 
 Needs ``pip install 'dtlib[planner]'``. Its efficiency of operations is set by hand: 0.5, the middle of what its own
@@ -10,7 +10,7 @@ import io
 import logging
 from importlib.metadata import version
 
-from docs.planner_fit import DATA, vtrain
+from tools.planner_fit import DATA, vtrain
 
 EFFICIENCIES = (0.43, 0.5)
 FILE = DATA / "llm_analysis_vtrain.csv"
@@ -40,7 +40,7 @@ def main() -> None:
     with FILE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["hidden", "plan", "measured_s", *(f"efficiency_{each}_s" for each in EFFICIENCIES), "source"])
-        source = f"llm-analysis {version('llm-analysis')}, by docs/planner_peers.py"
+        source = f"llm-analysis {version('llm-analysis')}, by tools/planner_peers.py"
         for row in vtrain("multi"):
             says = [f"{seconds_of(row, each):.3f}" for each in EFFICIENCIES]
             writer.writerow([row.model.hidden, str(row.plan), row.seconds, *says, source])

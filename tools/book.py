@@ -14,11 +14,11 @@ from pathlib import Path
 import nbformat
 from sphinx.application import Sphinx
 
-from docs import reference, slides
 from dtlib.browser import build as browser
 from dtlib.browser import rooms
 from dtlib.errors import DtlibError
 from dtlib.lab.checks.questions import quizzes
+from tools import reference, slides
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {

@@ -1,4 +1,4 @@
-"""What an instructor has beside the lessons: ``python -m docs.instructor`` writes two pages in docs/instructor.
+"""What an instructor has beside the lessons: ``python -m tools.instructor`` writes two pages in docs/instructor.
 
 wrong_answers.md: from the plausible wrong answers of the tests, as they were recorded on ranks, and the checks' hints.
 discussions.md: from the lessons' quizzes, the question that is for all, and what may be said to it; and the prompts of
@@ -17,12 +17,12 @@ from dtlib.lab.lesson_files import notebooks
 from tests.wrong_answers import recordings
 from tests.wrong_answers.cases import CASES
 
-FILE = Path(__file__).parent / "instructor" / "wrong_answers.md"
+FILE = Path(__file__).parents[1] / "docs" / "instructor" / "wrong_answers.md"
 DISCUSSIONS = FILE.with_name("discussions.md")
-PROMPTS = FILE.with_name("prompts.toml")
+PROMPTS = Path(__file__).parent / "data" / "prompts.toml"
 HEAD = """# Wrong answers, and what to say
 
-Made by `python -m docs.instructor` from the wrong answers of the tests: these are the usual mistakes. On the left
+Made by `python -m tools.instructor` from the wrong answers of the tests: these are the usual mistakes. On the left
 what the learner has before them; then the hint that the check gives first, to be asked as a question, and the plainest
 one, which is what to say before you move on. Where a check has one hint, it stands in one of the two columns: after
 a question, what was expected. The schedule puzzle draws what was handed in, and says there what is wrong.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dtlib.comm import algorithms
 from dtlib.comm.algorithms import chunks_of
 from dtlib.comm.numbers import Numbers, combiner
-from dtlib.comm.turns import Network, TurnLink
+from dtlib.lessons.l03.turns import Network, TurnLink
 from dtlib.theory.collectives import ALGORITHMS
 
 ROOT = 0

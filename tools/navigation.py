@@ -7,7 +7,7 @@ lecture 03     start page · <- 02 · 04 -> · its exercises · solved         e
 import re
 from pathlib import Path
 
-from dtlib.lab.lesson_files import name_of
+from dtlib.lab.lesson_files import name_of, title
 
 _NUMBERS = {
     "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
@@ -25,12 +25,6 @@ def is_lecture(source: Path) -> bool:
 def number(source: Path) -> str:
     """``03``, or ``11b``."""
     return name_of(source).partition("_")[0]
-
-
-def title(source: Path) -> str:
-    """``03 Collectives``, from the first lines of a source."""
-    (first, *_) = re.findall(r"^# # (.+)$", source.read_text(encoding="utf-8"), re.M)
-    return first
 
 
 def minutes(source: Path) -> int:

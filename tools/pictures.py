@@ -1,4 +1,4 @@
-"""The pictures of README, taken from the running lab in a browser: ``python -m docs.pictures [NAME ...]``.
+"""The pictures of README, taken from the running lab in a browser: ``python -m tools.pictures [NAME ...]``.
 
 Lays out the course in a folder of its own, starts JupyterLab there, and runs those cells of a lesson that are needed.
 """
@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 from dtlib.lab import course
 from dtlib.world.processes import Process, end_processes, with_descendants
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "docs"
 FLAGS = [
     *("--no-sandbox", "--no-first-run", "--disable-gpu", "--disable-quic", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),

@@ -1,6 +1,6 @@
 """Where ``data/summarizer.safetensors`` comes from: the small summariser, trained on all libraries but those held out.
 
-    nice -n 19 python -m dtlib.workloads.pretrain --minutes 58
+    nice -n 19 python -m tools.pretrain --minutes 58
 
 One process on one core; it goes on where it was stopped. The rate falls with the time that is left, so that whatever
 time there is gets used. It writes the checkpoint in float16, and prints what it reaches on the libraries held out.

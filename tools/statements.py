@@ -12,8 +12,8 @@ It runs without a kernel: when a notebook is built, and on the stored one by a t
 asserted by a ``claim`` (build.py), which quotes its sentence in the same way. What can only be looked at, such as the
 shape of a curve, is on a list, ``notebooks/source/read_again.toml``, each with the hash of the output above it:
 
-    python -m dtlib.lab.statements           sentences whose output is not the one that was read, and that output
-    python -m dtlib.lab.statements --read    somebody has read them: note these outputs
+    python -m tools.statements           sentences whose output is not the one that was read, and that output
+    python -m tools.statements --read    somebody has read them: note these outputs
 """
 
 import hashlib

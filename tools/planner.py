@@ -1,4 +1,4 @@
-"""``python -m docs.planner``: fits the planner's coefficients (docs/planner_fit.py), writes
+"""``python -m tools.planner``: fits the planner's coefficients (tools/planner_fit.py), writes
 dtlib/planner/calibrated.py, and docs/planner.md with docs/planner_rows.csv: how far off it is, row by row."""
 
 import csv
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from docs import planner_fit as fits
 from dtlib.planner.memory import layer_activations
 from dtlib.planner.mesh import Plan
 from dtlib.planner.model import DEVICES, GIB, Model
 from dtlib.planner.time import seconds, work
+from tools import planner_fit as fits
 
 ROOT = Path(__file__).parents[1]
 PAGE, ROWS = ROOT / "docs" / "planner.md", ROOT / "docs" / "planner_rows.csv"
@@ -58,7 +58,7 @@ def calibration(name: str):
 
 def write_calibrated(found: dict, usable: float) -> None:
     lines = [
-        '"""Coefficients of the planner, with their bands: written by ``python -m docs.planner``."""', "",
+        '"""Coefficients of the planner, with their bands: written by ``python -m tools.planner``."""', "",
         "from dtlib.planner.time import Calibration, Speeds", "", "# Of a GPU's memory, before it is full.",
         f"USABLE = {usable:.3f}", "CALIBRATIONS = {",
     ]  # fmt: skip
@@ -288,7 +288,7 @@ def main() -> None:
     deep = [row for row in fits.scan() if row.seconds and 1 < row.plan.pipe <= 8]
     done, took = fits.amounts(deep, "h100")
     off = fits.errors(done, took, speeds["h100-cluster"])
-    text = (ROOT / "docs" / "planner_text.md").read_text(encoding="utf-8")
+    text = (ROOT / "tools" / "data" / "planner_text.md").read_text(encoding="utf-8")
     pieces = {
         "halves": random_halves(), "models": whole_models(), "torchtitan": memory_of_torchtitan(),
         "scan": fits_of_the_scan(),

@@ -1,5 +1,5 @@
 """The words of the course, each with the lesson that explains it (``dtlib/lessons/glossary.toml``):
-``python -m docs.glossary`` writes the page."""
+``python -m tools.glossary`` writes the page."""
 
 import re
 import tomllib
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtlib.lab import lesson_files
 from dtlib.lab.lesson_files import name_of, notebooks
-from dtlib.lab.navigation import is_lecture
+from tools.navigation import is_lecture
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "glossary.md"
@@ -29,7 +29,7 @@ def page() -> str:
     for term, (meaning, number) in sorted(TERMS.items(), key=lambda item: item[0].lower()):
         source = lecture(number)
         rows.append(f"| **{term}** | {meaning} | [{title(source)}](../notebooks/lectures/{name_of(source)}.ipynb) |")
-    head = "# Glossary\n\nEach word with the lesson that explains it. `python -m docs.glossary` writes this page.\n\n"
+    head = "# Glossary\n\nEach word with the lesson that explains it. `python -m tools.glossary` writes this page.\n\n"
     return head + "| word | what it means | lesson |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 

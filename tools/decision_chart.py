@@ -1,10 +1,10 @@
-"""``python -m docs.decision_chart``: lab.chart() as a picture and a page, for the book and the cheat sheet."""
+"""``python -m tools.decision_chart``: lab.chart() as a picture and a page, for the book and the cheat sheet."""
 
 from pathlib import Path
 
 from dtlib.lab.decision_chart import BRANCHES, ELSE, LETTERS, chart
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "docs"
 PICTURE, PAGE = HERE / "decision_chart.svg", HERE / "decision_chart.md"
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import jupytext
 
 from dtlib.lab.lesson_files import notebooks
-from dtlib.lab.navigation import minutes_of
-from dtlib.lab.statements import STATEMENT, prose, quotes
+from tools.navigation import minutes_of
+from tools.statements import STATEMENT, prose, quotes
 
 TRACKS = ("two-hours", "half-day")
 WORDS_A_MINUTE = 200

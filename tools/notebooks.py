@@ -1,4 +1,4 @@
-"""Notebooks from their sources: ``python -m dtlib.lab.build``, which is ``make notebooks``.
+"""Notebooks from their sources: ``python -m tools.notebooks``, which is ``make notebooks``.
 
 A lesson's source becomes two notebooks (their name is in NOTEBOOKS of the lesson's ``__init__.py``). The learner's has
 stubs where the source has solutions, and no outputs; the other has the solutions, is executed, and keeps its outputs
@@ -31,11 +31,12 @@ import jupytext
 import nbformat
 
 from dtlib.errors import DtlibError
-from dtlib.lab import course, navigation, statements, tracks
+from dtlib.lab import course
 from dtlib.lab.lesson_files import name_of, notebooks
-from dtlib.lab.statements import STATEMENT
 from dtlib.lab.tables import fold
-from dtlib.lab.tracks import TRACKS
+from tools import navigation, statements, tracks
+from tools.statements import STATEMENT
+from tools.tracks import TRACKS
 
 PREDICTIONS_ARE_RIGHT = "from dtlib.lab.checks import predictions\npredictions.all_right()"
 CLAIM = "claim"
