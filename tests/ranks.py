@@ -37,13 +37,11 @@ GRACE_SECONDS = 2  # for the other ranks, once one has failed
 _worlds = {}
 
 
-def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = ()):
-    """Run a test on worlds of these sizes, of which ``slow`` are left to the slow tier. Its first argument is
-    ``world``; others may be fixtures that pickle, and values of ``@for_each`` below."""
-    params = [
-        pytest.param(size, id=f"{size} rank{'s' * (size > 1)}", marks=pytest.mark.slow if size in slow else ())
-        for size in sizes
-    ]
+def on_ranks(*sizes: int, time_limit: float = TIME_LIMIT, slow: tuple = (), nightly: tuple = ()):
+    """Run a test on worlds of these sizes, of which ``slow`` and ``nightly`` ones are left to those tiers. Its first
+    argument is ``world``; others may be fixtures that pickle, and values of ``@for_each`` below."""
+    marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(nightly, pytest.mark.nightly)
+    params = [pytest.param(size, id=f"{size} rank{'s' * (size > 1)}", marks=marks.get(size, ())) for size in sizes]
 
     def decorate(below):
         body, cases = getattr(below, "body", below), getattr(below, "cases", None)

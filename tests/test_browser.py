@@ -654,8 +654,13 @@ def page_to_read(browser, tmp_path_factory):
         page.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lecture", LECTURES)
+@pytest.mark.parametrize(
+    "lecture",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("00_start_here", "06_zero") else pytest.mark.nightly)
+        for name in LECTURES
+    ],
+)
 def test_what_a_lecture_has_stored_can_be_read(page_to_read, lecture):
     """Nothing is wider than its place, figures have text that is large enough, and words for who does not see them; and
     texts stand out from what is behind them."""

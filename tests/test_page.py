@@ -250,7 +250,7 @@ def addresses(page_files):
     server.server_close()
 
 
-@pytest.fixture(params=["folder", "file"])
+@pytest.fixture(params=["folder", pytest.param("file", marks=pytest.mark.nightly)])
 def site(request, browser, addresses):  # noqa: F811
     """A page once Python is there. Whatever it asks of another host is refused, and noted."""
     address = addresses[request.param]

@@ -613,7 +613,7 @@ TABLE = {
 }  # fmt: skip
 
 
-@on_ranks(2, 3, 4, slow=(2, 4))
+@on_ranks(2, 3, 4, slow=(2,), nightly=(4,))
 @pytest.mark.parametrize("strategy", TABLE)
 def test_parity(world, strategy):
     with all_cases() as case:
