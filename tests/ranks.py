@@ -30,7 +30,7 @@ from tests.cases import run_cases, without
 
 IMPORTS = (  # beside those that every rank needs: what many tests would import on each rank of each world
     *("pytest", "_pytest.assertion", *LATER, "torch.distributed.optim", "torch.distributed.pipelining"),
-    *("torch.distributed.checkpoint.state_dict", "dtlib.production.torch", "dtlib.workloads.summarization"),
+    *("torch.distributed.checkpoint.state_dict", "dtlib.training.torch_runtime", "dtlib.workloads.summarization"),
 )
 TIME_LIMIT = 300  # seconds for one body or case: what hangs
 GRACE_SECONDS = 2  # for the other ranks, once one has failed

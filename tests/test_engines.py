@@ -157,7 +157,7 @@ def test_from_the_first_cell_to_the_last(shared, shared_folder):
     assert notebook.run("%px only_there?").count("a name of rank 0") == 1
 
     # Nobody on another machine, or under another name on this one, gets at any of it.
-    notebook.run("%px import torch; from dtlib.production.torch import process_group; process_group(world.comm)")
+    notebook.run("%px import torch; from dtlib.training.torch_runtime import process_group; process_group(world.comm)")
     profile = workshop_folder / course.PROFILE
     family = [Process.of(notebook.pid), Process.of(Record(profile).keeper().pid)]
     found = [each for process in family for each in listening(process)]

@@ -110,7 +110,7 @@ def report(running):
         each.starts().opens()
         each.runs("from dtlib import lab; lab.engines(2)")
         assert each.runs(SUM) == "ranks 0 and 1 | tensor(1)\n"
-    ada.runs("%px from dtlib.production.torch import process_group; group = process_group(world.comm)")
+    ada.runs("%px from dtlib.training.torch_runtime import process_group; group = process_group(world.comm)")
     (running.users.tmp / "spy.py").write_text((ROOT / "tests" / "spy.py").read_text())
     victims = [str(running.users.ids[name]) for name in ("ada", "bob")]
     found = {}

@@ -44,7 +44,6 @@ FLOORS = (
     ("pi", "parallel", "horovod", "backend"),
     ("checkpoint",),
     ("recovery",),
-    ("production",),
     ("training", "workloads", "storage"),
     ("deepspeed",),
     ("lab",),

@@ -176,7 +176,7 @@ def test_torchs_shards_are_saved_behind_a_forward_pass_and_other_shards_refused(
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from dtlib.production.torch import process_group
+    from dtlib.training.torch_runtime import process_group
 
     config = {"train_batch_size": 4, "optimizer": EXACT["optimizer"], "zero_optimization": {"stage": 2}}
     engine = dtlib.initialize(model=nn.Linear(4, 4), config=config, runtime="torch")[0]

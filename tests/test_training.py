@@ -16,12 +16,12 @@ from torch import nn
 import dtlib
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import LossScale, MasterWeights, clip_by_norm
-from dtlib.production.torch import process_group
 from dtlib.storage import Loader, open_samples, write
 from dtlib.training import config as configuration
 from dtlib.training.config import ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.rates import WarmupDecayLR, WarmupLR, linear_rule, square_root_rule
+from dtlib.training.torch_runtime import process_group
 from tests.cases import all_cases, refuses
 from tests.models import EXACT, batches, build, difference_of_values, full_values, loss_of, slice_of
 from tests.ranks import on_ranks

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from dtlib.checkpoint import pointed_to
 from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
-from dtlib.production import deepspeed as production
+from dtlib.training import deepspeed_runtime as production
 from dtlib.training.config import Config
 from dtlib.training.data import RankLoader
 from dtlib.training.engine import LATEST, Engine

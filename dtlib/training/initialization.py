@@ -160,7 +160,7 @@ def pipeline_of(
     """Layers as the ``PipelineModule`` that ``initialize`` takes with this runtime; ``data_comm`` joins the ranks with
     the same stage, and ``everyone`` those of all pipelines."""
     if runtime == "deepspeed":
-        from dtlib.production.deepspeed import pipeline_module
+        from dtlib.training.deepspeed_runtime import pipeline_module
 
         return pipeline_module(layers, stages, loss_fn, seed)
     module = PipelineModule(layers, stages, loss_fn, cuts, comm, seed)

@@ -15,11 +15,11 @@ from dtlib.comm import Communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.precision import clip_by_norm
 from dtlib.parallel.pipeline import PipelineModule, PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZeroBubbleH1
-from dtlib.production.torch import pipeline_schedule as torch_schedule
 from dtlib.training.config import Config, ConfigError
 from dtlib.training.data import RankLoader
 from dtlib.training.engine import Engine
 from dtlib.training.strategies import Replicated
+from dtlib.training.torch_runtime import pipeline_schedule as torch_schedule
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zero_bubble_h1": ScheduleZeroBubbleH1}
 

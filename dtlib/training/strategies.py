@@ -80,14 +80,14 @@ class Alone(Replicated):
 
 class TorchReplicated(Replicated):
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
-        from dtlib.production.torch import data_parallel
+        from dtlib.training.torch_runtime import data_parallel
 
         return data_parallel(model, comm)
 
 
 class TorchStage1(TorchReplicated):
     def distribute(self, optimizer: Optimizer, comm: Communicator) -> Optimizer:
-        from dtlib.production.torch import zero_redundancy
+        from dtlib.training.torch_runtime import zero_redundancy
 
         return zero_redundancy(optimizer.param_groups, type(optimizer), _settings_of(optimizer), comm)
 
@@ -150,7 +150,7 @@ class Sharded(Replicated):
 
 class TorchSharded(Sharded):
     def wrap(self, model: nn.Module, comm: Communicator, zero: ZeroOptimization) -> nn.Module:
-        from dtlib.production.torch import shard_fully
+        from dtlib.training.torch_runtime import shard_fully
 
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
             raise DtlibError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from dtlib.errors import DtlibError
 from dtlib.parallel.pipeline import LayerSpec, TiedLayerSpec
-from dtlib.production.torch import process_group
+from dtlib.training.torch_runtime import process_group
 from dtlib.world import init
 from dtlib.world.machine import gpu_names
 

@@ -1,1 +1,0 @@
-"""The way out of the classroom: the same engine, run by the production libraries."""
