@@ -22,12 +22,12 @@ import pytest
 
 from dtlib.cli import main
 from dtlib.errors import DtlibError
-from dtlib.lab import known, reports
 from dtlib.lab.checks import checks, quiz
 from dtlib.lab.checks.exercise import Verdict
 from dtlib.lab.checks.predictions import predict
 from dtlib.lab.engines.live import LiveView
-from dtlib.wall import kept, room, server
+from dtlib.wall import kept, known, room, server
+from dtlib.wall import notebook as reports
 from tests.conftest import ROOT, make_workshop, wait_until
 from tests.test_browser import CONTRAST, SCREENSHOTS, browser  # noqa: F401
 from tests.test_engines import ENGINES, opened_in

@@ -1,11 +1,12 @@
 """The JupyterLab side: engines, pictures and checks. ``lab.engines(4)`` is the first cell of every notebook."""
 
 from importlib import import_module
+from importlib.metadata import entry_points
 
 _LAZY = {
     "engines": "dtlib.lab.engines.engine_set", "panel": "dtlib.lab.engines.panel",
-    "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.checks", "join": "dtlib.lab.reports",
-    "last": "dtlib.lab.last_outputs", "leave": "dtlib.lab.reports", "mpiexec": "dtlib.lab.programs",
+    "certificate": "dtlib.lab.checks.certificate", "check": "dtlib.lab.checks.checks",
+    "last": "dtlib.lab.last_outputs", "mpiexec": "dtlib.lab.programs",
     "chart": "dtlib.lab.decision_chart", "plan": "dtlib.lab.planning", "predict": "dtlib.lab.checks.predictions",
     "projector": "dtlib.lab.drawing", "fold": "dtlib.lab.tables", "published": "dtlib.lab.reading",
     "push": "dtlib.lab.engines.names", "progress": "dtlib.lab.checks.progress", "quiz": "dtlib.lab.checks.quiz",
@@ -31,8 +32,11 @@ def __getattr__(name: str) -> object:
         return import_module(f"dtlib.lessons.{_IN_LESSONS[name]}.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    for found in entry_points(group="dtlib.lab", name=name):  # what is built on this floor: join and leave, of the wall
+        return found.load()
     raise AttributeError(f"module 'dtlib.lab' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY, "fresh", "pictures", *_IN_LESSONS])
+    added = entry_points(group="dtlib.lab").names
+    return sorted([*globals(), *_LAZY, "fresh", "pictures", *_IN_LESSONS, *added])

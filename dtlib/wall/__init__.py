@@ -1,5 +1,6 @@
 """``dtlib wall``: a page that shows where the learners of a room are, for whoever gives the course.
 
+notebook.py in a learner's notebook: lab.join, lab.leave, and what is sent in between; known.py, what is known of one
 room.py     what is known of all learners, and what the page shows of it
 server.py   who may say what, how often and how much; the page
 kept.py     codes, keys, and the room where that is asked for, in files

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from dtlib.lab.checks.questions import quizzes
-from dtlib.lab.known import ALIAS, IDLE_SECONDS, MOST, SAYS, SHORT
+from dtlib.wall.known import ALIAS, IDLE_SECONDS, MOST, SAYS, SHORT
 
 KINDS = ("stuck", "wrong", "works", "done")  # what a learner says of itself; idle and away are found here
 AWAY_SECONDS = 20  # without a message

@@ -23,7 +23,7 @@ from dtlib.lab.checks.exercise import EXERCISES, Exercise, Problem, Score, Verdi
 from dtlib.lab.checks.predictions import assigns, without_magic
 from dtlib.lab.checks.solutions import source_of
 from dtlib.lab.engines.live import ranks_in_words
-from dtlib.lab.reports import report
+from dtlib.lab.hooks import report
 from dtlib.world import in_engine
 
 WAIT_SECONDS = 5  # that a learner's function may wait for other ranks

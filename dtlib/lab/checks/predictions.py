@@ -18,7 +18,7 @@ from dtlib.errors import DtlibError
 from dtlib.lab import course, lesson_files
 from dtlib.lab.checks.exercise import Prediction, show_sentence
 from dtlib.lab.engines.extension import magic_first
-from dtlib.lab.reports import report
+from dtlib.lab.hooks import report
 from dtlib.lab.tables import fold
 from dtlib.world import in_engine
 

@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from dtlib.errors import DtlibError
-from dtlib.lab import last_outputs, reports
+from dtlib.lab import last_outputs
 
 
 @magics_class
@@ -44,4 +44,3 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         shell.register_magics(MagicsBeforeEngines)
     if kernel := getattr(shell, "kernel", None):
         last_outputs.install(kernel)
-        reports.follow(shell)

@@ -11,7 +11,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from dtlib.lab import reports as wall
+from dtlib.lab import hooks
 from dtlib.lab.colours import RANK_COLOURS, rank_prefix
 from dtlib.lab.drawing import STYLE, Picture, subplots
 from dtlib.lab.foreign import AsyncResult, Client
@@ -50,7 +50,7 @@ class LiveView:
             self.waited = ""
         said = _waits_in_words(waiting, reports) if waiting else self._reported * bool(self.waited)
         if said != self._reported:
-            wall.report("waits", says=said)
+            hooks.report("waits", says=said)
             self._reported = said
         if not self._watched or now - self._began < FIRST_SECONDS or now - self._drawn < EVERY_SECONDS:
             return

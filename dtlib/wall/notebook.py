@@ -3,7 +3,7 @@
 What is known of a learner stands in one small file in the folder of the course, which all its kernels share. It is
 sent as a whole, so a wall that was started anew knows all about everybody after one message of each:
 
-    check, predict, quiz, %%px  -- report() -->  a queue  -- a thread -->  .wall.json  -- message() -->  the wall
+    check, predict, quiz, %%px  -- hooks.py  -->  a queue  -- a thread -->  .wall.json  -- message() -->  the wall
 
 Without a file nothing is sent and no thread runs. Nothing here waits for the network while a cell runs, but for
 ``lab.join`` and ``lab.leave`` themselves, for three seconds at most.
@@ -25,10 +25,10 @@ from filelock import FileLock
 
 from dtlib.errors import DtlibError
 from dtlib.files import read_json, write_whole
-from dtlib.lab import course
+from dtlib.lab import course, hooks
 from dtlib.lab.foreign import Shell
-from dtlib.lab.known import ALIAS, applied, message
 from dtlib.lab.tables import fold
+from dtlib.wall.known import ALIAS, applied, message
 from dtlib.world import in_engine
 
 FILE = ".wall.json"
@@ -124,6 +124,11 @@ def follow(shell: "Shell | None") -> None:
     report("started")
 
 
+def load_ipython_extension(shell: Shell) -> None:
+    """IPython calls this in each kernel of ``dtlib lab``, whose kernelspec names this file."""
+    follow(shell)
+
+
 def _begins(info) -> None:
     report("cell", cell=getattr(info, "cell_id", None))
 
@@ -200,3 +205,6 @@ def _read() -> dict | None:
 def _write(note: dict) -> None:
     """For its owner's eyes alone, and never half: a kernel may be killed at any time."""
     write_whole(_file(), json.dumps(note), 0o600)
+
+
+hooks.listeners.append(report)
