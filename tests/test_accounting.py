@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 import dtlib
 from dtlib.comm import solo
 from dtlib.measure.held import held
+from dtlib.measure.storages import Storages
 from dtlib.parallel.data import DataParallel
 from dtlib.parallel.zero import ZeroOptimizer
 from dtlib.parallel.zero.sharded import fully_shard
@@ -117,9 +116,11 @@ def peak_of_each_phase(world, stage, scheme):
     peaks = {"forward": forward.peak, "backward": backward.peak, "step": step.peak}
     bytes_ = SCHEMES["sgd_momentum"] if scheme == "sgd_momentum" else Scheme(2, 2, 4, 4)
     expected = zero_peak_bytes(flat_sizes(stage, sizes), world.size, stage, bytes_, max(sizes), rank=world.rank)
+    comms = held(engine)["communicators"]
+    scratch = Storages().claim(tensor for comm in comms for tensor in comm.held()["communication"])
     slack = 4000  # flags, losses and what else has a few elements
     for phase, peak in peaks.items():
-        assert 0 <= peak - expected[phase] < slack, (phase, peaks, expected)
+        assert 0 <= peak - expected[phase] - scratch < slack, (phase, peaks, expected)
 
 
 @on_ranks(2)
@@ -147,7 +148,7 @@ def test_torch_holds_as_much_where_it_shares_out_alike(world):
 def test_flags_of_data_parallelism_and_staging_memory_of_stage_2_are_communication(world):
     def communication(stage):
         m = count_two_steps(prepare(stage, weights()))
-        scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
+        scratch = sum(tensor.nbytes for tensor in world.comm.held()["communication"])
         assert scratch > 0
         return m.communication - scratch
 
@@ -169,13 +170,14 @@ def test_strategies_say_what_they_hold_on_this_rank(world):
             "gradients": (whole, whole, own, own)[stage],
             "masters": own,
         }
-        assert bool(found["communication"]) == (stage != 1) and world.comm in found["communicators"]
-        assert {id(array) for array in world.comm.held()["scratch"]} <= {id(array) for array in found["scratch"]}
-        assert [len(held(engine)[kind]) for kind in found] == [len(tensors) for tensors in found.values()]
+        assert world.comm in found["communicators"]
+        scratch = Storages().claim(world.comm.held()["communication"])
+        assert scratch and Storages().claim(found["communication"]) >= scratch
     model = fully_shard(weights((1001,)), world.comm, reshard_after_forward=False)
     with dtlib.memory(model, torch.optim.Adam(model.parameters())) as m:
         loss = model(torch.ones(1)).sum()  # parameters are whole until the backward pass
-    scratch = sum(array.nbytes for comm in held(model)["communicators"] for array in comm.held()["scratch"])
+    comms = held(model)["communicators"]
+    scratch = sum(tensor.nbytes for comm in comms for tensor in comm.held()["communication"])
     assert (m.parameters, m.padding) == ((4 * 501, 0), (4 * 500, 2 * 4))[world.rank]
     assert (m.master_weights, m.communication - scratch) == (0, 4 * 1002)
     loss.backward()
@@ -233,7 +235,7 @@ def test_two_graphs_are_kept_together_and_released():
     assert m.activations == 4 * 10 * 10
 
 
-def test_peak_is_what_the_allocator_gave_out():
+def test_peak_counts_old_and_new_memory_of_what_grows():
     model = nn.Linear(100, 10, bias=False)
     with dtlib.memory(model) as m:
         a = torch.zeros(1000)
@@ -293,23 +295,6 @@ def test_only_memory_that_is_there_counts():
     assert m.gradients == 2 * 8 + 2 * 4 * 4
 
 
-def test_counting_leaves_stderr_alone_where_torch_was_imported_in_a_thread():
-    """And nothing is said there by the profiler either."""
-    program = """
-import os, threading
-thread = threading.Thread(target=lambda: __import__("torch"))
-thread.start(), thread.join()
-import torch, dtlib
-real, replaced = os.dup2, []
-os.dup2 = lambda *arguments, **more: replaced.append(arguments) or real(*arguments, **more)
-with dtlib.memory(torch.nn.Linear(3, 3)) as m:
-    torch.zeros(5)
-assert m.peak == 4 * (12 + 5) and not replaced, (m.peak, replaced)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_nothing_is_left_behind():
     model, optimizer = nn.Linear(5, 1), None
     optimizer = torch.optim.SGD(model.parameters())
@@ -323,8 +308,7 @@ def test_nothing_is_left_behind():
     assert not refused._kept.now
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
-    assert not torch.autograd._profiler_enabled()
-    with dtlib.memory(model), pytest.raises(dtlib.DtlibError, match="one runs already"), dtlib.memory(model):
+    with dtlib.memory(model), pytest.raises(dtlib.DtlibError, match="counts already"), dtlib.memory(model):
         pass
     assert not model._forward_pre_hooks
 

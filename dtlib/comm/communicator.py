@@ -77,8 +77,9 @@ class Communicator(ObjectOperations):
         return self.members[self.rank]
 
     def held(self) -> dict[str, list]:
-        """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
-        return {"scratch": [array.base for array in self._buffers.values()]}
+        """Memory that collectives keep from call to call (measure/held.py)."""
+        bases = [array.base.base for array in self._buffers.values()]
+        return {"communication": [base for base in bases if base is not None]}  # None: made before torch was there
 
     def wait_for(
         self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None

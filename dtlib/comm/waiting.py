@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -121,7 +122,9 @@ def _page_aligned(size: int, dtype) -> np.ndarray:
     """An array that begins on a page, as large torch tensors do: from page to page processors copy fastest."""
     import numpy as np
 
-    room = np.empty(size * dtype.itemsize + mmap.PAGESIZE, dtype=np.uint8)
+    length, torch = size * dtype.itemsize + mmap.PAGESIZE, sys.modules.get("torch")
+    # Through torch, if it is there, so that dtlib.memory counts this memory like all other.
+    room = torch.empty(length, dtype=torch.uint8).numpy() if torch else np.empty(length, dtype=np.uint8)
     start = -room.ctypes.data % mmap.PAGESIZE
     return room[start : start + size * dtype.itemsize].view(dtype)
 
