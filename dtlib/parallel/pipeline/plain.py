@@ -118,5 +118,5 @@ def check(comm: Communicator, batches: list, about: tuple, microbatches: int, sc
     check_stages([note[3] for note in notes], microbatches)
 
 
-# The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), interleaved and zero-bubble
-# schedules (interpreter.py, linear.py), recomputation (stage.py), and models as lists of layers, also tied (layers.py).
+# The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), interleaved schedules and
+# zero-bubble ones (interpreter.py, linear.py), recomputation (stage.py), and lists of layers, also tied (layers.py).
