@@ -7,8 +7,8 @@
     ahead     tensors for messages that are asked for before they are needed
     losses    a number for each micro-batch, on the last rank
 
-Not counted, as no operation of torch allocates it: torch's random state (5,056 bytes), which recomputation keeps for each
-micro-batch.
+Not counted, as no operation of torch allocates it: torch's random state, 5,056 bytes, which recomputation keeps for
+each micro-batch.
 """
 
 from collections.abc import Callable

@@ -113,7 +113,8 @@ class _Schedule:
             raise
 
     def _interpret(self, plan, inputs, target, losses, return_outputs):
-        running, handed = {}, {}
+        running: dict[int, RunningStage] = {}
+        handed: dict[tuple[int, str, int], list] = {}
         for stage in self.stages:
             targets, weights = self._targets(target) if stage.is_last else (None, [])
             running[stage.stage_index] = RunningStage(

@@ -23,8 +23,7 @@ from dtlib.gradients.contract import about_stage, check_stages
 from dtlib.schedule import Action
 
 SCHEDULES = "gpipe", "1f1b"
-DTYPES = torch.float32, torch.float64
-HEADER = 8  # numbers: dtype, dimensions, and the length of each
+DTYPES, HEADER = (torch.float32, torch.float64), 8  # a header's numbers: dtype, dimensions, and the length of each
 
 
 def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
