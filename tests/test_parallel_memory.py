@@ -15,6 +15,7 @@ from tests.ranks import on_ranks
 
 NUMBER = 4  # bytes
 TOKENS, WIDTH, HIDDEN, HEADS = 48, 16, 192, 2
+EXPERT_HIDDEN = 64
 ACTIVATION = NUMBER * TOKENS * WIDTH  # bytes of what layers take and give
 
 
@@ -105,18 +106,28 @@ def ring(kind: str, comm, tokens: int) -> Bytes:
 def test_experts_keep_the_rows_that_arrive(world):
     """As many as leave, where the gate is even: what one process has for all experts, and while an expert's backward
     pass runs, what it has for one expert and all rows."""
-    comm, alone = world.comm, world.comm.split(world.rank)
-    for kind in (MixtureOfExperts, expert.MixtureOfExperts):
-        ours, all_experts, one_expert = (experts(kind, *how) for how in ((comm, 1), (alone, comm.size), (alone, 1)))
-        assert (ours.kept, ours.forward) == (all_experts.kept, all_experts.forward)
+    comm, alone, count = world.comm, world.comm.split(world.rank), world.size
+    rows = 4 * ACTIVATION  # that an expert takes, that come back, these times their weights, and the output
+    hidden = 2 * NUMBER * TOKENS * EXPERT_HIDDEN  # what the activation takes and gives
+    indices = 3 * 8 * TOKENS  # chosen experts, the order of rows, and their tokens
+    gate = NUMBER * TOKENS * (count + 1)  # probabilities, and the chosen ones
+    balance = NUMBER * (count + 1)
+    plain = rows + hidden + indices + gate + balance
+    counting = ACTIVATION + 8 * TOKENS  # tokens that are no padding, and where they are
+    z_loss = NUMBER * TOKENS * (count + 1) + NUMBER  # logits, and their log-sums
+    choices = 8 * count + NUMBER  # and how many tokens there are
+    for kind, kept in ((MixtureOfExperts, plain), (expert.MixtureOfExperts, plain + counting + z_loss + choices)):
+        ours, all_experts, one_expert = (experts(kind, *how) for how in ((comm, 1), (alone, count), (alone, 1)))
+        assert ours.kept == all_experts.kept == kept
+        assert ours.forward == all_experts.forward
         wider_gate = all_experts.kept - one_expert.kept
         assert ours.backward == one_expert.backward + wider_gate
 
 
 def experts(kind, comm, count: int) -> Bytes:
     """Of a layer with so many experts on this rank, whose gate gives each as many tokens."""
-    made = [nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(count)]
-    model = kind(WIDTH, made, comm)
+    layers = [(nn.Linear(WIDTH, EXPERT_HIDDEN), nn.GELU(), nn.Linear(EXPERT_HIDDEN, WIDTH)) for _ in range(count)]
+    model = kind(WIDTH, [nn.Sequential(*each) for each in layers], comm)
     nn.init.eye_(model.gate.weight)
     x = nn.functional.one_hot(torch.arange(TOKENS) % model.count, WIDTH).float().requires_grad_()
     return counted(model, [x], model)
