@@ -35,6 +35,11 @@ PREDICTIONS = {
     "held-with-1f1b": Prediction(
         got=lambda on_eight: {f"rank {rank}": on_eight.peak_activations[rank] for rank in (0, 7)}, hint="p - rank."
     ),
+    "growth-of-live-bytes": Prediction(
+        got=lambda alive: {name: alive[name, 16].peaks[1] / alive[name, 8].peaks[1] for name in ("GPipe", "1F1B")},
+        within=0.3,
+        hint="How many micro-batches does rank 1 hold, of 8 and of 16?",
+    ),
     "of-four-schedules": Prediction(
         got=lambda weights, four: {
             "smallest bubble": min(four, key=lambda name: four[name].bubble),
