@@ -66,7 +66,7 @@ def measure(name: str, ranks: int, microbatches: int) -> Found:
         answers.wait(0.1)  # so that Stop gets through
     traces, curves = zip(*answers.get()[:ranks], strict=True)
     timeline = Timeline(list(traces))
-    begin = min(event.start for event in timeline.events if event.action is not None)
+    begin = min(event.start for trace in traces for event in trace.events if event.action is not None)
     return Found(
         measured(timeline, SECONDS), [[((at - begin) / SECONDS, count) for at, count in curve] for curve in curves]
     )
