@@ -80,6 +80,14 @@ PREDICTIONS = {
     "activations-of-three-stages": Prediction(
         got=lambda: {name: step.peak_activations for name, step in _simulated().items()}, kind=list, hint=_ORDERS
     ),
+    "holders-of-memory": Prediction(
+        got=lambda: {"output": "means and sending", "x.grad": "sending"},
+        choices=("kept", "losses", "means", "sending", "means and sending", "kept and losses"),
+        hint={
+            "output": "Who names it, and who has its memory under another name?",
+            "x.grad": "kept.pop(m) takes x out. Who else was given x.grad?",
+        },
+    ),
     "makespan-of-two-stages": Prediction(
         got=lambda: simulate(gpipe(2, 3)).makespan, hint="Rank 0 waits for B0 of rank 1."
     ),
