@@ -301,6 +301,18 @@ lab.check("1f1b-build")
 # - `microbatches` is a list of pairs. On rank 0 their first elements are inputs, on the last rank their second ones are
 #   targets; others are None. `like` has the shape and dtype of everything that travels.
 
+# %%
+# %%px
+def in_turn(comm, count, forward, backward):
+    """The order of 1F1B."""
+    ahead = min(comm.size - comm.rank - 1, count)
+    for m in range(ahead):
+        forward(m)
+    for m in range(count):
+        if m + ahead < count:
+            forward(m + ahead)
+        backward(m)
+
 # %% tags=["stub"]
 # %%px
 def lean_step(comm, stage, microbatches, like, loss_fn):
@@ -326,13 +338,7 @@ def lean_step(comm, stage, microbatches, like, loss_fn):
         if not first:
             sending.append(comm.send(x.grad, comm.rank - 1, async_op=True))
 
-    ahead = min(comm.size - comm.rank - 1, len(microbatches))
-    for m in range(ahead):
-        forward(m)
-    for m in range(len(microbatches)):
-        if m + ahead < len(microbatches):
-            forward(m + ahead)
-        backward(m)
+    in_turn(comm, len(microbatches), forward, backward)
     for handle in sending:
         handle.wait()
     return sum(losses), [mean() for mean in means]
@@ -361,18 +367,9 @@ def lean_step(comm, stage, microbatches, like, loss_fn):
         y.backward(None if last else comm.recv(torch.empty_like(like), comm.rank + 1))
         if not first:
             sending.append(comm.send(x.grad, comm.rank - 1, async_op=True))
-
-    def free():
         sending[:] = [handle for handle in sending if not handle.done()]
 
-    ahead = min(comm.size - comm.rank - 1, len(microbatches))
-    for m in range(ahead):
-        forward(m)
-    for m in range(len(microbatches)):
-        if m + ahead < len(microbatches):
-            forward(m + ahead)
-        backward(m)
-        free()
+    in_turn(comm, len(microbatches), forward, backward)
     for handle in sending:
         handle.wait()
     return sum(losses), means
@@ -402,6 +399,8 @@ def largest_lines(count):
         lean_step(world.comm, stage, batch, like, nn.functional.mse_loss)
     return live.peak, [(bytes_, text) for bytes_, _, text in live.by_line(at_peak=True)[:3]]
 
+# %%
+# %%px
 lines = {count: largest_lines(count) for count in (4, 32)}
 
 # %% tags=["nbval-ignore-output"]
@@ -409,7 +408,7 @@ for rank in (0, 2):
     for count, (peak, found) in lab.values("lines")[rank].items():
         print(f"rank {rank}, {count:>2} micro-batches: {peak:>9,} bytes at the peak")
         for bytes_, text in found:
-            print(f"{bytes_:>42,} {text}")
+            print(f"{bytes_:>20,} {text[:60]}")
 
 # %%
 lab.check("leak-fix")

@@ -4,8 +4,10 @@ import gc
 
 import torch
 
+from dtlib.lessons.l07.wrong_pipelines import Step
 
-class Repair:
+
+class Repair(Step):
     """The step with its pieces to turn; as it stands it is right."""
 
     first_drop = last_drop = True  # whether handles are dropped, of messages to the rank after and before
@@ -179,25 +181,22 @@ class KeepsAllOfALayer(Repair):
         self.rows = [*getattr(self, "rows", []), values[0]]
 
 
-NAMED = {
+WRONG = {
     "leak-fix": {
-        kind.__name__: (kind(), mistake)
-        for kind, mistake in {
-            AsItWas: "output-held",
-            OnlyTheFunctions: "memory-of-outputs",
-            OnlyTheHandles: "output-held",
-            OnlyHandlesOfOutputs: "memory-of-gradients",
-            AsADefault: "output-held",
-            DetachedForLater: "memory-of-outputs",
-            CopiedForLater: "grows",
-            CollectsGarbage: "output-held",
-            DropsWithoutLooking: "not-waited",
-            SendsAndWaits: "long-messages",
-            NoLog: "no-means",
-            LogsTheLoss: "other-means",
-            KeepsInputs: "inputs-held",
-            AllForwardFirst: "in-flight",
-            KeepsAllOfALayer: "grows",
-        }.items()
+        AsItWas: "output-held",
+        OnlyTheFunctions: "memory-of-outputs",
+        OnlyTheHandles: "output-held",
+        OnlyHandlesOfOutputs: "memory-of-gradients",
+        AsADefault: "output-held",
+        DetachedForLater: "memory-of-outputs",
+        CopiedForLater: "grows",
+        CollectsGarbage: "output-held",
+        DropsWithoutLooking: "not-waited",
+        SendsAndWaits: "long-messages",
+        NoLog: "no-means",
+        LogsTheLoss: "other-means",
+        KeepsInputs: "inputs-held",
+        AllForwardFirst: "in-flight",
+        KeepsAllOfALayer: "grows",
     },
 }
