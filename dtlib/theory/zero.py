@@ -143,7 +143,7 @@ def zero_peak_bytes(
         step.append({name: g * left, "float32": 4 * sum(copied[i:])})
     forward = [{"gathered": scheme.parameters * max(padded) if stage == 3 else 0}]
     moments = {"forward": forward, "backward": backward, "step": step}
-    return {phase: {**states, **max(some, key=lambda terms: sum(terms.values()))} for phase, some in moments.items()}
+    return {phase: states | sorted(some, key=lambda terms: sum(terms.values()))[-1] for phase, some in moments.items()}
 
 
 def zero_wire_elements(
