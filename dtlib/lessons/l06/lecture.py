@@ -298,10 +298,10 @@ for both in groups.values():
 # States are what a rank holds between the backward pass and the step. The *peak* decides whether a model fits:
 
 # %% tags=["half-day"]
-rows = [
-    (name, sum(both["formula"].values()), held[stage]["peak"], held[stage]["peak"] - sum(both["formula"].values()))
-    for stage, (name, both) in enumerate(groups.items())
-]
+held, rows = lab.values("lines_of")[0], []
+for stage, name in enumerate(figures.STAGES):
+    states = sum(held[stage][line] for line in zero_bytes(0, 4, stage))
+    rows.append((name, states, held[stage]["peak"], held[stage]["peak"] - states))
 lab.table(rows, ("rank 0 of 4", "states (bytes)", "peak", "beside them"))
 
 # %% tags=["statement"]
@@ -528,10 +528,12 @@ def bought(bf16=False, micro_steps=1, kind=nn.Sequential):
     }
     engine, *_ = dtlib.initialize(model=kind(*digits.net(128, layers=12)), config=config)
     pixels = x[:256].to(torch.bfloat16 if bf16 else torch.float32)
-    both = zip(pixels.chunk(micro_steps), y[:256].chunk(micro_steps), strict=True)
-    pieces = ((some.clone(), labels.clone()) for some, labels in both)
-    with dtlib.memory(engine) as m, FlopCounterMode(display=False) as flops:
-        engine.train_batch(pieces)
+    flops, m = FlopCounterMode(display=False), dtlib.memory(engine)
+    for counter in (flops, m):  # a step each
+        both = zip(pixels.chunk(micro_steps), y[:256].chunk(micro_steps), strict=True)
+        pieces = ((some.clone(), labels.clone()) for some, labels in both)
+        with counter:
+            engine.train_batch(pieces)
     states = m.parameters + m.gradients + m.master_weights + m.optimizer_states
     return m.activations, states, m.peak, flops.get_total_flops()
 
