@@ -100,8 +100,10 @@ class Memory:
             elif self._optimizer is not None:
                 hooks.callback(self._optimizer.register_step_pre_hook(self._sample_now).remove)
             self._look_at_storages()
-            self._counted()
-            self.live = hooks.enter_context(Live(*self._found.values()))
+            storages = Storages()
+            self._counted(storages)
+            self.live = hooks.enter_context(Live(*storages.tensors.values()))
+            del storages  # it would keep memory alive
             Memory._running = True
             hooks.callback(setattr, Memory, "_running", False)
             self._hooks = hooks.pop_all()
@@ -139,8 +141,8 @@ class Memory:
 
     # What is there
 
-    def _counted(self) -> dict[str, int]:
-        storages = Storages()
+    def _counted(self, storages: Storages | None = None) -> dict[str, int]:
+        storages = storages or Storages()
         held, trained = self._held(), self._parameters()
         updated = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
         updated += held["masters"]
@@ -156,7 +158,6 @@ class Memory:
         gradients = [p.grad for p in [*trained, *updated] if p.grad is not None] + held["gradients"]
         lines["gradients"] = storages.claim(gradients)
         lines["gradient_padding"] = storages.rest(gradients)
-        self._found = storages.tensors
         return lines
 
     def _held(self) -> dict[str, list]:
