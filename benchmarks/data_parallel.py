@@ -108,7 +108,7 @@ def _hidden(world, repeats):
 
         def communicate(ours=ours):
             for bucket in ours.buckets:
-                world.comm.all_reduce(bucket.buffer.flat)
+                world.comm.all_reduce(bucket.make_room().flat)
 
         def step(model):
             def run():

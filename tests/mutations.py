@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Fifty planted mistakes, each of a line or two: is every one of them noticed?
+"""Sixty planted mistakes, each of a line or two: is every one of them noticed?
 
     python -m tests.mutations [numbers]        the mistakes of these numbers (from 0), by default all; 3-9 is a range
     python -m tests.mutations --tests FOLDER   with the tests in another folder, such as those of another commit
@@ -74,6 +74,14 @@ MUTATIONS = [
     ("gradients/contract.py", 'if reductions[-1] != "mean":', 'if False:', "test_plain.py -k pipeline_refuses"),
     ("gradients/contract.py", "if any(norms) and microbatches > 1:", "if False:", "test_plain.py -k pipeline_refuses"),
     ("gradients/contract.py", "if first != rank and name != its_name and", "if False and", "test_plain.py -k pipeline_refuses"),
+    ("parallel/pipeline/plain.py", "        sending = [handle for handle in sending if not handle.done()]\n", "", "test_pipeline_memory.py -k plain"),
+    ("parallel/pipeline/plain.py", "        del x, y ", "        pass ", "test_pipeline_memory.py -k plain"),
+    ("parallel/pipeline/plain.py", "= x, get_gradient_edge(y)", "= x, y", "test_pipeline_memory.py -k plain"),
+    ("parallel/pipeline/stage.py", "self.sending.remove(handle)", "pass", "test_pipeline_memory.py -k a_pipeline"),
+    ("parallel/pipeline/stage.py", "loss.detach().clone()", "loss.detach()", "test_pipeline_memory.py -k a_pipeline"),
+    ("parallel/tensor/plain.py", "return comm.all_reduce(x.clone())", "ctx.x = x\n        return comm.all_reduce(x.clone())", "test_parallel_memory.py -k tensor"),
+    ("parallel/context/plain.py", "        ctx.rest = comm, causal, order\n", "        ctx.rest, ctx.last = (comm, causal, order), scores\n", "test_parallel_memory.py -k ring"),
+    ("parallel/expert/plain.py", "ctx.rest = comm, received, sent", "ctx.rest, ctx.x = (comm, received, sent), x", "test_parallel_memory.py -k experts"),
     ("parallel/pipeline/plain.py", "not all(isinstance(note[1], int) for note in notes) or ", "", "test_plain.py -k pipeline_refuses"),
     ("parallel/tensor/plain.py", 'check_input(x, self.weight, "RowParallelLinear")', "pass", "test_plain.py -k tensor_parallel_layers_refuse"),
 ]  # fmt: skip

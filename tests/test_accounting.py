@@ -2,8 +2,9 @@
 
 import gc
 import itertools
-import subprocess
-import sys
+import mmap
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,17 @@ from torch import nn
 
 import dtlib
 from dtlib.comm import solo
+from dtlib.comm.waiting import KEPT
+from dtlib.gradients import backward
+from dtlib.gradients.shards import GradientShard
+from dtlib.lab import digits
 from dtlib.measure.held import held
+from dtlib.measure.live import Live
+from dtlib.measure.storages import Storages
 from dtlib.parallel.data import DataParallel
+from dtlib.parallel.data.plain import DataParallelBuckets, DataParallelHooks, DataParallelNaive
 from dtlib.parallel.zero import ZeroOptimizer
+from dtlib.parallel.zero.plain import Stage1, Stage2, Stage3
 from dtlib.parallel.zero.sharded import fully_shard
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes, zero_peak_bytes
 from tests.cases import all_cases
@@ -45,7 +54,7 @@ def prepare(stage, model, comm=None, scheme="adam", runtime="dtlib"):
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": kind, "params": settings},
         "bf16": {"enabled": scheme.startswith("mixed")},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": SMALL_BUCKET},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": SMALL_BUCKET, "overlap_comm": False},
     }
     engine, *_ = dtlib.initialize(model=model, config=config, runtime=runtime, comm=comm)
     return engine
@@ -96,30 +105,96 @@ def test_one_rank_of_many_that_do_not_exist():
                 assert m.simulated and f"rank {rank} of {ranks}, simulated" in m.table()
 
 
+# What a rank holds at the largest moment of each phase, against the formula's terms: by the line that allocates it.
+
+LINES = {  # a line's text: the formula's terms that it allocates
+    "": (  # before the block
+        *("parameters", "gradients", "master_weights", "optimizer_states", "padding", "gathered"),
+        *("flags", "sent before"),
+    ),
+    "scaled.backward()": ("travels",),
+    "self.flat = torch.zeros(": ("travels",),
+    "own = whole.new_empty(": ("shards",),
+    "average = whole.new_empty(": ("shards",),
+    "torch.empty(size": ("scratch", "page"),
+    "master.grad = ": ("float32",),
+    "result = func(": ("float32",),  # of a gradient that is a shard
+}
+TRAVELS = ("new gradients", "bucket", "in flight")  # one from the memory of another
+NUMBERS = 64  # bytes: losses, flags of parameters, and messages about them have a line each, and no more than this
+
+
+def nothing_arrives_early(patch):
+    """Between waits no message moves, and what is sent stays until it is waited for: the most that can be alive. (An
+    all-reduce begins at once, and is over if its messages are there: that of stage 0 needs a slow network.)"""
+    patch.setattr(backward, "advance_all", lambda: None)
+    whole, collect = GradientShard._whole, GradientShard.collect
+
+    def kept(shard):
+        shard.kept = whole(shard)
+        return shard.kept
+
+    def dropped(shard, *arguments):
+        shard._handle.wait()
+        del shard.kept
+        collect(shard, *arguments)
+
+    patch.setattr(GradientShard, "_whole", kept)
+    patch.setattr(GradientShard, "collect", dropped)
+
+
+def check_terms(live, expected):
+    rows = [row for row in live.by_line(at_peak=True) if row[0] > NUMBERS]
+    found = dict.fromkeys(LINES, 0)
+    for count, place, text in rows:
+        line = next((line for line in LINES if line and line in text), "" if place == "before:0" else None)
+        assert line is not None, (count, place, text)
+        found[line] += count
+    by_term = Counter()
+    for line, count in found.items():
+        by_term[LINES[line]] += count
+    travels = sum(expected.get(term, 0) for term in TRAVELS)
+    wanted = {terms: sum(expected.get(term, 0) for term in terms) for terms in LINES.values()} | {("travels",): travels}
+    of_sums = by_term["travels",] - travels  # each Weight has a sum, a number with a gradient of its own
+    assert 0 <= of_sums <= 4 * 4, (live.by_line(at_peak=True), expected)
+    by_term["travels",] -= of_sums
+    assert by_term == Counter(wanted), (live.by_line(at_peak=True), expected)
+
+
 @on_ranks(2, 3, slow=(3,))
 def test_peak_of_each_phase(world):
-    with all_cases() as case:
+    with all_cases() as case, pytest.MonkeyPatch.context() as patch:
+        nothing_arrives_early(patch)
         for stage, scheme in itertools.product(range(4), ("sgd_momentum", "mixed_sgd_momentum")):
             with case(stage, scheme):
-                peak_of_each_phase(world, stage, scheme)
+                comm = world.comm.split(0)
+                peak_of_each_phase(comm if stage else comm.emulate_network(0.2, 1e9), stage, scheme)
 
 
-def peak_of_each_phase(world, stage, scheme):
-    sizes = (40_001, 50_003, 30_000)
-    engine = prepare(stage, weights(sizes), scheme=scheme)
-    for _ in range(3):  # the first step makes states and staging memory
-        with dtlib.memory(engine) as forward:
+def peak_of_each_phase(comm, stage, scheme):
+    sizes = (40_001, 50_004, 30_000)  # 30,000 divides among 2 and 3 ranks, and 50,004 as well
+    engine = prepare(stage, weights(sizes), comm, scheme)
+    counts = {}
+    for _ in range(2):  # the first step makes states
+        with dtlib.memory(engine) as counts["forward"]:
             loss = loss_of(engine)
-        with dtlib.memory(engine) as backward:
+        comm.barrier()
+        with dtlib.memory(engine) as counts["backward"]:
             engine.backward(loss)
-        with dtlib.memory(engine) as step:
+        with dtlib.memory(engine) as counts["step"]:
             engine.step()
-    peaks = {"forward": forward.peak, "backward": backward.peak, "step": step.peak}
     bytes_ = SCHEMES["sgd_momentum"] if scheme == "sgd_momentum" else Scheme(2, 2, 4, 4)
-    expected = zero_peak_bytes(flat_sizes(stage, sizes), world.size, stage, bytes_, max(sizes), rank=world.rank)
-    slack = 4000  # flags, losses and what else has a few elements
-    for phase, peak in peaks.items():
-        assert 0 <= peak - expected[phase] < slack, (phase, peaks, expected)
+    buckets = [[size] for size in reversed(sizes)]
+    expected = zero_peak_bytes(buckets, comm.size, stage, bytes_, comm.rank)
+    comms = held(engine)["communicators"]
+    flags = Storages().claim(tensor for one in comms for tensor in one.held()["communication"])
+    for phase, m in counts.items():
+        terms = expected[phase] | {"flags": flags}
+        if phase == "step" and stage != 1:  # which sends its gradients in the step
+            terms["sent before"] = terms.pop("bucket", 0) + terms.pop("shards", 0)
+        if terms.get("scratch", 0):
+            terms["page"] = mmap.PAGESIZE - 1  # to begin on one
+        check_terms(m.live, terms)
 
 
 @on_ranks(2)
@@ -144,15 +219,15 @@ def test_torch_holds_as_much_where_it_shares_out_alike(world):
 
 
 @on_ranks(2)
-def test_flags_of_data_parallelism_and_staging_memory_of_stage_2_are_communication(world):
+def test_flags_of_data_parallelism_are_communication(world):
     def communication(stage):
         m = count_two_steps(prepare(stage, weights()))
-        scratch = sum(array.nbytes for array in world.comm.held()["scratch"])
+        scratch = sum(tensor.nbytes for tensor in world.comm.held()["communication"])
         assert scratch > 0
         return m.communication - scratch
 
     assert communication(0) == 4 * 2 * len(SIZES)  # in each bucket a flag of its parameter, and one about batch_size
-    assert communication(2) == 2 * 4 * 1002  # two buckets as long as the largest, padded to two ranks
+    assert communication(2) == 0  # what travels is gone when it has arrived
 
 
 @on_ranks(2)
@@ -166,17 +241,18 @@ def test_strategies_say_what_they_hold_on_this_rank(world):
         elements = {kind: sum(t.numel() for t in found[kind]) for kind in ("parameters", "gradients", "masters")}
         assert elements == {
             "parameters": (0, whole, whole, own)[stage],  # at stage 0 they lie in no flat memory
-            "gradients": (whole, whole, own, own)[stage],
+            "gradients": (0, whole, 0, 0)[stage],  # between steps
             "masters": own,
         }
-        assert bool(found["communication"]) == (stage != 1) and world.comm in found["communicators"]
-        assert {id(array) for array in world.comm.held()["scratch"]} <= {id(array) for array in found["scratch"]}
-        assert [len(held(engine)[kind]) for kind in found] == [len(tensors) for tensors in found.values()]
+        assert world.comm in found["communicators"]
+        flags, sent = (Storages().claim(one["communication"]) for one in (world.comm.held(), found))
+        assert 0 < flags <= sent
     model = fully_shard(weights((1001,)), world.comm, reshard_after_forward=False)
     with dtlib.memory(model, torch.optim.Adam(model.parameters())) as m:
         loss = model(torch.ones(1)).sum()  # parameters are whole until the backward pass
-    scratch = sum(array.nbytes for comm in held(model)["communicators"] for array in comm.held()["scratch"])
-    assert (m.parameters, m.padding) == ((4 * 501, 0), (4 * 500, 2 * 4))[world.rank]
+    comms = held(model)["communicators"]
+    scratch = sum(tensor.nbytes for comm in comms for tensor in comm.held()["communication"])
+    assert (m.parameters, m.padding) == ((4 * 501, 0), (4 * 500, 4))[world.rank]
     assert (m.master_weights, m.communication - scratch) == (0, 4 * 1002)
     loss.backward()
 
@@ -233,7 +309,7 @@ def test_two_graphs_are_kept_together_and_released():
     assert m.activations == 4 * 10 * 10
 
 
-def test_peak_is_what_the_allocator_gave_out():
+def test_peak_counts_old_and_new_memory_of_what_grows():
     model = nn.Linear(100, 10, bias=False)
     with dtlib.memory(model) as m:
         a = torch.zeros(1000)
@@ -293,38 +369,20 @@ def test_only_memory_that_is_there_counts():
     assert m.gradients == 2 * 8 + 2 * 4 * 4
 
 
-def test_counting_leaves_stderr_alone_where_torch_was_imported_in_a_thread():
-    """And nothing is said there by the profiler either."""
-    program = """
-import os, threading
-thread = threading.Thread(target=lambda: __import__("torch"))
-thread.start(), thread.join()
-import torch, dtlib
-real, replaced = os.dup2, []
-os.dup2 = lambda *arguments, **more: replaced.append(arguments) or real(*arguments, **more)
-with dtlib.memory(torch.nn.Linear(3, 3)) as m:
-    torch.zeros(5)
-assert m.peak == 4 * (12 + 5) and not replaced, (m.peak, replaced)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_nothing_is_left_behind():
     model, optimizer = nn.Linear(5, 1), None
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ZeroDivisionError), dtlib.memory(model, optimizer):
         raise ZeroDivisionError
     refused = dtlib.memory(model, optimizer)
-    refused._counted = lambda: {}["parameters"]
+    refused._counted = lambda storages: {}["parameters"]
     with pytest.raises(KeyError), refused:
         pass
     assert type((torch.ones(1, requires_grad=True) ** 2).grad_fn._saved_self) is torch.Tensor
     assert not refused._kept.now
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
-    assert not torch.autograd._profiler_enabled()
-    with dtlib.memory(model), pytest.raises(dtlib.DtlibError, match="one runs already"), dtlib.memory(model):
+    with dtlib.memory(model), pytest.raises(dtlib.DtlibError, match="counts already"), dtlib.memory(model):
         pass
     assert not model._forward_pre_hooks
 
@@ -337,3 +395,117 @@ def test_table_has_the_formula_beside_the_count():
     expected = f"{zero_bytes(SIZES, 3, 2, 'adam', 1)['gradients']:,}"
     gradients = next(row for row in rows if row[0] == "gradients")
     assert gradients == ["gradients", expected, f"{m.gradients / total:.3f}", expected]
+
+
+# The plain cores, of which Live counts everything from before they are made
+
+
+def moments_of_plain(stage, sizes, ranks):
+    """In elements, beside what is there between steps: by what it is for, at each moment that may be the largest."""
+    padded, shards = [-(-n // ranks) * ranks for n in sizes], [-(-n // ranks) for n in sizes]
+    order = list(range(len(sizes))) if stage == 1 else list(reversed(range(len(sizes))))  # units, or the backward pass
+    for at, i in enumerate(order):
+        others = sum(sizes[j] for j in order[at + 1 :]) if stage == 1 else 0
+        always = {
+            "gradients that wait": others,
+            "gathered": padded[i] if stage == 3 else 0,
+            "shards of gradients": sum(shards[j] for j in order[:at]),
+            "a copy that travels": padded[i],
+        }
+        yield {**always, "gradients of the unit": sizes[i]}
+        yield {**always, "shard that arrives": shards[i], "two rooms of a ring": 2 * shards[i]}
+
+
+@on_ranks(2, 3, slow=(3,))
+def test_plain_zero_holds_what_is_whole_or_comes_at_a_time(world):
+    sizes = (40_001, 50_004, 30_000)
+    pages = 2 * (mmap.PAGESIZE - 1)  # on which the rooms of a ring begin
+    with all_cases() as case:
+        for stage, kind in enumerate((Stage1, Stage2, Stage3), 1):
+            with Live() as live:
+                model = weights(sizes)
+                zero = kind(world.comm.split(0), model, torch.optim.SGD, list(model), lr=0.1, momentum=0.9)
+                for _ in range(2):
+                    live.peak = live.now
+                    model(torch.ones(4)).sum().backward()
+                    zero.step()
+            padded, shards = [-(-n // world.size) * world.size for n in sizes], [-(-n // world.size) for n in sizes]
+            between = 4 * (sum(padded) * (stage < 3) + sum(shards) * (stage == 3) + sum(shards))  # and the momentum
+            most = max(4 * sum(terms.values()) + pages * ("shard that arrives" in terms)
+                       for terms in moments_of_plain(stage, sizes, world.size))  # fmt: skip
+            with case(kind.__name__):
+                comms = zero.comm, zero.contract.comm
+                notes = sum(tensor.nbytes for comm in comms for tensor in comm.held()["communication"])
+                assert 0 <= live.now - between <= notes + numbers(live), live.by_line()
+                assert 0 <= live.peak - between - most <= notes + numbers(live, True), live.by_line(at_peak=True)
+
+
+def numbers(live, at_peak=False):
+    """Bytes in lines of few: losses, flags, what ranks compare; and the sums of the Weights and their gradients."""
+    return sum(count for count, *_ in live.by_line(at_peak) if count <= 4 * NUMBERS) + 4 * 4
+
+
+@on_ranks(2, 3, slow=(3,))
+def test_data_parallelism_holds_gradients_once_and_the_last_bucket_twice(world):
+    sizes = (40_001, 50_004, 30_000)  # each is a bucket; that of the first layer fills when all others are there
+    kinds = {
+        "naive": (DataParallelNaive, 0, 0),
+        "hooks": (DataParallelHooks, 0, 0),
+        "plain buckets": (partial(DataParallelBuckets, bucket_cap_mb=0.2), 4 * sizes[0], 0),
+        "full": (partial(DataParallel, bucket_cap_mb=0.2, progress="inline"), 4 * sizes[0], 3 * 2 * 4),
+    }
+    with all_cases() as case:
+        for name, (kind, copy, flags) in kinds.items():
+            comm = world.comm.split(0).emulate_network(0.2, 1e9)  # so that nothing arrives early
+            with Live() as live:
+                model = kind(weights(sizes), comm)
+                for _ in range(2):
+                    model.zero_grad()
+                    live.peak = between = live.now
+                    comm.barrier()
+                    model(torch.ones(4)).sum().backward()
+            rows = live.by_line(at_peak=True)
+            scratch = sum(count for count, _, text in rows if "torch.empty(size" in text)  # of an all_reduce
+            parameters = gradients = 4 * sum(sizes)
+            with case(name):
+                assert 0 <= between - parameters <= numbers(live)
+                more = live.peak - scratch - parameters - gradients - copy - flags
+                assert 0 <= more <= numbers(live, True), rows
+                assert scratch <= 4 * (max(sizes) + 2) + mmap.PAGESIZE + KEPT
+
+
+@on_ranks(2, 4, slow=(4,))
+def test_the_peak_falls_from_stage_to_stage_and_is_not_above_torchs(world):
+    with all_cases() as case:
+        for name, build in (("128", partial(perceptron_of, 128)), ("1024", partial(perceptron_of, 1024))):
+            peaks = {}
+            for runtime, stage in itertools.product(("dtlib", "torch"), range(4)):
+                peaks[runtime, stage] = max(
+                    world.comm.all_gather_object(peak_of_a_step(world, *build(), stage, runtime))
+                )
+            ours, theirs = ([peaks[runtime, stage] for stage in range(4)] for runtime in ("dtlib", "torch"))
+            with case(name):
+                assert ours == sorted(ours, reverse=True) and len(set(ours)) == 4, ours
+                assert all(mine <= peer for mine, peer in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def perceptron_of(width):
+    torch.manual_seed(0)
+    return digits.net(width, layers=2), torch.randn(24, 64).bfloat16(), torch.zeros(24, dtype=torch.long)
+
+
+def peak_of_a_step(world, model, x, y, stage, runtime):
+    """Of the second, on this rank: all that has been allocated since before the engine was made."""
+    config = {
+        "train_micro_batch_size_per_gpu": len(x),
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+        "zero_optimization": {"stage": stage},
+    }
+    with Live(*model.parameters()) as live:
+        comm = world.comm.split(0) if runtime == "dtlib" else world.comm
+        engine, *_ = dtlib.initialize(model=model, config=config, comm=comm, runtime=runtime)
+        engine.train_batch(iter([(x, y)]))
+        live.peak = live.now
+        engine.train_batch(iter([(x, y)]))
+    return live.peak

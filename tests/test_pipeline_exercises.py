@@ -1,13 +1,14 @@
 """The exercises of lesson 07 on ranks: right steps of a pipeline pass, wrong ones are rejected for their own reason."""
 
 import pytest
+from torch.autograd.graph import get_gradient_edge
 
 from dtlib.lab.checks.checks import judge_on_this_rank
 from dtlib.lab.checks.exercise import EXERCISES
 from dtlib.lab.lesson_files import notebooks
 from dtlib.parallel.pipeline import PipelineStage, ScheduleGPipe
 from tests.cases import for_each
-from tests.lessons.l07 import wrong_pipelines, wrong_puzzle
+from tests.lessons.l07 import wrong_leak, wrong_pipelines, wrong_puzzle
 from tests.ranks import on_ranks
 
 
@@ -198,7 +199,53 @@ def trains_and_multiplies_afterwards(comm, stage, x, target):
         parameter.grad *= 4
 
 
+class WaitsWithTheGradient(wrong_leak.Repair):
+    """Once its gradient has arrived, an output has long left; and a gradient is waited for with the next one."""
+
+    sent: tuple = ()
+
+    def forward(self, m):
+        super().forward(m)
+        self.kept[m] = *self.kept[m], self.sending[-1:]
+
+    def take(self, m):
+        *pair, self.sent = self.kept.pop(m)
+        return pair
+
+    def drop(self):
+        super().drop()
+        for handle, _ in self.sent:
+            handle.wait()
+        self.sent = ()
+
+
+class KeepsPlacesInTheGraph(wrong_leak.Repair):
+    """An output that has been sent is freed before its backward pass."""
+
+    def forward(self, m):
+        super().forward(m)
+        x, y = self.kept[m]
+        self.kept[m] = x, get_gradient_edge(y)
+
+    def backward(self, m):
+        import torch
+
+        x, edge = self.take(m)
+        gradient = None if self.last else self.comm.recv(torch.empty_like(self.like), self.comm.rank + 1)
+        torch.autograd.backward(edge, gradient)
+        if not self.first:
+            self.send(x.grad, self.comm.rank - 1)
+        self.drop()
+
+
+class LogsAFewNumbers(wrong_leak.Repair):
+    def log(self, output):
+        super().log(output)
+        self.spread = [*getattr(self, "spread", []), output.detach().std()]
+
+
 RIGHT = {
+    "leak-fix": (wrong_leak.Repair, WaitsWithTheGradient, KeepsPlacesInTheGraph, LogsAFewNumbers),
     "pipeline-fix": (trains_right, trains_and_multiplies_afterwards),
     "gpipe-build": (
         wrong_pipelines.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,
@@ -235,15 +282,16 @@ def cells():
         ("averaged-twice", "pipeline-fix"),
         ("no-forward", "gpipe-build"),
         ("no-forward", "1f1b-build"),
+        ("output-held", "leak-fix"),
     ):
         for version, mistake in (("learner", stub), ("solved", "")):
             book = made(notebooks()["07_pipelines_exercises"], version)
-            begins = f"%%px\ndef {EXERCISES[exercise].name}("
-            found += [
-                (exercise, cell.source.removeprefix("%%px\n"), mistake)
-                for cell in book.cells if cell.source.startswith(begins)
-            ]  # fmt: skip
-    assert len(found) == 6
+            px = "%%px\n"
+            sources = [cell.source.removeprefix(px) for cell in book.cells if cell.source.startswith(f"{px}def ")]
+            given = next(source for source in sources if source.startswith("def in_turn("))
+            begins = f"def {EXERCISES[exercise].name}("
+            found += [(exercise, f"{given}\n\n{source}", mistake) for source in sources if source.startswith(begins)]
+    assert len(found) == 8
     return found
 
 

@@ -145,7 +145,9 @@ def unfold(link: Link[Array], array: Array, whole: int) -> Steps:
 # All to all: large arrays, where the number of bytes counts
 
 
-def ring_reduce_scatter_in_place(link: Link[Array], chunks: list[Array], combine: Combine[Array]) -> Steps:
+def ring_reduce_scatter_in_place(
+    link: Link[Array], chunks: list[Array], combine: Combine[Array], room: Array | None = None
+) -> Steps:
     """Partial sums travel round the ring; after N-1 steps rank r holds the sum of chunk r, in place.
 
     Four ranks; what rank 1 does (send to 2, receive from 0):
@@ -154,12 +156,12 @@ def ring_reduce_scatter_in_place(link: Link[Array], chunks: list[Array], combine
         step 1   send chunk 3, receive chunk 2, add it        collects at every stop,
         step 2   send chunk 2, receive chunk 1, add it        and ends at rank p
 
-    Every rank sends (N-1)/N of the array, whatever N is.
+    Every rank sends (N-1)/N of the array, whatever N is. What arrives is received in ``room``, or in scratch memory.
     """
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     for step in range(link.size - 1):
         outgoing, incoming = chunks[(link.rank - step - 1) % link.size], chunks[(link.rank - step - 2) % link.size]
-        received = link.scratch(incoming)
+        received = link.scratch(incoming) if room is None else room
         yield [link.send(outgoing, right), link.recv(received, left)]
         combine(incoming, received, incoming)
 
@@ -233,6 +235,14 @@ def ring_reduce_scatter(link: Link[Array], out: Array, chunks: list[Array], comb
         yield [link.send(outgoing, right), link.recv(incoming, left)]
         combine(chunks[(link.rank - step - 2) % link.size], incoming, incoming)
         outgoing = incoming
+
+
+def ring_reduce_scatter_over_input(
+    link: Link[Array], out: Array, chunks: list[Array], combine: Combine[Array]
+) -> Steps:
+    """The ring that overwrites its input, and needs no memory beside it and ``out``."""
+    yield from ring_reduce_scatter_in_place(link, chunks, combine, out)
+    out[...] = chunks[link.rank]
 
 
 def same_memory(one: Array, other: Array) -> bool:

@@ -21,7 +21,7 @@ from dtlib.comm.objects import ObjectOperations
 from dtlib.comm.selection import choose
 from dtlib.comm.types import AnyTensor, Name, No, Sizes, T, Yes, payload
 from dtlib.comm.verify import receive_message, send_message, verified
-from dtlib.comm.waiting import Awaited, Handle, IncomingLink, Link, Queue, Task, idle
+from dtlib.comm.waiting import Awaited, Handle, IncomingLink, Link, Queue, Scratch, Task, idle
 from dtlib.comm.watch import board, recorder
 from dtlib.comm.watch.in_step import living
 from dtlib.errors import CommunicationError
@@ -62,7 +62,7 @@ class Communicator(ObjectOperations):
         self.members = members  # as the world counts them
         self._nccl = None  # not decided yet; False where CUDA tensors go through host memory
         self._queue = Queue()
-        self._buffers = {}
+        self._buffers = Scratch()
         self.collective_count = 0  # collectives that this rank has called so far
         self._splits = 0
         self._messages = 0  # sent, less those received
@@ -77,8 +77,8 @@ class Communicator(ObjectOperations):
         return self.members[self.rank]
 
     def held(self) -> dict[str, list]:
-        """Memory that collectives keep from call to call, as arrays of numpy (measure/held.py)."""
-        return {"scratch": [array.base for array in self._buffers.values()]}
+        """Memory that collectives keep from call to call (measure/held.py)."""
+        return {"communication": self._buffers.held()}
 
     def wait_for(
         self, request: MPI.Request, buffers: object, description: str, time_limit: float | None = None
@@ -223,17 +223,19 @@ class Communicator(ObjectOperations):
 
     @overload
     def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., async_op: No = ...,
-        algorithm: Name = ...) -> T: ...  # fmt: skip
+        algorithm: Name = ..., overwrite: bool = ...) -> T: ...  # fmt: skip
     @overload
     def reduce_scatter(self, out: T, tensor: AnyTensor, op: str = ..., *, async_op: Yes,
-        algorithm: Name = ...) -> Handle[T]: ...  # fmt: skip
+        algorithm: Name = ..., overwrite: bool = ...) -> Handle[T]: ...  # fmt: skip
     def reduce_scatter(
-        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: Name = None
-    ) -> T | Handle[T]:
+        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: Name = None,
+        overwrite: bool = False,
+    ) -> T | Handle[T]:  # fmt: skip
         """Combine ``tensor`` over all ranks; rank r gets chunk r of the result in ``out``.
 
-        ``tensor`` has ``size`` equal chunks and keeps its values, unless ``out`` is its chunk r: then no memory is
-        needed beside it, and its other chunks hold partial results afterwards. Returns ``out``.
+        ``tensor`` has ``size`` equal chunks and keeps its values, unless ``out`` is its chunk r: then its other chunks
+        hold partial results afterwards. With ``overwrite`` it may lose them too, and no memory is needed beside the
+        two. Returns ``out``.
         """
         if getattr(out, "is_cuda", False) and (nccl := self._on_gpus(out, algorithm)):
             return nccl.reduce_scatter(out, tensor, op, async_op)
@@ -243,6 +245,8 @@ class Communicator(ObjectOperations):
         overlap = any(np.may_share_memory(mine.flat, chunk) for chunk in chunks)
         if overlap and not same_memory(mine.flat, chunks[self.rank]):
             chunks = [chunk.copy() for chunk in chunks]  # the result must not overwrite what is still to be sent
+        if overwrite and not overlap:
+            algorithm = algorithm or "ring_over_input"
         finish = partial(self._finish_mean, mine, op)
         arguments = mine.flat, chunks, combine
         return self._collective("reduce_scatter", tensor, arguments, finish, async_op, algorithm, mine.flat, op=op)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from dtlib.comm.waiting import Link, Request
+from dtlib.comm.waiting import Link, Request, Scratch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,7 @@ class SlowLink(Link):
     ``latency`` seconds. ``wire`` is shared by all links of a communicator.
     """
 
-    def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: dict, wire: Wire):
+    def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: Scratch, wire: Wire):
         super().__init__(mpi, rank, size, tag, buffers)
         self._wire = wire
 

@@ -72,7 +72,7 @@ class SoloCommunicator(Communicator):
         return super()._collective(operation, tensor, arguments, finish, async_op, algorithm, flat, **facts)
 
     def _link(self, tag):
-        return SoloLink(self.rank, self.size, self._buffers)
+        return SoloLink(self.rank, self.size)
 
     _side_link = _incoming = _link
 
@@ -80,12 +80,11 @@ class SoloCommunicator(Communicator):
 class SoloLink:
     """What is sent goes nowhere and is counted; what is received is zeros."""
 
-    def __init__(self, rank: int, size: int, buffers: dict):
+    def __init__(self, rank: int, size: int):
         self.rank = rank
         self.size = size
         self.messages = 0
         self.bytes = 0
-        self._buffers = buffers
         self._length = 0
 
     def send(self, array: np.ndarray, dest: int) -> None:

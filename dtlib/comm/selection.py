@@ -24,7 +24,10 @@ KNOWN: dict[str, dict[str, Callable[..., Iterator[list]]]] = {
         "naive": algorithms.naive_all_reduce,
         "mpi": mpi_collectives.all_reduce,
     },
-    "reduce_scatter": {"ring": algorithms.ring_reduce_scatter},
+    "reduce_scatter": {
+        "ring": algorithms.ring_reduce_scatter,
+        "ring_over_input": algorithms.ring_reduce_scatter_over_input,
+    },
     "all_gather": {"ring": algorithms.ring_all_gather},
     "all_to_all": {"pairwise": algorithms.pairwise_all_to_all},
     "barrier": {"dissemination": algorithms.dissemination_barrier},

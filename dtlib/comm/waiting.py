@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from dtlib.comm.call import callers_line
 from dtlib.comm.watch import board, in_vain, recorder
@@ -38,6 +40,7 @@ SPIN_SECONDS = 0.0005  # small collectives finish within this
 YIELD_SECONDS = 0.02  # and most large ones within this: until then others get the core only if they want it
 NAPS = 0.1  # from then on naps: this times the square of the wait so far, so 1 % of it after a tenth of a second,
 LONGEST_NAP = 0.05  # and never more than this
+KEPT = 2**14  # bytes of scratch memory
 NOTICE_SECONDS = 3.0  # until a notebook shows whom everybody waits for
 V = TypeVar("V")  # what an operation returns
 LOOK_SECONDS = 0.25  # from one look at the others to the next
@@ -65,7 +68,7 @@ class Request(Protocol):
 class Link:
     """Messages under one tag. ``messages`` and ``bytes`` count what this rank has sent through it."""
 
-    def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: dict):
+    def __init__(self, mpi: MPI.Comm, rank: int, size: int, tag: int, buffers: Scratch):
         self.mpi = mpi
         self.rank = rank
         self.size = size
@@ -110,21 +113,44 @@ class Link:
         return np.zeros(0, dtype=np.uint8)
 
     def scratch(self, like: np.ndarray, number: int = 0) -> np.ndarray:
-        """Room for an array like this one. It is kept from call to call: fresh memory costs a page fault a page."""
-        key = (like.dtype, number)
-        room = self._buffers.get(key)
-        if room is None or room.size < like.size:
-            room = self._buffers[key] = _page_aligned(like.size, like.dtype)
-        return room[: like.size]
+        return self._buffers.like(like, number)
 
 
-def _page_aligned(size: int, dtype) -> np.ndarray:
-    """An array that begins on a page, as large torch tensors do: from page to page processors copy fastest."""
+class Scratch:
+    """Memory that the operations of a communicator receive into, one after the other.
+
+    Up to KEPT bytes are kept from call to call. More lives as long as an operation uses it, and is not there beside
+    the temporaries of an optimizer's step.
+    """
+
+    def __init__(self):
+        self._rooms: WeakValueDictionary[tuple, np.ndarray] = WeakValueDictionary()
+        self._kept: dict[tuple, np.ndarray] = {}
+
+    def like(self, array: np.ndarray, number: int) -> np.ndarray:
+        """Room for an array like this one, and for each number another one."""
+        key, page = (array.dtype, number), mmap.PAGESIZE if array.nbytes > KEPT else 1
+        room = self._rooms.get(key)
+        if room is None or room.nbytes < array.nbytes + page - 1:
+            room = self._rooms[key] = _empty(array.nbytes + page - 1)
+            if array.nbytes <= KEPT:
+                self._kept[key] = room
+        # From page to page processors copy fastest, and large torch tensors begin on one.
+        start = -room.ctypes.data % page
+        return room[start : start + array.nbytes].view(array.dtype)
+
+    def held(self) -> list:
+        """What is kept, as tensors."""
+        return [room.base for room in self._kept.values() if room.base is not None]
+
+
+def _empty(size: int) -> np.ndarray:
+    """Bytes from torch, if it is there, so that dtlib.memory counts them like all others."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return torch.empty(size, dtype=torch.uint8).numpy()
     import numpy as np
 
-    room = np.empty(size * dtype.itemsize + mmap.PAGESIZE, dtype=np.uint8)
-    start = -room.ctypes.data % mmap.PAGESIZE
-    return room[start : start + size * dtype.itemsize].view(dtype)
+    return np.empty(size, dtype=np.uint8)
 
 
 class _Pieces:

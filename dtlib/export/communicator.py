@@ -8,7 +8,7 @@ class Handle:
     """A message under way; ``wait()`` returns its tensor."""
 
     def __init__(self, work: dist.Work | None, tensor: Tensor, divisor: int | None = None):
-        self.work, self.tensor, self.divisor = work, tensor, divisor
+        self.work, self.tensor, self.divisor, self.done = work, tensor, divisor, getattr(work, "is_completed", bool)
 
     def wait(self) -> Tensor:
         if self.work:

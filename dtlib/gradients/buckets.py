@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 MEBIBYTE = 2**20
+LARGEST_BUCKET = 25 * MEBIBYTE  # as in torch's DistributedDataParallel
 FIRST_BUCKET = MEBIBYTE  # as in torch: the first bucket is small, so that communication begins early
 
 
@@ -24,18 +25,14 @@ class FlatBuffer:
     """One zeroed tensor (``flat``) and a view of it for each of ``shapes`` (``views``), one after the other.
 
     ``extra`` elements at the end belong to no view: room for numbers that travel along, or padding (``tail``).
-    ``memory`` is used instead of new memory: a flat tensor that is long enough.
     """
 
     def __init__(
-        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu", extra: int = 0,
-        memory: torch.Tensor | None = None,
-    ):  # fmt: skip
+        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu", extra: int = 0
+    ):
         sizes = [math.prod(shape) for shape in shapes]
         self.numel = sum(sizes)
-        if memory is None:
-            memory = torch.zeros(self.numel + extra, dtype=dtype, device=device)
-        self.flat = memory[: self.numel + extra]
+        self.flat = torch.zeros(self.numel + extra, dtype=dtype, device=device)
         self.tail = self.flat[self.numel :]
         pieces = self.flat[: self.numel].split(sizes)
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -82,6 +79,14 @@ class Shards:
         """This rank's slice of each tensor, out of its shard ``own``: one-dimensional, and empty where it has none."""
         sizes = [slice_.stop - slice_.start for slice_ in self.slices]
         return list(own[: sum(sizes)].split(sizes))
+
+
+def bucket_bytes(tensors: Iterable[torch.Tensor], cap_mb: float | None, least: int = 0) -> int:
+    """A size of buckets in bytes: ``cap_mb`` MiB, or that of the largest tensor, whose gradient is there at a time
+    anyway; from ``least`` to LARGEST_BUCKET."""
+    if cap_mb is not None:
+        return int(cap_mb * MEBIBYTE)
+    return min(LARGEST_BUCKET, max([least, *(tensor.nbytes for tensor in tensors)]))
 
 
 def buckets_of(tensors: Iterable[torch.Tensor], cap: int, first_cap: int = FIRST_BUCKET) -> list[list[int]]:

@@ -53,12 +53,13 @@ class MasterWeights:
         return torch.nn.Parameter(parameter.detach().to(device, dtype))
 
     def take_gradients(self, scale: float = 1.0) -> None:
-        """Give the masters the gradients of the parameters, divided by ``scale``."""
+        """Give the masters the gradients of the parameters, divided by ``scale``; copies take their place."""
         self._take_values()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter is not master:
                 gradient = parameter.grad
                 master.grad = None if gradient is None else gradient.detach().to(master.device, master.dtype)
+                parameter.grad = gradient = None
             if master.grad is not None and scale != 1:
                 master.grad.div_(scale)
 

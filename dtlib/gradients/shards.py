@@ -1,14 +1,17 @@
 """Gradients that are averaged during the backward pass, of which each rank keeps its shard: ZeRO stages 2 and 3.
 
-bucket's gradients have all arrived    copied into staging memory, and freed
-reduce_scatter, in place            this rank's shard of the staging memory is the average
-two launches later, or at the end   the shard is added to what this rank keeps, and the memory is used again
+bucket's gradients have all arrived    copied into one flat memory, and freed; a large one travels from its own
+reduce_scatter                      over that memory, into new memory of a shard
+at the next launch, or the end      the flat memory is freed, and the shard is this rank's average, or is added to it
+
+So beside gradients that autograd computes and shards, a rank holds one bucket at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from sys import getrefcount
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -27,6 +30,7 @@ class GradientShard:
     """A bucket: ``parameters`` whose gradients travel together, and this rank's shard of their ``average``.
 
     They travel and are added up in ``dtype``, and are kept in ``kept_in``; both are by default that of the parameters.
+    The average is None until one has arrived.
     """
 
     def __init__(
@@ -35,46 +39,56 @@ class GradientShard:
     ):  # fmt: skip
         self.parameters, self.shards = parameters, shards
         first = parameters[0]
-        self.kind = dtype or first.dtype, first.device
-        self.average = torch.zeros(shards.length, dtype=kept_in or first.dtype, device=first.device)
+        self.dtype, self.kept_in = dtype or first.dtype, kept_in or first.dtype
+        self.average: torch.Tensor | None = None
         self.used = torch.zeros(len(parameters), dtype=torch.int8)  # which got a gradient that has been sent
-        self.collected = False  # an average is there, to which others are added
         self._handle: Handle | None = None
-        self._travelling: torch.Tensor | None = None
         self._unscaled: torch.Tensor | None = None
 
-    def launch(self, comm: Communicator, memory: torch.Tensor, weight: float | None) -> None:
-        """Move the gradients into ``memory`` and send them from there."""
-        buffer = FlatBuffer(self.shards.shapes, *self.kind, extra=self.shards.padding, memory=memory)
-        buffer.tail.zero_()
-        for i, (parameter, view) in enumerate(zip(self.parameters, buffer.views, strict=True)):
-            if parameter.grad is None:
-                view.zero_()
-            else:
+    def launch(self, comm: Communicator, weight: float | None) -> None:
+        """Send the gradients, whose memory is gone from here once they have been received."""
+        whole = self._whole()
+        if weight is not None:
+            whole.mul_(weight)
+        own = whole.new_empty(self.shards.length)
+        self._handle = comm.reduce_scatter(own, whole, "mean", async_op=True, overwrite=True)
+
+    def _whole(self) -> torch.Tensor:
+        """The gradients in one flat memory, and nowhere else: its own for a single one that nobody else sees."""
+        self.used |= torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.int8)
+        first = self.parameters[0]
+        if len(self.parameters) == 1 and not self.shards.padding and _is_alone(first, self.dtype):
+            assert first.grad is not None
+            whole, first.grad = first.grad.detach().view(-1), None
+            return whole
+        buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding)
+        for parameter, view in zip(self.parameters, buffer.views, strict=True):
+            if parameter.grad is not None:
                 view.copy_(parameter.grad)
                 parameter.grad = None
-                self.used[i] = 1
-        if weight is not None:
-            buffer.flat.mul_(weight)
-        self._travelling = self.shards.own(buffer.flat)
-        self._handle = comm.reduce_scatter(self._travelling, buffer.flat, "mean", async_op=True)
+        return buffer.flat
 
     def collect(self, weighted: bool = False) -> None:
         """Keep this rank's shard of what has come back; where it was weighted, apart from the averages of others until
         ``scale``."""
-        assert self._handle is not None and self._travelling is not None
-        self._handle.wait()
-        if not self.collected:
-            self.average.copy_(self._travelling)
+        assert self._handle is not None
+        arrived = self._handle.wait().to(self.kept_in)
+        if self.average is None:
+            self.average = arrived
         elif weighted:
-            self._unscaled = self._travelling.clone()
+            self._unscaled = arrived
         else:
-            self.average.add_(self._travelling)
-        self._handle = self._travelling = None
-        self.collected = True
+            self.average.add_(arrived)
+        self._handle = None
+
+    def zeros(self) -> torch.Tensor:
+        """Begin with an average of zeros, to which those of a pass are added."""
+        self.average = torch.zeros(self.shards.length, dtype=self.kept_in, device=self.parameters[0].device)
+        return self.average
 
     def scale(self, factor: float) -> None:
         """Multiply what the last pass has brought, whose weights did not add up to one."""
+        assert self.average is not None
         if self._unscaled is None:
             self.average.mul_(factor)
         else:
@@ -84,7 +98,7 @@ class GradientShard:
     def forget(self) -> None:
         """The next average is a new one."""
         self.used.zero_()
-        self.collected, self._unscaled = False, None
+        self.average = self._unscaled = None
 
 
 class Reducer:
@@ -93,23 +107,21 @@ class Reducer:
     Args:
         batch_size: a function that gives the number by which this rank's gradients count; None where all count alike.
         finished: called after each backward pass.
-        launched: called with a shard whose gradients have left.
+        complete: called with a shard whose gradients have all arrived.
         progress, names: as for ``BackwardPass``.
     """
 
     def __init__(
         self, shards: Sequence[GradientShard], comm: Communicator, batch_size: Callable[[], float | None],
         progress: str, names: dict, finished: Callable[[], None] | None = None,
-        launched: Callable[[GradientShard], None] | None = None,
+        complete: Callable[[GradientShard], None] | None = None,
     ):  # fmt: skip
         self.shards, self.comm = shards, comm
         self.passes = 0  # since the last forget()
-        self._ask_batch_size, self._finished, self._launched = batch_size, finished, launched
+        self._ask_batch_size, self._finished, self._complete = batch_size, finished, complete
         self._samples = Samples(comm)
         self._names = names
         self._used: list[int] = []
-        # By dtype and device: two pieces of memory, which buckets use in turn.
-        self._staging: dict[tuple, list[torch.Tensor]] = {}
         self._travelling: list[GradientShard] = []
         self._pass = BackwardPass(shards, self._begin, self._launch, self._finish, progress, names)
         self.gradient_is_ready = self._pass.gradient_is_ready
@@ -125,26 +137,18 @@ class Reducer:
     def _launch(self, shard: GradientShard) -> None:
         for parameter in shard.parameters:
             check_dense(parameter.grad)
-        if len(self._travelling) == 2:
-            self._travelling.pop(0).collect(self._weight is not None)
-        shard.launch(self.comm, self._memory_for(shard), self._weight)
+        if self._complete:
+            self._complete(shard)
+        self._collect()
+        shard.launch(self.comm, self._weight)
         self._travelling.append(shard)
-        if self._launched:
-            self._launched(shard)
 
-    def _memory_for(self, shard: GradientShard) -> torch.Tensor:
-        memory = self._staging.setdefault(shard.kind, [])
-        if len(memory) < 2:
-            dtype, device = shard.kind
-            largest = max(one.shards.length * one.shards.ranks for one in self.shards if one.kind == shard.kind)
-            memory.append(torch.zeros(largest, dtype=dtype, device=device))
-        else:
-            memory.reverse()  # the other one: what left from it has been collected
-        return memory[-1]
+    def _collect(self) -> None:
+        while self._travelling:
+            self._travelling.pop().collect(self._weight is not None)
 
     def _finish(self) -> None:
-        while self._travelling:
-            self._travelling.pop(0).collect(self._weight is not None)
+        self._collect()
         self._used = exchange_used(self.comm, [shard.used for shard in self.shards], self._batch_size)
         if self._batch_size is not None:
             factor = self._samples.correction(self._batch_size)
@@ -164,8 +168,21 @@ class Reducer:
         for shard in self.shards:
             shard.forget()
 
-    def staging(self) -> list[torch.Tensor]:
-        return [memory for pair in self._staging.values() for memory in pair]
+
+def _is_alone(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether memory of its gradient can be written over: autograd may give the same to another parameter, and to
+    whoever called ``backward(cotangent)``, and hooks may keep it."""
+    if parameter.grad is None or parameter.grad.dtype != dtype or not parameter.grad.is_contiguous():
+        return False
+    new = torch.zeros(1, requires_grad=True)
+    new.grad = torch.zeros(1)
+    return _references(parameter) == _references(new)
+
+
+def _references(parameter) -> tuple[int, int]:
+    """To a gradient, and to its memory."""
+    gradient = parameter.grad
+    return getrefcount(gradient), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
 
 
 def check_dense(gradient: torch.Tensor | None) -> None:

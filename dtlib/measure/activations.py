@@ -1,9 +1,6 @@
-"""What comes and goes while a block runs: tensors that autograd keeps, and memory that torch's allocator gives out."""
-
-from collections.abc import Iterable
+"""Tensors that autograd keeps while a block runs."""
 
 import torch
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 
 from dtlib.measure.storages import storage_key
 
@@ -59,32 +56,3 @@ class _Kept:
 
 def _unpack(kept):
     return kept.tensor if isinstance(kept, _Kept) else kept
-
-
-class Allocations:
-    """A context in which this thread's allocations are recorded; ``most`` is the most bytes at a time, above those that
-    were there before. With ``devices``, which are GPUs, it is the most on these, with what was there before."""
-
-    def __init__(self, devices: Iterable[torch.device] = ()):
-        self.devices = devices
-        self.most = 0
-
-    def __enter__(self) -> "Allocations":
-        for device in self.devices:
-            torch.cuda.reset_peak_memory_stats(device)
-        if not self.devices:
-            # Of torch's two profilers the one that writes nothing to stderr when it starts, in whatever thread.
-            only_memory = False, True, False, False, False
-            experimental = torch._C._profiler._ExperimentalConfig()
-            _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *only_memory, experimental))
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        if self.devices:
-            self.most = sum(torch.cuda.max_memory_allocated(device) for device in self.devices)
-            return
-        running = 0
-        for event in (event for thread in _disable_profiler_legacy() for event in thread):
-            if event.kind() == "memory_alloc":
-                running += event.cpu_memory_usage()  # negative where memory is freed
-                self.most = max(self.most, running)

@@ -5,8 +5,7 @@ It returns lists of tensors by kind, as far as there are any:
     parameters      views of flat memory: whole parameters, or this rank's slices of them
     gradients       likewise, whether they still travel or are averages
     masters         what an optimizer updates in place of parameters: slices of them, or copies in float32
-    communication   memory in which messages are put together, and parameters that are gathered for a while
-    scratch         the same of a communicator: arrays of numpy
+    communication   memory in which messages are put together or arrive, and parameters that are gathered for a while
     communicators   those that are not found as ``comm``
 
 What lies around views in flat memory is padding. Ordinary parameters and their gradients, and states of torch's
@@ -17,7 +16,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-KINDS = ("parameters", "gradients", "masters", "communication", "scratch", "communicators")
+KINDS = ("parameters", "gradients", "masters", "communication", "communicators")
 
 
 def held(*things: object) -> dict[str, list]:
@@ -32,4 +31,5 @@ def held(*things: object) -> dict[str, list]:
                 found["communicators"].append(comm)
     found["communicators"] = list({id(comm): comm for comm in found["communicators"]}.values())
     telling = [comm for comm in found["communicators"] if hasattr(comm, "held")]
-    return {**found, "scratch": [array for comm in telling for array in comm.held()["scratch"]]}
+    found["communication"] += [tensor for comm in telling for tensor in comm.held()["communication"]]
+    return found

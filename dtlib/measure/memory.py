@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.measure.activations import Activations, Allocations
+from dtlib.measure.activations import Activations
 from dtlib.measure.held import held
+from dtlib.measure.live import Live
 from dtlib.measure.storages import Storages, storage_key
 from dtlib.theory.zero import SCHEMES, Scheme, zero_bytes
 
@@ -66,12 +67,14 @@ class Memory:
     ``activations``: what autograd kept for the backward pass, without the lines above; where it computes activations
     anew, it is what was stored. ``total`` is all lines but activations and peak.
 
-    ``peak`` is the most that torch's allocator had given out at a time: what these lines counted when the block began,
-    and what this thread allocated in it. Batches made before the block are in neither. The communicator's scratch
-    memory is numpy's, and not in it. On a GPU it is what ``torch.cuda.max_memory_allocated`` says.
+    ``peak`` is the most that was alive at a time: what these lines counted when the block began, and what this thread
+    allocated in it. Batches made before the block are in neither. ``live`` (live.py) counts it: ``m.live.now`` at any
+    moment, ``m.live.by_line()`` by the line that allocated it.
 
     Inside the block autograd does not notice that a tensor that it keeps is changed in place.
     """
+
+    _running = False  # one at a time: autograd asks the last one alone what it keeps
 
     def __init__(self, model: torch.nn.Module | Engine, optimizer: torch.optim.Optimizer | None = None):
         self._engine: Any = model if hasattr(model, "module") and not isinstance(model, torch.nn.Module) else None
@@ -82,8 +85,8 @@ class Memory:
         self._formula: dict[str, int] | None = None
 
     def __enter__(self) -> Memory:
-        if torch.autograd._profiler_enabled():
-            raise DtlibError("dtlib.memory() asks torch's profiler, and one runs already: end that one first.")
+        if Memory._running:
+            raise DtlibError("A dtlib.memory() counts already: end that one first.")
         comms = self._held()["communicators"]
         self.simulated = any(getattr(comm, "simulated", False) for comm in comms)
         self.ranks = max((comm.size for comm in comms), default=1)
@@ -97,9 +100,12 @@ class Memory:
             elif self._optimizer is not None:
                 hooks.callback(self._optimizer.register_step_pre_hook(self._sample_now).remove)
             self._look_at_storages()
-            self._counted()
-            self._at_the_start = self._in_torch
-            self._allocated = hooks.enter_context(Allocations({p.device for p in self._parameters() if p.is_cuda}))
+            storages = Storages()
+            self._counted(storages)
+            self.live = hooks.enter_context(Live(*storages.tensors.values()))
+            del storages  # it would keep memory alive
+            Memory._running = True
+            hooks.callback(setattr, Memory, "_running", False)
             self._hooks = hooks.pop_all()
         return self
 
@@ -128,16 +134,15 @@ class Memory:
             at_the_end[name] = sampled[name]
         at_the_end["communication"] = max(at_the_end["communication"], sampled["communication"])
         at_the_end["padding"] += at_the_end.pop("gradient_padding")
-        peak = self._allocated.most + (0 if self._allocated.devices else self._at_the_start)
-        counted = {**at_the_end, "activations": self._kept.most, "peak": peak}
+        counted = {**at_the_end, "activations": self._kept.most, "peak": self.live.peak}
         self.lines = {name: counted[name] for name in LINES}
         self.__dict__.update(self.lines)
         self.total = sum(at_the_end.values())
 
     # What is there
 
-    def _counted(self) -> dict[str, int]:
-        storages = Storages()
+    def _counted(self, storages: Storages | None = None) -> dict[str, int]:
+        storages = storages or Storages()
         held, trained = self._held(), self._parameters()
         updated = [p for one in self._optimizers() for group in one.param_groups for p in group["params"]]
         updated += held["masters"]
@@ -153,8 +158,6 @@ class Memory:
         gradients = [p.grad for p in [*trained, *updated] if p.grad is not None] + held["gradients"]
         lines["gradients"] = storages.claim(gradients)
         lines["gradient_padding"] = storages.rest(gradients)
-        self._in_torch = sum(lines.values())
-        lines["communication"] += sum(array.nbytes for array in held["scratch"])
         return lines
 
     def _held(self) -> dict[str, list]:

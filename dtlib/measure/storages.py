@@ -11,14 +11,14 @@ class Storages:
 
     def __init__(self):
         self._claimed = {}  # by storage: disjoint spans of bytes, in order
-        self._storages = {}
+        self.tensors: dict[int, torch.Tensor] = {}  # one of each storage
 
     def claim(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of these tensors that nobody has claimed."""
         spans: dict[int, list[tuple[int, int]]] = {}
-        for tensor in _strided(tensors):
+        for tensor in strided(tensors):
             spans.setdefault(storage_key(tensor), []).extend(_spans(tensor))
-            self._storages[storage_key(tensor)] = tensor.untyped_storage()
+            self.tensors[storage_key(tensor)] = tensor
         gained = 0
         for key, new in spans.items():
             before = self._claimed.get(key, [])
@@ -29,7 +29,7 @@ class Storages:
     def rest(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes around these tensors, in the same storages, that nobody has claimed."""
         gained = 0
-        for key, storage in {storage_key(tensor): tensor.untyped_storage() for tensor in _strided(tensors)}.items():
+        for key, storage in {storage_key(tensor): tensor.untyped_storage() for tensor in strided(tensors)}.items():
             gained += storage.nbytes() - _length(self._claimed.get(key, []))
             self._claimed[key] = [(0, storage.nbytes())]
         return gained
@@ -45,7 +45,7 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _strided(tensors):
+def strided(tensors):
     """The tensors that have memory: of a sparse one its indices and values, of one on the meta device none."""
     for tensor in map(_local, tensors):
         if tensor.layout == torch.sparse_coo:

@@ -1,8 +1,8 @@
 """What dtlib's own strategies hold and send, to the byte, from the sizes of a model's parameters.
 
     ranks          stage = rank % pipe, place on the data axis = rank // pipe
-    states         theory.zero: one flat buffer up to stage 2, one a unit at stage 3
-    data           theory.zero: rings; at stage 0 two buckets, with a flag a parameter and one more behind the gradients
+    states         theory.zero: one flat buffer at stage 1, one for each bucket at stage 2 and for each unit at stage 3
+    data           theory.zero: rings; at stage 0 buckets, with a flag a parameter and one more behind the gradients
     pipe           a stage sends its outputs forward and the gradients of its inputs backward, for each micro-batch
     tensor         of a decoder (workloads/decoder.py): two all-reduces a layer and pass, one of the embedding and one
                    of the head's inputs, and three numbers a token for the loss
@@ -17,7 +17,7 @@ from dtlib.planner.model import Model, PlanError
 from dtlib.theory.collectives import elements_sent
 from dtlib.theory.zero import zero_bytes, zero_wire_elements
 
-FIRST_BUCKET = 2**20  # bytes: that of gradients/buckets.py
+FIRST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20  # bytes: those of gradients/buckets.py
 ELEMENT = 4  # bytes: dtlib trains in float32 unless the config says bf16 or fp16
 
 
@@ -40,8 +40,9 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam"):
             f"{len(stages)} stages with {len(boundaries)} boundaries for pipe {plan.pipe}: give all of them."
         )
     units = [sum(unit) for unit in stages[stage]]
-    flat = units if plan.zero == 3 else [sum(units)]
-    travels = _buckets([size for unit in stages[stage] for size in unit]) if plan.zero == 0 else flat
+    buckets = _buckets([size for unit in stages[stage] for size in unit], FIRST_BUCKET if plan.zero == 0 else 0)
+    flat = {2: [sum(bucket) for bucket in buckets], 3: units}.get(plan.zero, [sum(units)])
+    travels = [sum(bucket) + len(bucket) + 1 for bucket in buckets] if plan.zero == 0 else flat
     data = zero_wire_elements(travels, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
     samples = plan.micro_batch * plan.micro_batches
     forward = boundaries[stage] if stage < plan.pipe - 1 else 0
@@ -94,13 +95,17 @@ def kept_of_decoder(model: Model, micro_batch: int, recompute: str = "none") -> 
     return ELEMENT * (n * (model.layers * layer[recompute] + h + model.vocab) + 1) + 2 * 8 * n
 
 
-def _buckets(sizes: list[int]) -> list[int]:
-    """Elements of data parallelism's two buckets, with a flag a tensor and one more: the last layers' gradients travel
-    first, in a bucket of at most a MiB."""
-    count = sum(ELEMENT * sum(sizes[-many:]) <= FIRST_BUCKET for many in range(1, len(sizes) + 1))
-    last = sizes[len(sizes) - max(1, count) :]
-    first = sizes[: len(sizes) - len(last)]
-    return [sum(bucket) + len(bucket) + 1 for bucket in (last, first) if bucket]
+def _buckets(sizes: list[int], least: int) -> list[list[int]]:
+    """Sizes in the buckets in which their gradients travel, the last layers' first: as gradients/buckets.py has them,
+    from ``least`` bytes to the largest size, and at most a MiB in the first."""
+    most = min(LARGEST_BUCKET, max(least, ELEMENT * max(sizes)))
+    buckets: list[list[int]] = [[]]
+    for size in reversed(sizes):
+        limit = min(most, FIRST_BUCKET) if len(buckets) == 1 else most
+        if buckets[-1] and ELEMENT * (sum(buckets[-1]) + size) > limit:
+            buckets.append([])
+        buckets[-1].append(size)
+    return buckets
 
 
 def _all_reduced(ranks: int, rank: int, count: int) -> int:

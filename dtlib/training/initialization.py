@@ -227,6 +227,8 @@ def _optimizer(settings, given, group_of, parameters):
         if not params.pop("torch_adam", False):
             params.setdefault("weight_decay", 0.0)
         name = "AdamW" if params.pop("adam_w_mode", True) or name == "AdamW" else "Adam"
+    if name in ("Adam", "AdamW") and not params.get("foreach"):
+        params.setdefault("fused", True)  # no temporaries as large as parameters
     groups = {id(group): {**group, "params": []} for group in group_of}
     for parameter, group in zip(parameters, group_of, strict=True):
         groups[id(group)]["params"].append(parameter)

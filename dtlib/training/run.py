@@ -170,8 +170,11 @@ class _Training:
                     losses.append(self._step(batches))
                     self.engine.before_step_hooks.remove(counter.sample)
                     counter.sample()
-                    held = self.comm.all_gather_object(sum(counter.sampled[name] for name in STATES))
-                    self._hold_to_the_limit(held)
+                    of_states = sum(counter.sampled[name] for name in STATES)
+                    buffers = counter.sampled["buffers"] + counter.sampled["communication"]
+                    everyones = self.comm.all_gather_object((of_states, buffers))
+                    held = [states for states, _ in everyones]
+                    self._hold_to_the_limit([sum(both) for both in everyones])
                 else:
                     losses.append(self._step(batches))
                 seconds = time.perf_counter() - began
@@ -198,8 +201,8 @@ class _Training:
         most, limit = max(held), self.run.memory_limit
         if limit is not None and most > limit:
             raise DtlibError(
-                f"Rank {held.index(most)} holds {most:,} bytes of model states, and run.memory_limit is {limit:,}: cut "
-                "the model further, by a higher stage of ZeRO, or over more stages or tensor ranks."
+                f"Rank {held.index(most)} holds {most:,} bytes of model states and buffers, and run.memory_limit is "
+                f"{limit:,}: cut the model further, by a higher stage of ZeRO, or over more stages or tensor ranks."
             )
 
     def _log_row(self, file, row: dict) -> None:

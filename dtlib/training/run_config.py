@@ -30,9 +30,9 @@ class Run:
 
     ``steps``, or ``epochs``: how long to train, together with what a checkpoint has already. ``save_every`` so many
     steps, beside the end. ``gpus``: how many the run needs, one a rank; 0 takes what there is. ``float64``: compute in
-    it. ``seed``: that of dropout, which is another on each rank. ``memory_limit``: bytes of model states that a rank
-    may hold, counted in the second step. ``link_latency``, ``link_bandwidth``: seconds a message and bytes a
-    second of a slow link between all ranks, EMULATED.
+    it. ``seed``: that of dropout, which is another on each rank. ``memory_limit``: bytes of model states and of
+    buffers (of modules and messages) that a rank may hold, in the second step. ``link_latency``, ``link_bandwidth``:
+    seconds a message and bytes a second of a slow link between all ranks, EMULATED.
     """
 
     steps: int | None = None

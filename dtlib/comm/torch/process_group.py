@@ -182,8 +182,9 @@ class ProcessGroupCommunicator(ObjectOperations):
         return self._start(call, content, begin, finish, async_op, sent)
 
     def reduce_scatter(
-        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None
-    ) -> T | GroupHandle[T]:
+        self, out: T, tensor: AnyTensor, op: str = "sum", async_op: bool = False, algorithm: str | None = None,
+        overwrite: bool = False,
+    ) -> T | GroupHandle[T]:  # fmt: skip
         """Combine ``tensor``, of ``size`` equal chunks, over all ranks; rank r gets chunk r in ``out``; returns it."""
         mine = self._carried(out, "reduce_scatter", writes=True, algorithm=algorithm)
         whole = self._carried(tensor, "reduce_scatter", writes=False)

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 06 ZeRO: exercises
 #
-# Five exercises: *predict* bytes (five minutes), *fix* a stage 2 that saves nothing (five minutes), *build* sharded
-# Adam (thirty minutes), *build* a layer that is gathered on demand (fifteen minutes), and *fit* a large model (ten
-# minutes). A check looks at your answer on all ranks: at values, at the bytes sent, and at the memory that is really
+# Six exercises: *predict* bytes (five minutes), *fix* a stage 2 that saves nothing (five minutes), *find* two leaks (ten
+# minutes), *build* sharded Adam (thirty minutes), *build* a layer that is gathered on demand (fifteen minutes), and
+# *fit* a large model (ten minutes). A check looks at your answer on all ranks: at values, at the bytes sent, and at the memory that is really
 # held. Check again for the next hint.
 #
 # **You need** the lecture [06 ZeRO](../lectures/06_zero.ipynb). Answers:
@@ -115,6 +115,92 @@ lab.check("zero2-fix")
 # With the bug, `shards` looked small: its tensors have `length` elements each. But a slice is a view, and a view keeps
 # the whole memory behind it. The size of a tensor is not the memory that it holds: look at
 # `tensor.untyped_storage().nbytes()`.
+
+# %% [markdown]
+# ## Find the leak
+#
+# A run at stage 2 has the right losses, and ends out of memory after an hour. `ShardedSteps` is its step. After
+# `step(x, y)`, which returns the loss, `shards` has this rank's shard of each averaged gradient, and `guesses` the
+# first row of each step's output, for a plot.
+
+# %% tags=["stub"]
+# %%px
+class ShardedSteps:
+    def __init__(self, comm, model):
+        self.comm, self.model = comm, model
+        self.shards, self.sent, self.guesses = {}, [], []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+
+    def gradient_is_ready(self, parameter):
+        length = -(-parameter.numel() // self.comm.size)  # rounded up
+        flat = torch.zeros(length * self.comm.size, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        parameter.grad = None
+        own = torch.empty(length, dtype=parameter.dtype)
+        self.shards[parameter] = own
+        self.sent.append((self.comm.reduce_scatter(own, flat, op="mean", async_op=True), flat))
+
+    def step(self, x, y):
+        output = self.model(x)
+        loss = cross_entropy(output, y)
+        loss.backward()
+        for handle, _ in self.sent:
+            handle.wait()
+        self.guesses.append(output[0].detach())
+        return loss.item()
+
+# %% tags=["solution"]
+# %%px
+class ShardedSteps:
+    def __init__(self, comm, model):
+        self.comm, self.model = comm, model
+        self.shards, self.sent, self.guesses = {}, [], []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+
+    def gradient_is_ready(self, parameter):
+        length = -(-parameter.numel() // self.comm.size)  # rounded up
+        flat = torch.zeros(length * self.comm.size, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        parameter.grad = None
+        own = torch.empty(length, dtype=parameter.dtype)
+        self.shards[parameter] = own
+        self.sent.append((self.comm.reduce_scatter(own, flat, op="mean", async_op=True), flat))
+
+    def step(self, x, y):
+        output = self.model(x)
+        loss = cross_entropy(output, y)
+        loss.backward()
+        for handle, _ in self.sent:
+            handle.wait()
+        self.sent.clear()
+        self.guesses.append(output[0].detach().clone())
+        return loss.item()
+
+# %% [markdown]
+# `Live` counts every tensor that is alive, by the line that allocated its memory: here after one step, and after four.
+
+# %%
+# %%px
+from dtlib.measure.live import Live
+
+net = digits.net(hidden=128)
+with Live(*net.parameters()) as live:
+    steps, alive = ShardedSteps(world.comm, net), []
+    for at in range(4):
+        steps.step(x[48 * at : 48 * at + 48], y[48 * at : 48 * at + 48])
+        alive.append({text: count for count, _, text in live.by_line()})
+if world.rank == 0:
+    lines = [(text, alive[0].get(text, 0), count) for text, count in alive[3].items()]
+    lab.table(lines[:6], ("allocated by", "after 1 step", "after 4 steps"))
+
+# %% [markdown]
+# The first line is the net, which was there before. Which lines grow? Name the attributes that keep their memory, and
+# let step four hold what step one holds, but for one row each. Shards, guesses and losses stay right.
+
+# %%
+lab.check("zero-leak")
 
 # %% [markdown]
 # ## Build: sharded Adam

@@ -250,7 +250,7 @@ lab.predict("bytes-at-stage-2", 5.5)
 # %% tags=["half-day"]
 # %%px
 def counted(stage, comm):
-    """One step of the net in mixed precision, counted."""
+    """A step of the net in mixed precision, counted: the second, as Adam's states are made in the first."""
     config = {
         "train_micro_batch_size_per_gpu": 24,
         "bf16": {"enabled": True},
@@ -258,33 +258,34 @@ def counted(stage, comm):
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = dtlib.initialize(model=fresh_net(), config=config, comm=comm)
-    with dtlib.memory(engine) as m:
-        engine.train_batch(iter([(x[:24].bfloat16(), y[:24].clone())]))
+    for _ in range(2):
+        with dtlib.memory(engine) as m:
+            engine.train_batch(iter([(x[:24].bfloat16(), y[:24].clone())]))
     return m
 
 
 (x, y), _ = digits.load(torch.float64)
 reports = {s: counted(s, comm.split(0)) for s in range(4)}  # on a new communicator: no old buffers
 lines_of = {stage: report.lines for stage, report in reports.items()}
+sizes_of = {stage: report.sizes[0] for stage, report in reports.items()}  # of what travels together
 if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
 # "Count and formula agree on every line that the formula has."
-# "a buffer as large as all gradients, and what collectives keep"
+# "*communication* is memory of messages that is kept, here only of small ones."
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
 assert all(numbers[0] == numbers[-1] for numbers in lines.values())
-assert 2 < row("communication", "mixed_adam")[1] < 2 * 2
+assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
 # Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
-# per tensor; *communication* is memory for messages: a buffer as large as all gradients, and what collectives keep.
-# *Peak* is the most memory at any time.
+# per tensor; *communication* is memory of messages that is kept, here only of small ones. *Peak* is the most memory at
+# any time.
 
 # %%
-held = lab.values("lines_of")[0]
+held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
 parameters = held[0]["parameters"] // 2  # 16 bits each
-sizes = {stage: parameters for stage in range(3)} | {3: [8320, 16512, 1290]}  # stage 3: by unit
 groups = {
     name: {"counted": held[stage], "formula": zero_bytes(sizes[stage], 4, stage)}
     for stage, name in enumerate(figures.STAGES)
@@ -292,6 +293,28 @@ groups = {
 figures.bars(groups, title="Model states of rank 0 of 4")
 for both in groups.values():
     assert all(both["counted"][line] == count for line, count in both["formula"].items())
+
+# %% [markdown] tags=["half-day"]
+# States are what a rank holds between the backward pass and the step. The *peak* decides whether a model fits:
+
+# %% tags=["half-day"]
+held, rows = lab.values("lines_of")[0], []
+for stage, name in enumerate(figures.STAGES):
+    states = sum(held[stage][line] for line in zero_bytes(0, 4, stage))
+    rows.append((name, states, held[stage]["peak"], held[stage]["peak"] - states))
+lab.table(rows, ("rank 0 of 4", "states (bytes)", "peak", "beside them"))
+
+# %% tags=["statement"]
+# "Each stage has a lower peak than the one before"
+peaks = [row(name, "beside them")[-2] for name in ("data parallelism", "stage 1", "stage 2", "stage 3")]
+assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+states = [row(name, "beside them")[-3] for name in ("data parallelism", "stage 3")]
+assert peaks[0] / peaks[3] < states[0] / states[1]
+
+# %% [markdown] tags=["half-day"]
+# Each stage has a lower peak than the one before, but it falls less than the states. Beside them a rank holds
+# activations, a bucket of gradients that travels (at stage 3 the weights of one unit, too), and copies of gradients in
+# 32 bits while it steps.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks
@@ -495,7 +518,7 @@ class Recomputed(nn.Sequential):
 
 
 def bought(bf16=False, micro_steps=1, kind=nn.Sequential):
-    """Bytes of activations and of model states, and operations of a step, at stage 3."""
+    """Bytes that autograd stores, of model states and at most, and operations of a step, at stage 3."""
     config = {
         "train_micro_batch_size_per_gpu": 256 // micro_steps,
         "gradient_accumulation_steps": micro_steps,
@@ -505,12 +528,14 @@ def bought(bf16=False, micro_steps=1, kind=nn.Sequential):
     }
     engine, *_ = dtlib.initialize(model=kind(*digits.net(128, layers=12)), config=config)
     pixels = x[:256].to(torch.bfloat16 if bf16 else torch.float32)
-    both = zip(pixels.chunk(micro_steps), y[:256].chunk(micro_steps), strict=True)
-    pieces = ((some.clone(), labels.clone()) for some, labels in both)
-    with dtlib.memory(engine) as m, FlopCounterMode(display=False) as flops:
-        engine.train_batch(pieces)
+    flops, m = FlopCounterMode(display=False), dtlib.memory(engine)
+    for counter in (flops, m):  # a step each
+        both = zip(pixels.chunk(micro_steps), y[:256].chunk(micro_steps), strict=True)
+        pieces = ((some.clone(), labels.clone()) for some, labels in both)
+        with counter:
+            engine.train_batch(pieces)
     states = m.parameters + m.gradients + m.master_weights + m.optimizer_states
-    return m.activations, states, flops.get_total_flops()
+    return m.activations, states, m.peak, flops.get_total_flops()
 
 
 cases = {
@@ -524,17 +549,17 @@ cases = {
 cases = lab.values("cases")[0]
 first, rows = cases["float32"], []
 for name in ("float32", "mixed precision", "and 4 micro-batches", "and recomputation"):
-    activations, states, flops = cases[name]
-    less, arithmetic = f"{first[0] / activations:.1f}", f"{flops / first[2]:.2f}"
-    rows.append((name, activations, less, states, arithmetic))
-lab.table(rows, ("rank 0", "activations (bytes)", "times less", "states (bytes)", "arithmetic"))
+    stored, states, peak, flops = cases[name]
+    less, arithmetic = f"{first[0] / stored:.1f}", f"{flops / first[3]:.2f}"
+    rows.append((name, stored, less, states, peak, arithmetic))
+lab.table(rows, ("rank 0", "stored (bytes)", "times less", "states (bytes)", "peak", "arithmetic"))
 
 # %% tags=["statement"]
 # "Mixed precision does not make model states smaller"
 # "It halves activations and messages."
 # "Recomputation costs at most one more forward pass: a third more arithmetic."
 first, mixed, again = (row(name, "arithmetic") for name in ("float32", "mixed precision", "and recomputation"))
-assert mixed[2] == first[2] and mixed[1] == 2.0 and 1 < again[3] < 4 / 3
+assert mixed[2] == first[2] and mixed[1] == 2.0 and 1 < again[4] < 4 / 3
 
 # %% [markdown]
 # **Mixed precision does not make model states smaller**: what 16 bits save, the master weights cost. It halves
@@ -656,7 +681,7 @@ for runtime in ("dtlib", "torch"):
         losses[runtime] = [engine.train_batch().item() for _ in range(20)]
     if comm.rank == 0:
         held = m.parameters + m.gradients + m.optimizer_states + m.padding
-        print(f"{runtime:5}  last loss {losses[runtime][-1]:.4f}, {held:,} bytes of model states")
+        print(f"{runtime:5}  last loss {losses[runtime][-1]:.4f}, {held:,} bytes of model states, {m.peak:,} at most")
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # float32
 
 # %% tags=["statement"]

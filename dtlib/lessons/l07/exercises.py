@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 07 Pipelines: exercises
 #
-# Four exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five
-# minutes), *build* the GPipe clock (thirty minutes), and *build* 1F1B from it (twenty minutes). A check runs your function
-# on all ranks, with micro-batches that are equal, unequal, few, and large. It looks at values, at who does what when, at
-# messages, and at what autograd keeps. Check again for the next hint. The schedule puzzle has [a notebook of its
+# Five exercises: *predict* bubble and activations (ten minutes), *fix* a pipeline whose gradients are too small (five
+# minutes), *build* the GPipe clock (thirty minutes), *build* 1F1B from it (twenty minutes), and *find the leak* in a step
+# that holds too much memory (ten minutes). A check runs your function on all ranks, with micro-batches that are equal,
+# unequal, few, and large. It looks at values, at who does what when, at messages, at what autograd keeps, and at bytes.
+# Check again for the next hint. The schedule puzzle has [a notebook of its
 # own](07_schedule_puzzle_exercises.ipynb), and needs no engines.
 #
 # **You need** the lecture [07 Pipelines](../lectures/07_pipelines.ipynb). Answers:
@@ -290,6 +291,131 @@ lab.check("1f1b-build")
 # %% [markdown]
 # Both functions do the same to a micro-batch; only the order differs. So `dtlib/parallel/pipeline/plain.py` has one `step`,
 # and `order` is data: compare your loops with both. The full forms are `dtlib.schedule.one_f_one_b` and `stage.py`.
+#
+# ## Fix: find the leak
+#
+# `lean_step` is a step of 1F1B, too, and its gradients are right. Besides the loss it returns a log: for each micro-batch
+# the mean absolute output of this rank's stage. With a few micro-batches all is well. With many, memory grows, as if it
+# were GPipe. Something refers to tensors whose backward pass is long over.
+#
+# - `microbatches` is a list of pairs. On rank 0 their first elements are inputs, on the last rank their second ones are
+#   targets; others are None. `like` has the shape and dtype of everything that travels.
+
+# %%
+# %%px
+def in_turn(comm, count, forward, backward):
+    """The order of 1F1B."""
+    ahead = min(comm.size - comm.rank - 1, count)
+    for m in range(ahead):
+        forward(m)
+    for m in range(count):
+        if m + ahead < count:
+            forward(m + ahead)
+        backward(m)
+
+# %% tags=["stub"]
+# %%px
+def lean_step(comm, stage, microbatches, like, loss_fn):
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    kept, sending, losses, means = {}, [], [], []
+
+    def forward(m):
+        x, target = microbatches[m]
+        if not first:
+            x = comm.recv(torch.empty_like(like), comm.rank - 1).requires_grad_()
+        output = y = stage(x)
+        means.append(lambda: output.abs().mean().item())
+        if last:
+            y = loss_fn(output, target) / len(microbatches)
+            losses.append(y.detach())
+        else:
+            sending.append(comm.send(output.detach(), comm.rank + 1, async_op=True))
+        kept[m] = x, y
+
+    def backward(m):
+        x, y = kept.pop(m)
+        y.backward(None if last else comm.recv(torch.empty_like(like), comm.rank + 1))
+        if not first:
+            sending.append(comm.send(x.grad, comm.rank - 1, async_op=True))
+
+    in_turn(comm, len(microbatches), forward, backward)
+    for handle in sending:
+        handle.wait()
+    return sum(losses), [mean() for mean in means]
+
+# %% tags=["solution"]
+# %%px
+def lean_step(comm, stage, microbatches, like, loss_fn):
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    kept, sending, losses, means = {}, [], [], []
+
+    def forward(m):
+        x, target = microbatches[m]
+        if not first:
+            x = comm.recv(torch.empty_like(like), comm.rank - 1).requires_grad_()
+        output = y = stage(x)
+        means.append(output.detach().abs().mean().item())  # a number
+        if last:
+            y = loss_fn(output, target) / len(microbatches)
+            losses.append(y.detach())
+        else:
+            sending.append(comm.send(output.detach(), comm.rank + 1, async_op=True))
+        kept[m] = x, y
+
+    def backward(m):
+        x, y = kept.pop(m)
+        y.backward(None if last else comm.recv(torch.empty_like(like), comm.rank + 1))
+        if not first:
+            sending.append(comm.send(x.grad, comm.rank - 1, async_op=True))
+        sending[:] = [handle for handle in sending if not handle.done()]
+
+    in_turn(comm, len(microbatches), forward, backward)
+    for handle in sending:
+        handle.wait()
+    return sum(losses), means
+
+# %% [markdown]
+# `Live` counts the bytes that are alive, and knows the line that allocated them. Here are the three largest lines at the
+# peak, on the first and on the last rank, with 4 and with 32 micro-batches of 64 kB. Before you run it, read the function.
+# **Predict** which names of the function as it was handed to you still refer to a tensor after its backward pass.
+
+# %% tags=["stub"]
+lab.predict("holders-of-memory", {"output": None, "x.grad": None})
+
+# %% tags=["solution"]
+lab.predict("holders-of-memory", {"output": "means and sending", "x.grad": "sending"})
+
+# %%
+# %%px
+from dtlib.measure.live import Live
+
+
+def largest_lines(count):
+    """The most bytes at a time, and the three lines that had most of them."""
+    like = torch.zeros(64, 128, dtype=torch.float64)
+    stage = nn.Sequential(nn.Linear(128, 128), nn.Tanh()).double()
+    batch = [(torch.ones_like(like), torch.zeros_like(like)) for _ in range(count)]
+    with Live() as live:
+        lean_step(world.comm, stage, batch, like, nn.functional.mse_loss)
+    return live.peak, [(bytes_, text) for bytes_, _, text in live.by_line(at_peak=True)[:3]]
+
+# %%
+# %%px
+lines = {count: largest_lines(count) for count in (4, 32)}
+
+# %% tags=["nbval-ignore-output"]
+for rank in (0, 2):
+    for count, (peak, found) in lab.values("lines")[rank].items():
+        print(f"rank {rank}, {count:>2} micro-batches: {peak:>9,} bytes at the peak")
+        for bytes_, text in found:
+            print(f"{bytes_:>20,} {text[:60]}")
+
+# %%
+lab.check("leak-fix")
+
+# %% [markdown]
+# The line that allocates a tensor says what it is, not who keeps it. A handle keeps the tensor that it sends, and a function
+# keeps everything that it names. One holder is enough: after the first repair the same bytes are still there.
 #
 # ## If you have time
 #

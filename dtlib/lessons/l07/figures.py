@@ -54,7 +54,7 @@ def picture(panels: dict):
     high = 0.36 * sum(rows) + 0.5 * len(rows) + 1
     figure, grid = subplots(len(panels), height=high, sharex=True, squeeze=False, height_ratios=rows)
     for axes, (title, simulation) in zip(grid[:, 0], panels.items(), strict=True):
-        _draw(axes, simulation, longest)
+        draw_schedule(axes, simulation, longest)
         axes.set_title(f"{title}: bubble {simulation.bubble:.1%} of the makespan", loc="left")
     grid[-1, 0].set(xlabel="time in forward passes", xlim=(0, 1.01 * longest))
     _legend(grid[-1, 0], panels.values())
@@ -79,7 +79,7 @@ def summary(panels: dict) -> Table:
     return Table(rows, ("", "makespan", "idle / makespan", "idle / ideal", "activations held, by rank"), align="lrrrr")
 
 
-def _draw(axes, simulation, longest: float) -> None:
+def draw_schedule(axes, simulation, longest: float) -> None:
     from matplotlib.colors import to_rgb
 
     ranks = len(simulation.schedule)

@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from dtlib.lab import digits, explorer
-from dtlib.lessons.l07 import figures
+from dtlib.lessons.l07 import figures, live_bytes
 from dtlib.parallel.pipeline import plain
 from dtlib.schedule import draw, formulas, gpipe, one_f_one_b, parse, simulate, validate
 
@@ -330,9 +330,37 @@ assert gpipe[:3] == eager[:3] and gpipe[3:] == [8] * 4 and eager[3:] == [4, 3, 2
 figures.in_flight(both)
 
 # %% [markdown]
-# Now on the engines, for our net: `peak_in_flight` counts micro-batches, and `dtlib.memory` the bytes that autograd
-# kept. *Recomputation* (lesson 06) is another way to save memory: keep only a stage's input, and run its forward pass
-# again.
+# Do bytes follow? Every tensor is counted until it is freed (EMULATED stages). **Predict:** with 16 micro-batches instead
+# of 8 of the same size, by what factor do rank 1's live bytes grow?
+
+# %% tags=["stub"]
+lab.predict("growth-of-live-bytes", {"GPipe": None, "1F1B": None})
+
+# %% tags=["solution"]
+lab.predict("growth-of-live-bytes", {"GPipe": 2, "1F1B": 1})
+
+# %% tags=["nbval-ignore-output"]
+runs = [(name, m) for name in ("GPipe", "1F1B") for m in (4, 8, 16)]
+alive = {(name, m): live_bytes.measure(name, ranks=4, microbatches=m) for name, m in runs}
+live_bytes.picture({name: alive[name, 8] for name in ("GPipe", "1F1B")})
+lab.table(
+    [(f"{name}, {m} micro-batches", *found.peaks) for (name, m), found in alive.items()],
+    ("live bytes at most", *(f"rank {rank}" for rank in range(4))),
+)
+
+# %% tags=["statement"]
+# "With GPipe live bytes grow with micro-batches. With 1F1B they stay"
+most = {(name, m): row(f"{name}, {m} micro-batches", "live bytes at most") for name in ("GPipe", "1F1B") for m in (4, 8, 16)}
+for rank in range(4):
+    assert most["GPipe", 16][rank] > 1.5 * most["GPipe", 8][rank] > 2 * most["GPipe", 4][rank]
+    assert most["1F1B", 16][rank] < 1.3 * most["1F1B", 8][rank]
+
+# %% [markdown]
+# With GPipe live bytes grow with micro-batches. With 1F1B they stay where they are, because `step` frees what it has
+# sent: see `del` and `sending`.
+#
+# Now our net. *Recomputation* (lesson 06) is another way to save memory: keep only a stage's input, and run its forward
+# pass again.
 
 # %%
 # %%px
@@ -342,7 +370,7 @@ from dtlib.parallel.pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 
 def kept_by(kind, recompute=False):
-    """Micro-batches in flight and bytes of activations of one step, on this rank."""
+    """Micro-batches in flight, bytes of activations, and live bytes at the peak, of one step."""
     images = x[:640].clone()  # memory of its own
     gc.collect()  # what earlier cells have left behind
     module = PipelineModule(layers(), num_stages=4, partition_method=[0, 2, 4, 6, 9]).double()
@@ -351,7 +379,7 @@ def kept_by(kind, recompute=False):
     with dtlib.memory(module) as m:
         inputs = [images] if comm.rank == 0 else []
         schedule.step(*inputs, target=y[:640] if comm.rank == 3 else None)
-    return schedule.peak_in_flight, m.activations
+    return schedule.peak_in_flight, m.activations, m.peak - m.parameters - m.gradients
 
 
 kept = {
@@ -362,7 +390,8 @@ kept = {
 
 # %%
 every, names = lab.values("kept"), ("GPipe", "1F1B", "GPipe, recomputing")
-for at, what in enumerate(("micro-batches in flight", "bytes of activations")):
+counts = ("micro-batches in flight", "bytes of activations", "live bytes at the peak")
+for at, what in enumerate(counts):
     rows = [(name, *(kept[name][at] for kept in every)) for name in names]
     lab.table(rows, (what, *(f"rank {rank}" for rank in range(4))))
 for name, found in both.items():
@@ -374,9 +403,13 @@ for name, found in both.items():
 gpipe, eager, again = (rows(name, "bytes of activations")[1] for name in ("GPipe", "1F1B", "GPipe, recomputing"))
 assert round(eager[0] / gpipe[0], 2) == 0.7 and 640 * 64 * 8 == 327_680
 assert (eager[0] - 327_680) / (gpipe[0] - 327_680) == 4 / 8 and all(a < b for a, b in zip(again, gpipe, strict=True))
+# "At the peak recomputation saves a smaller part"
+at_peak, again_at_peak = (rows(name, "live bytes at the peak")[2] for name in ("GPipe", "GPipe, recomputing"))
+assert all(again[rank] / gpipe[rank] < again_at_peak[rank] / at_peak[rank] < 1 for rank in (1, 2, 3))
 
 # %% [markdown]
-# Rank 0 falls to 70 % only: 327,680 of its bytes are the images themselves, and it has them all the time. A published
+# Rank 0 falls to 70 % only: 327,680 of its bytes are the images themselves, and it has them all the time. At the
+# peak recomputation saves a smaller part: one micro-batch is computed, and messages are in flight. A published
 # table: the largest AmoebaNet-D, an image model, that fits on accelerators of 8 GB. The first row is one accelerator
 # without GPipe; the others are GPipe, which recomputes, on 2 and on 8.
 

@@ -35,6 +35,11 @@ PREDICTIONS = {
     "held-with-1f1b": Prediction(
         got=lambda on_eight: {f"rank {rank}": on_eight.peak_activations[rank] for rank in (0, 7)}, hint="p - rank."
     ),
+    "growth-of-live-bytes": Prediction(
+        got=lambda alive: {name: alive[name, 16].peaks[1] / alive[name, 8].peaks[1] for name in ("GPipe", "1F1B")},
+        within=0.3,
+        hint="How many micro-batches does rank 1 hold, of 8 and of 16?",
+    ),
     "of-four-schedules": Prediction(
         got=lambda weights, four: {
             "smallest bubble": min(four, key=lambda name: four[name].bubble),
@@ -74,6 +79,14 @@ PREDICTIONS = {
     ),
     "activations-of-three-stages": Prediction(
         got=lambda: {name: step.peak_activations for name, step in _simulated().items()}, kind=list, hint=_ORDERS
+    ),
+    "holders-of-memory": Prediction(
+        got=lambda: {"output": "means and sending", "x.grad": "sending"},
+        choices=("kept", "losses", "means", "sending", "means and sending", "kept and losses"),
+        hint={
+            "output": "Who names it, and who has its memory under another name?",
+            "x.grad": "kept.pop(m) takes x out. Who else was given x.grad?",
+        },
     ),
     "makespan-of-two-stages": Prediction(
         got=lambda: simulate(gpipe(2, 3)).makespan, hint="Rank 0 waits for B0 of rank 1."

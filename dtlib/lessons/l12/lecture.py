@@ -242,21 +242,25 @@ assert ring == [3, 6, 7, 14] and ulysses == [6, 3, 6, 3] and 6 / 20 < 1 / 3
 rows = []
 for tokens in (1024, 4096, 16384):
     counted = [f"{work.kept(tokens, ranks) / 1e6:.2f}" for ranks in (1, 2, 4)]
-    rows.append((f"{tokens:,}", *counted, f"{2 * 4 * tokens**2 / 1e6:,.0f}"))
-headers = ("tokens", "1 rank", "2 ranks", "4 ranks", "all scores (formula)")
-lab.table(rows, headers, "MB that two heads of width 8 keep for the backward pass (SIMULATED)")
+    peak = f"{work.peak(tokens, 4) / 1e6:.2f}"
+    rows.append((f"{tokens:,}", *counted, peak, f"{2 * 4 * tokens**2 / 1e6:,.0f}"))
+headers = ("tokens", "1 rank", "2 ranks", "4 ranks", "4 ranks, peak", "all scores (formula)")
+title = "MB that two heads of width 8 keep for the backward pass; live MB at the peak (SIMULATED)"
+lab.table(rows, headers, title)
 
 # %% tags=["statement"]
-# "No scores are kept: four times the tokens take four times the memory, not sixteen times."
+# "No scores are kept: four times the tokens keep four times the memory, and each of N ranks keeps an N-th."
+# "the peak is quadratic in tokens / N"
 short, middle, long = (row(tokens, "keep for the backward") for tokens in ("1,024", "4,096", "16,384"))
 assert abs(long[0] / middle[0] - 4) < 0.02 and abs(long[0] / long[2] - 4) < 0.02
+assert 12 < long[3] / middle[3] < 16 and long[3] > 20 * long[2]
 
 # %% [markdown]
-# No scores are kept: four times the tokens take four times the memory, not sixteen times. And each of N ranks keeps an N-th.
+# No scores are kept: four times the tokens keep four times the memory, and each of N ranks keeps an N-th. But a block's
+# scores exist while it is computed: the peak is quadratic in tokens / N.
 #
-# In a model, `ContextParallel(module, comm)` does all this for torch's attention. One trap is left. Twelve of 32 tokens are
-# padding and do not count, so some ranks have fewer tokens in their loss. Which mean is right? Two losses, and how far off
-# their gradients are:
+# In a model, `ContextParallel(module, comm)` does all this for torch's attention. One trap: twelve of 32 tokens are
+# padding, so some ranks have fewer tokens in their loss. Two losses, and how far off their gradients are:
 
 # %%
 # %%px
@@ -339,7 +343,7 @@ assert count("times too large: 4.000000") == 1
 # %% [markdown]
 # An expert's gradient arrives as the sum over N losses, and we want the mean: divide by N once. DeepSpeed #5618 forgot it (4
 # times too large), and pytorch #160285 reports 2 times. With Adam nobody sees it in the loss: a factor cancels, until gradients
-# are clipped. Our layer divides, and no strategy averages experts again. Here is the whole layer as a picture, then a test of it:
+# are clipped. Our layer divides, and no strategy averages experts again. The whole layer as a picture, then a test:
 
 # %%
 lab.read(expert_plain)

@@ -5,6 +5,7 @@ import torch
 from dtlib.comm import solo
 from dtlib.comm.watch.recorder import recording
 from dtlib.measure.activations import Activations
+from dtlib.measure.live import Live
 from dtlib.parallel.context import plain
 from dtlib.parallel.context.attention import Sequence, ring_attention
 
@@ -42,3 +43,12 @@ def kept(tokens: int, ranks: int, heads: int = 2, width: int = 8) -> int:
     with Activations() as activations:
         ring_attention(q, k, v, sequence)
     return activations.now
+
+
+def peak(tokens: int, ranks: int, heads: int = 2, width: int = 8) -> int:
+    """The most live bytes of both passes of ring attention on rank 0, in float32, of blocks that are computed."""
+    sequence = Sequence(solo(0, ranks), tokens, "zigzag", True)
+    q, k, v = (torch.zeros(1, heads, tokens // ranks, width, requires_grad=True) for _ in "qkv")
+    with Live(q, k, v) as live:
+        ring_attention(q, k, v, sequence).sum().backward()
+    return live.peak

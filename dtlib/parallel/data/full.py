@@ -16,7 +16,7 @@ from torch import nn
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import BackwardPass, RanksDisagree, RootBuffers, progress_for
-from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, FlatBuffer, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, bucket_bytes, buckets_of
 from dtlib.gradients.same_model import check_same_model
 from dtlib.gradients.shards import Samples, check_dense, refuse_mixed
 from dtlib.gradients.tokens import refuse_weights
@@ -32,7 +32,8 @@ class DataParallel(nn.Module):
             broadcast at construction.
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
             ``dtlib.init()``.
-        bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB.
+        bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB. By default that of the largest parameter,
+            from 1 to 25.
         broadcast_buffers: give all ranks rank 0's buffers before each forward pass in training.
         progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
             computing keeps the cores busy. ``"thread"``: a thread, right where it leaves them idle (an accelerator,
@@ -54,7 +55,7 @@ class DataParallel(nn.Module):
         DtlibError: for parameters that differ between ranks, or whose type cannot be averaged, by name.
     """
 
-    def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float = 25,
+    def __init__(self, module: nn.Module, comm: AnyCommunicator | None = None, bucket_cap_mb: float | None = None,
                  broadcast_buffers: bool = True, progress: str | None = None, algorithm: str | None = None,
                  device_ids: list | None = None, output_device: torch.device | int | str | None = None,
                  find_unused_parameters: bool = True, gradient_as_bucket_view: bool = True):  # fmt: skip
@@ -75,9 +76,9 @@ class DataParallel(nn.Module):
                 self.comm.broadcast(tensor)
         # Gradients come roughly in the reverse order of the forward pass.
         parameters = list(named.values())[::-1]
-        cap = int(bucket_cap_mb * MEBIBYTE)
+        cap = bucket_bytes(parameters, bucket_cap_mb, FIRST_BUCKET)
         groups = buckets_of(parameters, cap, min(cap, FIRST_BUCKET))
-        self.buckets = [_bucket_of([parameters[i] for i in group]) for group in groups]
+        self.buckets = [GradientBucket([parameters[i] for i in group]) for group in groups]
         self._pass = BackwardPass(self.buckets, self._begin, self._launch, self._finish, self.progress, names)
         self._trained = {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
         self._samples = Samples(self.comm)
@@ -148,18 +149,17 @@ class DataParallel(nn.Module):
         return self._samples.weight(self.batch_size)
 
     def _launch(self, bucket: GradientBucket) -> None:
-        """Fill a bucket and send it on its way."""
-        has_gradient = []
-        for parameter, view in zip(bucket.parameters, bucket.buffer.views, strict=True):
-            has_gradient.append(parameter.grad is not None)
+        """Fill a bucket with gradients, which are freed one by one, and start to send it."""
+        buffer = bucket.make_room()
+        has_gradient = [parameter.grad is not None for parameter in bucket.parameters]
+        for parameter, view in zip(bucket.parameters, buffer.views, strict=True):
             check_dense(parameter.grad)
-            if parameter.grad is None:
-                view.zero_()
-            else:
+            if parameter.grad is not None:
                 torch.mul(parameter.grad.detach(), self._weight, out=view)
-        bucket.buffer.tail.copy_(torch.tensor([*has_gradient, self.batch_size is not None]))
+                parameter.grad = None
+        buffer.tail.copy_(torch.tensor([*has_gradient, self.batch_size is not None]))
         if self._hook is None:
-            bucket.handle = self.comm.all_reduce(bucket.buffer.flat, async_op=True, algorithm=self.algorithm)
+            bucket.handle = self.comm.all_reduce(buffer.flat, async_op=True, algorithm=self.algorithm)
         else:
             bucket.handle = self._hook.launch(bucket)
 
@@ -168,28 +168,26 @@ class DataParallel(nn.Module):
             assert bucket.handle is not None
             bucket.handle.wait()
             bucket.handle = None
-        with_size = self.buckets[0].buffer.tail[-1].item()
+        buffers = [bucket.filled() for bucket in self.buckets]
+        with_size = buffers[0].tail[-1].item()
         if with_size and self._hook is not None:
             raise RanksDisagree("batch_size weights gradients, and a communication hook does not: leave one out.")
         if with_size not in (0, self.comm.size):
             refuse_mixed(self.batch_size)
         if with_size:
             factor = self._samples.correction(self.batch_size or 0)
-            for bucket in self.buckets:
-                bucket.buffer.flat[: bucket.buffer.numel].mul_(factor)
-        for bucket in self.buckets:
-            *used, _ = bucket.buffer.tail.tolist()
-            for parameter, view, ranks in zip(bucket.parameters, bucket.buffer.views, used, strict=True):
+            for buffer in buffers:
+                buffer.flat[: buffer.numel].mul_(factor)
+        for bucket, buffer in zip(self.buckets, buffers, strict=True):
+            *used, _ = buffer.tail.tolist()
+            for parameter, view, ranks in zip(bucket.parameters, buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
+            bucket.buffer = None  # it lives as long as a gradient is a view of it
         self._root_buffers.stale = True
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is kept beside the module's, by what it is for (measure/held.py)."""
-        buffers = [bucket.buffer for bucket in self.buckets]
-        return {
-            "gradients": [view for buffer in buffers for view in buffer.views],
-            "communication": [buffer.tail for buffer in buffers],
-        }
+        return {"communication": [flags for bucket in self.buckets for flags in bucket.flags()]}
 
     # Ranks without batches
 
@@ -251,12 +249,6 @@ def _last_with_a_batch(flags: list[int]) -> int:
     return max(rank for rank, has_batch in enumerate(flags) if has_batch)
 
 
-def _bucket_of(parameters) -> GradientBucket:
-    shapes = [parameter.shape for parameter in parameters]
-    first = parameters[0]
-    return GradientBucket(parameters, FlatBuffer(shapes, first.dtype, first.device, extra=len(parameters) + 1))
-
-
 def _check_devices(module, asked) -> None:
     has = {parameter.device for parameter in module.parameters()}
     for given in asked:
@@ -274,7 +266,7 @@ def _check_parameters(named: dict, modules, comm, bucket_cap_mb) -> None:
         raise DtlibError(
             "DataParallel: no parameter of this module requires a gradient, so there is nothing to average."
         )
-    if bucket_cap_mb <= 0:
+    if bucket_cap_mb is not None and bucket_cap_mb <= 0:
         raise DtlibError(f"DataParallel(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
     for name, module in modules:
         if getattr(module, "sparse", False):

@@ -68,21 +68,20 @@ class CommHook:
             raise DtlibError(f"register_comm_hook: ranks gave {', '.join(names)}: give all ranks the same hook.")
         self.state, self.hook, self.comm, self.buckets = state, hook, comm.split(0), buckets
         for bucket in buckets:  # a hook may resize the memory of gradients, so flags get their own
-            flags, shapes = bucket.buffer.tail, [parameter.shape for parameter in bucket.parameters]
-            bucket.buffer = FlatBuffer(shapes, flags.dtype, flags.device)
-            bucket.buffer.tail = torch.zeros_like(flags)
+            bucket.flags_apart = True
 
     def launch(self, bucket: "GradientBucket") -> "Averaged":
         """Begin with the gradients and flags that are in this bucket's memory."""
-        flags = self.comm.all_reduce(bucket.buffer.tail, async_op=True)
+        buffer = bucket.filled()
+        flags = self.comm.all_reduce(buffer.tail, async_op=True)
         index, is_last = self.buckets.index(bucket), bucket is self.buckets[-1]
-        future = self.hook(self.state, GradBucket(index, is_last, bucket.parameters, bucket.buffer))
+        future = self.hook(self.state, GradBucket(index, is_last, bucket.parameters, buffer))
         if not hasattr(future, "wait"):
             raise DtlibError(
                 f"The hook {self.name} returned {type(future).__name__}: return a torch.futures.Future of the averaged "
                 "bucket, such as all_reduce(..., async_op=True).get_future()."
             )
-        return Averaged(self.name, flags, future, bucket.buffer.flat)
+        return Averaged(self.name, flags, future, buffer.flat)
 
 
 class Averaged:
@@ -107,8 +106,29 @@ class Averaged:
 @dataclass(eq=False)
 class GradientBucket:
     """Gradients that travel together. Behind them travels a number a parameter: whether this rank has a gradient; and
-    one that says whether it weights them by ``batch_size``."""
+    one that says whether it weights them by ``batch_size``. There is memory for them from the launch on, as long as a
+    gradient is a view of it."""
 
     parameters: list[nn.Parameter]
-    buffer: FlatBuffer
+    flags_apart: bool = False
+    buffer: FlatBuffer | None = None  # until the end of the backward pass
     handle: Handle | Averaged | None = None  # of the all_reduce, once it is launched
+
+    def make_room(self) -> FlatBuffer:
+        first, flags = self.parameters[0], len(self.parameters) + 1
+        shapes = [parameter.shape for parameter in self.parameters]
+        self.buffer = FlatBuffer(shapes, first.dtype, first.device, 0 if self.flags_apart else flags)
+        if self.flags_apart:
+            self.buffer.tail = self.buffer.flat.new_zeros(flags)
+        return self.buffer
+
+    def filled(self) -> FlatBuffer:
+        assert self.buffer is not None
+        return self.buffer
+
+    def flags(self) -> list[torch.Tensor]:
+        """What lies behind gradients that are views of a bucket."""
+        size = sum(parameter.numel() for parameter in self.parameters)
+        views = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        room = views[0].untyped_storage().nbytes() // views[0].element_size() if views else 0
+        return [views[0].as_strided((room - size,), (1,), size)] if room > size else []

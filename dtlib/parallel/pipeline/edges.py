@@ -13,9 +13,11 @@ they do not, room for the next ones is ready before they are sent.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dtlib.comm import Communicator
 from dtlib.comm.waiting import Handle
@@ -143,6 +145,29 @@ class NextStage:
         ]
 
 
+class Place(NamedTuple):
+    """All that a backward pass needs of a tensor that was sent: its place in autograd's graph, and what its gradient
+    looks like. The tensor itself is freed once its message has left."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Place | None":
+        """None for a tensor that takes no gradient."""
+        if not tensor.requires_grad:
+            return None
+        return Place(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
+
+    def full(self, value: float) -> Tensor:
+        return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
 class Gradients:
     """The receiving end of an edge, backward: into tensors like those that were sent forward."""
 
@@ -150,13 +175,13 @@ class Gradients:
         self.comm, self.source, self.tag = comm, source, TAGS * edge + 2
         self._arriving: dict[int, tuple] = {}
 
-    def post(self, microbatch: int, sent: Sequence[Tensor]) -> None:
+    def post(self, microbatch: int, sent: Sequence[Place | None]) -> None:
         if microbatch not in self._arriving:
-            room = [torch.empty_like(t) if t.requires_grad else None for t in sent]
+            room = [place.empty() if place else None for place in sent]
             handles = [self.comm.recv(t, self.source, self.tag, async_op=True) for t in room if t is not None]
             self._arriving[microbatch] = room, handles
 
-    def take(self, microbatch: int, sent: Sequence[Tensor]) -> list[Tensor | None]:
+    def take(self, microbatch: int, sent: Sequence[Place | None]) -> list[Tensor | None]:
         self.post(microbatch, sent)
         room, handles = self._arriving.pop(microbatch)
         for handle in handles:

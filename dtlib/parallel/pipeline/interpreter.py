@@ -114,11 +114,12 @@ class _Schedule:
 
     def _interpret(self, plan, inputs, target, losses, return_outputs):
         running: dict[int, RunningStage] = {}
+        handed: dict[tuple[int, str, int], list] = {}
         for stage in self.stages:
             targets, weights = self._targets(target) if stage.is_last else (None, [])
             running[stage.stage_index] = RunningStage(
                 stage, self.comm, self.n_microbatches, inputs if stage.is_first else None, targets, self.loss_fn,
-                weights, self.recompute, running,
+                weights, self.recompute, return_outputs, handed,
             )  # fmt: skip
         self.peak_in_flight = in_flight = 0
         for action, asked_for in plan:
@@ -128,6 +129,7 @@ class _Schedule:
             in_flight -= stage.in_flight
             self._perform(stage, action)
             in_flight += stage.in_flight
+            stage.free_what_has_left()
             self.peak_in_flight = max(self.peak_in_flight, in_flight)
         for one in running.values():
             for handle in one.sending:

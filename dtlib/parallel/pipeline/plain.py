@@ -13,6 +13,7 @@ works on the next. F is a forward pass, B a backward pass, which takes twice as 
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from dtlib.comm import Communicator
 from dtlib.comm.waiting import Handle
@@ -22,8 +23,7 @@ from dtlib.gradients.contract import about_stage, check_stages
 from dtlib.schedule import Action
 
 SCHEDULES = "gpipe", "1f1b"
-DTYPES = torch.float32, torch.float64
-HEADER = 8  # numbers: dtype, dimensions, and the length of each
+DTYPES, HEADER = (torch.float32, torch.float64), 8  # a header's numbers: dtype, dimensions, and the length of each
 
 
 def order(schedule: str, rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
@@ -43,18 +43,17 @@ def announce(comm: Communicator, dest: int, tensor: torch.Tensor) -> Handle:
 
 
 def announced(comm: Communicator, source: int, device: torch.device) -> torch.Tensor:
-    """A tensor like all those that will come."""
+    """One number that looks like each of the tensors that will arrive."""
     dtype, dimensions, *shape = comm.recv(torch.zeros(HEADER, dtype=torch.int64), source).tolist()
-    return torch.empty(shape[:dimensions], dtype=DTYPES[dtype], device=device)
+    return torch.empty((), dtype=DTYPES[dtype], device=device).expand(shape[:dimensions])
 
 
 def arriving(comm: Communicator, source: int, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     """So many tensors from a neighbour, in their order. The next is asked for before this one is worked on."""
-    following = comm.recv(torch.empty_like(like), source, async_op=True)
-    for _ in range(count - 1):
-        this, following = following, comm.recv(torch.empty_like(like), source, async_op=True)
-        yield this.wait()
-    yield following.wait()
+    asked_for = [comm.recv(like.new_empty(like.shape), source, async_op=True)]
+    for left in reversed(range(count)):
+        asked_for += [comm.recv(like.new_empty(like.shape), source, async_op=True)] if left else []
+        yield asked_for.pop(0).wait()  # from here on only the caller keeps it
 
 
 def step(comm: Communicator, stage: torch.nn.Module, inputs: torch.Tensor | None, targets: torch.Tensor | None,
@@ -72,9 +71,9 @@ def step(comm: Communicator, stage: torch.nn.Module, inputs: torch.Tensor | None
         activations = iter(torch.chunk(inputs, microbatches))
     else:
         like = announced(comm, before, next(stage.parameters()).device)
-        activations = (x.requires_grad_() for x in arriving(comm, before, like, microbatches))
+        activations = map(torch.Tensor.requires_grad_, arriving(comm, before, like, microbatches))
     wanted = torch.chunk(targets, microbatches) if is_last else ()
-    kept, sending, losses = {}, [], []  # kept: of each micro-batch input and output, until its backward pass
+    kept, sending, losses = {}, [], []  # kept until the backward pass: an input, and its output's place in the graph
     for kind, m in order(schedule, comm.rank, comm.size, microbatches):
         with recorder.phase(Action(comm.rank, kind, m), comm.world_rank):
             if kind == "F":
@@ -86,16 +85,19 @@ def step(comm: Communicator, stage: torch.nn.Module, inputs: torch.Tensor | None
                 else:
                     if m == 0:
                         sending.append(announce(comm, after, y))
-                        gradients, shape = arriving(comm, after, y.detach(), microbatches), y.shape
-                    if y.shape != shape:
-                        raise DtlibError(f"A stage gave {y.shape} after {shape}: give all micro-batches one shape.")
+                        of_y = y.new_empty(()).expand(y.shape)
+                        gradients = arriving(comm, after, of_y, microbatches)
+                    if y.shape != of_y.shape:
+                        raise DtlibError(f"A stage gave {y.shape} after {of_y.shape}: all have one shape.")
                     sending.append(comm.send(y.detach(), after, async_op=True))
-                kept[m] = x, y
+                kept[m] = x, get_gradient_edge(y)
             else:
                 x, y = kept.pop(m)
-                y.backward(None if is_last else next(gradients))
+                torch.autograd.backward(y, None if is_last else next(gradients))
                 if not is_first:
                     sending.append(comm.send(x.grad, before, async_op=True))
+        del x, y  # so they are freed now, as are the tensors of messages that have left
+        sending = [handle for handle in sending if not handle.done()]
     for handle in sending:
         handle.wait()
     return sum(losses) if is_last else None
@@ -115,6 +117,5 @@ def check(comm: Communicator, batches: list, about: tuple, microbatches: int, sc
     check_stages([note[3] for note in notes], microbatches)
 
 
-# The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), stages and schedules of
-# other kinds, interleaved and zero-bubble (interpreter.py, linear.py, dtlib/schedule), recomputation (stage.py), and
-# models as lists of layers, with tied weights (layers.py).
+# The full classes add micro-batches of any size and kind, several tensors a stage (edges.py), interleaved schedules and
+# zero-bubble ones (interpreter.py, linear.py), recomputation (stage.py), and lists of layers, also tied (layers.py).

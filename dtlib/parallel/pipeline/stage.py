@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dtlib.comm import AnyCommunicator, Communicator, as_communicator
 from dtlib.comm.waiting import Handle
 from dtlib.errors import DtlibError
-from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, runs_of, send_gradients
+from dtlib.parallel.pipeline.edges import Activations, Gradients, NextStage, Place, runs_of, send_gradients
 from dtlib.parallel.pipeline.linear import weights_at_once, weights_by_autograd, weights_later
 
 
@@ -75,21 +75,24 @@ class RunningStage:
         targets, loss_fn, weights: for the last: of each micro-batch the target and its weight in the mean.
         recompute: keep inputs only and compute activations anew for the backward pass; not for the last micro-batch,
             whose backward pass follows at once (Y. Huang et al., "GPipe", NeurIPS 2019, section 2.3).
-        neighbours: running stages on this rank, by stage: they are given to directly.
+        keep_outputs: of the last stage.
+        handed: what stages on this rank give each other, by the receiving stage, kind and micro-batch.
+
+    A tensor that has been sent is freed as soon as its message has left, one that was received after its backward pass:
+    nothing here refers to either any longer.
     """
 
     def __init__(self, stage: PipelineStage, comm: Communicator, microbatches: int, inputs: list[tuple] | None,
                  targets: list | None, loss_fn: Callable | None, weights: list[float], recompute: bool,
-                 neighbours: dict[int, "RunningStage"]):  # fmt: skip
+                 keep_outputs: bool, handed: dict[tuple[int, str, int], list]):  # fmt: skip
         self.stage, self.comm, self.microbatches = stage, comm, microbatches
         self.inputs, self.targets, self.loss_fn, self.weights = inputs, targets, loss_fn, weights
-        self.recompute, self.neighbours = recompute, neighbours
+        self.recompute, self.keep_outputs, self.handed = recompute, keep_outputs, handed
         self.sending: list[Handle] = []
-        self.handed: dict[tuple[int, str], list] = {}  # tensors for neighbours on this rank, by direction
         self.losses: dict[int, torch.Tensor] = {}  # by micro-batch, as all that follows
         self.outputs: dict[int, object] = {}
         self._received: dict[int, list] = {}  # until its backward pass
-        self._sent: dict[int, list] = {}
+        self._sent: dict[int, list[Place | None]] = {}
         self._given: list[tuple[torch.Tensor, int]] = []  # last to the next stage, and how often it had been changed
         self._halves: dict[int, list[Callable]] = {}  # second halves of backward passes
         self._left = microbatches  # backward passes
@@ -135,38 +138,36 @@ class RunningStage:
             )
         sent = list(output) if isinstance(output, (tuple, list)) else [output]
         if stage.is_last:
-            self.outputs[microbatch] = output
+            if self.keep_outputs:
+                self.outputs[microbatch] = _each(torch.Tensor.detach, output)
             if self.loss_fn is not None and self.targets is not None:
                 loss = self.loss_fn(output, self.targets[microbatch])
                 if loss.numel() != 1:
                     raise DtlibError(
                         f"loss_fn gave shape {tuple(loss.shape)}: it gives one number, the mean of samples."
                     )
-                self.losses[microbatch] = loss.detach()
+                self.losses[microbatch] = loss.detach().clone()  # torch's losses may have the memory of a batch
                 sent = [loss]
-            if torch.is_grad_enabled():
-                self.outputs[microbatch] = _each(torch.Tensor.detach, output)
         else:
             _check_sent(sent, output, stage.stage_index)
             self._give_activations(microbatch, sent)
         if torch.is_grad_enabled():
-            self._received[microbatch], self._sent[microbatch] = received, sent
+            self._received[microbatch], self._sent[microbatch] = received, [Place.of(tensor) for tensor in sent]
 
     def backward(self, microbatch: int, later: bool = False) -> None:
         """``later``: the gradients of weights wait for ``weights_of``, as far as they can."""
-        received, sent = self._received.pop(microbatch), self._sent[microbatch]
+        received, sent = self._received.pop(microbatch), self._sent.pop(microbatch)
         self._left -= 1
         # Gradients of a module that averages them over ranks are averaged once, with the last micro-batch.
         with self._no_sync() if self._left else nullcontext():
             gradients = self._take_gradients(microbatch, sent)
             with weights_later() if later else weights_at_once() as halves:
                 # A neighbour on this rank has no gradient for what it did not use.
-                pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if t.requires_grad and g is not None]
+                pairs = [(p.edge, g) for p, g in zip(sent, gradients, strict=True) if p and g is not None]
                 if pairs:
-                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+                    torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         if halves:
             self._halves[microbatch] = halves
-        del self._sent[microbatch]
         if not self.stage.is_first:
             self._give_gradients(microbatch, received)
 
@@ -174,6 +175,12 @@ class RunningStage:
         """The second half of a backward pass."""
         for half in self._halves.pop(microbatch, ()):
             half()
+
+    def free_what_has_left(self) -> None:
+        """Drop the handles of finished sends, and with them the tensors."""
+        for handle in [handle for handle in self.sending if handle.done()]:
+            handle.wait()  # raises what went wrong
+            self.sending.remove(handle)
 
     @property
     def in_flight(self) -> int:
@@ -185,33 +192,41 @@ class RunningStage:
     def _take_activations(self, microbatch):
         if self._activations:
             return self._activations.take(microbatch)
-        return self.neighbours[self.stage.stage_index - 1].handed.pop((microbatch, "F"))
+        return self.handed.pop((self.stage.stage_index, "F", microbatch))
 
     def _give_activations(self, microbatch, tensors):
         if self._next:
-            self._given = [(tensor, tensor._version) for tensor in tensors]
+            self._given = [(_without_memory(tensor), tensor._version) for tensor in tensors]
             self.sending += self._next.send(tensors, self._alike[microbatch])
         else:  # copies, as messages are: either stage may change its own in place
-            self.handed[microbatch, "F"] = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            self.handed[self.stage.stage_index + 1, "F", microbatch] = copies
 
     def _take_gradients(self, microbatch, sent):
         if self.stage.is_last:
-            return [torch.full_like(sent[0], self.weights[microbatch])]
+            return [place and place.full(self.weights[microbatch]) for place in sent]
         if self._gradients:
             return self._gradients.take(microbatch, sent)
-        return [t.grad for t in self.neighbours[self.stage.stage_index + 1].handed.pop((microbatch, "B"))]
+        return self.handed.pop((self.stage.stage_index, "B", microbatch))
 
     def _give_gradients(self, microbatch, received):
         if self._activations:
             self.sending += send_gradients(self.comm, self._activations.source, self.stage.stage_index, received)
         else:
-            self.handed[microbatch, "B"] = received
+            self.handed[self.stage.stage_index - 1, "B", microbatch] = [tensor.grad for tensor in received]
 
 
 def _entry(received):
     """What has arrived, in the same memory, but neither a leaf of the graph nor a view of one: a layer may change it in
     place."""
     return torch.ops.aten._unsafe_view(received, received.shape)
+
+
+def _without_memory(tensor):
+    """A tensor without elements whose version counts the changes in place of this one."""
+    counts = tensor.detach()
+    counts.data = tensor.new_empty(0)
+    return counts
 
 
 def _own(tensor):

@@ -20,7 +20,7 @@ def is_elementwise(optimizer_class: object) -> bool:
     )
 
 
-def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float, progress: str | None) -> None:
+def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float | None, progress: str | None) -> None:
     """Refuse what ``ZeroOptimizer`` cannot do."""
     if not is_elementwise(optimizer_class):
         name, known = getattr(optimizer_class, "__name__", optimizer_class), (kind.__name__ for kind in ELEMENTWISE)
@@ -32,7 +32,7 @@ def check_arguments(optimizer_class: object, stage: int, bucket_cap_mb: float, p
         raise DtlibError(
             f"ZeroOptimizer(stage={stage!r}): choose 1 or 2; stage 3 is fully_shard in dtlib.parallel.zero.sharded."
         )
-    if bucket_cap_mb <= 0:
+    if bucket_cap_mb is not None and bucket_cap_mb <= 0:
         raise DtlibError(f"ZeroOptimizer(bucket_cap_mb={bucket_cap_mb}): give a size above 0, such as 25.")
     if progress not in (None, "inline", "thread"):
         raise DtlibError(f"ZeroOptimizer(progress={progress!r}): choose 'inline' or 'thread'.")

@@ -30,7 +30,7 @@ from torch import nn, optim
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
-from dtlib.gradients.buckets import FIRST_BUCKET, MEBIBYTE, buckets_of
+from dtlib.gradients.buckets import FIRST_BUCKET, bucket_bytes, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
@@ -59,7 +59,8 @@ class ZeroOptimizer(optim.Optimizer):
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
             ``dtlib.init()``.
         stage: 1 shares out the optimizer's states, 2 the gradients as well.
-        bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, the first of at most 1 MiB.
+        bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, the first of at most 1 MiB; by default as
+            large as the largest parameter, and not more than 25. One of them travels at a time.
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
             USENIX ATC 2021). Without a GPU there is no other memory, and it says so.
         progress: who moves the buckets of stage 2 on during the backward pass, as for ``DataParallel``.
@@ -85,14 +86,13 @@ class ZeroOptimizer(optim.Optimizer):
 
     def __init__(
         self, params: Iterable, optimizer_class: type, comm: AnyCommunicator | None = None, stage: int = 1,
-        bucket_cap_mb: float = 25, offload: bool = False, progress: str | None = None, **defaults: object,
+        bucket_cap_mb: float | None = None, offload: bool = False, progress: str | None = None, **defaults: object,
     ):  # fmt: skip
         check_arguments(optimizer_class, stage, bucket_cap_mb, progress)
         self.comm = as_communicator(init().comm if comm is None else comm)
         self.stage, self.batch_size = stage, None
         self._offload, self._wanted_progress = offload, progress
-        # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
-        self._cap = int(bucket_cap_mb * MEBIBYTE) if stage == 2 else 2**63
+        self._cap_mb = bucket_cap_mb
         self._buckets: list[ShardedBucket] = []
         self._names: dict[nn.Parameter, str] = {}
         self._shard_of: dict[nn.Parameter, tuple] = {}
@@ -123,8 +123,11 @@ class ZeroOptimizer(optim.Optimizer):
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 self.comm.broadcast(parameter)
-        indices = buckets_of(trained[::-1], self._cap, min(self._cap, FIRST_BUCKET) if self.stage == 2 else self._cap)
-        buckets = [ShardedBucket([trained[::-1][i] for i in some], self.comm, self.stage) for some in indices]
+        # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
+        order = trained[::-1]
+        cap = bucket_bytes(order, self._cap_mb) if self.stage == 2 else 2**63
+        indices = buckets_of(order, cap, min(cap, FIRST_BUCKET) if self.stage == 2 else cap)
+        buckets = [ShardedBucket([order[i] for i in some], self.comm, self.stage) for some in indices]
         owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
         on_gpu = any(parameter.is_cuda for parameter in trained)
         if self._offload and not on_gpu:
@@ -274,7 +277,6 @@ class ZeroOptimizer(optim.Optimizer):
             "parameters": [view for bucket in self._buckets for view in bucket.values.views],
             "gradients": [view for views in gradients for view in views],
             "masters": self.masters.masters,
-            "communication": self._reducer.staging() if self._reducer else [],
         }
 
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -14,11 +14,12 @@ A unit is a module whose parameters travel together. They lie in one flat memory
     shards           of rank 0       of rank 1
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from dtlib.comm import Communicator, as_communicator
 from dtlib.gradients.contract import Contract, check_optimizer, check_output
@@ -31,10 +32,14 @@ class Unit:
     def __init__(self, module: nn.Module, rank: int, ranks: int):
         self.module, self.parameters = module, list(module.parameters())
         module.zero_grad()
-        self.padding = 0, -sum(parameter.numel() for parameter in self.parameters) % ranks
-        self.flat = nn.functional.pad(parameters_to_vector(self.parameters).detach(), self.padding)
+        missing = -sum(parameter.numel() for parameter in self.parameters) % ranks
+        self.padding = self.parameters[0].new_zeros(missing, requires_grad=False)
+        self.flat = self.flattened(parameter.detach() for parameter in self.parameters)
         vector_to_parameters(self.flat, self.parameters)
         self.shard = nn.Parameter(self.flat.chunk(ranks)[rank])
+
+    def flattened(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([*(tensor.flatten() for tensor in tensors), self.padding])
 
 
 class Stage1:
@@ -71,9 +76,9 @@ class Stage1:
 
     def reduce(self, unit: Unit) -> None:
         """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
-        whole = nn.functional.pad(parameters_to_vector([p.grad for p in unit.parameters]), unit.padding)
-        unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
+        whole = unit.flattened(parameter.grad for parameter in unit.parameters)
         unit.module.zero_grad()
+        unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
 
     def give(self, unit: Unit) -> None:
         self.comm.all_gather(unit.flat, unit.shard)

@@ -67,12 +67,14 @@ class ShardedBucket:
         whole = self.whole().flat
         if weight is not None:
             whole.mul_(weight)
-        comm.reduce_scatter(self.shards.own(whole), whole, "mean" if weight is None else "sum")
+        average = whole.new_empty(self.shards.length)
+        comm.reduce_scatter(average, whole, "mean" if weight is None else "sum", overwrite=True)
+        self.shards.own(whole).copy_(average)
 
     def averages(self) -> list[torch.Tensor]:
-        """This rank's shard of each gradient's average, once it has been reduced."""
+        """This rank's shard of each gradient's average, once it has been reduced; none before."""
         own = self.shards.own(self.gradients.flat) if isinstance(self.gradients, FlatBuffer) else self.gradients.average
-        return self.shards.views(own)
+        return [] if own is None else self.shards.views(own)
 
 
 def names_of(number: int, group: dict) -> dict:

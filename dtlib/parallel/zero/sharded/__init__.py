@@ -124,13 +124,11 @@ class FullySharded(nn.Module):
         return clip_by_norm(gradients, max_norm, self._unit.comm, norm_type=norm_type)
 
     def held(self) -> dict[str, list]:
-        """Memory of this unit, and the staging memory that it shares, by what it is for (measure/held.py)."""
+        """Memory of this unit, by what it is for (measure/held.py)."""
         unit, flats = self._unit, self._unit.flats
-        staging = unit.plan.reducer.staging() if unit.plan and unit.plan.reducer else []
         return {
             "parameters": [piece for flat in flats for piece in flat.pieces],
-            "gradients": [average for flat in flats for average in flat.averages],
-            "communication": [flat.whole.flat for flat in flats] + staging,
+            "communication": [flat.whole.flat for flat in flats],
             "communicators": [unit.comm] + ([unit.plan.comm] if unit.plan else []),
         }
 

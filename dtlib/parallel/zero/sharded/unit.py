@@ -148,11 +148,7 @@ class Flat:
             vars(piece)["slice"] = slice_
         reduced_in = (policy and policy.reduce_dtype) or computes_in
         self.gradients = GradientShard(self.leaves, self.shards, reduced_in, first.dtype) if trained else None
-        averages = self.shards.views(self.gradients.average) if self.gradients else []
-        self.averages = [average.as_subclass(ShardedGradient) for average in averages]
-        self.piece_of = (
-            dict(zip(self.leaves, zip(self.pieces, self.averages, strict=True), strict=True)) if trained else {}
-        )
+        self.piece_of = dict(zip(self.leaves, self.pieces, strict=True)) if trained else {}
         self.summoned = False  # whole between passes: in summon_full_params
         self._bytes = self.whole.flat.untyped_storage().nbytes()
         self.free()
@@ -219,33 +215,32 @@ class Flat:
     @torch.no_grad()
     def mark(self, leaf: nn.Parameter) -> None:
         """A gradient stays here, in no_sync(): that of the piece is what ``zero_grad()`` will set to None."""
-        piece, view = self.piece_of[leaf]
+        piece = self.piece_of[leaf]
         if piece.grad is None:
-            piece.grad = view.zero_()
+            piece.grad = torch.zeros_like(piece).as_subclass(ShardedGradient)
 
     def drop_what_was_dropped(self) -> None:
         """A forward pass begins: forget gradients that stayed here, if ``zero_grad()`` was called since."""
-        for leaf, (piece, _) in self.piece_of.items():
+        for leaf, piece in self.piece_of.items():
             if piece.grad is None:
                 leaf.grad = None
 
     def begin(self) -> None:
         """A backward pass begins: its averages are added to those that pieces have, if they have any."""
         assert self.gradients is not None
-        kept = [piece.grad is not None for piece in self.pieces]
         self.gradients.forget()
-        self.gradients.collected = any(kept)
-        for piece, view in zip(self.pieces, self.averages, strict=True):
-            if any(kept) and piece.grad is None:
-                view.zero_()
-            elif piece.grad is not None and piece.grad is not view:  # changed from outside
-                view.copy_(piece.grad)
+        if any(piece.grad is not None for piece in self.pieces):
+            for piece, view in zip(self.pieces, self.shards.views(self.gradients.zeros()), strict=True):
+                if piece.grad is not None:
+                    view.copy_(piece.grad)
 
     def finish(self, used: Iterator[int]) -> None:
-        """All averages have arrived. A parameter that no rank has used keeps what it had."""
-        for piece, view in zip(self.pieces, self.averages, strict=True):
+        """All averages have arrived, and belong to the parameters. One that no rank has used keeps what it had."""
+        assert self.gradients is not None and self.gradients.average is not None
+        for piece, view in zip(self.pieces, self.shards.views(self.gradients.average), strict=True):
             if next(used):
-                piece.grad = view
+                piece.grad = view.as_subclass(ShardedGradient)
+        self.gradients.forget()
 
 
 class Plan:
@@ -304,7 +299,7 @@ class Plan:
                 for flat in self._trained(self._order)
                 for leaf, place in zip(flat.leaves, flat.places, strict=True)
             }
-            ends = self._averages_have_come, self._gradients_have_left
+            ends = self._averages_have_come, self._gradients_are_complete
             self.reducer = Reducer(shards, self.comm, self._batch_size, "inline", names, *ends)
 
     def prefetch(self, unit: Unit, step: int) -> None:
@@ -345,7 +340,7 @@ class Plan:
             flat.begin()
         return getattr(self.root.module, "batch_size", None)
 
-    def _gradients_have_left(self, shard) -> None:
+    def _gradients_are_complete(self, shard) -> None:
         """What computed them is not needed any more; frozen parameters may be, and stay until the end of the pass."""
         next(flat for flat in self._trained(self._order) if flat.gradients is shard).free()
 

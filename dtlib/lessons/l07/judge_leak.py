@@ -1,0 +1,263 @@
+"""Lesson 07: a step of 1F1B with right values that holds too much memory, judged by bytes and by what is alive."""
+
+import weakref
+
+from dtlib.lab.checks.exercise import Exercise, Wrong, rows
+
+WIDTH, ROWS, LONG = 8, 8, 2000  # features; samples of a micro-batch, and of one that waits for its receive
+CASES = {"few": (6, ROWS), "many": (24, ROWS), "long": (4, LONG)}  # micro-batches, and samples of each
+NUMBER = 8  # bytes
+BORDER = NUMBER * ROWS * WIDTH
+FRAMES = 3  # tensors of finished micro-batches that names of a running function may still refer to
+NUMBERS = 4  # that may be kept of each micro-batch: its loss, its mean, and two more
+
+
+def make_stage(index: int):
+    """Stage ``index`` of the model, the same wherever it is made."""
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(index)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+
+
+def make_batch(kind: str) -> list[tuple]:
+    """Input and target of each micro-batch."""
+    import torch
+
+    count, samples = CASES[kind]
+    generator = torch.Generator().manual_seed(count)
+    x, y = torch.randn(2, count, samples, WIDTH, dtype=torch.float64, generator=generator)
+    return [(one.clone(), other.clone()) for one, other in zip(x, y, strict=True)]
+
+
+def reference(kind: str, ranks: int) -> dict:
+    """The model in one piece: gradients and mean absolute outputs by stage, and the loss."""
+    from torch.nn.functional import mse_loss
+
+    stages, loss, means = [make_stage(index) for index in range(ranks)], 0.0, [[] for _ in range(ranks)]
+    batch = make_batch(kind)
+    for x, target in batch:
+        for stage, of_stage in zip(stages, means, strict=True):
+            x = stage(x)
+            of_stage.append(x.detach().abs().mean().item())
+        part = mse_loss(x, target) / len(batch)
+        part.backward()
+        loss += part.item()
+    return {"gradients": [_gradient(stage) for stage in stages], "means": means, "loss": loss}
+
+
+def _gradient(stage) -> list:
+    return [value for p in stage.parameters() for value in ([] if p.grad is None else p.grad.flatten().tolist())]
+
+
+def tracked(inner):
+    """A module like ``inner`` that remembers, without keeping them alive, what has passed it."""
+    import torch
+    from torch import nn
+
+    class Tracked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.finished, self.in_flight = inner, [], 0
+            self.outputs, self.memory, self.inputs, self.gradients = [], [], [], []
+
+        def forward(self, x):
+            number = len(self.outputs)
+            if x.requires_grad and x.is_leaf:
+                self.inputs.append(weakref.ref(x.untyped_storage()))
+                x.register_post_accumulate_grad_hook(
+                    lambda leaf: self.gradients.append(weakref.ref(leaf.grad.untyped_storage()))
+                )
+            output = self.inner(x)
+            if torch.is_grad_enabled():
+                output.register_hook(lambda gradient: self.finished.append(number))
+            self.outputs.append(weakref.ref(output))
+            self.memory.append(weakref.ref(output.untyped_storage()))
+            self.in_flight = max(self.in_flight, len(self.outputs) - len(self.finished))
+            if len(self.outputs) == CASES["many"][0]:
+                self.alive = self.look()
+            return output
+
+        def look(self) -> dict[str, int]:
+            """How many tensors of finished micro-batches are alive."""
+            done = set(self.finished)
+            kinds = {"outputs": self.outputs, "memory": self.memory, "inputs": self.inputs}
+            alive = {
+                name: sum(some[m]() is not None for m in done if m < len(some)) for name, some in kinds.items()
+            }
+            return {**alive, "gradients": sum(one() is not None for one in self.gradients)}
+
+    return Tracked()
+
+
+def observe(step, comm) -> list[dict]:
+    """``step(comm, stage, microbatches, like, loss_fn)``: values and sends of each case, then bytes of two."""
+    from mpi4py import MPI
+
+    from dtlib.errors import WaitTimeout
+    from dtlib.lab.checks.sends import not_waited_for, watched_sends
+    from dtlib.measure.live import Live
+
+    found = []
+    for kind, measured in [*((kind, False) for kind in CASES), ("few", True), ("many", True)]:
+        case = {"kind": kind, "measured": measured, "count": CASES[kind][0]}
+        found.append(case)
+        inner = make_stage(comm.rank)
+        try:
+            if measured:
+                for parameter in inner.parameters():
+                    parameter.grad = parameter.detach() * 0
+                stage = tracked(inner)
+                arguments = _arguments(kind, comm)
+                with Live() as live:
+                    step(comm, stage, *arguments)
+                lines = [(count, text) for count, _, text in live.by_line(at_peak=True)]
+                case.update(peak=live.peak, lines=lines[:3], in_flight=stage.in_flight)
+                case["alive"] = getattr(stage, "alive", {})
+            else:
+                with watched_sends(comm) as handles:
+                    got = step(comm, inner, *_arguments(kind, comm))
+                    case["sends"] = not_waited_for(handles)
+                case["loss"], case["means"] = _numbers(got)
+                case["gradient"] = _gradient(inner)
+        except (WaitTimeout, MPI.Exception) as error:
+            case.update(error=str(error), waited=True)
+        except Exception as error:
+            case.update(error=f"{type(error).__name__}: {error}", waited=False)
+        if "error" in case:
+            break  # this communicator is of no use any more
+    return found
+
+
+def _arguments(kind, comm) -> tuple:
+    """Inputs on rank 0 alone, targets on the last rank alone."""
+    import torch
+    from torch.nn.functional import mse_loss
+
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    batch = [(x if first else None, target if last else None) for x, target in make_batch(kind)]
+    return batch, torch.empty(CASES[kind][1], WIDTH, dtype=torch.float64), mse_loss
+
+
+def _numbers(got) -> tuple:
+    """The loss and the means of an answer, as far as they are numbers."""
+    try:
+        loss, means = got
+    except (TypeError, ValueError):
+        return None, None
+    return _as_floats([loss]), _as_floats(means)
+
+
+def _as_floats(values):
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def judge(observations) -> None:
+    """Values first; then what is alive of finished micro-batches; then bytes, which may not grow with micro-batches."""
+    size = len(observations)
+    for number in range(max(map(len, observations))):
+        cases = {rank: seen[number] for rank, seen in enumerate(observations) if number < len(seen)}
+        _judge_errors(cases)
+        if not cases[0]["measured"]:
+            _judge_values(cases, reference(cases[0]["kind"], size))
+    few, many = (
+        [next(case for case in seen if case["measured"] and case["kind"] == kind) for seen in observations]
+        for kind in ("few", "many")
+    )
+    for rank in range(size):
+        _judge_bytes(rank, size, few[rank], many[rank])
+
+
+def _judge_errors(cases) -> None:
+    failed = [(case["waited"], rank) for rank, case in cases.items() if "error" in case]
+    if not failed:
+        return
+    waited, rank = min(failed)  # who raised before who waited for it
+    case = cases[rank]
+    wrong = rows(rank, "no error", f"{case['error']} ({case['count']} micro-batches, case {case['kind']!r})")
+    wrong("long-messages", waited and case["kind"] == "long",
+          "The step ran with short messages. Long ones wait until somebody receives them.",
+          "Two neighbours wait for each other in a send. Keep async_op=True, and drop a handle once handle.done().")
+    wrong("waited", waited, "What does this rank wait for, and who should send it?",
+          "Leave the order of sends and receives as it was.")
+    wrong("raised", True, "The step ran before: what was removed is still needed.",
+          "A backward pass needs its input and its output. The log needs a number for each micro-batch.")
+
+
+def _judge_values(cases, truth) -> None:
+    count = cases[0]["count"]
+    for rank, case in cases.items():
+        wrong = rows(rank, f"the values of the step as it was, with {count} micro-batches")
+        wrong("other-gradient", not _close(case["gradient"], truth["gradients"][rank]),
+              "other gradients of this stage" if case["gradient"] else "no gradients of this stage",
+              "The step had the right gradients. What does it compute with other values now?",
+              "Each micro-batch goes forward and backward once: kept[m] has its input and its output.")
+        wrong("no-means", not case["means"] or len(case["means"]) != count,
+              f"{'no' if not case['means'] else len(case['means'])} means of outputs, of {count} micro-batches",
+              "The log is still wanted: a number for each micro-batch.",
+              "return sum(losses), and a list of numbers: the mean of output.abs() of each micro-batch.")
+        wrong("other-means", not _close(case["means"], truth["means"][rank]), "other means of outputs",
+              "Of which tensor is the mean? It is that of the stage's output.", "output.detach().abs().mean()")
+        if rank == max(cases):
+            wrong("other-loss", not _close(case["loss"], [truth["loss"]]), "another loss",
+                  "The loss is the mean over the batch.", "return sum(losses), ...")
+    for rank, case in cases.items():
+        open_, started = case["sends"]
+        wrong = rows(rank, "every send is seen to end: handle.done() or handle.wait()")
+        wrong("not-waited", open_, f"{open_} of {started} sends whose end nobody has seen",
+              "A tensor may not be freed while its message may still be read from it. Who knows when that is over?",
+              "Drop a handle from the list only if handle.done(). Wait for the others at the end.")
+
+
+def _close(some, others) -> bool:
+    pairs = zip(some or [], others, strict=False)
+    return bool(some) and len(some) == len(others) and all(abs(a - b) <= 1e-9 * (1 + abs(b)) for a, b in pairs)
+
+
+def _judge_bytes(rank: int, size: int, few: dict, many: dict) -> None:
+    more, alive = many["count"] - few["count"], many["alive"]
+    if not alive:
+        raise Wrong("stage-not-called", rank, f"{many['count']} forward passes through the stage", "fewer",
+                    "Each micro-batch passes the stage once.", "output = stage(x)")
+    wrong = rows(rank)
+    wrong("in-flight", many["in_flight"] > size - rank,
+          f"at most {size - rank} micro-batches in flight, as 1F1B has it", f"{many['in_flight']}",
+          "The order of passes has changed: it is no part of the leak.",
+          "As many forward passes ahead as ranks follow this one, then one forward and one backward pass in turn.")
+    nothing = "no tensor of a micro-batch after its backward pass"
+    wrong("output-held", alive["outputs"] > FRAMES, nothing,
+          f"{alive['outputs']} outputs of finished micro-batches are alive, when the last one comes",
+          "`output = stage(x)` allocates them. Which names, lists and functions still refer to an output, after its "
+          "backward pass?",
+          "A lambda runs later, so it keeps all that it names until then. Which lambda names an output?",
+          "Compute the number at once: means.append(output.detach().abs().mean()).")
+    wrong("memory-of-outputs", alive["memory"] > FRAMES, nothing,
+          f"the memory of {alive['memory']} outputs of finished micro-batches is alive, although the outputs are gone",
+          "output.detach() is another tensor with the same memory. Who has it?",
+          "A handle keeps the tensor that it sends. And a list keeps its handles.",
+          "After each pass: sending[:] = [handle for handle in sending if not handle.done()].")
+    wrong("inputs-held", alive["inputs"] > FRAMES, nothing,
+          f"{alive['inputs']} inputs of finished micro-batches are alive",
+          "`torch.empty_like(like)` allocates them. Which dictionary or list still refers to one?",
+          "kept.pop(m) takes an entry out; kept[m] leaves it there.")
+    wrong("memory-of-gradients", alive["gradients"] > FRAMES, nothing,
+          f"{alive['gradients']} gradients of inputs that were sent back are alive",
+          "x.grad is sent to the rank before. Who keeps it, once it has left?",
+          "Handles of both directions: those of gradients, too, are dropped when handle.done().")
+    most = few["peak"] + more * NUMBERS * NUMBER + FRAMES * BORDER
+    lines = "; ".join(f"{count:,} of `{text}`" for count, text in many["lines"])
+    wrong("grows", many["peak"] > most,
+          f"{few['peak']:,} bytes at most with {few['count']} micro-batches, and hardly more with {many['count']}",
+          f"{many['peak']:,}; the largest: {lines}",
+          "Something is kept for each micro-batch that is as large as its tensors. Look at the lines.",
+          "A copy is memory as well. Keep numbers, not tensors.")
+
+
+EXERCISES = {
+    "leak-fix": Exercise("lean_step", observe, judge, any_size=True),
+}

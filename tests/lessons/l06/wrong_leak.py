@@ -1,0 +1,159 @@
+"""Plausible wrong ways to find the leaks, and the mistake that the check must recognise in each."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+# fix: ShardedSteps(comm, model) with step(x, y)
+
+
+class StepsAsTheyWere:
+    """The two leaks: buckets in a list that nobody clears, and a row that keeps its whole output."""
+
+    def __init__(self, comm, model):
+        self.comm, self.model = comm, model
+        self.shards, self.sent, self.guesses = {}, [], []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+
+    def gradient_is_ready(self, parameter):
+        length = -(-parameter.numel() // self.comm.size)
+        flat = torch.zeros(length * self.comm.size, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        parameter.grad = None
+        own = self.shards[parameter] = torch.empty(length, dtype=parameter.dtype)
+        handle = self.comm.reduce_scatter(own, flat, op="mean", async_op=True)
+        self.sent.append((handle, flat))
+
+    def step(self, x, y):
+        output = self.model(x)
+        loss = cross_entropy(output, y)
+        loss.backward()
+        self.wait()
+        self.guesses.append(self.guess(output))
+        return loss.item()
+
+    def wait(self):
+        for handle, _ in self.sent:
+            handle.wait()
+
+    def guess(self, output):
+        return output[0].detach()
+
+
+class StepsWithViews(StepsAsTheyWere):
+    """The buckets are freed, the outputs are not."""
+
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+
+class StepsWithBuckets(StepsAsTheyWere):
+    """The guesses have memory of their own, and buckets stay."""
+
+    def guess(self, output):
+        return output[0].detach().clone()
+
+
+class StepsClearedTooEarly(StepsWithBuckets):
+    """At the beginning of a step: what the last one has sent stays."""
+
+    def step(self, x, y):
+        self.sent.clear()
+        return super().step(x, y)
+
+
+class StepsNotWaited(StepsWithBuckets):
+    """Cleared, and not waited for: shards have not arrived."""
+
+    def wait(self):
+        self.sent.clear()
+        for shard in self.shards.values():
+            shard.zero_()
+
+
+class StepsWithoutShards(StepsWithBuckets):
+    """What takes memory is thrown away, shards too."""
+
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+        self.shards.clear()
+
+
+class StepsWithoutGuesses(StepsWithBuckets):
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+    def step(self, x, y):
+        self.guesses.clear()
+        return super().step(x, y)
+
+
+class StepsWithOneRow(StepsWithBuckets):
+    """The first row of a tensor that is written over."""
+
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+    def guess(self, output):
+        self.room = getattr(self, "room", torch.empty(10, dtype=output.dtype))
+        self.room.copy_(output[0].detach() + 1)
+        return self.room
+
+
+class StepsWithLosses(StepsWithBuckets):
+    """No leak of the two, and a new one: losses with their graphs, and the batches that a closure refers to."""
+
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+    def step(self, x, y):
+        self.later = [*getattr(self, "later", []), lambda: self.model(x)]
+        return super().step(x, y)
+
+
+class StepsWithGradients(StepsWithBuckets):
+    """The gradients stay where autograd puts them."""
+
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+    def step(self, x, y):
+        self.model.zero_grad()
+        return super().step(x, y)
+
+    def gradient_is_ready(self, parameter):
+        gradient = parameter.grad
+        super().gradient_is_ready(parameter)
+        parameter.grad = gradient
+
+
+class StepsWithoutALoss(StepsWithBuckets):
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+    def step(self, x, y):
+        super().step(x, y)
+
+
+WRONG = {
+    "zero-leak": {
+        StepsAsTheyWere: "both-kept",
+        StepsWithViews: "outputs-kept",
+        StepsWithBuckets: "buckets-kept",
+        StepsClearedTooEarly: "last-step-kept",
+        StepsNotWaited: "not-arrived",
+        StepsWithoutShards: "no-shard",
+        StepsWithoutGuesses: "no-guess",
+        StepsWithOneRow: "other-guess",
+        StepsWithLosses: "something-grows",
+        StepsWithGradients: "gradients-kept",
+        StepsWithoutALoss: "no-loss",
+    },
+}
