@@ -89,10 +89,14 @@ def bucket_bytes(tensors: Iterable[torch.Tensor], cap_mb: float | None, least: i
     return min(LARGEST_BUCKET, max([least, *(tensor.nbytes for tensor in tensors)]))
 
 
-def buckets_of(tensors: Iterable[torch.Tensor], cap: int, first_cap: int = FIRST_BUCKET) -> list[list[int]]:
+def buckets_of(
+    tensors: Iterable[torch.Tensor], cap: int, first_cap: int = FIRST_BUCKET, alone_from: float = math.inf
+) -> list[list[int]]:
     """The indices of ``tensors`` in buckets of at most ``cap`` bytes, the first of at most ``first_cap``.
 
-    Tensors keep their order; a bucket holds one dtype and one device; a tensor larger than the cap has one of its own.
+    Tensors keep their order; a bucket holds one dtype and one device; a tensor larger than the cap has one of its own,
+    and so has one of ``alone_from`` bytes, while another bucket goes on to fill. Buckets are in the order in which they
+    are full.
     Counterpart: the buckets of torch's ``DistributedDataParallel`` (S. Li et al., VLDB 13(12), 2020, section 3.2.3).
     """
     buckets: list[list[int]] = []
@@ -100,10 +104,13 @@ def buckets_of(tensors: Iterable[torch.Tensor], cap: int, first_cap: int = FIRST
     for index, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
         bucket, filled = of_kind.get(kind, (None, 0))
+        if tensor.nbytes >= alone_from:
+            buckets.append([index])
+            continue
         limit = first_cap if buckets and bucket is buckets[0] else cap
         if bucket is None or filled + tensor.nbytes > limit:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(index)
         of_kind[kind] = bucket, filled + tensor.nbytes
-    return buckets
+    return sorted(buckets, key=max)

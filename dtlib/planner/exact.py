@@ -40,7 +40,7 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam"):
             f"{len(stages)} stages with {len(boundaries)} boundaries for pipe {plan.pipe}: give all of them."
         )
     units = [sum(unit) for unit in stages[stage]]
-    buckets = _buckets([size for unit in stages[stage] for size in unit], FIRST_BUCKET if plan.zero == 0 else 0)
+    buckets = _buckets([size for unit in stages[stage] for size in unit], plan.zero)
     flat = {2: [sum(bucket) for bucket in buckets], 3: units}.get(plan.zero, [sum(units)])
     travels = [sum(bucket) + len(bucket) + 1 for bucket in buckets] if plan.zero == 0 else flat
     data = zero_wire_elements(travels, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
@@ -95,17 +95,21 @@ def kept_of_decoder(model: Model, micro_batch: int, recompute: str = "none") -> 
     return ELEMENT * (n * (model.layers * layer[recompute] + h + model.vocab) + 1) + 2 * 8 * n
 
 
-def _buckets(sizes: list[int], least: int) -> list[list[int]]:
-    """Sizes in the buckets in which their gradients travel, the last layers' first: as gradients/buckets.py has them,
-    from ``least`` bytes to the largest size, and at most a MiB in the first."""
-    most = min(LARGEST_BUCKET, max(least, ELEMENT * max(sizes)))
+def _buckets(sizes: list[int], zero: int) -> list[list[int]]:
+    """Sizes in the buckets in which their gradients travel, the last layers' first, as gradients/buckets.py has them:
+    at most as large as the largest, at stage 0 at least a MiB, and the first at most that. At stage 2 a size of half
+    the limit has a bucket of its own."""
+    most = min(LARGEST_BUCKET, max(0 if zero else FIRST_BUCKET, ELEMENT * max(sizes)))
+    alone = [[size] for size in sizes if zero == 2 and 2 * ELEMENT * size >= most]
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):
-        limit = min(most, FIRST_BUCKET) if len(buckets) == 1 else most
+        limit = FIRST_BUCKET if zero == 0 and len(buckets) == 1 else most
+        if zero == 2 and 2 * ELEMENT * size >= most:
+            continue
         if buckets[-1] and ELEMENT * (sum(buckets[-1]) + size) > limit:
             buckets.append([])
         buckets[-1].append(size)
-    return buckets
+    return [*filter(None, buckets), *alone]
 
 
 def _all_reduced(ranks: int, rank: int, count: int) -> int:

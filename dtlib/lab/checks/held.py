@@ -64,8 +64,12 @@ class Snapshot:
 def _tensors() -> list:
     import torch
 
+    from dtlib.comm.watch.in_step import living
+
+    # What communicators keep from call to call is no answer's.
+    kept = {_key(tensor) for comm in list(living) for tensor in comm.held()["communication"]}
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return _with_gradients([tensor for tensor in tensors if _has_storage(tensor)])
+    return _with_gradients([tensor for tensor in tensors if _has_storage(tensor) and _key(tensor) not in kept])
 
 
 def _with_gradients(tensors) -> list:

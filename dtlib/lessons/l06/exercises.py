@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
+from dtlib import lab
 from dtlib.lab import digits
 
 world = dtlib.init()

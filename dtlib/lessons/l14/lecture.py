@@ -79,7 +79,7 @@ refused = runs.dtlib_train(brief.MESHES["data 4, ZeRO-2"], steps=3)
 
 # %% tags=["statement"]
 # "The limit is counted, not estimated:"
-assert count("model states and buffers, and run.memory_limit is 6,000,000") == 1
+assert count(r"model\s+states\s+and\s+buffers,\s+and\s+run.memory_limit\s+is\s+6,000,000") == 1
 
 # %% [markdown]
 # ## How long does a step take?

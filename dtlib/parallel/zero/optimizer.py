@@ -30,7 +30,7 @@ from torch import nn, optim
 from dtlib.comm import AnyCommunicator, as_communicator
 from dtlib.errors import DtlibError
 from dtlib.gradients.backward import progress_for
-from dtlib.gradients.buckets import FIRST_BUCKET, bucket_bytes, buckets_of
+from dtlib.gradients.buckets import bucket_bytes, buckets_of
 from dtlib.gradients.local_gradient import refuse_torch_clipping
 from dtlib.gradients.precision import MasterWeights, clip_by_norm, refuse_shards
 from dtlib.gradients.same_model import check_same_model
@@ -59,8 +59,8 @@ class ZeroOptimizer(optim.Optimizer):
         comm: a dtlib communicator, an mpi4py communicator or a torch ``ProcessGroup``; by default that of
             ``dtlib.init()``.
         stage: 1 shares out the optimizer's states, 2 the gradients as well.
-        bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, the first of at most 1 MiB; by default as
-            large as the largest parameter, and not more than 25. One of them travels at a time.
+        bucket_cap_mb: stage 2 sends gradients in buckets of this many MiB, by default as large as the largest
+            parameter, and not more than 25. One of them travels at a time.
         offload: keep master weights and optimizer states in host memory and step there (ZeRO-Offload, J. Ren et al.,
             USENIX ATC 2021). Without a GPU there is no other memory, and it says so.
         progress: who moves the buckets of stage 2 on during the backward pass, as for ``DataParallel``.
@@ -126,7 +126,8 @@ class ZeroOptimizer(optim.Optimizer):
         # Gradients come roughly in the reverse order of the forward pass; stage 1 has no hurry and sends all at once.
         order = trained[::-1]
         cap = bucket_bytes(order, self._cap_mb) if self.stage == 2 else 2**63
-        indices = buckets_of(order, cap, min(cap, FIRST_BUCKET) if self.stage == 2 else cap)
+        # A large gradient travels from its own memory.
+        indices = buckets_of(order, cap, cap, alone_from=cap / 2 if self.stage == 2 else cap)
         buckets = [ShardedBucket([order[i] for i in some], self.comm, self.stage) for some in indices]
         owned = {p: piece for bucket in buckets for p, piece in zip(bucket.parameters, bucket.owned, strict=True)}
         on_gpu = any(parameter.is_cuda for parameter in trained)
