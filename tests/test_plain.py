@@ -228,7 +228,7 @@ def full_zero(stage, model, comm, units):
     """The full class beside a plain one, and how to take its step."""
     if stage < 3:
         # One bucket has everything, as one unit has.
-        return ZeroOptimizer(model.parameters(), torch.optim.AdamW, comm, stage=stage, **ADAMW)
+        return ZeroOptimizer(model.parameters(), torch.optim.AdamW, comm, stage=stage, bucket_cap_mb=25, **ADAMW)
     for unit in units:
         fully_shard(unit, comm)
     if units != [model]:

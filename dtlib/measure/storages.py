@@ -1,6 +1,6 @@
 """Memory claimed byte by byte: tensors are views of storages, and a byte counts once, for whoever claims it first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import torch
@@ -45,7 +45,7 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def strided(tensors):
+def strided(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors that have memory: of a sparse one its indices and values, of one on the meta device none."""
     for tensor in map(_local, tensors):
         if tensor.layout == torch.sparse_coo:

@@ -14,7 +14,6 @@ A unit is a module whose parameters travel together. They lie in one flat memory
     shards           of rank 0       of rank 1
 """
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -32,14 +31,10 @@ class Unit:
     def __init__(self, module: nn.Module, rank: int, ranks: int):
         self.module, self.parameters = module, list(module.parameters())
         module.zero_grad()
-        missing = -sum(parameter.numel() for parameter in self.parameters) % ranks
-        self.padding = self.parameters[0].new_zeros(missing, requires_grad=False)
-        self.flat = self.flattened(parameter.detach() for parameter in self.parameters)
+        self.padding = self.parameters[0].new_zeros(-sum(p.numel() for p in self.parameters) % ranks)
+        self.flat = torch.cat([*(p.detach().flatten() for p in self.parameters), self.padding])
         vector_to_parameters(self.flat, self.parameters)
         self.shard = nn.Parameter(self.flat.chunk(ranks)[rank])
-
-    def flattened(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([*(tensor.flatten() for tensor in tensors), self.padding])
 
 
 class Stage1:
@@ -76,7 +71,7 @@ class Stage1:
 
     def reduce(self, unit: Unit) -> None:
         """This rank's shard of the mean of all ranks' gradients; the gradients themselves go."""
-        whole = unit.flattened(parameter.grad for parameter in unit.parameters)
+        whole = torch.cat([*(p.grad.flatten() for p in unit.parameters if p.grad is not None), unit.padding])
         unit.module.zero_grad()
         unit.shard.grad = self.comm.reduce_scatter(torch.empty_like(unit.shard), whole, op="mean")
 
