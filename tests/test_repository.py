@@ -67,7 +67,7 @@ def dotted_name(path):
 NOTEBOOKS = set(notebooks().values())  # sources of notebooks, which nothing imports
 MODULES = {dotted_name(path): path for path in sorted((ROOT / "dtlib").rglob("*.py")) if path not in NOTEBOOKS}
 
-MOST_LINES = 38_220  # of all files but the lessons': it may only fall (it rose for annotations, refusals and hangs)
+MOST_LINES = 38_210  # of all files but the lessons': it may only fall (it rose for annotations, refusals and hangs)
 
 LOCKED = {
     canonicalize_name(name): version

@@ -60,12 +60,8 @@ class Loader:
         prefetch: int = 2, shuffle: bool = True, drop_last: bool = False,
         device: torch.device | str | None = None, block: int | None = None, window: int | None = None,
     ):  # fmt: skip
-        for name, size in (
-            ("batch_size", batch_size),
-            ("ranks", ranks),
-            ("block", block or 1),
-            ("window", window or 1),
-        ):
+        sizes = {"batch_size": batch_size, "ranks": ranks, "block": block or 1, "window": window or 1}
+        for name, size in sizes.items():
             number(name, size)
         number("rank", rank, 0, ranks - 1)
         number("seed", seed, 0)
