@@ -1,7 +1,10 @@
 """Files that are written whole, and files that somebody else may have written."""
 
+import errno
+import io
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -42,13 +45,19 @@ def read_text(path: Path, most: int = 2**26) -> str:
         OSError: where there is no such file, or it cannot be read.
         ValueError: for anything else than an ordinary file of that size with text in it.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no ordinary file")
-        if found.st_size > most:
-            raise ValueError(f"it has {found.st_size:,} bytes, and {most:,} are expected at most")
+    with open(path, "rb", opener=opened_to_read) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"it has {size:,} bytes, and {most:,} are expected at most")
         return file.read().decode()
+
+
+def opened_to_read(path: str, flags: int = os.O_RDONLY) -> int:
+    """For ``open(..., opener=opened_to_read)``: what is no ordinary file is refused, as reading it may never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise io.UnsupportedOperation(errno.EINVAL, "it is no ordinary file", path)
+    return descriptor
 
 
 def read_json(path: Path, kind: type[K], most: int = 2**26) -> K:
@@ -124,5 +133,5 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this names a file in its folder, and none elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    """Whether this names a file in its folder, and none elsewhere, in letters that every disk takes."""
+    return isinstance(name, str) and bool(re.fullmatch(r"(?!\.+$)[\w .-]{1,200}", name, re.ASCII))

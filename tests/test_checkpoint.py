@@ -547,6 +547,18 @@ def before_the_start(path):
     edit(path, tensors=index["tensors"])
 
 
+def lose_a_state(path):
+    """One bit of its name: then only rank 1 lacks it."""
+    file = data_file(path)
+    file.write_bytes(file.read_bytes().replace(b"random/cpu", b"random/cpt"))
+
+
+def odd_setting(path):
+    index = json.loads((path / "index.json").read_text())
+    index["optimizer"]["groups"][0]["settings"]["lr"] = {"a": 1}
+    edit(path, optimizer=index["optimizer"])
+
+
 DAMAGES = {
     "no folder": (lambda path: (path / "index.json").unlink(), "give the folder"),
     "not JSON": (lambda path: (path / "index.json").write_text('{"format": '), "is not JSON"),
@@ -566,6 +578,12 @@ DAMAGES = {
     "elements twice": (overlap, "is not whole"),
     "a negative place": (before_the_start, "is not whole"),
     "a piece elsewhere": (rename_a_piece, "not among its files"),
+    "an extra that was none": (lambda path: edit(path, extra={"__tuple__": 3}), "makes no sense"),
+}
+WHERE_LOADED = {  # exported without
+    "an optimizer that is none": (lambda path: edit(path, optimizer=3), "makes no sense"),
+    "a setting of another kind": (odd_setting, "makes no sense"),
+    "a random state is missing": (lose_a_state, "makes no sense"),
 }
 
 
@@ -580,6 +598,31 @@ def test_what_is_damaged_is_refused_on_all_ranks(world, damage, tmp_path):
     refused_and_unchanged(world, DAMAGES[damage][1], tmp_path, build("plain", seed=5), plain_sgd)
     if world.rank == 0:
         assert DAMAGES[damage][1] in refusal(checkpoint.export, tmp_path, tmp_path / "out")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("damage", WHERE_LOADED)
+def test_what_cannot_be_loaded_changes_nothing(world, damage, tmp_path):
+    model = build("plain")
+    save(tmp_path, model, plain_sgd(model), world.comm)
+    if world.rank == 0:
+        WHERE_LOADED[damage][0](tmp_path)
+    world.comm.barrier()
+    refused_and_unchanged(world, WHERE_LOADED[damage][1], tmp_path, build("plain", seed=5), plain_sgd)
+
+
+@on_ranks(2)
+def test_a_pointer_that_cannot_be_read_is_refused(world, tmp_path):
+    """And not taken for one that is missing: training would begin anew."""
+    for rank, damage in enumerate(
+        (lambda path: path.write_bytes(b"\xff"), os.mkfifo, lambda path: path.symlink_to("no"))
+    ):
+        path = tmp_path / f"latest{rank}"
+        if world.rank == 0:
+            damage(path)
+        world.comm.barrier()
+        assert "makes no sense" in refusal(checkpoint.pointed_to, path, world.comm)
+    assert checkpoint.pointed_to(tmp_path / "none", world.comm) is None
 
 
 def refused_and_unchanged(world, expected, path, model, make_optimizer=None):

@@ -202,7 +202,18 @@ def test_notebooks_that_note_at_once_lose_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
 
-@for_each(text=["3", "null", '{"done": null}', '{"done": 1}', "[[1]]", "[" * 100_000, "not json", "\x00\xff"])
+OF_ONE_ENTRY = (
+    '{"done": {"a": []}}', '{"done": {"a": 1}}', '{"scores": {"a": 3}}', '{"scores": {"a": {"value": 1}}}', "[1]",
+    '{"scores": {"a": {"value": null, "par": 1, "unit": "B", "ranks": 4}}}',
+    '{"scores": {"a": {"value": 1, "par": 0, "unit": "B", "ranks": 4}}}',
+)  # fmt: skip
+
+
+@for_each(
+    text=[
+        "3", "null", '{"done": null}', '{"done": 1}', "[[1]]", "[" * 100_000, "not json", "\x00\xff", *OF_ONE_ENTRY,
+    ]
+)  # fmt: skip
 def test_a_damaged_record_is_kept_and_begun_again(text):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
@@ -215,6 +226,15 @@ def test_a_damaged_record_is_kept_and_begun_again(text):
         assert course.kept()["done"] == {"first-sum": True}
         (kept,) = folder.glob(f"{course.DONE}.damaged*")
         assert kept.read_text(encoding="latin-1") == text
+
+
+def test_a_record_that_is_deep_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    course.open_folder()
+    deep = "[" * 450 + "]" * 450
+    (tmp_path / course.DONE).write_text(f'{{"done": {{}}, "other": {deep}}}')
+    course.done("first-sum")
+    assert course.kept()["done"] == {"first-sum": True} and deep in (tmp_path / course.DONE).read_text()
 
 
 def row(page, title):

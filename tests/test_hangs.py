@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from dtlib.world.launch import start_ranks
@@ -35,6 +36,13 @@ def recv():
 
 def mpi4py():
     world.comm.mpi.Barrier()
+
+def request():
+    if world.rank == 0:
+        request = world.comm.mpi.irecv(source=world.size - 1)
+        request.wait()
+    elif world.rank == world.size - 1:
+        world.comm.mpi.send(1, 0)
 
 def torchs():
     dist.broadcast(torch.ones(5), world.size - 1)
@@ -74,6 +82,7 @@ EXPECTED = {  # in which operation rank 0 waits, and what the last rank called b
     "all_reduce": (r"all_reduce\(sum\) of \(4,\) float32", "barrier"),
     "recv": (r"recv\(from rank {last}\) of \(3,\) float32", "[a-z]+"),
     "mpi4py": (r"`hang.py:\d+: world.comm.mpi.Barrier\(\)`", "[a-z]+"),
+    "request": (r"`hang.py:\d+: request.wait\(\)`", "[a-z]+"),
     "torchs": (r"broadcast\(from rank {last}\) of \(5,\) float32", "[a-z_]+"),
     "caught": (r"all_reduce\(sum\) of \(\d+,\) float32", r"broadcast\(from rank 0\)"),
 }
@@ -110,7 +119,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ("ranks", "phases"),
     [
         (2, ("all_reduce", "mpi4py")),
-        pytest.param(2, ("recv", "torchs", "caught"), marks=pytest.mark.slow),
+        pytest.param(2, ("recv", "request", "torchs", "caught"), marks=pytest.mark.slow),
         pytest.param(3, ("all_reduce", "mpi4py", "torchs", "caught"), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -128,6 +137,19 @@ def test_who_is_missing_is_said_once_under_torchrun(tmp_path):
         [*command, write_script(tmp_path), str(tmp_path), *phases], env={**os.environ, "OMP_NUM_THREADS": "1"}, **PIPES
     )
     assert "dtlib:" not in explained(process, tmp_path, phases, 1)
+
+
+def test_ranks_end_with_an_mpiexec_that_is_killed(tmp_path, monkeypatch):
+    """Also those that no zygote has forked, and that are in no operation."""
+    monkeypatch.setenv("DTLIB_ZYGOTE", "off")
+    (tmp_path / "sleeps.py").write_text("import dtlib, os, time; dtlib.init(); print(os.getpid()); time.sleep(1000)")
+    process = start_ranks(["-u", str(tmp_path / "sleeps.py")], 2, stdout=subprocess.PIPE, text=True)
+    ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    process.kill()
+    _, living = psutil.wait_procs(ranks, 20)
+    for rank in living:
+        rank.kill()
+    assert not living
 
 
 def test_who_waits_for_a_rank_that_has_ended_is_told(tmp_path):

@@ -95,7 +95,7 @@ def test_ranks_read_their_slice_of_a_file(world, tmp_path):
 def test_a_file_that_holds_no_points_is_refused(world, tmp_path):
     broken = tmp_path / f"broken-{world.rank}"
     broken.write_bytes(b"1234567")
-    for path, words in ((broken, "7 bytes"), (tmp_path / "missing", "cannot be read")):
+    for path, words in ((broken, "7 bytes"), (tmp_path / "missing", "cannot be read"), (tmp_path, "ordinary")):
         with pytest.raises(DtlibError, match=words):
             pi.count_file(path, world.comm)
 

@@ -128,6 +128,9 @@ def test_a_model_from_a_file(tmp_path):
     for wrong in ([64], -1, 1.5, True, 10**400):
         with pytest.raises(PlanError, match="vocab is"):
             model_of({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": wrong, "n_positions": 32})
+    for wrong in ("context=0", "micro_batch=0", "batch=8"):
+        with pytest.raises(PlanError):
+            fixed_of(wrong)
     assert fixed_of("zero=3, sequence_parallel=false") == {"zero": 3, "sequence_parallel": False}
 
 

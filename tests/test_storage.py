@@ -138,7 +138,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(DtlibError, match="per_shard=10 is no multiple of row_group=8"):
         write(tmp_path / "c", numbered(), NUMBERED, "parquet", per_shard=10, row_group=8)
     for sizes in ({"per_shard": 0}, {"row_group": -1}):
-        with pytest.raises(DtlibError, match="numbers of samples: give at least 1"):
+        with pytest.raises(DtlibError, match="give a whole number from 1 to"):
             write(tmp_path / "c", numbered(), NUMBERED, "shards", **sizes)
     for kind, form in ((">i4", "shards"), ("U3", "tar"), ("M8[s]", "files"), ("c8", "parquet"),
                        (("u1", (0,)), "shards"), ([("y", "u1")], "shards"), ("O", "shards")):  # fmt: skip
@@ -589,6 +589,70 @@ def test_what_is_no_ordinary_file_is_refused_at_once(folder_of, tmp_path):
         open_samples(folder)
 
 
+def test_staging_a_pipe_does_not_wait(folder_of, tmp_path):
+    folder = folder_of("one-file")
+    (folder / "samples.bin").unlink()
+    os.mkfifo(folder / "samples.bin")
+    with pytest.raises(StorageError, match="no ordinary file"):
+        stage(folder, tmp_path / "local")
+
+
+def test_files_of_others_stay(folder_of, tmp_path):
+    """Neither staging nor writing puts samples in the place of a file that it did not make."""
+    (tmp_path / "mine").mkdir()
+    (mine := tmp_path / "mine" / "samples.bin").write_text("mine")
+    folder = folder_of("one-file")
+    with pytest.raises(DtlibError, match=r"samples\.bin is no copy that was staged"):
+        stage(folder, mine.parent)
+    with pytest.raises(DtlibError, match="File exists"):
+        write(mine.parent, numbered(), NUMBERED, "one-file")
+    assert [path.name for path in mine.parent.iterdir()] == ["samples.bin"] and mine.read_text() == "mine"
+
+
+def test_what_could_not_be_written_to_its_end_does_not_stay(tmp_path):
+    with pytest.raises(DtlibError, match="same length"):
+        write(tmp_path, [*numbered(20), b"short"], NUMBERED, "shards", per_shard=8)
+    assert not list(tmp_path.iterdir())
+    assert len(open_samples(write(tmp_path, numbered(20), NUMBERED, "shards", per_shard=8))) == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counts": {"a" * 300: 1}}, {"counts": {"\ud800": 1}}, {"counts": {"samples.bin": 10**30}}, {"elsewhere": 3},
+        {"row_group": 1e400}, {"row_group": True},
+    ],
+    ids=lambda change: f"{change!r:.30}",
+)  # fmt: skip
+def test_an_index_with_what_makes_no_sense_is_refused(folder_of, change):
+    folder = folder_of("one-file")
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({**index, **change}))
+    with pytest.raises(DtlibError, match=r"not by dtlib\.storage\.write"):
+        open_samples(folder)
+
+
+def test_numbers_that_make_no_sense_are_refused(folder_of, tmp_path):
+    reader = open_samples(folder_of("shards"))
+    for wrong in (float("nan"), float("inf"), -1, 2.5, "3", [], True):
+        for name in ("batch_size", "rank", "ranks", "seed", "workers", "prefetch"):
+            with pytest.raises(DtlibError, match=f"^{name} is "):
+                Loader(reader, **{"batch_size": 4, "ranks": 2, name: wrong})
+        for name in ("epoch", "samples"):
+            loader = Loader(reader, 4)
+            with pytest.raises(DtlibError, match=f"^{name} is "):
+                loader.load_state_dict({**loader.state_dict(), name: wrong})
+            assert loader.state_dict() == Loader(reader, 4).state_dict()
+        for name in ("per_shard", "row_group"):
+            with pytest.raises(DtlibError, match=f"^{name} is "):
+                write(tmp_path / "new", numbered(), NUMBERED, "shards", **{name: wrong})
+    for name, wrong in {"workers": 65, "rank": 2, "prefetch": 0}.items():
+        with pytest.raises(DtlibError, match=f"^{name} is "):
+            Loader(reader, **{"batch_size": 4, "ranks": 2, "workers": 1, name: wrong})
+    with pytest.raises(DtlibError, match=r"^samples is "):
+        loader.load_state_dict({**loader.state_dict(), "samples": SAMPLES + 1})
+
+
 def test_two_that_write_to_one_folder_do_not_mix(tmp_path):
     """The second waits for the first, and is refused."""
     program = (
@@ -664,7 +728,8 @@ def test_staging_where_there_is_an_older_staging(folder_of, tmp_path, monkeypatc
     def new(value):  # of the same folder: as long as the old ones, and with other values
         rows = numbered(40)
         rows["number"] += value
-        (folder / "index.json").unlink()
+        for path in folder.iterdir():
+            path.unlink()
         write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
         return list(range(value, value + 40))
 
@@ -706,7 +771,8 @@ def test_a_staged_folder_never_mixes_two_versions(folder_of, tmp_path, monkeypat
     def write_anew():
         rows = numbered(40)
         rows["number"] += 1000
-        (folder / "index.json").unlink()
+        for path in folder.iterdir():
+            path.unlink()
         write(folder, rows, NUMBERED, "shards", per_shard=PER_SHARD)
 
     def no_room(source, target):

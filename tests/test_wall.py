@@ -461,6 +461,8 @@ def test_kept_where_that_is_asked_for_and_deleted_by_one_command(tmp_path, monke
     assert wall.code != code
     assert main(["wall", "--host=127.0.0.1", f"--port={wall.port}", "--no-browser"]) == 2
     assert "cannot be listened on" in capsys.readouterr().err
+    assert main(["wall", "--host=no..name", "--port=0", "--no-browser"]) == 2
+    assert "no..name:0 cannot be listened on" in capsys.readouterr().err
     assert wall.end() == 0
 
 

@@ -16,8 +16,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dtlib.errors import DtlibError
-from dtlib.files import locked, read_json, write_whole
+from dtlib.files import locked, read_json, read_text, write_whole
 
 if TYPE_CHECKING:
     from dtlib.comm import Communicator
@@ -162,9 +162,12 @@ def _to_disk(path: Path) -> None:
 
 def pointed_to(path: Path, comm: Communicator) -> str | None:
     """What ``point_to`` wrote; None where there is no such file. All ranks of ``comm`` call it."""
-    return comm.broadcast_object(
-        together(comm, lambda: path.read_text(encoding="utf-8").strip() if comm.rank == 0 and path.is_file() else None)
-    )
+
+    def read():
+        with making_sense(path):
+            return read_text(path, 4096).strip() if comm.rank == 0 and os.path.lexists(path) else None
+
+    return comm.broadcast_object(together(comm, read))
 
 
 def read_index(folder: Path) -> dict:
@@ -187,15 +190,23 @@ def read_index(folder: Path) -> dict:
         )
     if lacking := [name for name in CONTENTS if name not in index]:
         raise CheckpointError(f"{path} lacks {', '.join(lacking)}: it is damaged, so take another checkpoint.")
-    try:
+    with making_sense(path):
+        decoded(index["extra"])
         for name, tensor in index["tensors"].items():
             for role, entry in tensor["roles"].items():
                 if strange := entry["pieces"].keys() - index["files"].keys():
                     raise ValueError(f"{name}/{role} is in {sorted(strange)[0]}, which is not among its files")
                 check_pieces(f"{name}/{role}", tensor["shape"], entry)
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"{path} makes no sense ({problem!r}): it is damaged, take another checkpoint.") from None
     return index
+
+
+@contextmanager
+def making_sense(path: Path) -> Iterator[None]:
+    """Around what takes a file at its word: what is of another kind than it should be is a sentence."""
+    try:
+        yield
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} makes no sense ({problem!r}): it is damaged, take another checkpoint.") from None
 
 
 def bounds(piece: str) -> tuple[int, int]:

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from dtlib.checkpoint.folder import (
     FLOATS,
+    INDEX,
     TYPES,
     CheckpointError,
     Reader,
     check_file,
     decoded,
+    making_sense,
     read_index,
     together,
 )
@@ -72,45 +74,56 @@ def load(
     elsewhere = {name for each in experts for name in each} - here
 
     def compare():
-        _check_model(folder, index["tensors"], held, elsewhere)
-        if optimizer is not None:
-            _check_optimizer(folder, index["optimizer"], optimizer, held, elsewhere)
+        with making_sense(folder / INDEX):
+            _check_model(folder, index["tensors"], held, elsewhere)
+            if optimizer is not None:
+                _check_optimizer(folder, index["optimizer"], optimizer, held, elsewhere)
 
     together(comm, compare)
-    together(comm, lambda: _fill(folder, index, held, optimizer, comm))  # only a disk that fails now can stop it
+    with Reader(folder, index) as reader:
+        others = together(comm, lambda: _others(reader, held, optimizer, comm))
+        together(comm, lambda: _fill(reader, held, optimizer, *others))  # only a disk that fails now can stop it
     if hasattr(optimizer, "shard_of"):
         optimizer.give_values()  # type: ignore[union-attr]  # it is a ZeroOptimizer
     return extra
 
 
-@torch.no_grad()
-def _fill(folder, index, held, optimizer, comm) -> None:
-    states, owned_here = {}, keys_here(optimizer)
-    with Reader(folder, index) as reader:
+def _others(reader: Reader, held: list[Holding], optimizer, comm) -> tuple[dict, list, dict]:
+    """All but the model's values, which changes nothing: the optimizer's states, its settings, random states."""
+    states, settings, owned_here, files = {}, [], keys_here(optimizer), list(reader.index["files"])
+    with making_sense(reader.folder / INDEX):
         for holding in held:
-            roles = index["tensors"][holding.name]["roles"]
-            values = reader.read(
-                holding.name, "master" if "master" in roles else "value", holding.slice.start, holding.slice.stop
-            )
-            for tensor in (holding.value, holding.master):
-                if tensor is not None:
-                    elements = elements_here(tensor)
-                    elements.copy_(values.view(elements.shape))
             if holding.key in owned_here and (state := _state(reader, holding, optimizer)):
                 states[holding.key] = state
-        files = list(index["files"])
-        if len(files) == comm.size:
-            _restore_random_states(reader.file(files[comm.rank]))
+        for here in {id(o): o for o in (optimizer, local(optimizer)) if o is not None}.values():
+            for group, saved in zip(here.param_groups, reader.index["optimizer"]["groups"], strict=True):
+                for name, value in saved["settings"].items():
+                    if name not in MACHINE:
+                        settings.append((group, name, _setting(group.get(name), value)))
+        return states, settings, _random_states(reader.file(files[comm.rank])) if len(files) == comm.size else {}
+
+
+@torch.no_grad()
+def _fill(reader: Reader, held: list[Holding], optimizer, states: dict, settings: list, random: dict) -> None:
+    for holding in held:
+        roles = reader.index["tensors"][holding.name]["roles"]
+        values = reader.read(
+            holding.name, "master" if "master" in roles else "value", holding.slice.start, holding.slice.stop
+        )
+        for tensor in (holding.value, holding.master):
+            if tensor is not None:
+                elements = elements_here(tensor)
+                elements.copy_(values.view(elements.shape))
+    for put, numbers in random.items():
+        put(numbers)
     if optimizer is not None:
         local(optimizer).state.clear()
         local(optimizer).state.update(states)
-        for here in {id(o): o for o in (optimizer, local(optimizer))}.values():
-            for group, saved in zip(here.param_groups, index["optimizer"]["groups"], strict=True):
-                for name, value in saved["settings"].items():
-                    if name not in MACHINE:
-                        group[name] = _setting(group.get(name), value)
+    for group, name, value in settings:
+        group[name] = value
 
 
+@torch.no_grad()
 def _state(reader: Reader, holding: Holding, optimizer) -> dict:
     """The optimizer's state of a parameter. Numbers are given to every shard of it, even one without elements."""
     key, state = holding.key, {}
@@ -145,10 +158,13 @@ def _setting(before, saved):
     return tuple(saved) if isinstance(before, tuple) else saved
 
 
-def _restore_random_states(file) -> None:
-    torch.set_rng_state(file.get_tensor("random/cpu"))
+def _random_states(file) -> dict:
+    """By what takes them; the CPU's was tried on another generator."""
+    states = {torch.set_rng_state: file.get_tensor("random/cpu")}
+    torch.Generator().set_state(states[torch.set_rng_state])
     if "random/cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118 (a file, not a dictionary)
-        torch.cuda.set_rng_state(file.get_tensor("random/cuda"))
+        states[torch.cuda.set_rng_state] = file.get_tensor("random/cuda")
+    return states
 
 
 # What is refused

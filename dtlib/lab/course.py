@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from copy import deepcopy
 from hashlib import sha256
 from importlib.resources import files
 from itertools import count
@@ -23,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
 from dtlib.files import read_json, write_whole, writing
 
 SOURCE = Path(str(files("dtlib"))) / "course"
@@ -304,11 +303,11 @@ def _note(change) -> None:
         return
     try:
         with FileLock(here / LOCK, timeout=LOCK_SECONDS):
-            before = _read_done(here)
-            record = deepcopy(before)
+            record = _read_done(here)
+            before = json.dumps(record, sort_keys=True)
             change(record)
-            if record != before:
-                _write(here / DONE, json.dumps(record, sort_keys=True))
+            if (text := json.dumps(record, sort_keys=True)) != before:
+                _write(here / DONE, text)
                 write_start_page(here)
     except (DtlibError, OSError) as problem:
         print(f"This is not noted in your progress: {problem}")
@@ -340,11 +339,18 @@ def _read_done(folder: Path) -> dict:
         if not all(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {}))):
             raise ValueError("its entries are no names")
         record |= found
+        for value in record["done"].values():
+            _, _ = value if value is not True else (0, 0)
+        for best in record["scores"].values():
+            str(best["unit"]), str(best["ranks"])
+            number("value", best["value"], 0, whole=False, error=ValueError)
+            number("par", best["par"], 1e-9, whole=False, error=ValueError)
     except FileNotFoundError:
         pass
     except OSError as problem:
         raise DtlibError(f"{path} cannot be read ({problem.strerror}): make it readable.") from None
-    except (AttributeError, TypeError, ValueError) as problem:
+    except (AttributeError, LookupError, TypeError, ValueError) as problem:
+        record = {"done": {}, "scores": {}}
         kept = next(name for n in count(1) if not (name := path.with_name(f"{DONE}.damaged{n}")).exists())
         with suppress(OSError):
             path.rename(kept)

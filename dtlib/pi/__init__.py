@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtlib.errors import DtlibError
+from dtlib.files import opened_to_read, refuse_to_wait, writing
 from dtlib.pi.generator import GOLDEN, MASK_31, MASK_64, MIX_1, MIX_2, RADIUS_SQUARED
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def count_on_ranks(
 def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:
     """Write ``points`` points to ``path``: pairs of little-endian uint32, x then y, 8 bytes a point."""
     path = Path(path)
-    with open(path, "wb") as file:
+    with writing(path), open(path, "wb", opener=refuse_to_wait) as file:
         for start in range(0, points, BLOCK):
             pairs = np.stack(points_numpy(start, min(start + BLOCK, points), seed), axis=1)
             file.write(pairs.astype("<u4").tobytes())
@@ -199,7 +200,8 @@ def write_points(path: str | PathLike[str], points: int, seed: int = 0) -> Path:
 def count_file(path: str | PathLike[str], comm: Communicator) -> Estimate:
     """Count the points of a file of ``write_points``; each rank reads its own slice and no other."""
     try:
-        size = os.path.getsize(path)
+        with open(path, "rb", opener=opened_to_read) as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as problem:
         raise DtlibError(f"{path} cannot be read ({problem.strerror}): write it with dtlib.pi.write_points.") from None
     if size == 0 or size % 8:

@@ -35,12 +35,12 @@ def model_of(asked: Model | str | dict, seq: int = 0) -> Model:
         return replace(Model(**made), seq=seq or made["seq"])
     try:
         return from_transformers(read_json(Path(asked), dict), seq)
+    except ValueError:
+        raise PlanError(f"{asked} is no config of a model: give the config.json that transformers saves.") from None
     except OSError:
         raise PlanError(
             f"There is no model {asked!r}: give one of {', '.join(MODELS)}, a config.json, or layers=...,hidden=..."
         ) from None
-    except ValueError:
-        raise PlanError(f"{asked} is no config of a model: give the config.json that transformers saves.") from None
 
 
 def device_of(asked: Device | str) -> Device:
@@ -126,7 +126,7 @@ def _as_json(e: Estimate) -> dict:
 def _fields(text: str, kind, what: str) -> dict:
     """``a=1,b=full`` as values of the types that the class has."""
     made: dict = {}
-    known = kind.__dataclass_fields__
+    known = {name: field for name, field in kind.__dataclass_fields__.items() if name != "batch"}  # its own option
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in known:
@@ -135,5 +135,5 @@ def _fields(text: str, kind, what: str) -> dict:
         if wanted is bool and value.lower() not in ("true", "false"):
             raise PlanError(f"{name} is {value!r}: give true or false.")
         words = {str: value, bool: value.lower() == "true"}
-        made[name] = words[wanted] if wanted in words else whole(name, read_number(value), least=0)
+        made[name] = words[wanted] if wanted in words else whole(name, read_number(value), known[name].default == 1)
     return made

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtlib.errors import DtlibError
-from dtlib.files import locked
+from dtlib.files import locked, opened_to_read
 from dtlib.storage.files import StorageError, version_of
 from dtlib.storage.formats import INDEX, read_index, write_index
 from dtlib.storage.readers import Reader, Samples
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 CHUNK = 2**22  # bytes that are copied at a time
+MARK = ".staging"  # in a folder: until its index is there, its files are copies of ours
 
 
 class Cached(Samples):
@@ -139,6 +140,7 @@ def _copy(folder: Path, local: Path, if_full: str) -> Staged:
                         sources[name], 0, f"{sources[name]} was written anew while it was staged: stage once more."
                     )
             write_index(local, index)
+            (local / MARK).unlink()
     except OSError as problem:
         raise StorageError(
             local, 0, f"{local} cannot be written ({problem.strerror}): make room, or choose another folder."
@@ -156,6 +158,9 @@ def _make_way(local: Path, index: dict, sources: dict[str, Path]) -> None:
         if (local / name).exists() and not (source.exists() and _alike(source, local / name))
         and (source.exists() or there != index)
     ]  # fmt: skip
+    if old and there is None and not (local / MARK).exists():
+        raise DtlibError(f"{old[0]} is no copy that was staged: name a new folder, or delete it first.")
+    (local / MARK).touch()
     if old or there != index:  # first, so that no index ever names files of two versions
         (local / INDEX).unlink(missing_ok=True)
     for copy in old:
@@ -170,7 +175,7 @@ def _copy_file(source: Path, target: Path) -> int:
     """Bytes copied. A name stands for a whole file, so it is given last."""
     partial, done, reading = target.with_name(target.name + ".partial"), 0, True
     try:
-        with open(source, "rb") as theirs, open(partial, "wb", buffering=0) as ours:
+        with open(source, "rb", opener=opened_to_read) as theirs, open(partial, "wb", buffering=0) as ours:
             while piece := theirs.read(CHUNK):
                 reading = False
                 while piece:

@@ -1,7 +1,6 @@
 """Files that are read in pieces: every open and every read is counted, and what is damaged is told with its place."""
 
 import os
-import stat
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dtlib.errors import DtlibError
+from dtlib.files import opened_to_read
 
 COUNTED = ("opens", "reads", "bytes", "jumps", "hits")
 SIZES = tuple(4**power for power in range(5, 14))  # 1 kiB to 64 MiB: the upper ends of the histogram's bins
@@ -133,10 +133,7 @@ class Files:
         self._opens += 1
         path = f"{self.folder}/{name}" if self.elsewhere is None else self.path(name)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for who writes to it
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-                raise OSError(0, "it is no ordinary file")
+            descriptor = opened_to_read(str(path))
         except OSError as problem:
             raise StorageError(
                 path, 0, f"{path} cannot be opened ({problem.strerror}): copy it anew, or read with damaged='skip'."

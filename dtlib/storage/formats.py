@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtlib.errors import DtlibError
+from dtlib.errors import MOST, DtlibError, number
 from dtlib.files import is_plain_name, locked, read_json, write_whole, writing
 
 FORMATS = ("files", "one-file", "shards", "tar", "parquet")
@@ -46,8 +46,8 @@ def write(
     folder, dtype = Path(folder), np.dtype(dtype)
     if form not in FORMATS:
         raise DtlibError(f"There is no format {form!r}: choose one of {', '.join(FORMATS)}.")
-    if per_shard < 1 or row_group < 1:
-        raise DtlibError(f"per_shard={per_shard} and row_group={row_group} are numbers of samples: give at least 1.")
+    number("per_shard", per_shard)
+    number("row_group", row_group)
     _check_dtype(dtype, form)
     if form == "parquet" and per_shard % row_group:
         raise DtlibError(f"per_shard={per_shard} is no multiple of row_group={row_group}: files have whole row groups.")
@@ -67,10 +67,17 @@ def write(
         with locked(folder):
             if (folder / INDEX).exists():
                 raise DtlibError(f"{folder} has samples already: name a new folder, or delete it first.")
-            for name, piece in named:
-                counts[name] = _write_file(folder / name, piece, dtype, form, first, row_group)
-                first += counts[name]
-            write_index(folder, {"format": form, "dtype": dtype, "counts": counts, "row_group": row_group})
+            try:
+                for name, piece in named:
+                    with open(folder / name, "xb") as file:  # others' files stay
+                        counts[name] = 0
+                        counts[name] = _write_file(file, piece, dtype, form, first, row_group)
+                    first += counts[name]
+                write_index(folder, {"format": form, "dtype": dtype, "counts": counts, "row_group": row_group})
+            except BaseException:
+                for name in counts:
+                    (folder / name).unlink(missing_ok=True)
+                raise
     return folder
 
 
@@ -91,9 +98,9 @@ def read_index(folder: Path) -> dict:
         lists = [tuple(tuple(x) if isinstance(x, list) else x for x in field) for field in index["dtype"]]
         dtype = np.lib.format.descr_to_dtype(lists)  # type: ignore[arg-type]  # numpy checks it, too
         _check_dtype(dtype, index["format"])
-        named = all(is_plain_name(name) and type(n) is int and n >= 0 for name, n in index["counts"].items())
-        versions = index.get("versions", {})  # of a staged folder
-        whole = named and index["format"] in FORMATS and index["row_group"] > 0 and isinstance(versions, dict)
+        named = all(is_plain_name(name) and type(n) is int and 0 <= n <= MOST for name, n in index["counts"].items())
+        staged = isinstance(index.get("versions", {}), dict) and isinstance(index.get("elsewhere", ""), str)
+        whole = named and staged and index["format"] in FORMATS and number("row_group", index["row_group"]) > 0
     except FileNotFoundError:
         raise DtlibError(f"{folder} has no {INDEX}: write samples there first, with dtlib.storage.write.") from None
     except (ValueError, KeyError, TypeError, AttributeError, DtlibError):
@@ -133,25 +140,24 @@ def _bytes_of(record, dtype: np.dtype) -> bytes:
     return data
 
 
-def _write_file(path: Path, records: Iterable[bytes], dtype: np.dtype, form: str, first: int, row_group: int) -> int:
+def _write_file(file, records: Iterable[bytes], dtype: np.dtype, form: str, first: int, row_group: int) -> int:
     """How many records were written; the first of them is sample number ``first``."""
     count = 0
-    with open(path, "wb") as file:
-        if form == "parquet":
-            count = _write_parquet(file, records, dtype, row_group)
-        elif form == "tar":
-            # In the oldest form a header is one block of 512 bytes, so that where a record lies can be computed.
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                for count, record in enumerate(records, start=1):
-                    member = tarfile.TarInfo(f"{first + count - 1:07}.bin")
-                    member.size = len(record)
-                    tar.addfile(member, io.BytesIO(record))
-        else:
-            for record in records:
-                file.write(record)
-                count += 1
-            if form != "files":
-                file.write(END)
+    if form == "parquet":
+        count = _write_parquet(file, records, dtype, row_group)
+    elif form == "tar":
+        # In the oldest form a header is one block of 512 bytes, so that where a record lies can be computed.
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for count, record in enumerate(records, start=1):
+                member = tarfile.TarInfo(f"{first + count - 1:07}.bin")
+                member.size = len(record)
+                tar.addfile(member, io.BytesIO(record))
+    else:
+        for record in records:
+            file.write(record)
+            count += 1
+        if form != "files":
+            file.write(END)
     return count
 
 

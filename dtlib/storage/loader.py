@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dtlib.errors import DtlibError
+from dtlib.errors import DtlibError, number
+from dtlib.storage.files import MOST_PROCESSES
 from dtlib.storage.order import order, slice_of_rank
 from dtlib.storage.slots import HandedOver, Slots
 
@@ -50,7 +51,7 @@ class Loader:
     What a reader with ``damaged="skip"`` leaves out is in ``skipped``, a list of errors.
 
     Raises:
-        DtlibError: for numbers of ranks, samples or workers with which there is nothing to do.
+        DtlibError: for numbers that make no sense.
         StorageError: for a sample that cannot be read, in the loop; it goes on behind that batch.
     """
 
@@ -59,12 +60,13 @@ class Loader:
         prefetch: int = 2, shuffle: bool = True, drop_last: bool = False,
         device: torch.device | str | None = None, block: int | None = None, window: int | None = None,
     ):  # fmt: skip
-        if batch_size < 1 or not 0 <= rank < ranks or workers < 0 or prefetch < bool(workers):
-            raise DtlibError(
-                f"A loader with batch_size={batch_size}, rank={rank}, ranks={ranks}, workers={workers}, "
-                f"prefetch={prefetch} has nothing to do: batch_size, and prefetch where there are workers, are at "
-                "least 1, and rank is less than ranks."
-            )
+        sizes = {"batch_size": batch_size, "ranks": ranks, "block": block or 1, "window": window or 1}
+        for name, size in sizes.items():
+            number(name, size)
+        number("rank", rank, 0, ranks - 1)
+        number("seed", seed, 0)
+        number("workers", workers, 0, MOST_PROCESSES - 1)
+        number("prefetch", prefetch, bool(workers))
         if drop_last and len(reader) < batch_size * ranks:
             raise DtlibError(
                 f"{len(reader)} samples are less than {ranks} batches of {batch_size}, and drop_last would leave out "
@@ -120,7 +122,8 @@ class Loader:
                     f"The state has {name}={states[0].get(name)} and this loader {ours}, so that its order is another "
                     "one and samples would come twice, or not at all: make the loader alike."
                 )
-        self._epoch, self._taken = states[0]["epoch"], states[0]["samples"]
+        self._epoch = int(number("epoch", states[0].get("epoch"), 0))
+        self._taken = int(number("samples", states[0].get("samples"), 0, len(self.reader)))
         self._begin = self._taken
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -99,7 +99,7 @@ def _all_say(problem: DtlibError, ending) -> int:
         os._exit(2)  # mpiexec ends the others, which wait
     where = os.environ.get(SAYS)
     if ending.rank == 0 and where:
-        Path(where).write_text(str(problem), encoding="utf-8")
+        Path(where).write_text(str(problem), encoding="utf-8", errors="replace")
     elif ending.rank == 0:
         print(f"dtlib train: {problem}", file=sys.stderr)
     return 0 if where else 2

@@ -222,8 +222,8 @@ def serve(host: str, port: int, keep: Path | None, browser: bool) -> int:
         host, port = urlsplit(url).hostname or host, urlsplit(url).port or port
     try:
         sockets = netutil.bind_sockets(port, host)
-    except OSError as problem:
-        why = problem.strerror or problem
+    except (OSError, UnicodeError) as problem:  # the second: a name that is none
+        why = getattr(problem, "strerror", None) or problem
         raise DtlibError(f"{host}:{port} cannot be listened on ({why}): name others with --host and --port.") from None
     port = sockets[0].getsockname()[1]
     here = address_of(host)

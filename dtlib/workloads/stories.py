@@ -144,14 +144,14 @@ def _json(path: Path, text: str) -> Iterator[Story | Broken]:
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             yield from (_row(f"{path} entry {i}", row) for i, row in enumerate(json.loads(text), 1))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield Broken(str(path), f"is no JSON ({error})")
         return
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts at U+2028, which JSON leaves as it is
         if line.strip():
             try:
                 yield _row(f"{path} line {number}", json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield Broken(f"{path} line {number}", f"is no JSON ({error})")
 
 

@@ -25,7 +25,7 @@ from dtlib.world import forking, loopback
 from dtlib.world.allocation import allocation
 from dtlib.world.machine import usable_cores
 from dtlib.world.processes import Process, end_processes, with_descendants
-from dtlib.world.until_parent_ends import ends_with_this_process
+from dtlib.world.until_parent_ends import ends_with, ends_with_this_process
 
 # Of the environment in which mpiexec starts: what ranks on other machines need to find what those here find.
 HANDED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "IPYTHONDIR")
@@ -271,8 +271,11 @@ def start_ranks(command: list[str], ranks: int, survive: bool = False, **popen: 
 
     ``survive``: they do not end with the first one that dies.
     """
+    rank = [*python_of_a_rank(), *command]
+    if rank[0] == sys.executable:  # a rank that a zygote forks looks after that itself
+        rank = ends_with(0, rank)
     return subprocess.Popen(  # type: ignore[call-overload]  # it knows no options by a dictionary
-        ends_with_this_process([*mpiexec_command(ranks, survive), *python_of_a_rank(), *command]),
+        ends_with_this_process([*mpiexec_command(ranks, survive), *rank]),
         env={**os.environ, **rank_environment(ranks), **popen.pop("env", {})},
         start_new_session=True,
         **popen,

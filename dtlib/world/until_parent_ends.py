@@ -12,11 +12,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process by ``command``, to be sent SIGTERM when ``parent`` ends."""
+    """Replace this process by ``command``, to be sent SIGTERM when ``parent`` ends; 0: whoever has started it."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended before it could be watched
+    if parent and os.getppid() != parent:  # it has ended before it could be watched
         sys.exit(1)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that would be inherited
         signal.signal(number, signal.SIG_DFL)
@@ -30,10 +30,13 @@ def ends_with_this_process(command: list[str]) -> list[str]:
     """
     import threading
 
-    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
-        return command
+    return ends_with(os.getpid(), command) if threading.current_thread() is threading.main_thread() else command
+
+
+def ends_with(parent: int, command: list[str]) -> list[str]:
+    """The same for another process, or with 0 for that which will start the command."""
     # Without site-packages Python starts fastest.
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", __file__, str(parent), *command] if sys.platform == "linux" else command
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ AGAIN_SECONDS = 60.0
 # Lines that may wait for other ranks outside dtlib's operations: in mpi4py, or in a process group of torch.
 OPERATIONS = re.compile(
     r"\b(\w*comm\w*|mpi|dist|distributed|group)\.i?(all_?(reduce|gather|to_?all)|barrier|bcast|broadcast|reduce|gather|"
-    r"scatter|m?probe|s?send|recv|sendrecv)\w*\(",
+    r"scatter|m?probe|s?send|recv|sendrecv)\w*\(|\b\w*(req|request|work|handle)s?\.wait(all|any|some)?\(",
     re.IGNORECASE,
 )
 STANDARD_LIBRARY = threading.__file__.rpartition("/")[0]
