@@ -128,23 +128,18 @@ lab.check("zero2-fix")
 # %%px
 class ShardedSteps:
     def __init__(self, comm, model):
-        self.comm, self.model = comm, model
-        self.shards, self.sent, self.guesses = {}, [], []
+        self.comm, self.model, self.shards, self.sent, self.guesses = comm, model, {}, [], []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
     def gradient_is_ready(self, parameter):
-        length = -(-parameter.numel() // self.comm.size)  # rounded up
-        flat = torch.zeros(length * self.comm.size, dtype=parameter.dtype)
-        flat[: parameter.numel()] = parameter.grad.flatten()
-        parameter.grad = None
-        own = torch.empty(length, dtype=parameter.dtype)
-        self.shards[parameter] = own
+        padding = 0, -parameter.numel() % self.comm.size
+        flat, parameter.grad = nn.functional.pad(parameter.grad.flatten(), padding), None
+        own = self.shards[parameter] = flat.new_empty(len(flat) // self.comm.size)
         self.sent.append((self.comm.reduce_scatter(own, flat, op="mean", async_op=True), flat))
 
     def step(self, x, y):
-        output = self.model(x)
-        loss = cross_entropy(output, y)
+        loss = cross_entropy(output := self.model(x), y)
         loss.backward()
         for handle, _ in self.sent:
             handle.wait()
@@ -155,27 +150,21 @@ class ShardedSteps:
 # %%px
 class ShardedSteps:
     def __init__(self, comm, model):
-        self.comm, self.model = comm, model
-        self.shards, self.sent, self.guesses = {}, [], []
+        self.comm, self.model, self.shards, self.sent, self.guesses = comm, model, {}, [], []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
     def gradient_is_ready(self, parameter):
-        length = -(-parameter.numel() // self.comm.size)  # rounded up
-        flat = torch.zeros(length * self.comm.size, dtype=parameter.dtype)
-        flat[: parameter.numel()] = parameter.grad.flatten()
-        parameter.grad = None
-        own = torch.empty(length, dtype=parameter.dtype)
-        self.shards[parameter] = own
+        padding = 0, -parameter.numel() % self.comm.size
+        flat, parameter.grad = nn.functional.pad(parameter.grad.flatten(), padding), None
+        own = self.shards[parameter] = flat.new_empty(len(flat) // self.comm.size)
         self.sent.append((self.comm.reduce_scatter(own, flat, op="mean", async_op=True), flat))
 
     def step(self, x, y):
-        output = self.model(x)
-        loss = cross_entropy(output, y)
+        loss = cross_entropy(output := self.model(x), y)
         loss.backward()
-        for handle, _ in self.sent:
-            handle.wait()
-        self.sent.clear()
+        while self.sent:
+            self.sent.pop(0)[0].wait()
         self.guesses.append(output[0].detach().clone())
         return loss.item()
 

@@ -120,6 +120,7 @@ lab.predict("bytes-of-stage-1", 1)
 # %% tags=["two-hours", "half-day"]
 # %%px
 comm, ADAM = dtlib.init().comm, {"lr": 0.01, "eps": 1e-4}
+(x, y), _ = digits.load(torch.float64)
 
 
 def fresh_net(dtype=torch.float64):
@@ -250,7 +251,6 @@ lab.predict("bytes-at-stage-2", 5.5)
 # %% tags=["half-day"]
 # %%px
 def counted(stage, comm):
-    """A step of the net in mixed precision, counted: the second, as Adam's states are made in the first."""
     config = {
         "train_micro_batch_size_per_gpu": 24,
         "bf16": {"enabled": True},
@@ -258,30 +258,27 @@ def counted(stage, comm):
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = dtlib.initialize(model=fresh_net(), config=config, comm=comm)
-    for _ in range(2):
+    for _ in range(2):  # the second has Adam's states
         with dtlib.memory(engine) as m:
             engine.train_batch(iter([(x[:24].bfloat16(), y[:24].clone())]))
     return m
 
 
-(x, y), _ = digits.load(torch.float64)
 reports = {s: counted(s, comm.split(0)) for s in range(4)}  # on a new communicator: no old buffers
 lines_of = {stage: report.lines for stage, report in reports.items()}
-sizes_of = {stage: report.sizes[0] for stage, report in reports.items()}  # of what travels together
+sizes_of = {stage: report.sizes[0] for stage, report in reports.items()}
 if comm.rank == 0:
     display(reports[2].beside(stage=2, scheme="mixed_adam"))
 
 # %% tags=["statement"]
 # "Count and formula agree on every line that the formula has."
-# "*communication* is memory of messages that is kept, here only of small ones."
 lines = {what: row(what, "mixed_adam") for what in ("parameters", "gradients", "master weights", "optimizer states", "padding")}
 assert all(numbers[0] == numbers[-1] for numbers in lines.values())
 assert row("communication", "mixed_adam")[1] < 0.1
 
 # %% [markdown] tags=["half-day"]
 # Count and formula agree on every line that the formula has. *Padding* makes shards equal; Adam has a *step counter*
-# per tensor; *communication* is memory of messages that is kept, here only of small ones. *Peak* is the most memory at
-# any time.
+# per tensor. *Peak* is the most at any time.
 
 # %%
 held, sizes = lab.values("lines_of")[0], lab.values("sizes_of")[0]
@@ -295,7 +292,7 @@ for both in groups.values():
     assert all(both["counted"][line] == count for line, count in both["formula"].items())
 
 # %% [markdown] tags=["half-day"]
-# States are what a rank holds between the backward pass and the step. The *peak* decides whether a model fits:
+# The peak decides:
 
 # %% tags=["half-day"]
 held, rows = lab.values("lines_of")[0], []
@@ -305,16 +302,15 @@ for stage, name in enumerate(figures.STAGES):
 lab.table(rows, ("rank 0 of 4", "states (bytes)", "peak", "beside them"))
 
 # %% tags=["statement"]
-# "Each stage has a lower peak than the one before"
+# "The peak falls from stage to stage."
 peaks = [row(name, "beside them")[-2] for name in ("data parallelism", "stage 1", "stage 2", "stage 3")]
 assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 states = [row(name, "beside them")[-3] for name in ("data parallelism", "stage 3")]
 assert peaks[0] / peaks[3] < states[0] / states[1]
 
 # %% [markdown] tags=["half-day"]
-# Each stage has a lower peak than the one before, but it falls less than the states. Beside them a rank holds
-# activations, a bucket of gradients that travels (at stage 3 the weights of one unit, too), and copies of gradients in
-# 32 bits while it steps.
+# The peak falls from stage to stage. Beside states it has activations, a bucket that travels (at stage 3 a unit's weights
+# too), and 32-bit gradients in the step.
 
 # %% [markdown] tags=["two-hours", "half-day"]
 # ## 64 ranks
@@ -518,7 +514,7 @@ class Recomputed(nn.Sequential):
 
 
 def bought(bf16=False, micro_steps=1, kind=nn.Sequential):
-    """Bytes that autograd stores, of model states and at most, and operations of a step, at stage 3."""
+    """Bytes that autograd stores, of states and at most, and operations of a step, at stage 3."""
     config = {
         "train_micro_batch_size_per_gpu": 256 // micro_steps,
         "gradient_accumulation_steps": micro_steps,
@@ -531,9 +527,8 @@ def bought(bf16=False, micro_steps=1, kind=nn.Sequential):
     flops, m = FlopCounterMode(display=False), dtlib.memory(engine)
     for counter in (flops, m):  # a step each
         both = zip(pixels.chunk(micro_steps), y[:256].chunk(micro_steps), strict=True)
-        pieces = ((some.clone(), labels.clone()) for some, labels in both)
         with counter:
-            engine.train_batch(pieces)
+            engine.train_batch((some.clone(), labels.clone()) for some, labels in both)
     states = m.parameters + m.gradients + m.master_weights + m.optimizer_states
     return m.activations, states, m.peak, flops.get_total_flops()
 
@@ -566,8 +561,7 @@ assert mixed[2] == first[2] and mixed[1] == 2.0 and 1 < again[4] < 4 / 3
 # activations and messages. Recomputation costs at most one more forward pass: a third more arithmetic.
 #
 # *ZeRO-Offload* (J. Ren et al., 2021) keeps gradients and all that Adam needs in the host's memory, and takes the step
-# there, at the host's speed: 2 bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters,
-# before activations.
+# there: 2 bytes per parameter stay on the accelerator. Then 32 GB hold 16 billion parameters.
 
 # %% tags=["statement"]
 # "Then 32 GB hold 16 billion parameters"
@@ -681,7 +675,8 @@ for runtime in ("dtlib", "torch"):
         losses[runtime] = [engine.train_batch().item() for _ in range(20)]
     if comm.rank == 0:
         held = m.parameters + m.gradients + m.optimizer_states + m.padding
-        print(f"{runtime:5}  last loss {losses[runtime][-1]:.4f}, {held:,} bytes of model states, {m.peak:,} at most")
+        print(f"{runtime:5}  last loss {losses[runtime][-1]:.4f}, {held:,} bytes", end="")
+        print(f" of model states, {m.peak:,} at most")
 assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5  # float32
 
 # %% tags=["statement"]
@@ -700,7 +695,7 @@ assert ours == theirs and by_torch < held
 #
 # torch's `fully_shard` sends through our collectives, so its timeline stands below ours. It has the same gathers;
 # in gaps a rank computes. In ours pale boxes are waits, bars below them transfers: three gathers forward, three backward
-# with three reduce_scatters. The last bar, a small all_reduce, asks which parameters any rank has used. FSDP2 sends 1 %
+# with three reduce_scatters. FSDP2 sends 1 %
 # more: for equal shards, the last layer's ten rows become twelve.
 
 # %%
