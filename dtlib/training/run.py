@@ -168,8 +168,9 @@ class _Training:
                     counter.sample()
                     of_states = sum(counter.sampled[name] for name in STATES)
                     buffers = counter.sampled["buffers"] + counter.sampled["communication"]
-                    held, kept = zip(*self.comm.all_gather_object((of_states, buffers)), strict=True)
-                    self._hold_to_the_limit([sum(both) for both in zip(held, kept, strict=True)])
+                    of_ranks = self.comm.all_gather_object((of_states, buffers))
+                    held = [of_states for of_states, _ in of_ranks]
+                    self._hold_to_the_limit([sum(both) for both in of_ranks])
                 else:
                     losses.append(self._step(batches))
                 seconds = time.perf_counter() - began
