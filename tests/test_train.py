@@ -302,7 +302,7 @@ def test_a_file_that_cannot_be_written_or_would_wait_is_refused_on_all_ranks(wor
     refuses(r"/no/l cannot be written \(No such file or directory\): name another", train, "vision", EXACT, log="/no/l")
     refuses(r"pipe cannot be written \(No such device or address\): name another", train, "vision", EXACT, log=pipe)
     refuses(r"pipe cannot be written \(File exists\): name another folder", train, "vision", EXACT, save=pipe)
-    refuses(r"pipe is no config \(it is no ordinary file\): give the path", train, "vision", pipe)
+    refuses(r"pipe' cannot be read \(it is no ordinary file\): give the path", train, "vision", pipe)
 
 
 @on_ranks(1)

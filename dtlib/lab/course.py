@@ -336,7 +336,8 @@ def _read_done(folder: Path) -> dict:
         found: Any = read_json(path, object)
         if isinstance(found, list):  # names alone, as an earlier version of the course wrote them
             found = {"done": dict.fromkeys(found, True)}
-        if not all(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {}))):
+        kinds = [*(isinstance(each, dict) for each in (found, found.get("done", {}), found.get("scores", {})))]
+        if not all(kinds) or not all(isinstance(name, str) for name in found.get("done", {})):
             raise ValueError("its entries are no names")
         record |= found
         for value in record["done"].values():
