@@ -17,7 +17,7 @@ from tests.cases import for_each
 from tests.conftest import ROOT
 from tests.lessons.l03 import wrong_collectives
 from tests.lessons.l04 import wrong_buckets, wrong_byte_golf, wrong_data_parallel
-from tests.lessons.l06 import wrong_zero, wrong_zero2, wrong_zero3
+from tests.lessons.l06 import wrong_leak, wrong_zero, wrong_zero2, wrong_zero3
 from tests.ranks import on_ranks
 from tests.test_large_batches import RIGHT_RATES
 from tests.test_pipeline_exercises import RIGHT as RIGHT_TO_LESSON_07
@@ -399,7 +399,23 @@ class LayerInTwoShards(wrong_zero3.RightLayer):
         return torch.nn.functional.linear(x, *whole)
 
 
+class StepsThatFree(wrong_leak.StepsWithBuckets):
+    """As the solution: what has been waited for goes."""
+
+    def wait(self):
+        while self.sent:
+            self.sent.pop(0)[0].wait()
+
+
+class StepsOfNewLists(wrong_leak.StepsWithViews):
+    """A row as a new tensor of its numbers, and the list emptied at once."""
+
+    def guess(self, output):
+        return output.new_tensor(output[0].tolist())
+
+
 RIGHT_TO_LESSON_06 = {
+    "zero-leak": (StepsThatFree, StepsOfNewLists),
     "zero2-fix": (shards_right, shards_a_copy),
     "sharded-adam": (wrong_zero.Right, wrong_zero.ByHand, AdamWithCopies, AdamReducesToOwners),
     "gather-on-demand": (wrong_zero3.RightLayer, LayerInTwoShards),
