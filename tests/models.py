@@ -1,7 +1,8 @@
 """Models with what real ones have and toys lack, how they are trained on ranks and alone, and how results compare."""
 
+import gc
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -235,3 +236,14 @@ def difference(model, reference, buffers: bool = True) -> float:
 def seeded(make, dtype=torch.float64, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make().to(dtype)
+
+
+@contextmanager
+def without_collection():
+    """Garbage in circles stays while bytes are counted: when it goes is chance."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
