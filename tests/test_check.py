@@ -414,8 +414,20 @@ class StepsOfNewLists(wrong_leak.StepsWithViews):
         return output.new_tensor(output[0].tolist())
 
 
+class StepsOfNumbers(StepsThatFree):
+    """A row as a plot takes it, too."""
+
+    def guess(self, output):
+        return output[0].tolist()
+
+
+class StepsOfArrays(StepsThatFree):
+    def guess(self, output):
+        return output[0].detach().numpy().copy()
+
+
 RIGHT_TO_LESSON_06 = {
-    "zero-leak": (StepsThatFree, StepsOfNewLists),
+    "zero-leak": (StepsThatFree, StepsOfNewLists, StepsOfNumbers, StepsOfArrays),
     "zero2-fix": (shards_right, shards_a_copy),
     "sharded-adam": (wrong_zero.Right, wrong_zero.ByHand, AdamWithCopies, AdamReducesToOwners),
     "gather-on-demand": (wrong_zero3.RightLayer, LayerInTwoShards),

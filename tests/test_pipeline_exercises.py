@@ -244,8 +244,34 @@ class LogsAFewNumbers(wrong_leak.Repair):
         self.spread = [*getattr(self, "spread", []), output.detach().std()]
 
 
+class WaitsForTheOldest(wrong_leak.Repair):
+    """Only the newest message may be on its way, once a micro-batch is finished."""
+
+    def drop(self):
+        pass
+
+    def backward(self, m):
+        super().backward(m)
+        while len(self.sending) > 1:
+            self.sending.pop(0)[0].wait()
+
+
+class DropsNowAndThen(wrong_leak.Repair):
+    """A few finished sends more are held, however many micro-batches there are."""
+
+    def backward(self, m):
+        self.wanted = m % 2
+        super().backward(m)
+
+    def goes(self, handle, dest):
+        return getattr(self, "wanted", 0) and super().goes(handle, dest)
+
+
 RIGHT = {
-    "leak-fix": (wrong_leak.Repair, WaitsWithTheGradient, KeepsPlacesInTheGraph, LogsAFewNumbers),
+    "leak-fix": (
+        wrong_leak.Repair, WaitsWithTheGradient, KeepsPlacesInTheGraph, LogsAFewNumbers, WaitsForTheOldest,
+        DropsNowAndThen,
+    ),
     "pipeline-fix": (trains_right, trains_and_multiplies_afterwards),
     "gpipe-build": (
         wrong_pipelines.Step, Gradients1By1, BackwardFromTheLast, SendsThatWait, ReceivesAskedForFirst, HeadersFirst,

@@ -1,7 +1,7 @@
 """Lesson 06: a stage 2 with right values that holds more from step to step, judged by bytes."""
 
 from dtlib.lab.checks.equality import NUMBER, SPARE, same
-from dtlib.lab.checks.exercise import Exercise, Wrong, rows
+from dtlib.lab.checks.exercise import Exercise, rows
 from dtlib.lab.checks.held import Snapshot, nbytes
 from dtlib.lessons.l06.observe_adam import length_of, own_shard
 
@@ -31,20 +31,25 @@ def make_batch(rank: int, step: int):
 
 def observe_steps(cls, comm):
     """After each step: its loss, the shards, the guess, and bytes of all that is new; and the most while it ran."""
+    import numpy as np
     import torch
 
     from dtlib.measure.live import Live
 
+    kinds = list, tuple, np.ndarray  # a row for a plot may be one of these, too
     net, seen = make_net(), []
     with Snapshot(cls) as before:
         steps = cls(comm, net)
         for step in range(STEPS):
             with Live() as live:
                 loss = steps.step(*make_batch(comm.rank, step))
+            loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
             one = {"loss": float(loss) if isinstance(loss, float | torch.Tensor) else None, "peak": live.peak}
             del loss
             one["shards"] = [_numbers(getattr(steps, "shards", {}), parameter) for parameter in net.parameters()]
-            one["guesses"] = [_numbers(getattr(steps, "guesses", []), at) for at in range(step + 1)]
+            one["guesses"] = [_numbers(getattr(steps, "guesses", []), at, *kinds) for at in range(step + 1)]
+            one["behind shards"] = sum(_behind(getattr(steps, "shards", {}), p) for p in net.parameters())
+            one["behind guess"] = _behind(getattr(steps, "guesses", []), step)
             one["whole"] = [name for name, parameter in net.named_parameters() if parameter.grad is not None]
             hooks = [parameter._post_accumulate_grad_hooks for parameter in net.parameters()]
             one["held"] = nbytes(before.new(of=[steps, *hooks]))
@@ -52,15 +57,34 @@ def observe_steps(cls, comm):
     return seen
 
 
-def _numbers(found, key):
-    """A copy, so that it does not count as held."""
+def _numbers(found, key, *others: type):
+    """A copy of a tensor's numbers, so that it does not count as held; or of what is of another type."""
+    import numpy as np
     import torch
 
     try:
-        tensor = found[key]
-    except (KeyError, TypeError, IndexError):
+        value = found[key]
+        if isinstance(value, torch.Tensor):
+            return value.detach().flatten().tolist()
+        return np.array(value, dtype=float).ravel().tolist() if isinstance(value, others) else None
+    except (KeyError, TypeError, IndexError, ValueError):
         return None
-    return tensor.detach().flatten().tolist() if isinstance(tensor, torch.Tensor) else None
+
+
+def _behind(found, key) -> int:
+    """Bytes of the memory that a tensor or an array is a view of; of other things none."""
+    import numpy as np
+    import torch
+
+    try:
+        value = found[key]
+    except (KeyError, TypeError, IndexError):
+        return 0
+    while isinstance(value, np.ndarray) and value.base is not None:
+        value = value.base
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage().nbytes()
+    return value.nbytes if isinstance(value, np.ndarray) else 0
 
 
 def expected_of(ranks: int, step: int):
@@ -97,25 +121,39 @@ def judge_steps(observations) -> None:
         # A bucket, with its padding, and the shard that its handle gives.
         sent = sum(length_of(p.numel(), ranks) * (ranks + 1) for p in make_net().parameters()) * NUMBER
         output = SAMPLES * ROW
-        wrong = rows(rank)
-        expected = f"{wanted} bytes held after {STEPS} steps: shards, and {STEPS} guesses"
-        wrong("gradients-kept", seen[-1]["whole"], expected, f"whole gradients, such as {seen[-1]['whole'][:1]}",
-              "The leaks were elsewhere; who freed gradients before?", "Keep parameter.grad = None in the hook.")
-        wrong("both-kept", abs(grows - sent - output) <= SPARE, expected, f"{last} bytes, {grows} more in each step",
+        views = seen[-1]["behind guess"] > ROW + SPARE
+        wrong = rows(rank, f"{wanted} bytes held after {STEPS} steps: shards, and {STEPS} guesses")
+        growth = f"{last} bytes, {grows} more in each step"
+        wrong("both-kept", abs(grows - sent - output) <= SPARE, growth,
               "Two lines hold memory that grows. Which lines of the table above have more bytes in each step?",
               "One keeps buckets that have arrived, the other a view: see what self.sent and self.guesses refer to.")
-        wrong("buckets-kept", abs(grows - sent - ROW) <= SPARE, expected, f"{last} bytes, {grows} more in each step",
-              "In each step as many bytes as all gradients have come to stay. Which list refers to flat memory?",
+        wrong("buckets-kept", abs(grows - sent - ROW) <= SPARE, growth,
+              "In each step as many bytes as all gradients have come to stay. What refers to flat memory, or to a "
+              "handle that does?",
               "After all handles have been waited for, self.sent.clear(): the handles go, and the buckets with them.")
-        wrong("outputs-kept", abs(grows - output) <= SPARE, expected, f"{last} bytes, {grows} more in each step",
+        wrong("outputs-kept", views and abs(grows - output) <= SPARE, growth,
               "A guess has ten numbers. How many bytes has the memory that it is a view of?",
               "A view keeps its whole storage: keep output[0].detach().clone(), which has memory of its own.")
-        wrong("something-grows", grows > ROW + SPARE // 2, expected, f"{last} bytes, {grows} more in each step",
-              "Less than before, and yet more from step to step. What does each step add to?",
+        wrong("outputs-elsewhere", abs(grows - output) <= SPARE, growth,
+              "The guesses have memory of their own. In which other place does each step leave its whole output?",
+              "A list, an attribute or a function has it, perhaps as an array or as numbers: the first row is enough.")
+        wrong("something-grows", grows > ROW + SPARE // 2, growth,
+              "There is more memory after each step. What does each step add to, and what does it take away?",
               "Print live.by_line() after one step and after four, and compare.")
-        wrong("last-step-kept", last > wanted + SPARE, expected, f"{last} bytes, as after the first step",
-              "It does not grow, but what the last step has sent is there until the next one. Who refers to it?",
-              "Clear the list at the end of step(), not at its beginning; keep no `flat` and no output in self.")
+        padded = NUMBER * sum(length_of(p.numel(), ranks) for p in make_net().parameters())
+        wrong("shards-are-views", seen[-1]["behind shards"] > padded + SPARE,
+              f"{last} bytes: {seen[-1]['behind shards']} behind the shards, of {padded}",
+              "Nothing grows, but how many bytes has the memory that a shard is a view of?",
+              "A slice keeps the whole bucket: reduce-scatter into a tensor of a shard's length, as it was.")
+        wrong("last-step-kept", last > wanted + SPARE, f"{last} bytes, and no more in the step after",
+              "It does not grow, but something of the last step is there until the next one: buckets, or an output. "
+              "Who refers to it?",
+              "Clear the whole list at the end of step(), not at its beginning; a loop that removes from its own list "
+              "skips some. And keep no `flat` and no output in attributes.")
+        most, at = max((one["held"] - held_by(ranks, step), step) for step, one in enumerate(seen))
+        wrong("some-steps-kept", most > SPARE, f"{last}, but after step {at + 1} {most} bytes more than its own",
+              "After the last step all is well, and after another one it is not. What decides when memory is freed?",
+              "Clear the list at the end of every step.")
 
 
 def _judge_values(seen, step: int) -> None:
@@ -129,6 +167,8 @@ def _judge_values(seen, step: int) -> None:
               "return loss.item(), a number.")
         wrong("other-loss", not abs(one["loss"] - losses[rank]) < 1e-9, f"a loss of {one['loss']:.6f}",
               "Values were right before. What has changed in the forward pass?", "cross_entropy(self.model(x), y).")
+        wrong("gradients-kept", one["whole"], f"whole gradients: {', '.join(one['whole'])}",
+              "The leaks were elsewhere; who freed gradients before?", "Keep parameter.grad = None in the hook.")
         for at, (name, average) in enumerate(zip(_names(), averages, strict=True)):
             wrong("no-shard", one["shards"][at] is None, f"no shard of {name}",
                   "After step(), self.shards[parameter] is this rank's shard of the average. Is it still there?",
@@ -137,15 +177,22 @@ def _judge_values(seen, step: int) -> None:
             got = torch.tensor(one["shards"][at], dtype=torch.float64)[: len(expected)]
             wrong("not-arrived", not same(got, expected), f"other values in the shard of {name}",
                   "The values were right before. Is every handle waited for, before its memory goes?",
-                  "First wait for all handles, then clear the list.")
+                  "First wait for all handles, then clear the list. A loop that removes from its own list skips some.")
         kept = one["guesses"][-1] if one["guesses"] else None
         wrong("no-guess", any(guess is None for guess in one["guesses"]), "fewer guesses",
               "self.guesses has the first row of the output of each step. Are all there?",
               "Keep one guess for each step, of ten numbers.")
-        if not same(torch.tensor(kept, dtype=torch.float64), guesses[rank]):
-            raise Wrong("other-guess", rank, f"the first row of step {step + 1}'s output", "other numbers",
-                        "Whose memory does the guess lie in, and who writes there?",
-                        "output[0].detach().clone() before anything else happens to output.")
+        guess = torch.tensor(kept or [], dtype=torch.float64)
+        wrong("guess-length", guess.shape != guesses[rank].shape, f"a guess of {len(guess)} numbers",
+              "A guess is the first row of the output. What is it now?", "Take the row first, and then copy it.")
+        right = same(guess, guesses[rank])
+        wrong("rounded-guess", not right and torch.allclose(guess, guesses[rank], 1e-2, 1e-2),
+              "a guess in fewer digits",
+              "The guess has been in another dtype. Is that a copy, if the net is in that dtype already?",
+              "Keep the dtype, and ask for a copy by name.")
+        wrong("other-guess", not right, "other numbers in the guess",
+              "Is it the first row, and nothing else? And whose memory does it lie in: who writes there later?",
+              "output[0].detach().clone() before anything else happens to output.")
 
 
 def _names() -> list[str]:

@@ -1,11 +1,14 @@
 """Lesson 07: a step of 1F1B with right values that holds too much memory, judged by bytes and by what is alive."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dtlib.lab.checks.exercise import Exercise, Wrong, rows
 
 WIDTH, ROWS, LONG = 8, 8, 2000  # features; samples of a micro-batch, and of one that waits for its receive
-CASES = {"few": (6, ROWS), "many": (24, ROWS), "long": (4, LONG)}  # micro-batches, and samples of each
+# Micro-batches, and samples of each; in the last two, what is kept in other memory than torch's is counted.
+CASES = {"few": (6, ROWS), "many": (24, ROWS), "long": (4, LONG), "longer": (12, LONG)}
 NUMBER = 8  # bytes
 BORDER = NUMBER * ROWS * WIDTH
 FRAMES = 3  # tensors of finished micro-batches that names of a running function may still refer to
@@ -52,48 +55,75 @@ def _gradient(stage) -> list:
     return [value for p in stage.parameters() for value in ([] if p.grad is None else p.grad.flatten().tolist())]
 
 
-def tracked(inner):
-    """A module like ``inner`` that remembers, without keeping them alive, what has passed it."""
-    import torch
+class Watch:
+    """What has passed a stage, without keeping it alive."""
+
+    def __init__(self):
+        self.finished, self.in_flight, self.alive = [], 0, {}
+        self.outputs, self.memory, self.inputs, self.gradients = [], [], [], []
+
+    def passes(self, x, output) -> None:
+        import torch
+
+        number = len(self.outputs)
+        if x.requires_grad and x.is_leaf:
+            self.inputs.append(weakref.ref(x.untyped_storage()))
+            x.register_post_accumulate_grad_hook(
+                lambda leaf: self.gradients.append(weakref.ref(leaf.grad.untyped_storage()))
+            )
+        if torch.is_grad_enabled():
+            output.register_hook(lambda gradient: self.finished.append(number))
+        self.outputs.append(weakref.ref(output))
+        self.memory.append(weakref.ref(output.untyped_storage()))
+        self.in_flight = max(self.in_flight, len(self.outputs) - len(self.finished))
+        if len(self.outputs) == CASES["many"][0]:
+            self.alive = self.look()
+
+    def look(self) -> dict[str, int]:
+        """How many tensors of finished micro-batches are alive."""
+        done = set(self.finished)
+        kinds = {"outputs": self.outputs, "memory": self.memory, "inputs": self.inputs}
+        alive = {name: sum(some[m]() is not None for m in done if m < len(some)) for name, some in kinds.items()}
+        return {**alive, "gradients": sum(one() is not None for one in self.gradients)}
+
+
+def tracked(inner, watch: Watch):
+    """A module like ``inner`` that tells ``watch``; it has no attributes that an answer's could take the place of."""
     from torch import nn
 
     class Tracked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner, self.finished, self.in_flight = inner, [], 0
-            self.outputs, self.memory, self.inputs, self.gradients = [], [], [], []
+            self.inner = inner
 
         def forward(self, x):
-            number = len(self.outputs)
-            if x.requires_grad and x.is_leaf:
-                self.inputs.append(weakref.ref(x.untyped_storage()))
-                x.register_post_accumulate_grad_hook(
-                    lambda leaf: self.gradients.append(weakref.ref(leaf.grad.untyped_storage()))
-                )
             output = self.inner(x)
-            if torch.is_grad_enabled():
-                output.register_hook(lambda gradient: self.finished.append(number))
-            self.outputs.append(weakref.ref(output))
-            self.memory.append(weakref.ref(output.untyped_storage()))
-            self.in_flight = max(self.in_flight, len(self.outputs) - len(self.finished))
-            if len(self.outputs) == CASES["many"][0]:
-                self.alive = self.look()
+            watch.passes(x, output)
             return output
-
-        def look(self) -> dict[str, int]:
-            """How many tensors of finished micro-batches are alive."""
-            done = set(self.finished)
-            kinds = {"outputs": self.outputs, "memory": self.memory, "inputs": self.inputs}
-            alive = {
-                name: sum(some[m]() is not None for m in done if m < len(some)) for name, some in kinds.items()
-            }
-            return {**alive, "gradients": sum(one() is not None for one in self.gradients)}
 
     return Tracked()
 
 
+@contextmanager
+def other_memory() -> Iterator[list[int]]:
+    """The most bytes of Python's and numpy's memory that come meanwhile; torch's are none of it."""
+    import tracemalloc
+
+    ours, found = not tracemalloc.is_tracing(), [0]
+    if ours:
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        yield found
+        found[0] = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if ours:
+            tracemalloc.stop()
+
+
 def observe(step, comm) -> list[dict]:
-    """``step(comm, stage, microbatches, like, loss_fn)``: values and sends of each case, then bytes of two."""
+    """``step(comm, stage, microbatches, like, loss_fn)``: values and sends of each case, then bytes of each."""
     from mpi4py import MPI
 
     from dtlib.errors import WaitTimeout
@@ -101,21 +131,25 @@ def observe(step, comm) -> list[dict]:
     from dtlib.measure.live import Live
 
     found = []
-    for kind, measured in [*((kind, False) for kind in CASES), ("few", True), ("many", True)]:
+    for kind, measured in [(kind, measured) for measured in (False, True) for kind in CASES]:
         case = {"kind": kind, "measured": measured, "count": CASES[kind][0]}
         found.append(case)
         inner = make_stage(comm.rank)
         try:
-            if measured:
+            if measured and CASES[kind][1] == LONG:
+                arguments = _arguments(kind, comm)
+                with other_memory() as most:
+                    step(comm, inner, *arguments)
+                case["other"] = most[0]
+            elif measured:
                 for parameter in inner.parameters():
                     parameter.grad = parameter.detach() * 0
-                stage = tracked(inner)
+                stage = tracked(inner, watch := Watch())
                 arguments = _arguments(kind, comm)
                 with Live() as live:
                     step(comm, stage, *arguments)
                 lines = [(count, text) for count, _, text in live.by_line(at_peak=True)]
-                case.update(peak=live.peak, lines=lines[:3], in_flight=stage.in_flight)
-                case["alive"] = getattr(stage, "alive", {})
+                case.update(peak=live.peak, lines=lines[:3], in_flight=watch.in_flight, alive=watch.alive)
             else:
                 with watched_sends(comm) as handles:
                     got = step(comm, inner, *_arguments(kind, comm))
@@ -152,7 +186,7 @@ def _numbers(got) -> tuple:
 
 def _as_floats(values):
     try:
-        return [float(value) for value in values]
+        return [float(value.detach() if hasattr(value, "detach") else value) for value in values]
     except (TypeError, ValueError, RuntimeError):
         return None
 
@@ -165,12 +199,11 @@ def judge(observations) -> None:
         _judge_errors(cases)
         if not cases[0]["measured"]:
             _judge_values(cases, reference(cases[0]["kind"], size))
-    few, many = (
-        [next(case for case in seen if case["measured"] and case["kind"] == kind) for seen in observations]
-        for kind in ("few", "many")
-    )
-    for rank in range(size):
-        _judge_bytes(rank, size, few[rank], many[rank])
+    measured = [{case["kind"]: case for case in seen if case["measured"]} for seen in observations]
+    for rank, cases in enumerate(measured):
+        _judge_bytes(rank, size, cases["few"], cases["many"], of_last=measured[-1]["many"]["alive"])
+    for rank, cases in enumerate(measured):
+        _judge_other_memory(rank, cases["long"], cases["longer"])
 
 
 def _judge_errors(cases) -> None:
@@ -180,13 +213,17 @@ def _judge_errors(cases) -> None:
     waited, rank = min(failed)  # who raised before who waited for it
     case = cases[rank]
     wrong = rows(rank, "no error", f"{case['error']} ({case['count']} micro-batches, case {case['kind']!r})")
-    wrong("long-messages", waited and case["kind"] == "long",
+    wrong("long-messages", waited and CASES[case["kind"]][1] == LONG,
           "The step ran with short messages. Long ones wait until somebody receives them.",
           "Two neighbours wait for each other in a send. Keep async_op=True, and drop a handle once handle.done().")
     wrong("waited", waited, "What does this rank wait for, and who should send it?",
           "Leave the order of sends and receives as it was.")
+    wrong("local-name", case["error"].startswith("UnboundLocalError"),
+          "A function that assigns to a name makes it a name of its own. Which list did you mean to change?",
+          "sending[:] = ... changes the list that is there; sending = ... makes another one.")
     wrong("raised", True, "The step ran before: what was removed is still needed.",
-          "A backward pass needs its input and its output. The log needs a number for each micro-batch.")
+          "A backward pass needs its input and its output. The log needs a number for each micro-batch, computed while "
+          "the output is there.")
 
 
 def _judge_values(cases, truth) -> None:
@@ -202,7 +239,8 @@ def _judge_values(cases, truth) -> None:
               "The log is still wanted: a number for each micro-batch.",
               "return sum(losses), and a list of numbers: the mean of output.abs() of each micro-batch.")
         wrong("other-means", not _close(case["means"], truth["means"][rank]), "other means of outputs",
-              "Of which tensor is the mean? It is that of the stage's output.", "output.detach().abs().mean()")
+              "Of which tensor is the mean? It is that of the stage's output, in its dtype.",
+              "output.detach().abs().mean()")
         if rank == max(cases):
             wrong("other-loss", not _close(case["loss"], [truth["loss"]]), "another loss",
                   "The loss is the mean over the batch.", "return sum(losses), ...")
@@ -211,7 +249,7 @@ def _judge_values(cases, truth) -> None:
         wrong = rows(rank, "every send is seen to end: handle.done() or handle.wait()")
         wrong("not-waited", open_, f"{open_} of {started} sends whose end nobody has seen",
               "A tensor may not be freed while its message may still be read from it. Who knows when that is over?",
-              "Drop a handle from the list only if handle.done(). Wait for the others at the end.")
+              "Drop a handle from the list only if handle.done(), a method, is True. Wait for the others at the end.")
 
 
 def _close(some, others) -> bool:
@@ -219,7 +257,7 @@ def _close(some, others) -> bool:
     return bool(some) and len(some) == len(others) and all(abs(a - b) <= 1e-9 * (1 + abs(b)) for a, b in pairs)
 
 
-def _judge_bytes(rank: int, size: int, few: dict, many: dict) -> None:
+def _judge_bytes(rank: int, size: int, few: dict, many: dict, of_last: dict) -> None:
     more, alive = many["count"] - few["count"], many["alive"]
     if not alive:
         raise Wrong("stage-not-called", rank, f"{many['count']} forward passes through the stage", "fewer",
@@ -234,17 +272,24 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict) -> None:
           f"{alive['outputs']} outputs of finished micro-batches are alive, when the last one comes",
           "`output = stage(x)` allocates them. Which names, lists and functions still refer to an output, after its "
           "backward pass?",
-          "A lambda runs later, so it keeps all that it names until then. Which lambda names an output?",
-          "Compute the number at once: means.append(output.detach().abs().mean()).")
+          "A lambda keeps all that it names until it has run, a list and a dictionary what was put there, and a number "
+          "that is not detached its graph. Which of these leads to an output?",
+          "Compute the number at once, of output.detach(); and take kept[m] out with pop.")
+    wrong("detached-held", alive["memory"] > FRAMES and of_last.get("memory", 0) > FRAMES, nothing,
+          f"the memory of {alive['memory']} outputs of finished micro-batches is alive, although the outputs are gone",
+          "output.detach() is another tensor with the same memory. The last rank, which sends none, has it, too: who "
+          "keeps it there?",
+          "A list for the log, or a function in it, needs a number of each output: compute that at once.")
     wrong("memory-of-outputs", alive["memory"] > FRAMES, nothing,
           f"the memory of {alive['memory']} outputs of finished micro-batches is alive, although the outputs are gone",
-          "output.detach() is another tensor with the same memory. Who has it?",
+          "output.detach() is another tensor with the same memory. Who has it, on each rank but the last?",
           "A handle keeps the tensor that it sends. And a list keeps its handles.",
           "After each pass: sending[:] = [handle for handle in sending if not handle.done()].")
     wrong("inputs-held", alive["inputs"] > FRAMES, nothing,
           f"{alive['inputs']} inputs of finished micro-batches are alive",
-          "`torch.empty_like(like)` allocates them. Which dictionary or list still refers to one?",
-          "kept.pop(m) takes an entry out; kept[m] leaves it there.")
+          "`torch.empty_like(like)` allocates them. Which dictionary, list or graph still refers to one?",
+          "kept.pop(m) takes an entry out, and kept[m] leaves it there. A loss that is not detached keeps its graph, "
+          "and that keeps the input.")
     wrong("memory-of-gradients", alive["gradients"] > FRAMES, nothing,
           f"{alive['gradients']} gradients of inputs that were sent back are alive",
           "x.grad is sent to the rank before. Who keeps it, once it has left?",
@@ -255,7 +300,16 @@ def _judge_bytes(rank: int, size: int, few: dict, many: dict) -> None:
           f"{few['peak']:,} bytes at most with {few['count']} micro-batches, and hardly more with {many['count']}",
           f"{many['peak']:,}; the largest: {lines}",
           "Something is kept for each micro-batch that is as large as its tensors. Look at the lines.",
-          "A copy is memory as well. Keep numbers, not tensors.")
+          "A copy is memory as well. For a log keep numbers, not tensors; and drop handles that are done.")
+
+
+def _judge_other_memory(rank: int, few: dict, many: dict) -> None:
+    more = many["count"] - few["count"]
+    rows(rank)("other-memory", many["other"] - few["other"] > more * NUMBER * LONG * WIDTH // 4,
+               f"no more memory with {many['count']} micro-batches of {LONG} samples than with {few['count']}",
+               f"{many['other'] - few['other']:,} bytes more, in arrays or in Python's own objects",
+               "No tensor is kept, but something as large as one, for each micro-batch. What is it made of?",
+               "An array, a list of numbers or bytes need memory, too: of each output keep its mean.")
 
 
 EXERCISES = {

@@ -91,6 +91,95 @@ class StepsWithoutGuesses(StepsWithBuckets):
         return super().step(x, y)
 
 
+class StepsWithoutLeaks(StepsWithBuckets):
+    """Right as it stands, for others to turn a piece of it."""
+
+    def wait(self):
+        super().wait()
+        self.sent.clear()
+
+
+class StepsClearedNowAndThen(StepsWithBuckets):
+    """Every second step, the last among them: before it there is more."""
+
+    def wait(self):
+        super().wait()
+        if len(self.guesses) % 2:
+            self.sent.clear()
+
+
+class StepsThatSkip(StepsWithBuckets):
+    """All are waited for, but a loop over a list that it shortens leaves every second handle there."""
+
+    def wait(self):
+        super().wait()
+        for pair in self.sent:
+            self.sent.remove(pair)
+
+
+class StepsWithWholeGuesses(StepsWithoutLeaks):
+    """A copy with memory of its own, of more than the row."""
+
+    def guess(self, output):
+        return output.detach().clone()
+
+
+class StepsWithRoundedGuesses(StepsWithoutLeaks):
+    """A copy only where the net has another dtype."""
+
+    def guess(self, output):
+        return output[0].detach().float()
+
+
+class StepsWithArrays(StepsWithoutLeaks):
+    """An array of numpy is a view, too."""
+
+    def guess(self, output):
+        return output[0].detach().numpy()
+
+
+class StepsWithoutACopy(StepsWithoutLeaks):
+    """A row is contiguous already: no copy is made."""
+
+    def guess(self, output):
+        return output[0].detach().contiguous()
+
+
+class StepsOnTheModel(StepsWithoutLeaks):
+    """Guesses with memory of their own; the outputs are somewhere else, as numbers."""
+
+    def guess(self, output):
+        vars(self.model).setdefault("outputs", []).extend(output.tolist())
+        return super().guess(output)
+
+
+class StepsWithSlices(StepsWithoutLeaks):
+    """No list and no handle; but each shard is a view of its bucket."""
+
+    def gradient_is_ready(self, parameter):
+        length = -(-parameter.numel() // self.comm.size)
+        flat = torch.zeros(length * self.comm.size, dtype=parameter.dtype)
+        flat[: parameter.numel()] = parameter.grad.flatten()
+        parameter.grad = None
+        self.comm.all_reduce(flat, op="mean")
+        self.shards[parameter] = flat[self.comm.rank * length :][:length]
+
+
+class StepsWithTheLastOutput(StepsWithoutLeaks):
+    def guess(self, output):
+        self.output = output
+        return super().guess(output)
+
+
+class StepsThatAddUp(StepsWithoutLeaks):
+    """Gradients that nobody frees are added to in the next step."""
+
+    def gradient_is_ready(self, parameter):
+        gradient = parameter.grad
+        super().gradient_is_ready(parameter)
+        parameter.grad = gradient
+
+
 class StepsWithOneRow(StepsWithBuckets):
     """The first row of a tensor that is written over."""
 
@@ -151,6 +240,16 @@ WRONG = {
         StepsNotWaited: "not-arrived",
         StepsWithoutShards: "no-shard",
         StepsWithoutGuesses: "no-guess",
+        StepsClearedNowAndThen: "some-steps-kept",
+        StepsThatSkip: "last-step-kept",
+        StepsWithWholeGuesses: "guess-length",
+        StepsWithRoundedGuesses: "rounded-guess",
+        StepsWithArrays: "outputs-kept",
+        StepsWithoutACopy: "outputs-kept",
+        StepsOnTheModel: "outputs-elsewhere",
+        StepsWithSlices: "shards-are-views",
+        StepsWithTheLastOutput: "last-step-kept",
+        StepsThatAddUp: "gradients-kept",
         StepsWithOneRow: "other-guess",
         StepsWithLosses: "something-grows",
         StepsWithGradients: "gradients-kept",

@@ -126,6 +126,75 @@ class CopiedForLater(Later):
         self.means.append(lambda: copied.abs().mean())
 
 
+class OnTheStage(Repair):
+    """The list has a name that a stage could have."""
+
+    def log(self, output):
+        super().log(output)
+        vars(self.stage).setdefault("outputs", []).append(output.detach())
+
+
+class AsArrays(Repair):
+    """Memory of numpy's, as much of it."""
+
+    def log(self, output):
+        self.means.append(output.detach().numpy().copy())
+
+    def result(self):
+        return [float(abs(mean).mean()) for mean in self.means]
+
+
+class AsNumbers(AsArrays):
+    """Memory of Python's, and more of it."""
+
+    def log(self, output):
+        self.means.append(output.flatten().tolist())
+
+    def result(self):
+        return [sum(map(abs, mean)) / len(mean) for mean in self.means]
+
+
+class MeansWithGraphs(Repair):
+    """A number, and the graph that leads to it."""
+
+    def log(self, output):
+        self.means.append(output.abs().mean())
+
+
+class LossesWithGraphs(Repair):
+    """A loss whose backward pass is over, and the graph that leads from its input."""
+
+    def forward(self, m):
+        super().forward(m)
+        if self.last:
+            self.losses[-1] = self.kept[m][1]
+
+
+class TakesNothingOut(Repair):
+    def take(self, m):
+        return self.kept[m]
+
+
+class MakesANameOfItsOwn(Repair):
+    """An assignment to the list of the function around it."""
+
+    def drop(self):
+        sending = self.sending
+
+        def drop():
+            sending = [(handle, dest) for handle, dest in sending if not handle.done()]  # noqa: F823
+            return sending
+
+        self.sending = drop()
+
+
+class DropsAnyMethod(Repair):
+    """A method that is not called is true."""
+
+    def goes(self, handle, dest):
+        return bool(handle.done)
+
+
 class CollectsGarbage(AsItWas):
     """What somebody refers to is no garbage."""
 
@@ -188,7 +257,15 @@ WRONG = {
         OnlyTheHandles: "output-held",
         OnlyHandlesOfOutputs: "memory-of-gradients",
         AsADefault: "output-held",
-        DetachedForLater: "memory-of-outputs",
+        DetachedForLater: "detached-held",
+        OnTheStage: "detached-held",
+        AsArrays: "other-memory",
+        AsNumbers: "other-memory",
+        MeansWithGraphs: "output-held",
+        LossesWithGraphs: "inputs-held",
+        TakesNothingOut: "output-held",
+        MakesANameOfItsOwn: "local-name",
+        DropsAnyMethod: "not-waited",
         CopiedForLater: "grows",
         CollectsGarbage: "output-held",
         DropsWithoutLooking: "not-waited",
