@@ -34,13 +34,13 @@ def of_rank(stages: list, boundaries: list, plan: Plan, rank: int, scheme: str =
     return _of_place(stages, boundaries, plan, rank % plan.pipe, rank // plan.pipe, scheme)
 
 
-def _of_place(stages, boundaries, plan, stage, place, scheme="adam"):
+def _of_place(stages, boundaries, plan, stage, place, scheme="adam", bucket=0):
     if len(stages) != plan.pipe or len(boundaries) != plan.pipe - 1:
         raise PlanError(
             f"{len(stages)} stages with {len(boundaries)} boundaries for pipe {plan.pipe}: give all of them."
         )
     units = [sum(unit) for unit in stages[stage]]
-    buckets = _buckets([size for unit in stages[stage] for size in unit], plan.zero)
+    buckets = _buckets([size for unit in stages[stage] for size in unit], plan.zero, bucket)
     flat = {2: [sum(bucket) for bucket in buckets], 3: units}.get(plan.zero, [sum(units)])
     travels = [sum(bucket) + len(bucket) + 1 for bucket in buckets] if plan.zero == 0 else flat
     data = zero_wire_elements(travels, plan.data, plan.zero, plan.micro_batches, rank=place) if plan.data > 1 else 0
@@ -53,9 +53,9 @@ def _of_place(stages, boundaries, plan, stage, place, scheme="adam"):
     }
 
 
-def of_decoder(model: Model, plan: Plan, rank: int) -> dict[str, dict[str, int]]:
+def of_decoder(model: Model, plan: Plan, rank: int, bucket: int = 0) -> dict[str, dict[str, int]]:
     """Of one rank of `dtlib train decoder`, as ``of_rank``, with ``sent["tensor"]``; ranks of a tensor axis are next to
-    each other, and those of a pipe axis come next."""
+    each other, and those of a pipe axis come next. ``bucket``: the config's ``reduce_bucket_size``, if it has one."""
     check(model, plan)
     if model.layers % plan.pipe or plan.context * plan.expert > 1:
         raise PlanError(
@@ -68,7 +68,7 @@ def of_decoder(model: Model, plan: Plan, rank: int) -> dict[str, dict[str, int]]
     cuts = [0, *(1 + each * stage for stage in range(1, plan.pipe)), len(units)]
     stages = [units[begin:end] for begin, end in pairwise(cuts)]
     stage, place, line = rank // t % plan.pipe, rank // t // plan.pipe, rank % t
-    found = _of_place(stages, [model.seq * h] * (plan.pipe - 1), plan, stage, place)
+    found = _of_place(stages, [model.seq * h] * (plan.pipe - 1), plan, stage, place, bucket=bucket)
     first, last = stage == 0, stage == plan.pipe - 1
     passes = 4 * each + (2 * each if plan.recompute == "full" else 0)
     sizes = [tokens * h] * (passes + first + last) + [tokens + t, 2 * tokens] * last
@@ -95,11 +95,11 @@ def kept_of_decoder(model: Model, micro_batch: int, recompute: str = "none") -> 
     return ELEMENT * (n * (model.layers * layer[recompute] + h + model.vocab) + 1) + 2 * 8 * n
 
 
-def _buckets(sizes: list[int], zero: int) -> list[list[int]]:
+def _buckets(sizes: list[int], zero: int, bucket: int) -> list[list[int]]:
     """Sizes in the buckets in which their gradients travel, the last layers' first, as gradients/buckets.py has them:
-    at most as large as the largest, at stage 0 at least a MiB, and the first at most that. At stage 2 a size of half
-    the limit has a bucket of its own."""
-    most = min(LARGEST_BUCKET, max(0 if zero else FIRST_BUCKET, ELEMENT * max(sizes)))
+    at most of ``bucket`` elements, or as large as the largest size, at stage 0 at least a MiB, and the first at most
+    that. At stage 2 a size of half the limit has a bucket of its own."""
+    most = ELEMENT * bucket or min(LARGEST_BUCKET, max(0 if zero else FIRST_BUCKET, ELEMENT * max(sizes)))
     alone = [[size] for size in sizes if zero == 2 and 2 * ELEMENT * size >= most]
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):

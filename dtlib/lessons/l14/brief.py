@@ -16,7 +16,8 @@ from dtlib.planner.exact import of_decoder
 
 RANKS, BATCH = 4, 16
 MODEL = Model(layers=4, hidden=128, heads=4, vocab=256, seq=64, tied=False)
-LIMIT = 6_000_000  # bytes of model states on a rank
+LIMIT = 6_000_000  # bytes of model states and buffers on a rank
+BUCKET = 10**8  # elements: all gradients in one message, but for the first MiB
 LATENCY, BANDWIDTH = 0.002, 20e6  # EMULATED: seconds a message, bytes a second
 BAND = 1.5  # a step is expected within so many times its prediction, up and down
 MESHES = {
@@ -35,12 +36,12 @@ MESHES = {
 
 def held(plan: Plan, model: Model = MODEL) -> int:
     """Bytes of model states on the rank that holds most, exactly."""
-    return max(sum(of_decoder(model, plan, rank)["held"].values()) for rank in range(plan.gpus))
+    return max(sum(of_decoder(model, plan, rank, BUCKET)["held"].values()) for rank in range(plan.gpus))
 
 
 def sent(plan: Plan, model: Model = MODEL) -> dict[str, int]:
     """Payload bytes a step by axis, exactly, of the rank that sends most."""
-    each = [of_decoder(model, plan, rank)["sent"] for rank in range(plan.gpus)]
+    each = [of_decoder(model, plan, rank, BUCKET)["sent"] for rank in range(plan.gpus)]
     return max(each, key=lambda by_axis: sum(by_axis.values()))
 
 
@@ -78,7 +79,7 @@ def config(plan: Plan, steps: int = 4, limit: bool = True, link: bool = True, mo
         1e-4  # with less, Adam makes steps of rounding noise, and no two runs are alike
     )
     if plan.zero < 3:
-        made["zero_optimization"]["reduce_bucket_size"] = 10**8  # elements: all gradients in one message
+        made["zero_optimization"]["reduce_bucket_size"] = BUCKET
     return made
 
 
