@@ -271,17 +271,17 @@ FAULT = "a fault to the next good step"
 
 # Files, functions, lines and returns as they are, the last three rounded up: a number here may only fall. Three have
 # risen by a file, files.py, which is the one way to read and write records, two by two files, as buckets are made for
-# each step and freed after it, and an answer that is checked by its hook for listeners.
+# each step and freed after it, and an answer and a prediction by the hook for listeners.
 LIMITS = {
     "a gradient in plain": (6, 45, 205, 20),
     "a gradient in full": (9, 50, 232, 20),
     "a 1F1B micro-batch": (10, 85, 345, 35),
     "an all-reduce": (4, 35, 150, 15),
-    "an answer that is checked": (13, 97, 395, 40),
+    "an answer that is checked": (14, 98, 398, 41),
     "a batch from file to engine": (17, 88, 360, 35),
     "torch's all-reduce": (10, 60, 240, 25),
     "a checkpoint": (11, 75, 365, 30),
-    "a prediction": (8, 25, 95, 5),
+    "a prediction": (9, 26, 100, 5),
     FAULT: (11, 80, 380, 30),
 }
 
