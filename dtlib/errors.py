@@ -27,7 +27,8 @@ class CommunicationError(DtlibError):
 
 
 class PeerFailed(DtlibError):
-    """A rank waited for one that raised an error in this cell of the notebook, and so does not arrive."""
+    """A rank waited for one that will not arrive: it raised an error in this cell of the notebook, or its program has
+    ended."""
 
 
 class WaitTimeout(DtlibError):

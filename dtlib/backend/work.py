@@ -27,7 +27,7 @@ class GroupTimeout(WaitTimeout, GroupError):
 
 
 class GroupPeerFailed(PeerFailed, GroupError):
-    """A wait for a rank that raised an error in this cell of the notebook."""
+    """A wait for a rank that will not arrive."""
 
 
 class torchs_errors:

@@ -34,7 +34,7 @@ class DataParallel(nn.Module):
             ``dtlib.init()``.
         bucket_cap_mb: size of a bucket in MiB; the first is at most 1 MiB. By default that of the largest parameter,
             from 1 to 25.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward pass in training.
+        broadcast_buffers: give all ranks rank 0's buffers before the first forward pass of each step in training.
         progress: who moves the buckets on meanwhile. ``"inline"``: the hooks of the backward pass, right where
             computing keeps the cores busy. ``"thread"``: a thread, right where it leaves them idle (an accelerator,
             a slow network). By default by the device of the parameters.
@@ -164,6 +164,7 @@ class DataParallel(nn.Module):
             bucket.handle = self._hook.launch(bucket)
 
     def _finish(self) -> None:
+        self._root_buffers.stale = True  # on all ranks, whatever goes wrong from here on
         for bucket in self.buckets:
             assert bucket.handle is not None
             bucket.handle.wait()
@@ -183,7 +184,6 @@ class DataParallel(nn.Module):
             for parameter, view, ranks in zip(bucket.parameters, buffer.views, used, strict=True):
                 parameter.grad = view if ranks else None
             bucket.buffer = None  # it lives as long as a gradient is a view of it
-        self._root_buffers.stale = True
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Memory that is kept beside the module's, by what it is for (measure/held.py)."""
