@@ -40,11 +40,6 @@ class FlatBuffer:
         pieces = self.flat[: self.numel].split(sizes)
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the views, without the extra elements."""
-        return self.numel * self.flat.element_size()
-
 
 @dataclass(frozen=True)
 class Slice:

@@ -64,11 +64,8 @@ class GradientShard:
         buffer = FlatBuffer(self.shards.shapes, self.dtype, first.device, self.shards.padding, zeroed=False)
         buffer.tail.zero_()
         for parameter, view in zip(self.parameters, buffer.views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-                parameter.grad = None
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            parameter.grad = None
         return buffer.flat
 
     def collect(self, weighted: bool = False) -> None:
